@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gloo ranks for tests, forked from a server that has imported torch already.
+
+A fresh interpreter needs seconds to import torch; a fork of a server that has done so needs
+milliseconds. So every test gets fresh ranks, tests that kill a rank included, and nothing leaks
+from one test to the next.
+
+    def check(rank, world, size):         # a module-level function
+        ...
+        return {"loss": loss}             # plain data or tensors, copied to the parent
+
+    losses = run_ranks(check, 4, 16)      # one value per rank, or RankFailure with the traceback
+
+`start_ranks` is the same with the processes in the test's hands: `kill`, `wait_for_line`,
+`outcomes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: What the server imports once. A name that cannot be imported is skipped by multiprocessing.
+#: `pytest` is here because the modules that define rank functions import it, in every rank.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "pytest",
+    "tests.support.ranks",
+    "megatron.core.models.gpt",
+)
+
+#: How long after the first failure the other ranks may still report theirs, in seconds.
+GRACE_SECONDS = 0.3
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or hung; the message holds its traceback, or the stacks of all ranks."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: with a `value`, with an `error` (a traceback) or, if it died, with neither.
+
+    `at` is the time of its report; `exit_code` is negative for a signal and None while it runs.
+    """
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    returned: bool = False
+    at: float = 0.0
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What one rank process needs to know."""
+
+    fn: Callable[..., Any]
+    rank: int
+    world: int
+    args: tuple[Any, ...]
+    folder: str
+    env: Mapping[str, str]
+    timeout_seconds: float
+    init: bool
+
+
+def _log_path(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank{rank}.log")
+
+
+def _leave_with_parent(conn: Connection) -> threading.Thread:
+    """Return a thread that waits for the parent's goodbye, and ends this process if it is gone."""
+
+    def listen() -> None:
+        try:
+            conn.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+
+    thread = threading.Thread(target=listen, daemon=True, name="goodbye")
+    thread.start()
+    return thread
+
+
+def _rank_main(job: _Job, conn: Connection) -> None:
+    """Run `job.fn` as one rank and send what became of it to the parent."""
+    log = os.open(_log_path(job.folder, job.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    goodbye = _leave_with_parent(conn)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name need not resolve
+    os.environ.update({"RANK": str(job.rank), "WORLD_SIZE": str(job.world)})
+    os.environ.update(job.env)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    try:
+        if job.init:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(Path(job.folder, "store")), job.world),
+                rank=job.rank,
+                world_size=job.world,
+                timeout=datetime.timedelta(seconds=job.timeout_seconds),
+            )
+        # Plain pickle copies tensors; multiprocessing's own pickler would share their memory with
+        # a process that is about to end.
+        message = pickle.dumps((True, job.fn(job.rank, job.world, *job.args)))
+    except BaseException:
+        message = pickle.dumps((False, traceback.format_exc()))
+    conn.send_bytes(message)
+    goodbye.join()  # no rank closes its sockets while another may still be reading from them
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _anonymous_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the test runner's main module into every rank."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class RankSet:
+    """Running ranks, as `start_ranks` hands them out."""
+
+    def __init__(self, jobs: list[_Job], folder: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self.folder = folder
+        self.processes = []
+        self._connections: list[Connection] = []
+        self._messages: dict[int, tuple[float, bool, Any]] = {}
+        with _anonymous_main():
+            for job in jobs:
+                ours, theirs = context.Pipe(duplex=True)
+                process = context.Process(target=_rank_main, args=(job, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self._connections.append(ours)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal (SIGKILL, SIGSTOP, SIGCONT, SIGTERM …) to one rank."""
+        os.kill(self.processes[rank].pid, number)
+
+    def log(self, rank: int) -> str:
+        """Return what `rank` has written to stdout and stderr so far."""
+        path = _log_path(self.folder, rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait_for_line(self, rank: int, text: str, *, timeout: float = 30.0) -> None:
+        """Block until `rank` has printed `text`. Raises RankFailure after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while text not in self.log(rank):
+            if time.monotonic() > deadline or not self.processes[rank].is_alive():
+                raise RankFailure(f"rank {rank} never printed {text!r}; its log:\n{self.log(rank)}")
+            time.sleep(0.01)
+
+    def outcomes(self, *, timeout: float, stop_at_failure: bool = False) -> list[Outcome]:
+        """Wait until every rank has returned, raised or died, `timeout` seconds at most.
+
+        With `stop_at_failure` the wait ends shortly after the first rank that raised or died.
+        """
+        deadline = time.monotonic() + timeout
+        failed = False
+        while (open_ranks := self._open_ranks()) and (left := deadline - time.monotonic()) > 0:
+            for ready in wait([self._connections[r] for r in open_ranks], timeout=left):
+                failed |= not self._receive(self._connections.index(ready))
+            if failed and stop_at_failure:
+                deadline, stop_at_failure = time.monotonic() + GRACE_SECONDS, False
+        found = []
+        for rank, process in enumerate(self.processes):
+            at, returned, value = self._messages.get(rank, (time.monotonic(), False, None))
+            died = rank in self._messages and not returned and value is None
+            process.join(5 if died else 0)
+            payload = {"value": value} if returned else {"error": value}
+            found.append(
+                Outcome(rank, returned=returned, at=at, exit_code=process.exitcode, **payload)
+            )
+        return found
+
+    def values(self, *, timeout: float) -> list[Any]:
+        """Return every rank's value. Raises RankFailure if one raised, died or was too slow."""
+        found = self.outcomes(timeout=timeout, stop_at_failure=True)
+        if all(outcome.returned for outcome in found):
+            return [outcome.value for outcome in found]
+        raise RankFailure(self._explain(found, timeout))
+
+    def close(self) -> None:
+        """End every rank: a goodbye to those that are done, SIGKILL to the others."""
+        for rank, (process, conn) in enumerate(zip(self.processes, self._connections, strict=True)):
+            if self._messages.get(rank, (0, False, None))[1]:
+                with contextlib.suppress(OSError):
+                    conn.send_bytes(b"goodbye")
+            else:
+                process.kill()
+        for process, conn in zip(self.processes, self._connections, strict=True):
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            conn.close()
+            process.close()
+
+    def _open_ranks(self) -> list[int]:
+        return [rank for rank in range(len(self.processes)) if rank not in self._messages]
+
+    def _receive(self, rank: int) -> bool:
+        """Store the message of a rank that has become readable; return whether it is a result."""
+        now = time.monotonic()
+        try:
+            returned, value = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            returned, value = False, None
+        self._messages[rank] = (now, returned, value)
+        return returned
+
+    def _explain(self, found: list[Outcome], timeout: float) -> str:
+        """Say who failed first and why; if nobody did, where everybody stands."""
+        failed = sorted(
+            (o for o in found if o.rank in self._messages and not o.returned), key=_blame
+        )
+        if not failed:
+            stacks = self._stacks([o.rank for o in found if not o.returned])
+            return f"no end after {timeout} s; where the ranks stood:\n{stacks}"
+        first = failed[0]
+        lines = [f"rank {first.rank} of {len(found)} failed first:", _described(first)]
+        lines += [f"rank {o.rank}: {_described(o).strip().splitlines()[-1]}" for o in failed[1:]]
+        if log := self.log(first.rank).strip():
+            lines.append(f"log of rank {first.rank}:\n{log[-4000:]}")
+        return "\n".join(lines)
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Make every rank write the stacks of its threads, and collect them."""
+        before = {rank: len(self.log(rank)) for rank in ranks}
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                self.kill(rank, signal.SIGUSR1)
+        time.sleep(0.3)
+        return "\n".join(f"--- rank {rank}\n{self.log(rank)[before[rank] :]}" for rank in ranks)
+
+
+def _blame(outcome: Outcome) -> tuple[bool, float]:
+    """Order failures: a death without a word explains the errors of its peers; then by time."""
+    return (outcome.error is not None, outcome.at)
+
+
+def _described(outcome: Outcome) -> str:
+    return outcome.error or f"died with exit code {outcome.exit_code} and no traceback"
+
+
+@contextlib.contextmanager
+def start_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    collective_timeout: float = 60.0,
+    init: bool = True,
+) -> Iterator[RankSet]:
+    """Start `fn(rank, world, *args)` on fresh ranks and yield them; they are ended on exit.
+
+    Args:
+        fn: a module-level function; it is found by name in the rank.
+        world_size: number of ranks.
+        args: pickled to every rank.
+        env: environment variables of the ranks.
+        collective_timeout: seconds that a collective waits for a peer before it raises.
+        init: whether to form the default gloo group.
+    """
+    folder = tempfile.mkdtemp(prefix="ranks-")
+    jobs = [
+        _Job(
+            fn=fn,
+            rank=rank,
+            world=world_size,
+            args=args,
+            folder=folder,
+            env=dict(env or {}),
+            timeout_seconds=collective_timeout,
+            init=init,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        ranks = RankSet(jobs, folder)
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run `fn(rank, world, *args)` on fresh gloo ranks and return the value of each.
+
+    Each rank has one thread, and warnings are errors in it. Raises RankFailure with the traceback
+    of the rank that failed first, or with the stacks of all ranks if there is no end after
+    `timeout` seconds.
+    """
+    with start_ranks(fn, world_size, *args, env=env, collective_timeout=2 * timeout) as ranks:
+        return ranks.values(timeout=timeout)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# One command per job. Every target makes .venv with pinned versions first, once, by itself.
+#
+#   PYTHON=python3.12            the interpreter to build .venv from (else 3.11 or 3.12 is looked for)
+#   TORCH_VERSION=2.10.0         another torch than the pinned one
+#   TORCH_INDEX=URL              where to look for torch besides the registry, e.g. for its CPU builds
+#   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -n 2"   how
+
+PYTHON ?=
+TORCH_VERSION ?= 2.13.0
+TORCH_INDEX ?=
+TESTS ?= tests experimental
+PYTEST_FLAGS ?= -q
+PRETRAIN_FLAGS ?=
+
+PY := .venv/bin/python
+STAMP := .venv/.installed-torch-$(TORCH_VERSION)
+SOURCES := megatron_core megatron tests tools experimental
+
+.DEFAULT_GOAL := help
+.PHONY: help venv pretrain lint format test test-all parity gpu bench coverage
+
+help: ## list the targets
+	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name what; \
+		do printf '  make %-10s %s\n' "$$name" "$$what"; done
+
+$(STAMP): constraints.txt pyproject.toml megatron_core/pyproject.toml tools/make_venv.sh
+	@PYTHON='$(PYTHON)' TORCH_VERSION='$(TORCH_VERSION)' TORCH_INDEX='$(TORCH_INDEX)' \
+		sh tools/make_venv.sh
+	@touch $@
+
+venv: $(STAMP) ## create .venv and install pinned versions
+
+pretrain: $(STAMP) ## pretrain a small GPT on real text, resume it, sample from it
+	@$(PY) -m megatron.training.quickstart $(PRETRAIN_FLAGS)
+
+lint: $(STAMP) ## ruff, house style and import order
+	@echo "lint: ruff check";  $(PY) -m ruff check $(SOURCES)
+	@echo "lint: ruff format"; $(PY) -m ruff format --check $(SOURCES)
+	@echo "lint: house style"; $(PY) tools/style_check.py
+	@echo "lint: import order"; .venv/bin/lint-imports
+
+format: $(STAMP) ## let ruff format and mend what it can
+	@$(PY) -m ruff format $(SOURCES)
+	@$(PY) -m ruff check --fix $(SOURCES)
+
+test: $(STAMP) ## the tests of every change
+	@echo "test: pytest $(TESTS), without those marked slow or gpu"
+	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not slow and not gpu"
+
+test-all: $(STAMP) ## the tests of every night: the slow ones too
+	@echo "test-all: pytest $(TESTS), without those marked gpu"
+	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not gpu"
+
+parity: $(STAMP) ## every parallel layout against the single process, slow ones too
+	@echo "parity: pytest tests/parity"
+	@$(PY) -m pytest tests/parity $(PYTEST_FLAGS) -m "not gpu"
+
+gpu: $(STAMP) ## the tests that need a CUDA device
+	@echo "gpu: pytest $(TESTS), only those marked gpu"
+	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m gpu
+
+bench: $(STAMP) ## every benchmark table
+	@set -e; for script in tools/bench/*.py; do echo "bench: $$script"; $(PY) $$script; done
+
+coverage: $(STAMP) ## line and branch coverage of make test
+	@$(PY) -m coverage erase
+	@$(PY) -m coverage run -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not slow and not gpu"
+	@$(PY) -m coverage combine -q && $(PY) -m coverage report

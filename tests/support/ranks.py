@@ -62,7 +62,7 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: with a `value`, with an `error` (a traceback) or, if it died, with neither.
+    """How one rank ended: with a `value`, an `error` (a traceback) or, if it died, neither.
 
     `at` is the time of its report; `exit_code` is negative for a signal and None while it runs.
     """

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs that can see a bug: different on every lane, with weights off their initial values.
+
+Equal data on all lanes hides a missing reduction; an even loss mask hides a wrong token count; a
+norm weight of one and a bias of zero hide a missing factor or term; equal sizes hide a swapped
+dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One lane's microbatch: tokens, labels [b, s] int64; loss_mask [b, s] fp32; sample_ids [b]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    sample_ids: torch.Tensor
+
+
+def generator(*key: int) -> torch.Generator:
+    """Return a generator whose stream is a function of all numbers of `key`."""
+    seed = 0x9E3779B97F4A7C15
+    for number in key:
+        seed = (seed ^ (number + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9 % 2**63
+    return torch.Generator().manual_seed(seed)
+
+
+def microbatch(
+    *, seed: int, lane: int, index: int, batch: int, sequence: int, vocabulary: int
+) -> Microbatch:
+    """Make microbatch `index` of `lane`: other tokens and another number of counted tokens on each.
+
+    The loss mask drops between a tenth and a half of the tokens, more on later lanes and
+    microbatches, and never all of them.
+    """
+    source = generator(seed, lane, index)
+    text = torch.randint(0, vocabulary, (batch, sequence + 1), generator=source)
+    dropped = min(0.5, 0.1 + 0.13 * lane + 0.07 * index)
+    mask = (torch.rand(batch, sequence, generator=source) >= dropped).float()
+    mask[0, lane % sequence] = 1.0
+    ids = torch.arange(batch) + batch * (lane + 1000 * index)
+    return Microbatch(text[:, :-1].clone(), text[:, 1:].clone(), mask, ids)
+
+
+def perturbed(
+    weights: Mapping[str, torch.Tensor], *, seed: int, scale: float = 0.1
+) -> dict[str, torch.Tensor]:
+    """Return the weights, each moved by normal noise that is a function of (seed, name).
+
+    Meant for logical, unsharded weights: every layout then starts from equal, uneven values.
+    """
+    moved = {}
+    for name, weight in weights.items():
+        noise = torch.randn(weight.shape, generator=generator(seed, *name.encode()))
+        moved[name] = weight.detach() + scale * noise.to(weight.dtype)
+    return moved
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch with one thread: small tensors are faster so, and sums have one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every allowed combination is covered, no forbidden one occurs, and the arrays are short."""
+
+import itertools
+
+import pytest
+
+from tests.support.covering_array import (
+    Constraint,
+    allowed_tuples,
+    covering_array,
+    tuples_of,
+)
+
+FACTORS = {"tp": (1, 2, 4), "dp": (1, 2), "sp": (False, True), "kv": (1, 2, 4), "norm": ("a", "b")}
+CONSTRAINTS = (
+    Constraint(("tp", "dp"), lambda tp, dp: 2 <= tp * dp <= 4),
+    Constraint(("tp", "sp"), lambda tp, sp: tp > 1 or not sp),
+)
+
+
+def _allowed_rows(factors, constraints):
+    """Enumerate the whole product: slow and obvious."""
+    for values in itertools.product(*factors.values()):
+        row = dict(zip(factors, values, strict=True))
+        if all(c.allowed(*(row[n] for n in c.factors)) for c in constraints):
+            yield row
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_all_allowed_combinations_and_no_others_are_covered(strength):
+    rows = covering_array(FACTORS, CONSTRAINTS, strength=strength)
+    every = set().union(*(tuples_of(r, strength) for r in _allowed_rows(FACTORS, CONSTRAINTS)))
+    covered = set().union(*(tuples_of(row, strength) for row in rows))
+    assert covered == every == set(allowed_tuples(FACTORS, CONSTRAINTS, strength=strength))
+
+
+def test_forbidden_combinations_include_the_implied_ones():
+    # dp=1 with tp=1 is forbidden, so sp with dp=1 needs tp>1; a third constraint rules out both.
+    constraints = (*CONSTRAINTS, Constraint(("sp", "tp"), lambda sp, tp: not (sp and tp in (2, 4))))
+    pairs = allowed_tuples(FACTORS, constraints)
+    assert not any(("sp", True) in pair for pair in pairs)
+    assert all(not row["sp"] for row in covering_array(FACTORS, constraints))
+
+
+def test_ten_factors_of_three_values_need_few_rows():
+    factors = {f"f{i}": (0, 1, 2) for i in range(10)}
+    rows = covering_array(factors)
+    assert len(rows) <= 20  # the product has 59,049
+    assert set().union(*(tuples_of(r, 2) for r in rows)) == set(allowed_tuples(factors))
+
+
+def test_the_array_is_a_function_of_the_seed():
+    first, second = (covering_array(FACTORS, CONSTRAINTS, seed=3) for _ in range(2))
+    assert first == second
+    assert first != covering_array(FACTORS, CONSTRAINTS, seed=4)
+
+
+def test_wanted_rows_come_first_and_count():
+    wanted = {"tp": 2, "dp": 2, "sp": True, "kv": 1, "norm": "b"}
+    rows = covering_array(FACTORS, CONSTRAINTS, start=[wanted])
+    assert rows[0] == wanted
+    assert covering_array({"a": (1, 2)}, strength=1, start=[{"a": 2}]) == [{"a": 2}, {"a": 1}]
+
+
+def test_bad_descriptions_are_refused():
+    with pytest.raises(ValueError, match="repeats one"):
+        covering_array({"a": (1, 1)})
+    with pytest.raises(ValueError, match="unknown factors: \\['z'\\]"):
+        covering_array({"a": (1,)}, [Constraint(("z",), bool)])
+    with pytest.raises(ValueError, match="allow no row"):
+        covering_array({"a": (0,), "b": (1,)}, [Constraint(("a",), bool)])
+    with pytest.raises(ValueError, match="not allowed"):
+        covering_array(FACTORS, CONSTRAINTS, start=[{"tp": 1}])

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uninitialised memory shows inside nan_memory, in backward as well, and only there."""
+
+import pytest
+import torch
+
+from tests.support.nan_memory import nan_memory
+
+MAKERS = {
+    "empty": lambda like: torch.empty(like.shape, dtype=like.dtype),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda like: torch.empty_strided(like.shape, (1, 3), dtype=like.dtype),
+    "new_empty": lambda like: like.new_empty(like.shape),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_fresh_memory_shows(maker, dtype):
+    like = torch.zeros(3, 2, dtype=dtype)
+    with nan_memory() as mode:
+        made = MAKERS[maker](like)
+    assert mode.poisoned == 1
+    if dtype.is_floating_point:
+        assert made.isnan().all()
+    else:
+        info = torch.iinfo(dtype)
+        assert (made == (info.max if dtype == torch.uint8 else info.min)).all()
+
+
+class _ForgetsRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = torch.empty_like(grad)
+        out[:-1] = 2 * grad[:-1]
+        return out
+
+
+def test_an_element_that_backward_forgets_is_seen():
+    x = torch.ones(4, requires_grad=True)
+    with nan_memory():
+        _ForgetsRows.apply(x).sum().backward()
+    assert x.grad.isnan().tolist() == [False, False, False, True]
+
+
+def test_initialised_memory_is_left_alone():
+    with nan_memory() as mode:
+        assert torch.zeros(3).sum() == 0
+        assert torch.ones(3).add(1).sum() == 6
+        torch.empty(3, device="meta")
+    assert mode.poisoned == 0

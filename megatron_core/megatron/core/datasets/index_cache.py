@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index arrays kept on the node's own disk: found by content, written atomically, never trusted.
+
+The files of one entry share the name `<digest>-<kind>`, where the digest is that of a JSON
+description of everything the arrays depend on. The arrays are a pure function of it, so writers
+need no lock and no rank has to wait for another one: whoever comes first writes, all others write
+the same bytes or read them. Each node may have a folder of its own.
+"""
+
+import hashlib
+import json
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.datasets.atomic_file import atomic_write
+
+logger = logging.getLogger(__name__)
+
+# Raise it when the same description comes to mean other arrays.
+FORMAT = 1
+
+
+def describe(description: Mapping[str, object]) -> str:
+    """Write a description as the text that names and validates an entry.
+
+    Args:
+        description: JSON values that determine the arrays completely.
+
+    Returns:
+        JSON with sorted keys.
+    """
+    return json.dumps({"format": FORMAT, **description}, sort_keys=True, indent=1)
+
+
+def digest_of(description: Mapping[str, object]) -> str:
+    """Return a name for a description: 32 hexadecimal digits.
+
+    Args:
+        description: JSON values that determine some arrays completely.
+    """
+    return hashlib.md5(describe(description).encode(), usedforsecurity=False).hexdigest()
+
+
+class IndexCache:
+    """A folder of index arrays.
+
+    Args:
+        folder: created if missing; None keeps nothing and builds in memory every time.
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self.folder = None if folder is None else Path(folder)
+
+    def load_or_build(
+        self,
+        kind: str,
+        description: Mapping[str, object],
+        build: Callable[[], dict[str, np.ndarray]],
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays of an entry, from the disk if they are there and whole.
+
+        A damaged entry, and a folder that cannot be written, cost a log line and nothing else.
+
+        Args:
+            kind: what a person looks for in the folder, for instance "GPTDataset-train".
+            description: JSON values that determine the arrays completely.
+            build: makes the arrays by name; must be deterministic.
+
+        Returns:
+            The arrays by name; mapped read-only if they came from the disk.
+        """
+        if self.folder is None:
+            return build()
+        text = describe(description)
+        stem = f"{digest_of(description)}-{kind}"
+        try:
+            found = self._load(stem, text)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning(
+                "index cache %s/%s is damaged (%s): rebuilding", self.folder, stem, error
+            )
+            found = None
+        if found is not None:
+            return found
+        arrays = build()
+        try:
+            self._store(stem, text, arrays)
+        except OSError as error:
+            logger.warning("index cache %s cannot be written (%s): in memory", self.folder, error)
+        return arrays
+
+    def _load(self, stem: str, text: str) -> dict[str, np.ndarray] | None:
+        manifest_path = self.folder / f"{stem}.json"
+        if not manifest_path.exists():
+            return None
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        if manifest["description"] != text:
+            raise ValueError("it has another description")
+        arrays = {}
+        for name, wanted in manifest["arrays"].items():
+            array = np.load(self.folder / f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False)
+            if [array.dtype.str, list(array.shape)] != [wanted["dtype"], wanted["shape"]]:
+                raise ValueError(f"{name} is {array.dtype} {array.shape}")
+            array = array.view(np.ndarray)
+            if _checksum(array) != wanted["crc32"]:
+                raise ValueError(f"{name} does not match its checksum")
+            arrays[name] = array
+        return arrays
+
+    def _store(self, stem: str, text: str, arrays: dict[str, np.ndarray]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        listed = {}
+        for name, array in arrays.items():
+            listed[name] = {
+                "dtype": array.dtype.str,
+                "shape": list(array.shape),
+                "crc32": _checksum(array),
+            }
+            with atomic_write(self.folder / f"{stem}-{name}.npy") as stream:
+                np.save(stream, array, allow_pickle=False)
+        # Last: an entry without it does not exist.
+        with atomic_write(self.folder / f"{stem}.json") as stream:
+            manifest = {"description": text, "arrays": listed}
+            stream.write(json.dumps(manifest, indent=1).encode())
+
+
+def _checksum(array: np.ndarray) -> int:
+    return zlib.crc32(memoryview(np.ascontiguousarray(array)).cast("B")) if array.size else 0

@@ -2,7 +2,7 @@
 """Proof that a feature was active: what a trace of collectives must, and must not, contain.
 
 A feature that is silently off gives the reference's numbers, so a comparison alone cannot see it.
-These functions read the records of `megatron.core.comm.trace()`: anything with `kind`, `group_name`
+These functions read the records of `megatron.core.comm.trace()`: anything with `kind`, `group`
 and `bytes`.
 """
 
@@ -17,7 +17,7 @@ class Record(Protocol):
     """One collective as traced: its kind (`all_reduce` …), its group's name and the bytes sent."""
 
     kind: str
-    group_name: str
+    group: str
     bytes: int
 
 
@@ -25,7 +25,7 @@ def matching(
     records: Iterable[Record], *, kind: str | None = None, group: str | None = None
 ) -> list[Record]:
     """Return the records of a kind, of a group, or of both."""
-    return [r for r in records if kind in (None, r.kind) and group in (None, r.group_name)]
+    return [r for r in records if kind in (None, r.kind) and group in (None, r.group)]
 
 
 def table(records: Iterable[Record]) -> str:
@@ -33,8 +33,8 @@ def table(records: Iterable[Record]) -> str:
     calls: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
     for record in records:
-        calls[record.kind, record.group_name] += 1
-        sent[record.kind, record.group_name] += record.bytes
+        calls[record.kind, record.group] += 1
+        sent[record.kind, record.group] += record.bytes
     lines = [
         f"{kind} on {name}: {calls[kind, name]} x, {sent[kind, name]} B" for kind, name in calls
     ]

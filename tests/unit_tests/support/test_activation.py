@@ -11,7 +11,7 @@ from tests.support.activation import assert_active, assert_silent, matching, tab
 @dataclass(frozen=True)
 class _Record:
     kind: str
-    group_name: str
+    group: str
     bytes: int
 
 

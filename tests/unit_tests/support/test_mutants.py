@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutations edit exactly one place, reach every reference to a function, and are drawn stably."""
+
+import importlib
+import sys
+import textwrap
+
+import pytest
+
+from tests.support.mutants import (
+    Verdict,
+    apply,
+    lines_run,
+    mutations,
+    planted,
+    sample,
+    source_of,
+    survey,
+)
+
+VICTIM = '''
+"""A module to be mutated."""
+
+import functools
+
+
+def mean(values):
+    """Return the mean of 1 or more values."""
+    if not values:
+        raise ValueError(f"{len(values)} values")
+    total = 0
+    for value in values:
+        total += value
+    return total / len(values)
+
+
+def all_reduce(x, group):
+    return x * group
+
+
+class Box:
+    """Ä, a letter of two bytes, shifts columns."""
+
+    @staticmethod
+    def own(x, group):
+        log.append("ä" + str(x)); x = x + all_reduce(x, group) if group > 1 else x
+        return x
+
+    @property
+    def sign(self) -> int:
+        return +1 if self else 0
+
+
+@functools.lru_cache
+def cached(n: int = 7) -> int:
+    def inner(m):
+        return m - 1
+
+    return inner(n)
+
+
+log = []
+'''
+
+
+@pytest.fixture
+def victim(tmp_path, monkeypatch):
+    (tmp_path / "victim_module.py").write_text(textwrap.dedent(VICTIM), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("victim_module")
+    yield module
+    del sys.modules["victim_module"]
+
+
+def test_a_planted_fault_reaches_references_made_before(victim):
+    mean, own = victim.mean, victim.Box.own
+    assert (mean([2, 4]), own(3, 2)) == (3, 9)
+    apply(planted("victim_module", "mean", "total += value", "total = value"))
+    apply(planted("victim_module", "Box.own", "x + all_reduce(x, group)", "x"))
+    assert (mean([2, 4]), own(3, 2)) == (2, 3)
+    assert victim.log == ["ä3", "ä3"]
+
+
+def test_wrapped_and_nested_functions_are_reached(victim):
+    apply(planted("victim_module", "cached", "m - 1", "m + 1"))
+    assert victim.cached() == 8
+
+
+def test_a_fault_that_no_longer_fits_the_code_is_an_error(victim):
+    with pytest.raises(ValueError, match="holds 'value' 9 times, not once"):
+        planted("victim_module", "mean", "value", "x")
+    with pytest.raises(ValueError, match="0 times"):
+        planted("victim_module", "mean", "absent", "x")
+    with pytest.raises(ValueError, match="no function nowhere"):
+        planted("victim_module", "nowhere", "a", "b")
+
+
+def test_every_small_mutation_compiles_and_changes_one_place(victim):
+    text, path = source_of("victim_module")
+    found = mutations("victim_module")
+    for mutation in found:
+        edited = text[: mutation.start] + mutation.text + text[mutation.stop :]
+        compile(edited, path, "exec")
+        assert edited != text
+    described = "\n".join(map(str, found))
+    for expected in (
+        "mean: total += value: to Sub",
+        "mean: total / len(values): to Mult",
+        "mean: 0 to 1",
+        "Box.own: all_reduce(x, group): skipped",
+        "Box.own: group > 1: to GtE",
+        "condition negated",
+        "Box.own: log.append('ä' + str(x)): call dropped",
+        "cached: m - 1: to Add",
+    ):
+        assert expected in described
+    assert "raise" not in described
+    assert "7 to 8" not in described  # a default
+    assert "not values" not in described  # guards a raise
+    assert len({m.key for m in found}) == len(found)
+
+
+def test_a_mutation_after_letters_of_two_bytes_hits_its_place(victim):
+    skip = next(m for m in mutations("victim_module") if m.what.endswith("skipped"))
+    text, _ = source_of("victim_module")
+    assert text[skip.start : skip.stop] == "all_reduce(x, group)"
+    apply(skip)
+    assert victim.Box.own(3, 2) == 6
+
+
+def test_samples_are_stable_when_other_code_changes(victim, tmp_path):
+    found = mutations("victim_module")
+    drawn = sample(found, 5, seed=1)
+    assert drawn == sample(reversed(found), 5, seed=1)
+    assert drawn != sample(found, 5, seed=2)
+    ran = {"victim_module": {found[0].line}}
+    assert {m.line for m in sample(found, 5, seed=1, ran=ran)} == {found[0].line}
+    path = tmp_path / "victim_module.py"
+    path.write_text("# another line\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert [m.key for m in sample(mutations("victim_module"), 5, seed=1)] == [m.key for m in drawn]
+
+
+def test_the_lines_that_ran_are_known(victim):
+    ran = lines_run(["victim_module"], lambda: victim.mean([1]))["victim_module"]
+    text = source_of("victim_module")[0].splitlines()
+    executed = {text[line - 1].strip() for line in ran}
+    assert "total += value" in executed
+    assert "return x * group" not in executed
+    assert not any(line.startswith("raise") for line in executed)
+
+
+def test_the_survey_names_survivors(victim):
+    first, second, *_ = mutations("victim_module")
+    report = survey([Verdict(first, "loss differs"), Verdict(second, None)])
+    assert report == f"1 of 2 mutants noticed\nsurvived: {second}"

@@ -69,8 +69,8 @@ def apply(mutation: Mutation) -> None:
     """
     text, path = source_of(mutation.module)
     edited = text[: mutation.start] + mutation.text + text[mutation.stop :]
-    before = list(_functions(compile(text, path, "exec")))
-    after = list(_functions(compile(edited, path, "exec")))
+    before = list(_functions(compile(text, path, "exec", dont_inherit=True)))
+    after = list(_functions(compile(edited, path, "exec", dont_inherit=True)))
     pairs = [
         (old, new)
         for old, new in zip(before, after, strict=True)

@@ -52,7 +52,7 @@ else
     install "torch==$TORCH_VERSION"
 fi
 say "installing $(grep -c == constraints.txt) pinned packages and this checkout ..."
-install --quiet setuptools
-install --quiet --no-build-isolation --config-settings editable_mode=compat \
+install -qq setuptools
+install -qq --no-build-isolation --config-settings editable_mode=compat \
     -e ./megatron_core -e '.[monitor,dev]'
 say "ready: .venv ($(.venv/bin/python --version), torch $(.venv/bin/python -c 'import torch; print(torch.__version__)'))"

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house style as rules over one parsed Python file; `style_check.py` runs them over the tree.
+
+A rule is a generator of `Finding`s. Budgets (rules that measure something) report the measured
+number, so that an exception in `budgets.toml` can name a higher limit; the other rules are allowed
+or not.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS, CONFIG_FIELDS = 400, 60, 150, 8, 20
+#: No exception may exceed these.
+HARD_LIMITS = {"file-lines": 600, "function-lines": 100}
+
+CORE = "megatron_core/megatron/core/"
+WHEELS = ("megatron_core/megatron/", "megatron/")
+BANNED_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
+
+CORE_DEPENDENCIES = frozenset({"torch", "numpy", "safetensors", "xxhash", "megatron"})
+#: Optional packages, and the file name (or path) that alone may import each.
+ADAPTERS = {"triton": "triton.py", "transformer_engine": "extensions/transformer_engine.py"}
+
+UNSAFE_MODULES = frozenset(
+    {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
+)
+UNSAFE_NAMES = frozenset({"eval", "exec"})
+UNSAFE_CALLS = frozenset(
+    {"torch.load", "torch.save", "os.system", "os.popen", "yaml.unsafe_load", "yaml.full_load"}
+)
+UNSAFE_KEYWORDS = frozenset({"trust_remote_code", "allow_pickle", "shell"})
+#: Collectives of torch.distributed that pickle what they send.
+UNSAFE_SUFFIXES = ("_object", "_object_list")
+
+MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MUTABLE_CALLS = frozenset(
+    ("list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter")
+    + ("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "ContextVar", "Lock", "RLock")
+    + ("Generator", "count")
+)
+SCALARS = frozenset({"bool", "int", "float", "str", "None"})
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One breach: `where` is the file, or file::qualified.name; `measured` is set by budgets."""
+
+    rule: str
+    where: str
+    line: int
+    message: str
+    measured: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}:{self.line}: {self.rule}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: its path relative to the root (forward slashes), its text and its tree."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def in_core(self) -> bool:
+        return self.path.startswith(CORE)
+
+    @property
+    def in_wheel(self) -> bool:
+        return self.path.startswith(WHEELS)
+
+    @property
+    def is_test(self) -> bool:
+        return "tests" in PurePosixPath(self.path).parts
+
+    def functions(self) -> Iterator[tuple[str, Function, ast.ClassDef | None]]:
+        """Yield (qualified name, node, enclosing class or None) of every function, nested too."""
+        yield from _functions(self.tree, "", None)
+
+
+def _functions(
+    node: ast.AST, prefix: str, owner: ast.ClassDef | None
+) -> Iterator[tuple[str, Function, ast.ClassDef | None]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            name = f"{prefix}{child.name}"
+            yield name, child, owner
+            yield from _functions(child, f"{name}.", None)
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{prefix}{child.name}.", child)
+        else:
+            yield from _functions(child, prefix, owner)
+
+
+def dotted(node: ast.AST) -> str:
+    """Return `a.b.c` for a name or a chain of attributes, else the empty string."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([node.id, *reversed(parts)])
+
+
+def _decorators(node: Function | ast.ClassDef) -> list[str]:
+    return [dotted(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
+
+
+def _is_kernel(node: Function) -> bool:
+    return any(name.startswith("triton.") for name in _decorators(node))
+
+
+def header(source: Source) -> Iterator[Finding]:
+    """The licence line comes first, then a docstring; the file name says what it holds."""
+    lines = source.text.splitlines()[:2]
+    if lines and lines[0].startswith("#!"):
+        lines = lines[1:]
+    if not lines or lines[0] != "# SPDX-License-Identifier: Apache-2.0":
+        yield Finding(
+            "spdx", source.path, 1, "start the file with '# SPDX-License-Identifier: Apache-2.0'"
+        )
+    if not (ast.get_docstring(source.tree) or "").splitlines()[:1]:
+        yield Finding(
+            "docstring", source.path, 1, "say the one idea of this file in a module docstring"
+        )
+    path = PurePosixPath(source.path)
+    for part in (*path.parts[:-1], path.stem):
+        if part in BANNED_NAMES:
+            yield Finding("file-name", source.path, 1, f"{part!r} names no idea: say which it is")
+
+
+def public_docstrings(source: Source) -> Iterator[Finding]:
+    """Public classes and functions at the top level of a core module have docstrings."""
+    if not source.in_core:
+        return
+    for node in source.tree.body:
+        if (
+            isinstance(node, (*Function.__args__, ast.ClassDef))
+            and not node.name.startswith("_")
+            and not ast.get_docstring(node)
+        ):
+            where = f"{source.path}::{node.name}"
+            yield Finding(
+                "docstring", where, node.lineno, "is public: say in a docstring what it does"
+            )
+
+
+def sizes(source: Source) -> Iterator[Finding]:
+    """A file has at most 400 lines, a function 60, a kernel 150 (their docstrings not counted)."""
+    lines = len(source.text.splitlines())
+    if lines > FILE_LINES:
+        yield Finding("file-lines", source.path, 1, f"{lines} lines, over {FILE_LINES}", lines)
+    for name, node, _ in source.functions():
+        first = node.body[0]
+        documented = ast.get_docstring(node, clean=False) is not None
+        count = node.end_lineno - node.lineno + 1
+        if documented:
+            count -= first.end_lineno - first.lineno + 1
+        limit = KERNEL_LINES if _is_kernel(node) else FUNCTION_LINES
+        if count > limit:
+            where = f"{source.path}::{name}"
+            yield Finding(
+                "function-lines", where, node.lineno, f"{count} lines, over {limit}", count
+            )
+
+
+def _is_scalar(annotation: ast.expr | None) -> bool:
+    """Tell whether an annotation is made of bool, int, float, str and None only."""
+    if annotation is None:
+        return False
+    if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
+        return _is_scalar(annotation.left) and _is_scalar(annotation.right)
+    if isinstance(annotation, ast.Constant):
+        return annotation.value is None or annotation.value in SCALARS
+    return isinstance(annotation, ast.Name) and annotation.id in SCALARS
+
+
+def _signature_is_given(node: Function, owner: ast.ClassDef | None) -> bool:
+    """Tell whether somebody else decides this signature: autograd, Triton, Python's protocols."""
+    if _is_kernel(node):
+        return True
+    if owner is None:
+        return False
+    if any(dotted(base).split(".")[-1] == "Function" for base in owner.bases):
+        return True
+    return node.name.startswith("__") and node.name not in ("__init__", "__call__")
+
+
+def parameters(source: Source) -> Iterator[Finding]:
+    """At most 8 parameters, self and cls not counted; those easily confused are keyword-only.
+
+    In public functions of the wheels, keyword-only are: after the second parameter, every one that
+    has a default or is a bool; after the third, every one annotated with int, float or str (or a
+    union of these with None). Required tensors and objects may be positional. Left out:
+    autograd.Function methods, Triton kernels, special methods except __init__ and __call__, and
+    tests (whose parameters are fixtures).
+    """
+    if source.is_test:
+        return
+    for name, node, owner in source.functions():
+        if _signature_is_given(node, owner):
+            continue
+        where, spec = f"{source.path}::{name}", node.args
+        positional = [*spec.posonlyargs, *spec.args]
+        defaults = [None] * (len(positional) - len(spec.defaults)) + list(spec.defaults)
+        pairs = list(zip(positional, defaults, strict=True))
+        if owner is not None and "staticmethod" not in _decorators(node):
+            pairs = pairs[1:]
+        count = len(pairs) + len(spec.kwonlyargs) + bool(spec.vararg) + bool(spec.kwarg)
+        if count > PARAMETERS:
+            yield Finding(
+                "parameters", where, node.lineno, f"{count} parameters, over {PARAMETERS}", count
+            )
+        private = any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
+        if private or not source.in_wheel:
+            continue
+        for index, (argument, default) in enumerate(pairs[2:], start=3):
+            flag = isinstance(argument.annotation, ast.Name) and argument.annotation.id == "bool"
+            if default is not None or flag or (index > 3 and _is_scalar(argument.annotation)):
+                text = f"make {argument.arg!r}, parameter {index}, keyword-only"
+                yield Finding("keyword-only", where, node.lineno, text)
+
+
+def configs(source: Source) -> Iterator[Finding]:
+    """A dataclass named ...Config has at most 20 fields and is frozen and keyword-only."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ClassDef) or not node.name.endswith("Config"):
+            continue
+        if not any(name.endswith("dataclass") for name in _decorators(node)):
+            continue
+        where = f"{source.path}::{node.name}"
+        fields = sum(isinstance(item, ast.AnnAssign) for item in node.body)
+        if fields > CONFIG_FIELDS:
+            text = f"{fields} fields, over {CONFIG_FIELDS}"
+            yield Finding("config-fields", where, node.lineno, text, fields)
+        calls = [d for d in node.decorator_list if isinstance(d, ast.Call)]
+        on = {k.arg for d in calls for k in d.keywords if ast.unparse(k.value) == "True"}
+        if not {"frozen", "kw_only"} <= on:
+            text = "declare it dataclass(frozen=True, kw_only=True)"
+            yield Finding("config-frozen", where, node.lineno, text)
+
+
+def module_state(source: Source) -> Iterator[Finding]:
+    """Core modules hold no mutable state: no containers at the top level, no `global`."""
+    if not source.in_core:
+        return
+    for node in source.tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if [dotted(t) for t in targets] == ["__all__"]:
+                continue
+            value = node.value
+            made = dotted(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            if isinstance(value, MUTABLE_DISPLAYS) or made in MUTABLE_CALLS:
+                text = (
+                    "mutable module state: use a tuple, frozenset or MappingProxyType, or pass it"
+                )
+                yield Finding("module-state", source.path, node.lineno, text)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            text = (
+                f"global {', '.join(node.names)}: keep the state in an object that is passed down"
+            )
+            yield Finding("module-state", source.path, node.lineno, text)
+
+
+def core_calls(source: Source) -> Iterator[Finding]:
+    """Core guesses no attributes and reads neither the environment nor the command line."""
+    if not source.in_core:
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            name = dotted(node.func)
+            if name == "hasattr" or (name == "getattr" and len(node.args) > 2):
+                text = f"{name} guesses: declare the attribute"
+                yield Finding("attribute-guess", source.path, node.lineno, text)
+        if isinstance(node, ast.Attribute) and dotted(node) in (
+            "os.environ",
+            "os.environb",
+            "os.getenv",
+            "os.putenv",
+            "sys.argv",
+        ):
+            text = f"{dotted(node)}: entry scripts read it and pass the value down"
+            yield Finding("environment", source.path, node.lineno, text)
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "sys"):
+            for alias in node.names:
+                if alias.name in ("environ", "environb", "getenv", "putenv", "argv"):
+                    text = (
+                        f"{node.module}.{alias.name}: entry scripts read it and pass the value down"
+                    )
+                    yield Finding("environment", source.path, node.lineno, text)
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield (dotted module, line) of every absolute import, also inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module, node.lineno
+
+
+def dependencies(source: Source) -> Iterator[Finding]:
+    """Core imports its four dependencies and, in one adapter each, optional packages."""
+    if not source.in_core:
+        return
+    for module, line in imported(source.tree):
+        top = module.split(".")[0]
+        if top in sys.stdlib_module_names or top in CORE_DEPENDENCIES:
+            continue
+        adapter = ADAPTERS.get(top)
+        if adapter is None:
+            text = (
+                f"{top} is no dependency of megatron-core: use torch, numpy, safetensors or xxhash"
+            )
+            yield Finding("dependency", source.path, line, text)
+        elif not source.path.endswith("/" + adapter):
+            text = f"{top} may only be imported in {adapter}"
+            yield Finding("dependency", source.path, line, text)
+
+
+def unsafe(source: Source) -> Iterator[Finding]:
+    """Nothing in the wheels can run code that a file, a peer or a flag brings."""
+    if not source.in_wheel:
+        return
+    for module, line in imported(source.tree):
+        if module.split(".")[0] in UNSAFE_MODULES:
+            text = f"{module} runs code from data: use JSON, safetensors or npy"
+            yield Finding("unsafe", source.path, line, text)
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        pickles = name.startswith(("dist.", "torch.distributed.")) and name.endswith(
+            UNSAFE_SUFFIXES
+        )
+        if name in UNSAFE_NAMES or name in UNSAFE_CALLS or pickles:
+            text = f"{name} runs code from data: send tensors or JSON"
+            yield Finding("unsafe", source.path, node.lineno, text)
+        for keyword in node.keywords:
+            off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+            if keyword.arg in UNSAFE_KEYWORDS and not off:
+                text = f"{keyword.arg} lets data run code: leave it off"
+                yield Finding("unsafe", source.path, node.lineno, text)
+
+
+RULES = (
+    header,
+    public_docstrings,
+    sizes,
+    parameters,
+    configs,
+    module_state,
+    core_calls,
+    dependencies,
+    unsafe,
+)

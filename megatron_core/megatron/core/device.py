@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device of a rank: choice, streams, events, pinned memory and memory figures; no-ops on a CPU.
+
+Code above this file never asks "is there CUDA?": on a CPU a stream is a `NullStream`, everything is
+already in order, and an event only keeps the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class NullStream:
+    """Stand in for a CUDA stream where work runs in program order: every wait is already over."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Wait for nothing."""
+
+    def wait_event(self, event: Event) -> None:
+        """Wait for nothing."""
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+class NullEvent:
+    """Stand in for a CUDA event: done as soon as it is recorded."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Note the time."""
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Wait for nothing."""
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def query(self) -> bool:
+        """Return True: what was recorded before has run."""
+        return True
+
+    def elapsed_time(self, end: NullEvent) -> float:
+        """Return the milliseconds from this record to `end`'s; RuntimeError if one is missing."""
+        if self._seconds is None or end._seconds is None:
+            raise RuntimeError("elapsed_time needs both events recorded")
+        return (end._seconds - self._seconds) * 1e3
+
+
+Stream: TypeAlias = "torch.cuda.Stream | NullStream"
+Event: TypeAlias = "torch.cuda.Event | NullEvent"
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Hold the bytes that are free and in all: of the GPU, or of the machine on a CPU."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
+    """Return the device of this rank and make it current.
+
+    Args:
+        name: "auto" takes a GPU if torch sees one.
+        local_rank: position of this rank among those of its machine; it gets that GPU.
+
+    Raises:
+        ValueError: an unknown name, or a GPU that is not there.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}: use auto, cpu or cuda")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU: use cpu or auto")
+    count = torch.cuda.device_count()
+    if not 0 <= local_rank < count:
+        raise ValueError(
+            f"local rank {local_rank} needs GPU {local_rank}, but this machine shows {count}: "
+            f"start at most {count} processes a machine"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def new_stream(device: torch.device, *, priority: int = 0) -> Stream:
+    """Make a stream beside the default one; a lower `priority` number runs earlier."""
+    return torch.cuda.Stream(device, priority) if device.type == "cuda" else NullStream()
+
+
+def current_stream(device: torch.device) -> Stream:
+    """Return the stream that work is put on now."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else NullStream()
+
+
+@contextlib.contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    """Put the work of the block on `stream`."""
+    if isinstance(stream, NullStream):
+        yield
+    else:
+        with torch.cuda.stream(stream):
+            yield
+
+
+def new_event(device: torch.device, *, timing: bool = False) -> Event:
+    """Make an event; with `timing`, `start.elapsed_time(end)` gives milliseconds."""
+    return torch.cuda.Event(enable_timing=timing) if device.type == "cuda" else NullEvent()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything put on `device` has run."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def pin(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor in memory that `device` can copy from while the host goes on."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory held so far: allocated on a GPU, resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not ru_maxrss: on Linux a new program inherits the peak of the process that started it.
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_info(device: torch.device) -> MemoryInfo:
+    """Return how much memory is free, counting what the machine could free at once, and in all."""
+    if device.type == "cuda":
+        return MemoryInfo(*torch.cuda.mem_get_info(device))
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    table = Path("/proc/meminfo")
+    if table.exists():
+        lines = table.read_text().splitlines()
+        available = [line for line in lines if line.startswith("MemAvailable:")]
+        free = int(available[0].split()[1]) * 1024 if available else free
+    return MemoryInfo(free, total)

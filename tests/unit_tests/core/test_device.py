@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device layer: the choice and its errors, no-ops on a CPU, memory figures that move."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.core import device as devices
+
+CPU = torch.device("cpu")
+
+
+def test_auto_follows_what_torch_sees(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.choose_device("auto") == CPU
+    assert devices.choose_device("cpu") == CPU
+    with pytest.raises(ValueError, match="torch sees no GPU: use cpu or auto"):
+        devices.choose_device("cuda")
+
+
+def test_each_local_rank_gets_its_own_gpu(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert devices.choose_device("auto", 3) == torch.device("cuda", 3)
+    assert chosen == [torch.device("cuda", 3)]
+    assert devices.choose_device("cpu", 3) == CPU
+    with pytest.raises(ValueError, match="local rank 4 needs GPU 4, but this machine shows 4"):
+        devices.choose_device("cuda", 4)
+
+
+def test_unknown_device_is_refused():
+    with pytest.raises(ValueError, match="unknown device 'tpu'"):
+        devices.choose_device("tpu")
+
+
+def test_streams_and_events_are_no_ops_on_a_cpu():
+    side, main = devices.new_stream(CPU), devices.current_stream(CPU)
+    start, end = (devices.new_event(CPU, timing=True) for _ in range(2))
+    with pytest.raises(RuntimeError, match="both events"):
+        start.elapsed_time(end)
+    start.record(side)
+    with devices.on_stream(side):
+        total = sum(range(20_000))
+    end.record(side)
+    main.wait_event(end)
+    main.wait_stream(side)
+    side.synchronize()
+    end.wait(main)
+    end.synchronize()
+    devices.synchronize(CPU)
+    assert total == 199_990_000
+    assert end.query()
+    assert 0.0 < start.elapsed_time(end) < 10_000.0
+
+
+def test_pin_does_not_copy_on_a_cpu():
+    tensor = torch.ones(3)
+    assert devices.pin(tensor, CPU) is tensor
+
+
+def test_peak_memory_is_this_process_alone():
+    """A child of a large parent starts small, and its peak stays after the memory is given back."""
+    script = (
+        "import torch; from megatron.core.device import peak_memory_bytes as peak\n"
+        "cpu = torch.device('cpu'); before = peak(cpu)\n"
+        "big = torch.ones(64 << 18); del big\n"  # 64 MiB, touched
+        "print(before, peak(cpu))"
+    )
+    ballast = torch.ones(192 << 18)  # 192 MiB in this process
+    here = devices.peak_memory_bytes(CPU)
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    )
+    before, after = map(int, done.stdout.split())
+    assert here > ballast.nbytes
+    assert 56 << 20 < after - before < 128 << 20
+
+
+def test_memory_info_is_this_machine():
+    info = devices.memory_info(CPU)
+    assert 0 < info.free_bytes < info.total_bytes
+    assert info.total_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.gpu
+def test_streams_events_and_memory_on_a_gpu():
+    gpu = devices.choose_device("cuda")
+    side = devices.new_stream(gpu, priority=-1)
+    start, end = (devices.new_event(gpu, timing=True) for _ in range(2))
+    source = devices.pin(torch.arange(1 << 20, dtype=torch.float32), gpu)
+    assert source.is_pinned()
+    with devices.on_stream(side):
+        assert devices.current_stream(gpu) == side
+        start.record(side)
+        copy = source.to(gpu, non_blocking=True)
+        end.record(side)
+    devices.current_stream(gpu).wait_event(end)
+    copy.record_stream(devices.current_stream(gpu))
+    assert copy.sum().item() == source.sum().item()
+    devices.synchronize(gpu)
+    assert start.elapsed_time(end) > 0.0
+    assert devices.peak_memory_bytes(gpu) >= copy.nbytes
+    info = devices.memory_info(gpu)
+    assert 0 < info.free_bytes < info.total_bytes

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial values as a pure function of (seed, name, logical index): the same on every grid and device.
+"""Values as a pure function of (seed, name, logical index): the same on every grid and device.
 
 A weight's element number i (row-major, in the logical tensor: unfused, unpadded, unsharded) draws
 
     state = key(seed, name) + (i + 1) * 0x9E3779B97F4A7C15           mod 2^64
     bits  = the SplitMix64 mix of `state` (Steele, Lea and Flood 2014, "Fast splittable PRNGs")
 
-so any box of a tensor can be filled alone, in any order, by any number of ranks. Everything up to the last
-step is integer arithmetic, which CPU and GPU compute alike; log, cos and erfinv differ in their last bits
-between devices and even between vector positions. Normal values come from a table of 4,096 equally likely
-cells: 12 bits choose the cell, 19 bits the place between its two quantiles, all in units of 2^-22. That is
-one exact conversion to fp32, one rounded multiplication by `std`, and last the rounding to the weight's dtype.
+so any box of a tensor can be filled alone, in any order, by any number of ranks. Everything up to
+the last step is integer arithmetic, which CPU and GPU compute alike; log, cos and erfinv differ in
+their last bits between devices and even between vector positions. Normal values come from a table
+of 4,096 equally likely cells: 12 bits choose the cell, 19 bits the place between its two quantiles,
+all in units of 2^-22. That is one exact conversion to fp32, one rounded multiplication by `std`,
+and last the rounding to the weight's dtype.
 
-The outermost quantiles are infinite; they are replaced by the one value (about 3.965) that gives the table unit
-variance. No draw lies beyond it.
+The outermost quantiles are infinite; they are replaced by the one value (about 3.965) that gives
+the table unit variance. No draw lies beyond it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _MIX_2 = 0x94D049BB133111EB
 _CELL_BITS, _PLACE_BITS, _UNIT_BITS = 12, 19, 22
 _UNIFORM_BITS = 24
 
-#: Elements per step: on a CPU two int64 temporaries of this size stay in the second-level cache (and each
-#: operation below torch's threading grain); on a GPU launches must not dominate.
+#: Elements per step: on a CPU two int64 temporaries of this size stay in the second-level cache
+#: (and each operation below torch's threading grain); on a GPU launches must not dominate.
 _CPU_CHUNK, _GPU_CHUNK = 1 << 15, 1 << 22
 
 
@@ -108,7 +109,7 @@ def fill_(
     Any box is bitwise the slice of the whole tensor's values.
 
     Args:
-        out: floating-point destination of any strides, dtype and device; its shape is the size of the box.
+        out: floating-point destination of any strides and device; its shape is the box's size.
         spec: the distribution.
         seed: the run's seed, any integer.
         name: the logical tensor's name.
@@ -123,7 +124,7 @@ def fill_(
     """
     sizes = tuple(out.shape)
     fits = len(sizes) == len(shape) == len(offsets) and all(
-        0 <= first and first + size <= whole
+        first >= 0 and first + size <= whole
         for first, size, whole in zip(offsets, sizes, shape, strict=True)
     )
     if not fits:
@@ -150,7 +151,11 @@ def fill_(
 def _states(
     out: Tensor, key: int, *, shape: Sequence[int], offsets: Sequence[int], limit: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Walk `out` in chunks of rows; yield each with its mixed states [rows, inner] int64, a reused buffer."""
+    """Walk `out` in chunks of rows; yield each with its mixed states, a reused int64 buffer.
+
+    Returns:
+        Pairs of a view of `out` [rows, ...] and the states of its elements [rows, inner].
+    """
     sizes, strides = tuple(out.shape), _row_major(shape)
     # A row is everything below dimension `dim`, the outermost one whose rows are within the limit.
     dim = next(
@@ -176,7 +181,7 @@ def _states(
 
 
 def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
-    """Return how far each element of a box moves the state: gamma times its linear index, flat int64."""
+    """Return how far each element of a box moves the state: gamma times its linear index, int64."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for size, stride in zip(sizes, strides, strict=True):
         along = torch.arange(size, dtype=torch.int64, device=device) * _signed(stride * _GAMMA)
@@ -212,7 +217,7 @@ def _mix_(state: Tensor, scratch: Tensor) -> Tensor:
 def _uniform(state: Tensor, spec: InitSpec) -> Tensor:
     """Turn mixed states into fp32 values of [low, high): bits/2^24 * (high - low) + low."""
     bits = _shift_right(state, 64 - _UNIFORM_BITS, state)
-    # Two operations, each rounded once: an addcmul could be fused into one rounding on some devices.
+    # Two operations, each rounded once: an addcmul could be one rounding on some devices.
     values = bits.to(torch.float32).mul_((spec.high - spec.low) * 2.0**-_UNIFORM_BITS)
     # Rounding the sum may reach `high` when |low| is large: stay inside the half-open range.
     below = torch.nextafter(torch.tensor(spec.high), torch.tensor(-math.inf)).item()
@@ -232,18 +237,18 @@ def _normal(state: Tensor, spec: InitSpec) -> Tensor:
 
 @functools.cache
 def _quantile_table(device: torch.device) -> Tensor:
-    """Return the cells [4096] int64: the lower quantile in the high 32 bits, the cell's width in the low.
+    """Return the cells [4096] int64: lower quantile in the high 32 bits, the cell's width below.
 
-    Both in units of 2^-22, so that even the largest value is exact in fp32. The quantiles are rounded from
-    fp64, far coarser than its error: the table is the same on every machine.
+    Both in units of 2^-22, so that even the largest value is exact in fp32. The quantiles are
+    rounded from fp64, far coarser than its error: the table is the same on every machine.
     """
     cells = 1 << _CELL_BITS
     half = torch.arange(cells // 2 + 1, cells, dtype=torch.float64) / cells
     upper = torch.special.ndtri(half)  # the positive quantiles; the rest is symmetric
     knots = torch.cat([-upper.flip(0), upper.new_zeros(1), upper])  # [4095], without the two ends
     low, high = knots[:-1], knots[1:]
-    # A value spread evenly over [a, b] has second moment (a^2 + ab + b^2) / 3. The two end cells [last, end]
-    # must bring the mean over all cells to 1.
+    # A value spread evenly over [a, b] has second moment (a^2 + ab + b^2) / 3. The two end cells
+    # [last, end] must bring the mean over all cells to 1.
     inner = float((low * low + low * high + high * high).sum()) / 3.0
     last = float(knots[-1])
     missing = 1.5 * (cells - inner) - last * last

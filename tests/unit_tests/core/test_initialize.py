@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial values: any box equals the slice of the whole, and the numbers are the ones the text defines."""
+"""Initial values: any box equals the slice of the whole, the numbers are the defined ones."""
 
 import hashlib
+import itertools
 import math
 import statistics
 
@@ -40,7 +41,7 @@ def quantiles():
     """The table's knots in fp64 from the standard library's inverse normal distribution."""
     inverse = statistics.NormalDist().inv_cdf
     knots = [inverse(i / 4096) for i in range(1, 4096)]
-    inner = math.fsum((a * a + a * b + b * b) / 3 for a, b in zip(knots, knots[1:], strict=False))
+    inner = math.fsum((a * a + a * b + b * b) / 3 for a, b in itertools.pairwise(knots))
     last = knots[-1]  # unit variance: inner + 2/3 (last^2 + last*end + end^2) = 4096
     end = -last / 2 + math.sqrt(last * last / 4 - last * last + 1.5 * (4096 - inner))
     return [-end, *knots, end]
@@ -82,7 +83,7 @@ def test_uniform_values_are_the_closed_form():
 
 
 def test_values_are_frozen():
-    """Golden digest: a run started years ago must start alike today. Never change it without a migration."""
+    """A run started years ago must start alike today: this digest never changes."""
     bits = whole((257, 129), InitSpec.normal(0.02), seed=1234).view(torch.int32).numpy().tobytes()
     assert hashlib.sha256(bits).hexdigest()[:16] == "22e6bdf89f4857c8"
 

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The factor that keeps fp16 gradients in range: constant, or found by trial.
+
+The loss is multiplied by `scale` before backward and the gradients divided by it before the
+update. bf16 and fp32 have fp32's range and need none of this: `ConstantLossScaler(1.0)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class LossScaler(Protocol):
+    """What an optimizer needs of a loss scaler."""
+
+    @property
+    def scale(self) -> float:
+        """Return the factor to multiply the next loss by."""
+
+    def update(self, found_inf: bool) -> None:
+        """Take note of one step: `found_inf` if any rank saw a gradient that is not finite."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as numbers that JSON can hold."""
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a saved state. Raises ValueError if it is another kind of scaler's."""
+
+
+@dataclass(frozen=True)
+class ConstantLossScaler:
+    """Scale by one number for ever.
+
+    Raises:
+        ValueError: a scale that is not positive and finite.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.scale < math.inf:
+            raise ValueError(f"loss scale is {self.scale}: use a positive finite number")
+
+    def update(self, found_inf: bool) -> None:
+        """Change nothing: a constant scale has no memory."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the scale, so that a resumed run can be compared with it."""
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Check that the saved run scaled by a constant too; today's setting wins."""
+        _check_keys(state, {"scale"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicLossScalerConfig:
+    """Say how the scale is sought (Micikevicius et al. 2018, "Mixed precision training").
+
+    Args:
+        initial_scale: the first scale; too large on purpose, the first steps are skipped.
+        min_scale: never scale by less.
+        growth_factor: multiply by this ...
+        growth_interval: ... after so many steps without an overflow.
+        backoff_factor: multiply by this at an overflow ...
+        hysteresis: ... from the n-th one on; a full interval without overflow forgives them all.
+
+    Raises:
+        ValueError: everything that does not fit together, in one message.
+    """
+
+    initial_scale: float = 2.0**32
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+
+    def __post_init__(self) -> None:
+        found = []
+        if not 0.0 < self.min_scale <= self.initial_scale < math.inf:
+            found.append(
+                f"loss scale starts at {self.initial_scale} with minimum {self.min_scale}: "
+                f"use 0 < minimum <= start"
+            )
+        if not self.growth_factor > 1.0:
+            found.append(f"growth factor is {self.growth_factor}: use more than 1")
+        if not 0.0 < self.backoff_factor < 1.0:
+            found.append(f"backoff factor is {self.backoff_factor}: use one between 0 and 1")
+        if self.growth_interval < 1 or self.hysteresis < 1:
+            found.append(
+                f"growth interval is {self.growth_interval}, hysteresis {self.hysteresis}: "
+                f"use at least 1"
+            )
+        if found:
+            raise ValueError("; ".join(found))
+
+
+class DynamicLossScaler:
+    """Seek the largest scale that does not overflow.
+
+    Every rank must pass the same `found_inf`, or their scales drift apart.
+    """
+
+    def __init__(self, config: DynamicLossScalerConfig | None = None) -> None:
+        self.config = DynamicLossScalerConfig() if config is None else config
+        self._scale = self.config.initial_scale
+        self._good_steps = 0
+        self._overflows_left = self.config.hysteresis
+
+    @property
+    def scale(self) -> float:
+        """Return the factor to multiply the next loss by."""
+        return self._scale
+
+    def update(self, found_inf: bool) -> None:
+        """Take note of one step: `found_inf` if any rank saw a gradient that is not finite."""
+        config = self.config
+        if found_inf:
+            self._good_steps = 0
+            self._overflows_left = max(self._overflows_left - 1, 0)
+            if self._overflows_left == 0:
+                self._scale = max(self._scale * config.backoff_factor, config.min_scale)
+            return
+        self._good_steps += 1
+        if self._good_steps == config.growth_interval:
+            self._good_steps = 0
+            self._overflows_left = config.hysteresis
+            self._scale *= config.growth_factor
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as numbers that JSON can hold."""
+        return {
+            "scale": self._scale,
+            "good_steps": self._good_steps,
+            "overflows_left": self._overflows_left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a saved state. Raises ValueError if it is another kind of scaler's."""
+        _check_keys(state, set(self.state_dict()))
+        self._scale = float(state["scale"])
+        self._good_steps = int(state["good_steps"])
+        self._overflows_left = int(state["overflows_left"])
+
+
+def _check_keys(state: Mapping[str, float], wanted: set[str]) -> None:
+    """Raise ValueError if a saved state was written by the other kind of scaler."""
+    if set(state) != wanted:
+        raise ValueError(
+            f"the saved loss scaler holds {sorted(state)}, this one {sorted(wanted)}: "
+            f"resume with the loss scaling that the run was started with"
+        )

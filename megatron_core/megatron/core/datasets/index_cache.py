@@ -79,7 +79,7 @@ class IndexCache:
         stem = f"{digest_of(description)}-{kind}"
         try:
             found = self._load(stem, text)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             logger.warning(
                 "index cache %s/%s is damaged (%s): rebuilding", self.folder, stem, error
             )

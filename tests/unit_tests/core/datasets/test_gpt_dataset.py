@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples against tokens laid out in a line by hand, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+
+CONFIG = GPTDatasetConfig(sequence_length=7, seed=5)
+EOD = 0
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Data of 40 documents of 0 to 29 tokens, each ending with EOD; all other tokens differ."""
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(0, 30, 40)
+    tokens = np.arange(1, lengths.sum() + 1)
+    tokens[(np.cumsum(lengths) - 1)[lengths > 0]] = EOD
+    with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
+        writer.add_documents(tokens, lengths)
+    return IndexedDataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize("num_samples", [None, 3, 200])
+@pytest.mark.parametrize("sequence_length", [1, 7, 64])
+def test_samples_are_windows_of_the_shuffled_line(source, num_samples, sequence_length):
+    config = dataclasses.replace(CONFIG, sequence_length=sequence_length)
+    data = GPTDataset(source, config, sequences=range(4, 33), num_samples=num_samples)
+    line = np.concatenate([source.get(d) for d in data.document_index.tolist()])
+    rows = data.batch(np.arange(len(data)))
+    assert rows.dtype == np.int64
+    for row, number in zip(rows, data.shuffle_index.tolist(), strict=True):
+        start = number * sequence_length
+        np.testing.assert_array_equal(row, line[start : start + sequence_length + 1])
+    assert sorted(data.shuffle_index.tolist()) == list(range(len(data)))
+    assert set(data.document_index.tolist()) == set(range(4, 33))
+
+
+def test_one_sample_equals_its_row_of_a_batch(source):
+    data = GPTDataset(source, CONFIG, sequences=range(40), num_samples=100)
+    rows = data.batch([3, 99, 3])
+    sample = data[99]
+    np.testing.assert_array_equal(sample.tokens, rows[1, :-1])
+    np.testing.assert_array_equal(sample.labels, rows[1, 1:])
+    assert sample.loss_mask.tolist() == [1.0] * 7
+    np.testing.assert_array_equal(rows[0], rows[2])
+    assert data.batch([]).shape == (0, 8)
+
+
+def test_loss_is_masked_where_the_input_ends_a_document(source):
+    config = dataclasses.replace(CONFIG, eod_token=EOD, eod_mask_loss=True)
+    data = GPTDataset(source, config, sequences=range(40), num_samples=100)
+    rows = data.batch(np.arange(100))
+    mask = data.loss_mask(rows)
+    assert mask.dtype == np.float32
+    assert mask.shape == (100, 7)
+    masked = 0
+    for row, line in zip(rows.tolist(), mask.tolist(), strict=True):
+        for token, weight in zip(row, line, strict=False):
+            assert weight == (0.0 if token == EOD else 1.0)
+            masked += token == EOD
+    assert masked > 0
+
+
+def test_seed_and_length_change_the_samples(source):
+    def rows(**changes):
+        config = dataclasses.replace(CONFIG, **changes)
+        return GPTDataset(source, config, sequences=range(40), num_samples=50).batch(range(50))
+
+    np.testing.assert_array_equal(rows(), rows())
+    assert not np.array_equal(rows(), rows(seed=6))
+
+
+def test_fingerprint_names_the_sequence_of_samples(source, tmp_path):
+    def name(sequences=range(40), num_samples=50, **changes):
+        config = dataclasses.replace(CONFIG, **changes)
+        return GPTDataset(source, config, sequences=sequences, num_samples=num_samples).fingerprint
+
+    assert name() == name(cache_dir=str(tmp_path / "cache"), vocab_size=10_000)
+    others = [name(range(39)), name(num_samples=51), name(seed=6), name(sequence_length=8)]
+    assert len({name(), *others}) == 5
+
+
+@pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_is_named(tmp_path, bad):
+    with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
+        writer.add_document([1, 2, 3, 4], [2, 2])
+        writer.add_document([5, 6, 7, bad, 9], [1, 4])
+        writer.add_document([10] * 6)
+    config = GPTDatasetConfig(sequence_length=2, seed=1, vocab_size=50)
+    data = GPTDataset(IndexedDataset(tmp_path / "data"), config, sequences=range(5))
+    message = f"token id {bad} at position 2 of document 1 .sequence 3. .* vocabulary size 50"
+    with pytest.raises(ValueError, match=message):
+        data.batch(range(len(data)))
+    unchecked = dataclasses.replace(config, vocab_size=None)
+    data = GPTDataset(IndexedDataset(tmp_path / "data"), unchecked, sequences=range(5))
+    assert bad in data.batch(range(len(data)))
+
+
+def test_the_largest_token_of_the_vocabulary_passes(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
+        writer.add_document([49] * 10)
+    config = GPTDatasetConfig(sequence_length=2, seed=1, vocab_size=50)
+    data = GPTDataset(IndexedDataset(tmp_path / "data"), config, sequences=range(1))
+    assert (data.batch(range(len(data))) == 49).all()
+
+
+def test_impossible_requests_are_refused(source, tmp_path):
+    with pytest.raises(ValueError, match="give this split a larger share"):
+        GPTDataset(source, CONFIG, sequences=range(5, 5))
+    with pytest.raises(ValueError, match="which has 40"):
+        GPTDataset(source, CONFIG, sequences=range(30, 41))
+    with pytest.raises(ValueError, match="0 train samples requested"):
+        GPTDataset(source, CONFIG, sequences=range(40), num_samples=0)
+    long = dataclasses.replace(CONFIG, sequence_length=100_000)
+    with pytest.raises(ValueError, match=r"data, valid split: .* too few"):
+        GPTDataset(source, long, sequences=range(40), name="valid")
+    with pytest.raises(ValueError, match="sequence_length 0"):
+        GPTDatasetConfig(sequence_length=0, seed=1)
+    with pytest.raises(ValueError, match="data seed -1"):
+        GPTDatasetConfig(sequence_length=1, seed=-1)
+    with pytest.raises(ValueError, match="eod_mask_loss needs eod_token"):
+        GPTDatasetConfig(sequence_length=1, seed=1, eod_mask_loss=True)
+    with IndexedDatasetWriter(tmp_path / "float", np.float32) as writer:
+        writer.add_document(np.ones(3, dtype=np.float32))
+    with pytest.raises(ValueError, match="token ids are integers"):
+        GPTDataset(IndexedDataset(tmp_path / "float"), CONFIG, sequences=range(1))
+
+
+@pytest.mark.parametrize("indices", [[-1], [0, 1000]])
+def test_samples_that_do_not_exist_are_refused(source, indices):
+    data = GPTDataset(source, CONFIG, sequences=range(40))
+    with pytest.raises(IndexError, match="of the train split"):
+        data.batch(indices)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index arrays against a slow and obvious construction: lay all tokens out in a line and count."""
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.sample_index import (
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    plan_epochs,
+)
+
+
+GOLDEN_DOCUMENTS = [3, 1, 0, 2, 4, 2, 0, 2, 1, 4, 3, 4, 0, 1, 3]
+GOLDEN_SAMPLES = [
+    [0, 0],
+    [0, 4],
+    [1, 2],
+    [2, 1],
+    [4, 0],
+    [5, 0],
+    [6, 2],
+    [8, 1],
+    [9, 0],
+    [10, 0],
+    [10, 4],
+    [11, 2],
+    [12, 2],
+    [13, 3],
+    [14, 2],
+]
+GOLDEN_SHUFFLE = [11, 12, 4, 3, 7, 2, 1, 9, 5, 0, 8, 13, 6, 10]
+
+
+def slow_indices(lengths, documents, *, seq, seed, num_samples):
+    """Build the three arrays with one step per token and per draw."""
+    per_epoch = sum(int(lengths[d]) for d in documents)
+    epochs = 1
+    while num_samples is not None and epochs * per_epoch < num_samples * seq + 1:
+        epochs += 1
+    separate = False
+    total = (epochs * per_epoch - 1) // seq
+    before_last = ((epochs - 1) * per_epoch - 1) // seq
+    if epochs > 1:
+        separate = num_samples - before_last < int(0.80 * ((per_epoch - 1) // seq))
+    random = np.random.RandomState(seed)
+    line = [d for _ in range(epochs) for d in documents]
+    if separate:
+        early, late = np.array(line[: -len(documents)]), np.array(documents)
+        random.shuffle(early)
+        random.shuffle(late)
+        line = [*early.tolist(), *late.tolist()]
+    else:
+        order = np.array(line)
+        random.shuffle(order)
+        line = order.tolist()
+    tokens = [(place, t) for place, d in enumerate(line) for t in range(int(lengths[d]))]
+    starts = [(0, 0)] + [tokens[k * seq] for k in range(1, total + 1)]
+    order = np.arange(total)
+    if separate:
+        early, late = order[:before_last].copy(), order[before_last:].copy()
+        random.shuffle(early)
+        random.shuffle(late)
+        order = np.concatenate([early, late])
+    else:
+        random.shuffle(order)
+    return line, starts, order.tolist(), epochs, separate
+
+
+CASES = [
+    # name, lengths, sequences of the split, seq, seed, samples
+    ("one epoch", [5, 3, 8, 1, 9], range(5), 4, 1, None),
+    ("exact fit", [4, 4, 5], range(3), 4, 2, 3),
+    ("one token short of the label", [4, 4, 4], range(3), 4, 3, 3),
+    ("part of a file", [5, 3, 8, 1, 9, 7], range(2, 5), 3, 4, 20),
+    ("empty sequences", [0, 3, 0, 0, 9, 0], range(6), 2, 5, 13),
+    ("shorter than a sample", [1] * 17, range(17), 7, 6, 11),
+    ("one long sequence", [1000], range(1), 7, 7, 500),
+    ("final epoch apart", [50, 41, 33, 60], range(4), 5, 8, 40),
+    ("final epoch mixed in", [50, 41, 33, 60], range(4), 5, 8, 70),
+    ("several epochs, last apart", [13, 2, 9, 5, 31], range(5), 4, 2**32 - 1, 49),
+    ("sample longer than an epoch", [2, 3], range(2), 11, 9, 6),
+]
+
+
+@pytest.mark.parametrize(("_name", "lengths", "documents", "seq", "seed", "samples"), CASES)
+@pytest.mark.parametrize("block", [1, 3, 1 << 15])
+def test_arrays_equal_the_slow_construction(
+    monkeypatch, _name, lengths, documents, seq, seed, samples, block
+):
+    monkeypatch.setattr("megatron.core.datasets.sample_index._POSITIONS_AT_ONCE", block)
+    lengths = np.array(lengths, dtype=np.int32)
+    line, starts, order, epochs, separate = slow_indices(
+        lengths, list(documents), seq=seq, seed=seed, num_samples=samples
+    )
+    plan = plan_epochs(int(lengths[list(documents)].sum()), seq, samples)
+    random = np.random.RandomState(seed)
+    document_index = build_document_index(np.array(documents), plan, random)
+    sample_index = build_sample_index(lengths, document_index, plan, seq)
+    shuffle_index = build_shuffle_index(plan, random)
+    assert (plan.num_epochs, plan.separate_final_epoch) == (epochs, separate)
+    assert document_index.tolist() == line
+    assert sample_index.tolist() == [list(start) for start in starts]
+    assert shuffle_index.tolist() == order
+    assert document_index.dtype == np.int32
+    assert sample_index.dtype == np.int32
+    assert shuffle_index.dtype == np.uint32
+    assert len(shuffle_index) >= (samples or 1)
+
+
+def test_cases_cover_both_kinds_of_final_epoch():
+    plans = [
+        plan_epochs(sum(lengths[d] for d in documents), seq, samples)
+        for _, lengths, documents, seq, _, samples in CASES
+    ]
+    assert {plan.separate_final_epoch for plan in plans if plan.num_epochs > 1} == {True, False}
+
+
+def test_the_last_label_needs_one_token_more():
+    assert plan_epochs(12, 4, 3).num_epochs == 2
+    assert plan_epochs(13, 4, 3).num_epochs == 1
+
+
+def test_arrays_of_a_known_run():
+    # Written down once, so that a change of the random stream cannot pass unseen.
+    lengths = np.array([3, 5, 2, 6, 4], dtype=np.int32)
+    plan = plan_epochs(20, 4, 12)
+    random = np.random.RandomState(1234)
+    document_index = build_document_index(np.arange(5), plan, random)
+    sample_index = build_sample_index(lengths, document_index, plan, 4)
+    shuffle_index = build_shuffle_index(plan, random)
+    assert document_index.tolist() == GOLDEN_DOCUMENTS
+    assert sample_index.tolist() == GOLDEN_SAMPLES
+    assert shuffle_index.tolist() == GOLDEN_SHUFFLE
+
+
+@pytest.mark.parametrize(("tokens", "samples"), [(0, 5), (4, None)])
+def test_too_few_tokens_are_refused(tokens, samples):
+    with pytest.raises(ValueError, match="too few for one sample of 4 tokens"):
+        plan_epochs(tokens, 4, samples)
+
+
+def test_positions_that_need_64_bits_get_them():
+    # One sequence as long as int32 allows: its offsets still fit, with a label they would not.
+    lengths = np.array([2**31 - 1], dtype=np.int32)
+    plan = plan_epochs(2**31 - 1, 2**28, None)
+    index = build_sample_index(lengths, np.array([0], dtype=np.int32), plan, 2**28)
+    assert index.dtype == np.int64
+    assert index[:, 1].tolist() == [k * 2**28 for k in range(8)]

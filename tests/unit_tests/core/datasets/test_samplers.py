@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lanes consume: the same set at each step on any layout, and exactly the rest on resume."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, SingleOrder, lane_samples
+
+
+class Numbers:
+    """A data set whose sample i holds i, i, i and masks odd samples."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, indices: np.ndarray) -> np.ndarray:
+        assert indices.dtype == np.int64
+        assert ((indices >= 0) & (indices < self.size)).all()
+        return np.repeat(indices[:, None], 3, axis=1)
+
+    def loss_mask(self, rows: np.ndarray) -> np.ndarray:
+        return (rows[:, :-1] % 2 == 0).astype(np.float32)
+
+
+def order_of(kind: str, size: int):
+    return CyclicOrder(size, seed=7) if kind == "cyclic" else SingleOrder(size)
+
+
+def consumed_by_step(kind, size, *, micro, lanes, start=0, global_batch=12, steps=5):
+    """Return the data set's samples of each step, as a sorted list."""
+    runs = [
+        GPTBatches(
+            Numbers(size),
+            micro_batch_size=micro,
+            lanes_rank=lane,
+            lanes_size=lanes,
+            consumed_samples=start,
+            order=order_of(kind, size),
+        )
+        for lane in range(lanes)
+    ]
+    result = []
+    for _ in range(steps):
+        step = []
+        for _ in range(global_batch // (micro * lanes)):
+            for run in runs:
+                step += next(run).tokens[:, 0].tolist()
+        result.append(sorted(step))
+    assert {run.consumed_samples for run in runs} == {start + steps * global_batch}
+    return result
+
+
+LAYOUTS = [(12, 1), (3, 4), (4, 3), (1, 12), (2, 3), (6, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize(("micro", "lanes"), LAYOUTS[1:])
+def test_a_step_consumes_the_same_set_on_any_layout(kind, micro, lanes):
+    # 60 samples for "single"; 25 make "cyclic" cross two borders of epochs inside steps.
+    size = 60 if kind == "single" else 25
+    expected = consumed_by_step(kind, size, micro=12, lanes=1)
+    assert consumed_by_step(kind, size, micro=micro, lanes=lanes) == expected
+    if kind == "single":
+        assert sorted(itertools.chain(*expected)) == list(range(60))
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize("done", range(6))
+def test_resuming_on_another_layout_continues_exactly(kind, done):
+    size = 60 if kind == "single" else 25
+    whole = consumed_by_step(kind, size, micro=2, lanes=3)
+    rest = consumed_by_step(kind, size, micro=4, lanes=1, start=12 * done, steps=5 - done)
+    assert rest == whole[done:]
+
+
+def test_batches_carry_tokens_mask_and_consumption_numbers():
+    batches = GPTBatches(
+        Numbers(50), micro_batch_size=2, lanes_rank=1, lanes_size=3, order=CyclicOrder(50, seed=3)
+    )
+    next(batches)
+    batch = next(batches)
+    assert batch.sample_ids.tolist() == [8, 9]
+    chosen = CyclicOrder(50, seed=3).indices(8, 10)
+    assert batch.tokens.tolist() == [[number] * 3 for number in chosen]
+    assert batch.loss_mask.tolist() == [[1.0 - number % 2] * 2 for number in chosen]
+    assert batch.input_ids.shape == batch.labels.shape == (2, 2)
+    assert batch.tokens.dtype == batch.sample_ids.dtype == torch.int64
+    assert batch.loss_mask.dtype == torch.float32
+
+
+def test_the_rest_that_does_not_fill_all_lanes_is_dropped():
+    for lane in range(3):
+        batches = GPTBatches(Numbers(20), micro_batch_size=2, lanes_rank=lane, lanes_size=3)
+        assert len(list(batches)) == 3
+        assert batches.consumed_samples == 18
+
+
+def test_cyclic_epochs_are_different_permutations():
+    order = CyclicOrder(30, seed=11)
+    epochs = [order.indices(30 * e, 30 * (e + 1)).tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert order.indices(25, 65).tolist() == epochs[0][25:] + epochs[1] + epochs[2][:5]
+    assert CyclicOrder(30, seed=12).indices(0, 30).tolist() != epochs[0]
+    assert order.indices(5, 5).tolist() == []
+
+
+def test_impossible_positions_are_refused():
+    with pytest.raises(
+        ValueError, match="61 samples are consumed already but the data has only 60"
+    ):
+        GPTBatches(Numbers(60), micro_batch_size=1, consumed_samples=61)
+    assert list(GPTBatches(Numbers(60), micro_batch_size=1, consumed_samples=60)) == []
+    for rank, size, micro, consumed in [(2, 2, 1, 0), (-1, 2, 1, 0), (0, 1, 0, 0), (0, 1, 1, -1)]:
+        with pytest.raises(ValueError, match="impossible"):
+            lane_samples(consumed, micro_batch_size=micro, lanes_rank=rank, lanes_size=size)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data paths and splits as written on a command line."""
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.blend import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.splits import (
+    DataPath,
+    build_split,
+    build_splits,
+    parse_data_path,
+    parse_split,
+    split_ranges,
+)
+
+CONFIG = GPTDatasetConfig(sequence_length=4, seed=1)
+
+
+def test_data_paths():
+    assert parse_data_path(["a"]) == DataPath(("a",), None)
+    assert parse_data_path(["a", "b"]) == DataPath(("a", "b"), None)
+    assert parse_data_path(["30", "a", "0.7", "b"]) == DataPath(("a", "b"), (30.0, 0.7))
+
+
+@pytest.mark.parametrize("words", [[], ["1", "a", "b"], ["a", "1"], ["1"], ["1", "2"], ["0", "a"]])
+def test_impossible_data_paths_are_refused(words):
+    with pytest.raises(ValueError, match=r"data path|blend weights"):
+        parse_data_path(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("99,1,0", [99, 1, 0]),
+        ("0.5,0.3,0.2", [50, 30, 20]),
+        ("1", [100, 0, 0]),
+        ("969,30,1", [97, 3, 0]),
+        ("1,1,1", [33, 34, 33]),
+        ("0,0,1", [0, 0, 100]),
+    ],
+)
+def test_splits_are_ranges_in_file_order(text, sizes):
+    ranges = split_ranges(100, parse_split(text))
+    assert [len(cut) for cut in ranges] == sizes
+    assert [number for cut in ranges for number in cut] == list(range(100))
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,-1", "0,0,0", "1,1,1,1", "nan", "inf,1", "99;1"])
+def test_impossible_splits_are_refused(text):
+    with pytest.raises(ValueError, match=r"split .*such as 99,1,0"):
+        parse_split(text)
+
+
+@pytest.fixture
+def prefixes(tmp_path):
+    """Two data sets of 20 documents: 10 tokens each, and 30 each from id 1000 on."""
+    for name, length, base in [("a", 10, 0), ("b", 30, 1000)]:
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_documents(np.arange(20 * length) + base, np.full(20, length))
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def test_splits_of_one_data_set_share_no_token(prefixes):
+    train, valid, test = build_splits(
+        DataPath(prefixes[:1], None), CONFIG, shares=parse_split("80,20,0"), num_samples=[90, 5, 0]
+    )
+    assert test is None
+    assert len(train) >= 90
+    assert len(valid) >= 5
+    assert (train.name, valid.name) == ("train", "valid")
+    assert train.batch(range(90)).max() < 160 <= valid.batch(range(5)).min()
+
+
+def test_a_split_without_documents_is_refused(prefixes):
+    with pytest.raises(ValueError, match=r"the test split .*larger share"):
+        build_splits(
+            DataPath(prefixes[:1], None),
+            CONFIG,
+            shares=parse_split("99,1,0"),
+            num_samples=[1, 0, 1],
+        )
+
+
+def test_blend_by_weight_and_by_size(prefixes):
+    weighted = build_split(DataPath(prefixes, (3.0, 1.0)), CONFIG, num_samples=400)
+    assert isinstance(weighted, BlendedDataset)
+    assert np.bincount(weighted.dataset_index).tolist() == [300, 100]
+    by_size = build_split(DataPath(prefixes, None), CONFIG, num_samples=400)
+    assert np.bincount(by_size.dataset_index).tolist() == [100, 300]
+    once = build_split(DataPath(prefixes, None), CONFIG)
+    assert np.bincount(once.dataset_index).tolist() == [(200 - 1) // 4, (600 - 1) // 4]
+    with pytest.raises(ValueError, match="say how many samples"):
+        build_split(DataPath(prefixes, (3.0, 1.0)), CONFIG)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 10, 999])
+def test_a_blend_never_runs_out_of_samples(prefixes, num_samples):
+    blend = build_split(DataPath(prefixes, (1.0, 2.0)), CONFIG, num_samples=num_samples)
+    assert blend.batch(range(num_samples)).shape == (num_samples, 5)

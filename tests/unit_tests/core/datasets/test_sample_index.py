@@ -11,7 +11,6 @@ from megatron.core.datasets.sample_index import (
     plan_epochs,
 )
 
-
 GOLDEN_DOCUMENTS = [3, 1, 0, 2, 4, 2, 0, 2, 1, 4, 3, 4, 0, 1, 3]
 GOLDEN_SAMPLES = [
     [0, 0],

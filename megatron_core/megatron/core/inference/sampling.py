@@ -86,10 +86,26 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         probabilities = ordered.double().softmax(dim=-1)
         # A token stays while the tokens before it have not reached top_p yet.
         before = probabilities.cumsum(dim=-1) - probabilities
-        before[:, 0] = 0.0
         drop = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, before >= params.top_p)
         scores = scores.masked_fill(drop, -math.inf)
     return scores
+
+
+def invert(probabilities: Tensor, draws: Tensor) -> Tensor:
+    """Return the token at which the cumulative distribution passes each draw.
+
+    Args:
+        probabilities: [b, V] fp64, not negative; rows need not sum to 1.
+        draws: [b] fp64 in [0, 1 - 2^-52].
+
+    Returns:
+        [b] int64, never a token of probability 0.
+    """
+    cumulative = probabilities.cumsum(dim=-1)  # [b, V]
+    targets = draws.unsqueeze(1) * cumulative[:, -1:]  # [b, 1]
+    # right=True finds the first entry above the target: one of probability 0 is equal to the
+    # entry before it, so it never is the first.
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 
 
 def sample(
@@ -112,10 +128,8 @@ def sample(
         tokens = logits.argmax(dim=-1)
     else:
         draws = [uniform(params.seed, s, p) for s, p in zip(sequences, positions, strict=True)]
-        # Invert the cumulative distribution, in fp64: 10^5 summands lose nothing.
-        cumulative = filter_logits(logits, params).double().softmax(dim=-1).cumsum(dim=-1)  # [b, V]
-        draw = torch.tensor(draws, dtype=torch.float64, device=logits.device).unsqueeze(1)
-        # right=True: the first entry above the target, which is never a token of probability 0.
-        tokens = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True).squeeze(1)
+        draw = torch.tensor(draws, dtype=torch.float64, device=logits.device)
+        # fp64, so that the sum over a vocabulary of 10^5 loses nothing.
+        tokens = invert(filter_logits(logits, params).double().softmax(dim=-1), draw)
     chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, chosen - logits.logsumexp(dim=-1)

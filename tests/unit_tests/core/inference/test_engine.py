@@ -88,6 +88,16 @@ def test_one_new_token_takes_one_pass() -> None:
     assert (done.tokens, done.finish_reason, len(model.calls)) == ([6], "length", 1)
 
 
+def test_generating_on_from_the_longer_prompt_draws_the_same_tokens() -> None:
+    flat = SamplingParams(temperature=50.0, seed=3)
+    (whole,) = generate(NextNumber(), requests((4, 5)), max_new_tokens=12, sampling=flat)
+    (first,) = generate(NextNumber(), requests((4, 5)), max_new_tokens=5, sampling=flat)
+    longer = requests((4, 5, *first.tokens))
+    (rest,) = generate(NextNumber(), longer, max_new_tokens=7, sampling=flat)
+    assert first.tokens + rest.tokens == whole.tokens
+    assert len(set(whole.tokens)) > 4
+
+
 @pytest.mark.parametrize(
     ("prompts", "new", "words"),
     [

@@ -11,7 +11,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from megatron.core.inference.sampling import SamplingParams, filter_logits, sample, uniform
+from megatron.core.inference.sampling import (
+    SamplingParams,
+    filter_logits,
+    invert,
+    sample,
+    uniform,
+)
 
 VOCABULARY = 211
 
@@ -51,9 +57,17 @@ def test_top_p_set_is_the_smallest_that_reaches_p() -> None:
         assert set(scores[0].isfinite().nonzero().flatten().tolist()) == kept
 
 
-def test_equal_logits_lose_no_top_p_mass() -> None:
-    scores = filter_logits(torch.zeros(1, 10), SamplingParams(top_p=0.35))
-    assert scores[0].isfinite().nonzero().flatten().tolist() == [0, 1, 2, 3]
+def test_of_equal_logits_the_lowest_ids_stay() -> None:
+    scores = filter_logits(torch.zeros(1, 1000), SamplingParams(top_p=0.0351))
+    assert scores[0].isfinite().nonzero().flatten().tolist() == list(range(36))
+
+
+def test_the_ends_of_the_distribution_are_tokens_that_can_be_drawn() -> None:
+    probabilities = torch.tensor([0.0, 0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64)
+    draws = torch.tensor([0.0, 0.3 - 1e-12, 0.3, 1 - 2.0**-52], dtype=torch.float64)
+    for scale in (1.0, 1 / 3, 7e-11, 3e300):
+        tokens = invert((probabilities * scale).expand(4, -1), draws)
+        assert tokens.tolist() == [2, 2, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test folder that exceeds its seconds fails the run, and the budgets fit into the whole."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+SLEEPER = """
+import time
+import pytest
+def test_sleeps(): time.sleep(0.3)
+@pytest.mark.slow
+def test_sleeps_long(): time.sleep(0.6)
+"""
+
+
+def run_with(tmp_path: Path, entries: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run one sleeping test under a budget file with the given lines."""
+    folder = tmp_path / "tests" / "unit"
+    folder.mkdir(parents=True)
+    shutil.copy(TESTS / "conftest.py", tmp_path / "tests")
+    (tmp_path / "tests" / "budget.toml").write_text(f"slack = 1.0\n[seconds]\n{entries}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: x\n")
+    (folder / "test_sleep.py").write_text(SLEEPER)
+    command = [sys.executable, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", *flags]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("entries", "status", "line"),
+    [
+        ('"tests" = 0.1', 1, "tests took"),
+        ('"tests" = 9\n"tests/unit" = 0.1', 1, "tests/unit took"),
+        ('"elsewhere" = 9', 1, "tests/unit has no seconds"),
+        ('"tests" = 0.55', 0, ""),
+    ],
+    ids=["exceeded", "longest entry", "no entry", "slow not counted"],
+)
+def test_a_folder_is_held_to_its_seconds(
+    tmp_path: Path, entries: str, status: int, line: str
+) -> None:
+    done = run_with(tmp_path, entries)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("time budget" in done.stdout) == bool(line)
+    assert line in done.stdout
+    assert "2 passed" in done.stdout.splitlines()[-1]
+
+
+def test_slack_can_be_given(tmp_path: Path) -> None:
+    assert run_with(tmp_path, '"tests" = 0.1', "--budget-slack", "9").returncode == 0
+
+
+def test_the_budgets_fit_into_the_whole() -> None:
+    budget = tomllib.loads((TESTS / "budget.toml").read_text())
+    assert sum(budget["seconds"].values()) <= budget["total_seconds"]

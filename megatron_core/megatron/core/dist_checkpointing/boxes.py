@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of boxes: axis-aligned blocks of elements inside a logical tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """The elements `offsets[i] <= index[i] < offsets[i] + sizes[i]` of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the index that picks this box out of the tensor it lies in."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    def __str__(self) -> str:
+        spans = (f"{o}:{o + n}" for o, n in zip(self.offsets, self.sizes, strict=True))
+        return f"[{', '.join(spans)}]"
+
+    def seen_from(self, origin: tuple[int, ...]) -> Box:
+        """Return the same elements in coordinates that count from `origin`."""
+        return Box(tuple(o - a for o, a in zip(self.offsets, origin, strict=True)), self.sizes)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the elements that lie in both boxes, or None if there are none."""
+    offsets, sizes = [], []
+    for oa, na, ob, nb in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        begin = oa if oa > ob else ob
+        end = min(oa + na, ob + nb)
+        if end <= begin:
+            return None
+        offsets.append(begin)
+        sizes.append(end - begin)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def flat_index(sizes: Sequence[int], index: Sequence[int]) -> int:
+    """Return the row-major position of `index` in a tensor of shape `sizes`."""
+    position = 0
+    for size, i in zip(sizes, index, strict=True):
+        position = position * size + i
+    return position
+
+
+def boxes_of_range(sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
+    """Cut the row-major element range [begin, end) of a tensor of shape `sizes` into boxes.
+
+    The boxes come in memory order, each is contiguous in it, and for n dimensions there are at
+    most 2n - 1: the tail of a first row, whole rows, the head of a last row, recursively.
+    """
+    if begin >= end:
+        return []
+    if begin == 0 and end == math.prod(sizes):
+        return [Box((0,) * len(sizes), tuple(sizes))]
+    inner = math.prod(sizes[1:])
+    first, last = begin // inner, end // inner
+    if first == last:
+        return _in_row(first, sizes, begin - first * inner, end - first * inner)
+    boxes = []
+    if begin % inner:
+        boxes += _in_row(first, sizes, begin % inner, inner)
+        first += 1
+    if last > first:
+        zeros = (0,) * (len(sizes) - 1)
+        boxes.append(Box((first, *zeros), (last - first, *sizes[1:])))
+    return boxes + _in_row(last, sizes, 0, end % inner)
+
+
+def _in_row(row: int, sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
+    inner = boxes_of_range(sizes[1:], begin, end)
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Return the indices of two boxes that share an element, or None if no two do.
+
+    Sets of boxes are cut apart along any dimension where a gap or a border runs through all of
+    them, which ends in single boxes for the layouts of parallel runs; only what cannot be cut
+    apart is compared pair by pair.
+    """
+    groups = [[i for i, box in enumerate(boxes) if box.numel]]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        parts = _cut_apart(boxes, group)
+        if len(parts) > 1:
+            groups += parts
+            continue
+        for position, i in enumerate(group):
+            for j in group[position + 1 :]:
+                if intersect(boxes[i], boxes[j]) is not None:
+                    return (i, j)
+    return None
+
+
+def _cut_apart(boxes: Sequence[Box], group: list[int]) -> list[list[int]]:
+    """Split `group` along the first dimension in which borders run through all of it."""
+    for dim in range(len(boxes[group[0]].sizes)):
+        parts = list(_runs(boxes, group, dim))
+        if len(parts) > 1:
+            return parts
+    return [group]
+
+
+def _runs(boxes: Sequence[Box], group: list[int], dim: int) -> Iterator[list[int]]:
+    """Yield the maximal runs of boxes whose intervals along `dim` touch each other's inside."""
+    run: list[int] = []
+    reach = -1
+    for i in sorted(group, key=lambda i: boxes[i].offsets[dim]):
+        begin = boxes[i].offsets[dim]
+        if run and begin >= reach:
+            yield run
+            run = []
+        run.append(i)
+        reach = max(reach, begin + boxes[i].sizes[dim])
+    yield run

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading: any boxes of the stored logical tensors, on any layout, reading only what is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatron.core.dist_checkpointing.boxes import first_overlap, intersect
+from megatron.core.dist_checkpointing.chunk import TensorChunk
+from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor, read_manifest
+from megatron.core.dist_checkpointing.shard_header import DTYPES
+from megatron.core.dist_checkpointing.shard_reader import ChunkRead, Scratch, ShardReader, Want
+
+#: Problems named in one error; the rest is counted.
+MAX_PROBLEMS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Args:
+        bytes_read: bytes read from shards, digested surroundings and headers included.
+        bytes_verified: how many of them matched a digest.
+        missing: names that were wanted but are not in the checkpoint.
+        unused: names in the checkpoint that this rank did not want.
+    """
+
+    bytes_read: int
+    bytes_verified: int
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def load_checkpoint(
+    folder: Path | str,
+    chunks: Sequence[TensorChunk],
+    *,
+    coordinator: Coordinator | None = None,
+    verify: bool = True,
+    missing: Literal["error", "keep"] = "error",
+    convert_dtype: bool = False,
+) -> LoadReport:
+    """Fill the tensors of `chunks` from a checkpoint saved on any layout.
+
+    After an error the tensors' content is undefined.
+
+    Args:
+        folder: an `iter_...` folder.
+        chunks: what this rank wants; `replica_ranks` plays no part.
+        coordinator: if given, every rank calls this, and an error on one is raised on all.
+        verify: whether to compare digests; only blocks that are read are verified.
+        missing: what to do about a name the checkpoint lacks: raise, or keep the tensor's content
+            and list it in the report.
+        convert_dtype: whether a tensor may be stored in another dtype than it is wanted in.
+
+    Raises:
+        ValueError: `missing` is none of these.
+        CheckpointError: the checkpoint is damaged, incomplete or of another model.
+    """
+    if missing not in ("error", "keep"):
+        raise ValueError(f"missing must be 'error' or 'keep', got {missing!r}")
+    folder = Path(folder)
+    coordinator = coordinator or Solo()
+    reports: list[LoadReport] = []
+
+    def load() -> str:
+        manifest = read_manifest(folder)
+        if verify and not manifest.digests:
+            raise CheckpointError(
+                f"{folder} was saved without digests and cannot be verified; load it with "
+                "verify=False"
+            )
+        tensors, absent = _wanted(manifest, chunks, missing, convert_dtype)
+        reads = plan_reads(tensors, chunks)
+        bytes_read, bytes_verified = _carry_out(folder, manifest, reads, verify)
+        reports.append(
+            LoadReport(
+                bytes_read=bytes_read,
+                bytes_verified=bytes_verified,
+                missing=absent,
+                unused=tuple(sorted(manifest.tensors.keys() - tensors.keys())),
+            )
+        )
+        return manifest.xxh3
+
+    def compare(identities: list[str]) -> None:
+        different = [r for r, identity in enumerate(identities) if identity != identities[0]]
+        if different:
+            raise CheckpointError(
+                f"ranks {different} see another {folder} than rank 0: all ranks must see the same "
+                "file system"
+            )
+
+    coordinator.begin(f"loading {folder.name}")
+    coordinator.agree("load", load, compare)
+    return reports[0]
+
+
+def _wanted(
+    manifest: Manifest, chunks: Sequence[TensorChunk], missing: str, convert_dtype: bool
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Return the stored tensors that `chunks` name, and the names that are absent."""
+    tensors: dict[str, StoredTensor] = {}
+    absent: set[str] = set()
+    problems: dict[str, str] = {}
+    for chunk in chunks:
+        stored = manifest.tensors.get(chunk.name)
+        if stored is None:
+            absent.add(chunk.name)
+            if missing == "error":
+                problems[chunk.name] = f"{chunk.name} is not in it"
+        elif stored.shape != tuple(chunk.shape):
+            problems[chunk.name] = (
+                f"{chunk.name} is {list(stored.shape)} in it but {list(chunk.shape)} in the model"
+            )
+        elif DTYPES[stored.dtype] != chunk.tensor.dtype and not convert_dtype:
+            problems[chunk.name] = (
+                f"{chunk.name} is {DTYPES[stored.dtype]} in it but {chunk.tensor.dtype} in the "
+                "model (allow it with convert_dtype=True)"
+            )
+        else:
+            tensors[chunk.name] = stored
+    if problems:
+        listed = "; ".join(list(problems.values())[:MAX_PROBLEMS])
+        rest = len(problems) - MAX_PROBLEMS
+        more = f"; and {rest} tensors more" if rest > 0 else ""
+        raise CheckpointError(f"the checkpoint does not fit the model: {listed}{more}")
+    return tensors, tuple(sorted(absent))
+
+
+def plan_reads(
+    tensors: dict[str, StoredTensor], chunks: Sequence[TensorChunk]
+) -> dict[str, list[ChunkRead]]:
+    """Return, for every file, what is to be read from it, ascending by position.
+
+    Every stored chunk is read at most once, however many chunks want parts of it.
+
+    Raises:
+        CheckpointError: an element is wanted that is stored never, or more than once.
+    """
+    wanted: dict[str, list[TensorChunk]] = {}
+    for chunk in chunks:
+        if chunk.name in tensors and chunk.tensor.numel():
+            wanted.setdefault(chunk.name, []).append(chunk)
+    reads: dict[str, list[ChunkRead]] = {}
+    for name, members in wanted.items():
+        stored = tensors[name]
+        if overlap := first_overlap([piece.box for piece in stored.chunks]):
+            a, b = (stored.chunks[i].box for i in overlap)
+            raise CheckpointError(f"the manifest stores {name} twice, in {a} and in {b}")
+        found = dict.fromkeys(range(len(members)), 0)
+        for piece in stored.chunks:
+            wants = []
+            for i, chunk in enumerate(members):
+                if common := intersect(piece.box, chunk.box):
+                    found[i] += common.numel
+                    target = chunk.tensor.detach()[common.seen_from(chunk.box.offsets).slices]
+                    wants.append(Want(box=common.seen_from(piece.box.offsets), target=target))
+            if wants:
+                read = ChunkRead(name=name, dtype=stored.dtype, chunk=piece, wants=wants)
+                reads.setdefault(piece.file, []).append(read)
+        for i, chunk in enumerate(members):
+            if found[i] != chunk.box.numel:
+                raise CheckpointError(
+                    f"{name}{chunk.box} has {chunk.box.numel} elements, the checkpoint holds only "
+                    f"{found[i]} of them"
+                )
+    for group in reads.values():
+        group.sort(key=lambda read: read.chunk.begin)
+    return reads
+
+
+def _carry_out(
+    folder: Path, manifest: Manifest, reads: dict[str, list[ChunkRead]], verify: bool
+) -> tuple[int, int]:
+    """Read file after file and return the bytes read and the bytes verified."""
+    bytes_read = bytes_verified = 0
+    scratch = Scratch()
+    with one_torch_thread():
+        for name, group in sorted(reads.items()):
+            with ShardReader(
+                folder / name,
+                manifest.files[name],
+                block_bytes=manifest.block_bytes,
+                verify=verify,
+                scratch=scratch,
+            ) as reader:
+                for read in group:
+                    reader.read(read)
+            bytes_read += reader.bytes_read
+            bytes_verified += reader.bytes_verified
+    return bytes_read, bytes_verified
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Copy on the calling thread only: waking others for strided copies of a block costs more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

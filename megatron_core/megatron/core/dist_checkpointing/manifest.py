@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest: what a checkpoint holds and where, as JSON that vouches for itself.
+
+`manifest.json` is one JSON object whose first field is the xxh3-64 digest of all bytes after that
+field, so that an edited or damaged manifest is refused. It names the files with their sizes, and
+for every logical tensor its boxes with their byte ranges and one digest per block.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import xxhash
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.shard_header import (
+    DTYPES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    tensor_bytes,
+)
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "megatron.core.dist_checkpointing"
+VERSION = 1
+
+_HEAD = b'{"xxh3":"%s",\n'
+_HEAD_BYTES = len(_HEAD % (b"0" * 16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A shard: its size, and the size and digest of its safetensors header ("" if not taken)."""
+
+    bytes: int
+    header_bytes: int
+    header_xxh3: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredChunk:
+    """A box of a logical tensor in a file, at bytes [begin, end), with a digest per block."""
+
+    file: str
+    box: Box
+    begin: int
+    end: int
+    xxh3: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A logical tensor: dtype name, shape and the chunks that cover it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything a checkpoint says about itself.
+
+    `digests` says whether blocks of `block_bytes` have been digested; `xxh3` is the identity of
+    the manifest as read ("" before it is written); `extra` is the caller's JSON.
+    """
+
+    iteration: int
+    world_size: int
+    block_bytes: int
+    digests: bool
+    files: Mapping[str, StoredFile]
+    tensors: Mapping[str, StoredTensor]
+    extra: Mapping[str, Any]
+    xxh3: str = ""
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the xxh3-64 digest of `data`, 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def check_json(value: Any, where: str) -> None:
+    """Raise ValueError, naming the place, for what JSON would not give back equal."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where} has the key {key!r}; JSON keys must be strings")
+            check_json(inner, f"{where}[{key!r}]")
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            check_json(inner, f"{where}[{i}]")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where} is {value}, which JSON cannot hold; store None or a string")
+    elif value is not None and type(value) not in (str, int, bool):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}; only dict, list, str, int, float, bool and None "
+            "can be stored beside the tensors: convert it"
+        )
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of `manifest.json`: one line per file and per tensor."""
+    files = {
+        name: {"bytes": f.bytes, "header_bytes": f.header_bytes, "header_xxh3": f.header_xxh3}
+        for name, f in sorted(manifest.files.items())
+    }
+    tensors = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "chunks": [_encode_chunk(chunk) for chunk in tensor.chunks],
+        }
+        for name, tensor in sorted(manifest.tensors.items())
+    }
+    fields = [
+        f'"format":{_dump(FORMAT)}',
+        f'"version":{VERSION}',
+        f'"iteration":{manifest.iteration}',
+        f'"world_size":{manifest.world_size}',
+        f'"block_bytes":{manifest.block_bytes}',
+        f'"digests":{_dump(manifest.digests)}',
+        f'"files":{_dump_lines(files)}',
+        f'"tensors":{_dump_lines(tensors)}',
+        f'"extra":{_dump(manifest.extra)}',
+    ]
+    body = (",\n".join(fields) + "\n}\n").encode()
+    return _HEAD % digest(body).encode() + body
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    """Return the manifest of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it is missing, damaged, edited, or of another format or version.
+    """
+    path = Path(folder, MANIFEST_NAME)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist: {path.parent} is not a complete checkpoint"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    found = raw[_HEAD_BYTES - 19 : _HEAD_BYTES - 3]
+    if raw[:_HEAD_BYTES] != _HEAD % found:
+        raise CheckpointError(f"{path} is not a manifest written by this library, or it is damaged")
+    wanted = digest(memoryview(raw)[_HEAD_BYTES:])
+    if found.decode(errors="replace") != wanted:
+        raise CheckpointError(
+            f"{path} has changed since it was written (its digest is {wanted}, not "
+            f"{found.decode(errors='replace')}): use another checkpoint"
+        )
+    try:
+        fields = json.loads(raw)
+        return _Decoder(path).manifest(fields, wanted)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} cannot be understood ({reason})") from error
+
+
+def read_extra(folder: Path | str) -> Mapping[str, Any]:
+    """Return the JSON that was saved beside the tensors. Raises CheckpointError."""
+    return read_manifest(folder).extra
+
+
+def _encode_chunk(chunk: StoredChunk) -> dict[str, Any]:
+    return {
+        "file": chunk.file,
+        "offsets": chunk.box.offsets,
+        "sizes": chunk.box.sizes,
+        "bytes": (chunk.begin, chunk.end),
+        "xxh3": chunk.xxh3,
+    }
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _dump_lines(table: Mapping[str, Any]) -> str:
+    if not table:
+        return "{}"
+    return "{\n" + ",\n".join(f"{_dump(key)}:{_dump(value)}" for key, value in table.items()) + "}"
+
+
+class _Decoder:
+    """Turns parsed JSON into a Manifest and trusts nothing in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def manifest(self, fields: dict[str, Any], xxh3: str) -> Manifest:
+        if fields["format"] != FORMAT or fields["version"] != VERSION:
+            self._refuse(
+                f"it is of format {fields['format']!r} version {fields['version']!r}, this library "
+                f"reads {FORMAT!r} version {VERSION}"
+            )
+        digests = fields["digests"] is True
+        block_bytes = self._count(fields["block_bytes"], "block_bytes")
+        if block_bytes < 16 or block_bytes % 16:
+            self._refuse(f"block_bytes is {block_bytes}, which is not a multiple of 16")
+        files = {name: self._file(name, file) for name, file in fields["files"].items()}
+        tensors = {
+            name: self._tensor(name, tensor, files, block_bytes if digests else 0)
+            for name, tensor in fields["tensors"].items()
+        }
+        if not isinstance(fields["extra"], dict):
+            self._refuse("extra is not an object")
+        return Manifest(
+            iteration=self._count(fields["iteration"], "iteration"),
+            world_size=self._count(fields["world_size"], "world_size"),
+            block_bytes=block_bytes,
+            digests=digests,
+            files=files,
+            tensors=tensors,
+            extra=fields["extra"],
+            xxh3=xxh3,
+        )
+
+    def _file(self, name: str, fields: dict[str, Any]) -> StoredFile:
+        # A name with a folder in it could make a load read, or a copy write, anywhere.
+        if Path(name).name != name or name in (MANIFEST_NAME, "", ".", ".."):
+            self._refuse(f"{name!r} is not the plain name of a shard file")
+        size = self._count(fields["bytes"], name)
+        header = self._count(fields["header_bytes"], name)
+        if not LENGTH_BYTES <= header <= min(size, MAX_HEADER_BYTES + LENGTH_BYTES):
+            self._refuse(f"{name} has an impossible header of {header} bytes")
+        return StoredFile(
+            bytes=size, header_bytes=header, header_xxh3=self._text(fields["header_xxh3"], name)
+        )
+
+    def _tensor(
+        self, name: str, fields: dict[str, Any], files: Mapping[str, StoredFile], block_bytes: int
+    ) -> StoredTensor:
+        dtype = fields["dtype"]
+        if dtype not in DTYPES:
+            self._refuse(f"{name} has the unknown dtype {dtype!r}")
+        shape = self._counts(fields["shape"], name)
+        chunks = []
+        for row in fields["chunks"]:
+            box = Box(self._counts(row["offsets"], name), self._counts(row["sizes"], name))
+            begin, end = self._counts(row["bytes"], name)
+            file = self._text(row["file"], name)
+            if file not in files:
+                self._refuse(f"{name} lies in {file!r}, which is not in the list of files")
+            if not len(shape) == len(box.offsets) == len(box.sizes) or any(
+                o + n > whole for o, n, whole in zip(*box, shape, strict=True)
+            ):
+                self._refuse(f"{name} has a box {box} outside its shape {list(shape)}")
+            inside = files[file].header_bytes <= begin and end <= files[file].bytes
+            if not inside or end - begin != tensor_bytes(dtype, box.sizes):
+                self._refuse(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
+            xxh3 = tuple(self._text(block, name) for block in row["xxh3"])
+            if len(xxh3) != (-(-(end - begin) // block_bytes) if block_bytes else 0):
+                self._refuse(f"{name} has {len(xxh3)} digests for {end - begin} bytes")
+            chunks.append(StoredChunk(file=file, box=box, begin=begin, end=end, xxh3=xxh3))
+        return StoredTensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
+
+    def _counts(self, values: Any, where: str) -> tuple[int, ...]:
+        if not isinstance(values, list):
+            self._refuse(f"{where}: {values!r} is not a list of numbers")
+        return tuple(self._count(value, where) for value in values)
+
+    def _count(self, value: Any, where: str) -> int:
+        if type(value) is not int or value < 0:
+            self._refuse(f"{where}: {value!r} is not a number of things")
+        return value
+
+    def _text(self, value: Any, where: str) -> str:
+        if not isinstance(value, str):
+            self._refuse(f"{where}: {value!r} is not text")
+        return value
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self._path} cannot be used: {why}")

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning a save: who writes which chunk, where it lies in the file, and that nothing is missing.
+
+Everything here is pure: no files, no messages. A rank lays out its own shard from its own chunks;
+rank 0 checks the layouts of all ranks together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.boxes import Box, first_overlap
+from megatron.core.dist_checkpointing.chunk import TensorChunk, chunk_key
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.shard_header import (
+    dtype_name,
+    encode_header,
+    tensor_bytes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedChunk:
+    """A box of a logical tensor that goes to `file` at bytes [begin, end)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    file: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardPlan:
+    """The file one rank writes: its header, then `tensors`, which lie as `chunks` say.
+
+    `total_bytes` is the file's size. A rank without anything to write has no chunks and no file.
+    """
+
+    file: str
+    header: bytes
+    total_bytes: int
+    chunks: tuple[PlannedChunk, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+def chunks_to_write(chunks: Sequence[TensorChunk], rank: int) -> list[TensorChunk]:
+    """Return the chunks that `rank` writes: every replica set shares its bytes out greedily.
+
+    All members of a replica set declare the same chunks for it, so all compute the same
+    assignment without a message: largest first, to the member with the fewest bytes so far.
+    """
+    sets: dict[tuple[int, ...], list[TensorChunk]] = {}
+    for chunk in chunks:
+        if rank not in chunk.replica_ranks:
+            raise ValueError(
+                f"chunk of {chunk.name}: replica_ranks {list(chunk.replica_ranks)} does not "
+                f"contain rank {rank}, which holds it"
+            )
+        sets.setdefault(tuple(chunk.replica_ranks), []).append(chunk)
+    mine = []
+    for ranks, members in sets.items():
+        load = dict.fromkeys(ranks, 0)
+        members.sort(key=lambda c: (-c.tensor.numel() * c.tensor.itemsize, c.name, c.box))
+        for chunk in members:
+            writer = min(ranks, key=lambda r: (load[r], r))
+            load[writer] += chunk.tensor.numel() * chunk.tensor.itemsize
+            if writer == rank:
+                mine.append(chunk)
+    return mine
+
+
+def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
+    """Lay out the file that `rank` writes.
+
+    Wide dtypes come first, so that every tensor lies at a multiple of its own element size.
+
+    Raises:
+        ValueError: a dtype that cannot be stored, or one box declared twice on this rank.
+    """
+    file = f"shard-{rank:05d}.safetensors"
+    mine = [chunk for chunk in chunks_to_write(chunks, rank) if _is_stored(chunk)]
+    mine.sort(key=lambda c: (-c.tensor.itemsize, c.name, c.box))
+    entries = [
+        (
+            chunk_key(chunk.name, tuple(chunk.shape), chunk.box),
+            dtype_name(chunk.tensor.dtype, chunk.name),
+            chunk.box.sizes,
+        )
+        for chunk in mine
+    ]
+    for (key, _, _), (following, _, _) in itertools.pairwise(entries):
+        if key == following:
+            raise ValueError(f"rank {rank} declares {key} twice; give each chunk once")
+    header = encode_header(entries)
+    planned = []
+    begin = len(header)
+    for chunk, (_, dtype, sizes) in zip(mine, entries, strict=True):
+        end = begin + tensor_bytes(dtype, sizes)
+        planned.append(
+            PlannedChunk(
+                name=chunk.name,
+                dtype=dtype,
+                shape=tuple(chunk.shape),
+                box=chunk.box,
+                file=file,
+                begin=begin,
+                end=end,
+            )
+        )
+        begin = end
+    return ShardPlan(
+        file=file,
+        header=header,
+        total_bytes=begin,
+        chunks=tuple(planned),
+        tensors=tuple(chunk.tensor.detach() for chunk in mine),
+    )
+
+
+def _is_stored(chunk: TensorChunk) -> bool:
+    """Return whether a chunk has elements, or stands for a tensor that has none at all."""
+    return chunk.tensor.numel() > 0 or chunk.box.sizes == tuple(chunk.shape)
+
+
+def encode_plan(plan: ShardPlan) -> dict[str, Any]:
+    """Return the message that tells rank 0 about a shard."""
+    return {
+        "file": plan.file,
+        "total_bytes": plan.total_bytes,
+        "header_bytes": len(plan.header),
+        "chunks": [(c.name, c.dtype, c.shape, *c.box, c.begin, c.end) for c in plan.chunks],
+    }
+
+
+def decode_chunks(message: dict[str, Any]) -> list[PlannedChunk]:
+    """Return the chunks of a shard from the message about it."""
+    return [
+        PlannedChunk(
+            name=name,
+            dtype=dtype,
+            shape=tuple(shape),
+            box=Box(tuple(offsets), tuple(sizes)),
+            file=message["file"],
+            begin=begin,
+            end=end,
+        )
+        for name, dtype, shape, offsets, sizes, begin, end in message["chunks"]
+    ]
+
+
+def group_by_tensor(chunks: Sequence[PlannedChunk]) -> dict[str, list[PlannedChunk]]:
+    """Return the chunks of every logical tensor, ascending by offsets."""
+    tensors: dict[str, list[PlannedChunk]] = {}
+    for chunk in chunks:
+        tensors.setdefault(chunk.name, []).append(chunk)
+    for group in tensors.values():
+        group.sort(key=lambda c: c.box)
+    return tensors
+
+
+def check_coverage(tensors: dict[str, list[PlannedChunk]]) -> None:
+    """Check that every element of every logical tensor is written exactly once.
+
+    Raises:
+        CheckpointError: naming the tensor and the files concerned.
+    """
+    for name, chunks in tensors.items():
+        first = chunks[0]
+        for chunk in chunks:
+            if (chunk.shape, chunk.dtype) != (first.shape, first.dtype):
+                raise CheckpointError(
+                    f"{name} is {first.dtype} {list(first.shape)} in {first.file} but "
+                    f"{chunk.dtype} {list(chunk.shape)} in {chunk.file}; ranks must agree"
+                )
+        if overlap := first_overlap([chunk.box for chunk in chunks]):
+            a, b = (chunks[i] for i in overlap)
+            raise CheckpointError(
+                f"{name} would be written twice: {a.box} in {a.file} and {b.box} in {b.file}; "
+                "name all ranks that hold the same box in its replica_ranks"
+            )
+        whole = Box((0,) * len(first.shape), first.shape).numel
+        covered = sum(chunk.box.numel for chunk in chunks)
+        if covered != whole:
+            raise CheckpointError(
+                f"{name} {list(first.shape)} has {whole} elements but the ranks declare only "
+                f"{covered}: a chunk of it is missing on some rank"
+            )

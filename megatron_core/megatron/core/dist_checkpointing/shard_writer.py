@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a shard: a stream of small pieces, digested as they pass, synced at the end.
+
+No second copy of the tensors is made: a contiguous CPU tensor is written from where it lies, any
+other goes through one scratch buffer piece by piece.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import xxhash
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.planner import ShardPlan
+
+#: Small enough to stay in a core's cache between its digest and its copy to the page cache.
+PIECE_BYTES = 1 << 20
+
+
+def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool) -> list[list[str]]:
+    """Write a new file at `path` and return the digests of each chunk's blocks.
+
+    Raises:
+        CheckpointError: the file exists, or the disk is full, read-only or broken.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _write_all(fd, memoryview(plan.header))
+            found = []
+            scratch = torch.empty(0, dtype=torch.uint8)
+            for tensor in plan.tensors:
+                if not _is_plain(tensor) and not scratch.numel():
+                    scratch = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+                digester = _BlockDigester(block_bytes)
+                for piece in _pieces(tensor, scratch):
+                    if digests:
+                        digester.update(piece)
+                    _write_all(fd, piece)
+                found.append(digester.finish())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"cannot create {path}: its folder is gone, or is not on a file system that all ranks "
+            "share"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path} ({plan.total_bytes} bytes): {error.strerror}; nothing was "
+            "saved, earlier checkpoints are intact"
+        ) from error
+    return found
+
+
+class _BlockDigester:
+    """Digests a stream in blocks of fixed size, however it is cut into pieces."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._left = block_bytes
+        self._hash = xxhash.xxh3_64()
+        self._found: list[str] = []
+
+    def update(self, piece: memoryview) -> None:
+        while len(piece):
+            part = piece[: self._left]
+            self._hash.update(part)
+            self._left -= len(part)
+            piece = piece[len(part) :]
+            if not self._left:
+                self._close_block()
+
+    def finish(self) -> list[str]:
+        if self._left != self._block_bytes:
+            self._close_block()
+        return self._found
+
+    def _close_block(self) -> None:
+        self._found.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._left = self._block_bytes
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    """Write all of `data`: one call may take less, most of all when the disk is nearly full."""
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, writable."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's elements in row-major order; each piece is valid until the next."""
+    if not tensor.numel():
+        return
+    if _is_plain(tensor):
+        data = as_bytes(tensor)
+        for begin in range(0, len(data), PIECE_BYTES):
+            yield data[begin : begin + PIECE_BYTES]
+        return
+    for band in _bands(tensor, PIECE_BYTES // tensor.itemsize):
+        target = scratch[: band.numel() * band.itemsize]
+        target.view(band.dtype).view(band.shape).copy_(band)
+        yield as_bytes(target)
+
+
+def _bands(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
+    """Cut a tensor into views of at most `max_elements`, in row-major order."""
+    if tensor.numel() <= max_elements:
+        yield tensor
+        return
+    rows = max_elements // math.prod(tensor.shape[1:])
+    if rows:
+        yield from tensor.split(rows)
+    else:
+        for row in tensor:
+            yield from _bands(row, max_elements)

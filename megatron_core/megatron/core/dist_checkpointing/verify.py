@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checking a whole checkpoint without a model: sizes always, every byte on request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.boxes import first_overlap
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    StoredChunk,
+    read_manifest,
+)
+from megatron.core.dist_checkpointing.shard_reader import Scratch, ShardReader, check_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What was verified, and files that lie in the folder without belonging to the checkpoint."""
+
+    bytes_verified: int
+    unexpected_files: tuple[str, ...]
+
+
+def verify_checkpoint(folder: Path | str, *, digests: bool = True) -> VerifyReport:
+    """Check that a checkpoint is complete and undamaged.
+
+    Args:
+        folder: an `iter_...` folder.
+        digests: whether to read everything and compare digests; else the manifest, its coverage
+            of every tensor and the size of every file are checked.
+
+    Raises:
+        CheckpointError: naming the first thing that is wrong.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if digests and not manifest.digests:
+        raise CheckpointError(f"{folder} was saved without digests: only sizes can be checked")
+    for name, file in manifest.files.items():
+        check_size(folder / name, file)
+    _check_whole(folder, manifest)
+    known = {MANIFEST_NAME, *manifest.files}
+    unexpected = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    return VerifyReport(
+        bytes_verified=_verify_bytes(folder, manifest) if digests else 0,
+        unexpected_files=tuple(unexpected),
+    )
+
+
+def _check_whole(folder: Path, manifest: Manifest) -> None:
+    """Check that the chunks of every tensor cover it exactly once."""
+    for name, tensor in manifest.tensors.items():
+        boxes = [chunk.box for chunk in tensor.chunks]
+        covered = sum(box.numel for box in boxes)
+        whole = 1
+        for size in tensor.shape:
+            whole *= size
+        if covered != whole or first_overlap(boxes):
+            raise CheckpointError(f"{folder} does not hold every element of {name} exactly once")
+
+
+def _verify_bytes(folder: Path, manifest: Manifest) -> int:
+    """Read every file and return how many bytes matched their digests."""
+    by_file: dict[str, list[tuple[str, StoredChunk]]] = {name: [] for name in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            by_file[chunk.file].append((name, chunk))
+    scratch = Scratch()
+    verified = 0
+    for file, chunks in sorted(by_file.items()):
+        with ShardReader(
+            folder / file,
+            manifest.files[file],
+            block_bytes=manifest.block_bytes,
+            verify=True,
+            scratch=scratch,
+        ) as reader:
+            for name, chunk in sorted(chunks, key=lambda pair: pair[1].begin):
+                reader.verify(name, chunk)
+        verified += reader.bytes_verified
+    return verified

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout without state: the mask is a function of key, sample, position and feature."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dropout import reference
+from megatron.core.ops.dropout.hashing import dropout_key, hash_index
+from megatron.core.ops.dropout.reference import AttentionDropout
+
+__all__ = ["AttentionDropout", "dropout", "dropout_key", "keep_mask"]
+
+
+def keep_mask(key: int, index: torch.Tensor, *, rate: float) -> torch.Tensor:
+    """Decide for every logical index whether it is kept, by SplitMix64 of (key, index).
+
+    Args:
+        key: int64 from `dropout_key`.
+        index: int64, any shape.
+        rate: probability of dropping, in [0, 1), rounded to 2^-16.
+
+    Returns:
+        bool of the same shape, True where kept.
+
+    Raises:
+        ValueError: a rate outside [0, 1) or an index that is not int64.
+    """
+    _check_rate("keep_mask", rate)
+    if index.dtype != torch.int64:
+        raise ValueError(f"keep_mask: index has dtype {index.dtype}; give int64")
+    levels = hash_index(key, index) >> 48  # the top 16 bits, signed
+    return levels >= reference.drop_levels(rate) - reference.LEVELS // 2
+
+
+def dropout(
+    x: torch.Tensor,
+    *,
+    rate: float,
+    key: int,
+    sample_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    feature_offset: int = 0,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Zero elements with probability `rate` and divide the rest by 1 - rate.
+
+    Whether an element is kept depends on (key, sample id, position id, global feature) alone:
+    any slice of the batch, sequence or features gives the slice of the whole. The mask is made
+    again in backward; nothing is saved.
+
+    Args:
+        x: [s, b, h/tp].
+        rate: probability of dropping, in [0, 1), rounded to 2^-16.
+        key: int64 from `dropout_key`: one for each site and step.
+        sample_ids: int64 [b], global index of each sample.
+        position_ids: int64 [s], position of each token in its sample.
+        feature_offset: global index of the first local feature.
+        implementation: "reference", "triton" or None (by device).
+
+    Returns:
+        [s, b, h/tp] in x's dtype.
+
+    Raises:
+        ValueError: a rate outside [0, 1) or ids that do not fit x.
+    """
+    _check_rate("dropout", rate)
+    if x.ndim != 3 or position_ids.shape != x.shape[:1] or sample_ids.shape != x.shape[1:2]:
+        raise ValueError(
+            f"dropout: x {tuple(x.shape)} must be [s, b, h] with position_ids [s], not"
+            f" {tuple(position_ids.shape)}, and sample_ids [b], not {tuple(sample_ids.shape)}"
+        )
+    if feature_offset < 0:
+        raise ValueError(f"dropout: feature_offset={feature_offset} must not be negative")
+    if rate == 0:
+        return x
+    if choose(implementation, x, "dropout") == "triton":
+        from megatron.core.ops.dropout import triton as kernels
+
+        return kernels.Dropout.apply(x, rate, key, sample_ids, position_ids, feature_offset)
+    return reference.Dropout.apply(x, rate, key, sample_ids, position_ids, feature_offset)
+
+
+def _check_rate(op: str, rate: float) -> None:
+    """Raise ValueError unless rate is a probability below one."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{op}: rate={rate} must be in [0, 1)")

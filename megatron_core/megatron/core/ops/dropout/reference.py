@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout masks in plain torch: the definition, four decisions out of every 64-bit hash."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from megatron.core.ops.dropout.hashing import hash_index, mix_rows_and_columns, signed
+
+# One 64-bit hash decides for this many neighbouring columns, 16 bits each: probabilities are
+# multiples of 2^-16 and the hash costs a quarter.
+COLUMNS_PER_HASH = 4
+LEVELS = 1 << 16
+_COLUMN_SALT = 0x5851F42D4C957F2D
+
+
+def drop_levels(rate: float) -> int:
+    """Give how many of the 2^16 equally likely levels are dropped at `rate`."""
+    return min(round(rate * LEVELS), LEVELS - 1)
+
+
+def keep_scale(rate: float) -> float:
+    """Give 1 / (1 - rate) with the rate on its 2^-16 grid: the expectation stays exact."""
+    return LEVELS / (LEVELS - drop_levels(rate))
+
+
+def row_hashes(key: int, *indices: torch.Tensor) -> torch.Tensor:
+    """Hash a tuple of broadcastable int64 indices under a key, one after the other."""
+    state = None
+    for index in indices:
+        if state is None:
+            state = hash_index(key, index)
+        else:
+            state = hash_index(key, state ^ index)
+    return state
+
+
+def keep_columns(key: int, rows: torch.Tensor, first: int, count: int, rate: float) -> torch.Tensor:
+    """Decide for every (row, column) whether it is kept.
+
+    Column j takes 16 bits of the hash of (row, j // 4), so the answer depends on the global
+    column alone and any slice equals the slice of the whole.
+
+    Args:
+        key: int64 of this dropout site.
+        rows: int64 [...], hashes of the rows.
+        first: global index of the first column.
+        count: number of columns.
+        rate: probability of dropping.
+
+    Returns:
+        bool [..., count], True where kept.
+    """
+    start = first // COLUMNS_PER_HASH
+    stop = -(-(first + count) // COLUMNS_PER_HASH)
+    groups = torch.arange(start, stop, dtype=torch.int64, device=rows.device)
+    columns = hash_index(signed(key ^ _COLUMN_SALT), groups)  # [g]
+    hashes = mix_rows_and_columns(rows[..., None], columns)  # [..., g]
+    levels = hashes.view(torch.int16)  # [..., 4g], uniform over -2^15 .. 2^15 - 1
+    offset = first - start * COLUMNS_PER_HASH
+    kept = levels >= drop_levels(rate) - LEVELS // 2
+    return kept[..., offset : offset + count]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionDropout:
+    """Dropout of attention probabilities: a function of sample, head and the two positions.
+
+    Args:
+        rate: probability of dropping, in [0, 1).
+        key: int64 from `dropout_key`.
+        sample_ids: int64 [b], global index of each sample.
+        head_offset: global index of the first local head.
+    """
+
+    rate: float
+    key: int
+    sample_ids: torch.Tensor
+    head_offset: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate < 1:
+            raise ValueError(f"AttentionDropout: rate={self.rate} must be in [0, 1)")
+
+    @property
+    def scale(self) -> float:
+        """Give the factor on what is kept: one over the exact probability of keeping."""
+        return keep_scale(self.rate)
+
+    def keep(
+        self, heads: int, query_positions: torch.Tensor, first_key: int, keys: int
+    ) -> torch.Tensor:
+        """Decide for queries at int64 positions [q] and a range of keys; bool [b, n, q, k]."""
+        device = query_positions.device
+        head_ids = torch.arange(heads, dtype=torch.int64, device=device) + self.head_offset
+        samples = self.sample_ids.to(device=device, dtype=torch.int64)
+        rows = row_hashes(
+            self.key, samples[:, None, None], head_ids[:, None], query_positions
+        )  # [b, n, q]
+        return keep_columns(self.key, rows, first_key, keys, self.rate)
+
+
+class Dropout(torch.autograd.Function):
+    """y = x * keep / (1 - rate). dgrad: the same function of the gradient. Saves no mask."""
+
+    @staticmethod
+    def forward(ctx, x, rate, key, sample_ids, position_ids, feature_offset):
+        ctx.save_for_backward(sample_ids, position_ids)
+        ctx.site = (rate, key, feature_offset)
+        return dropout_values(x, rate, key, sample_ids, position_ids, feature_offset)
+
+    @staticmethod
+    def backward(ctx, grad):
+        sample_ids, position_ids = ctx.saved_tensors
+        rate, key, feature_offset = ctx.site
+        values = dropout_values(grad, rate, key, sample_ids, position_ids, feature_offset)
+        return values, None, None, None, None, None
+
+
+def dropout_values(
+    x: torch.Tensor,
+    rate: float,
+    key: int,
+    sample_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    feature_offset: int,
+) -> torch.Tensor:
+    """Drop and rescale x [s, b, h/tp]; see `ops.dropout.dropout`."""
+    rows = row_hashes(key, sample_ids, position_ids[:, None])  # [s, b]
+    kept = keep_columns(key, rows, feature_offset, x.shape[-1], rate)  # [s, b, h/tp]
+    return (x * keep_scale(rate)).mul_(kept)

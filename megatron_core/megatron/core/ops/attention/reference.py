@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in plain torch: torch's flash kernel for the plain CPU cases, else by query chunks."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.ops.attention import chunked
+from megatron.core.ops.attention.masking import Mask
+from megatron.core.ops.dispatch import accumulation_dtype, cpu_matmul_dtype
+from megatron.core.ops.dropout import AttentionDropout
+
+
+class Attention(torch.autograd.Function):
+    """out = softmax(scale q k^T + mask) v, and lse, the log of the softmax denominator.
+
+    Forward: as above. dgrad: p = exp(scale q k^T - lse); dv = p^T g; ds = p (g v^T - rowsum(g
+    out)); dq = scale ds k; dk = scale ds^T q. wgrad (sinks): -sum of exp(sink - lse) rowsum(g
+    out). Saves q, k, v, out and lse.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, scale, mask, dropout):
+        out, lse = attention_forward(query, key, value, sinks, scale, mask, dropout)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.options = (scale, mask, dropout)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, _):
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        scale, mask, dropout = ctx.options
+        grads = attention_backward(
+            grad_out, query, key, value, out, lse, scale=scale, mask=mask, dropout=dropout
+        )
+        grad_sinks = sink_gradient(grad_out, out, lse, sinks) if sinks is not None else None
+        return *grads, grad_sinks, None, None, None
+
+
+def attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    mask: Mask,
+    dropout: AttentionDropout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out [s_q, b, n, d], lse [b, n, s_q]); see `ops.attention.attention`."""
+    if dropout is not None and dropout.rate == 0:
+        dropout = None
+    if _has_flash(query, key, mask, dropout):
+        fast = cpu_matmul_dtype(query.dtype)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(_heads_first(x.to(fast)) for x in (query, key, value)),
+            0.0,
+            mask.causal,
+            scale=scale,
+        )
+        out = _sequence_first(out)
+        lse = lse.to(accumulation_dtype(query.dtype))
+    else:
+        out, lse = chunked.forward(query, key, value, scale, mask, dropout)
+    if sinks is not None:
+        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # [b, n, s_q]
+        out = out * (lse - with_sink).exp_().permute(2, 0, 1)[..., None]  # [s_q, b, n, 1]
+        lse = with_sink
+    return out.to(query.dtype), lse.contiguous()
+
+
+def attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    mask: Mask,
+    dropout: AttentionDropout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Differentiate attention given its output and log-sum-exp, over these or over more keys.
+
+    Args:
+        grad_out: [s_q, b, n, d].
+        query: [s_q, b, n, d].
+        key: [s_k, b, g, d].
+        value: [s_k, b, g, d].
+        out: [s_q, b, n, d], the complete output (also of keys that are not in `key`).
+        lse: [b, n, s_q], the complete log-sum-exp.
+        scale: factor on the logits.
+        mask: the rule of the forward pass.
+        dropout: that of the forward pass.
+
+    Returns:
+        (dq, dk, dv), shaped and typed like query, key and value.
+    """
+    if dropout is not None and dropout.rate == 0:
+        dropout = None
+    if not _has_flash(query, key, mask, dropout):
+        return chunked.backward(grad_out, query, key, value, out, lse, scale, mask, dropout)
+    fast = cpu_matmul_dtype(query.dtype)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(_heads_first(x.to(fast)) for x in (grad_out, query, key, value, out)),
+        lse,
+        0.0,
+        mask.causal,
+        scale=scale,
+    )
+    return tuple(_sequence_first(grad).to(query.dtype) for grad in grads)
+
+
+def sink_gradient(
+    grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Differentiate the sinks [n]: minus the sum of sink probability times rowsum(g out)."""
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [s_q, b, n]
+    probability = (sinks.to(lse.dtype)[:, None] - lse).exp_()  # [b, n, s_q]
+    return torch.einsum("bnq,qbn->n", probability, delta).neg_().to(sinks.dtype)
+
+
+def _has_flash(
+    query: torch.Tensor, key: torch.Tensor, mask: Mask, dropout: AttentionDropout | None
+) -> bool:
+    """Say whether torch's CPU flash kernel computes exactly this attention.
+
+    Its causal mask counts from the first key, so queries that are the last positions of longer
+    keys need chunks; a single query is the exception, it sees everything.
+    """
+    plain = mask.window is None and mask.document_ids is None and dropout is None
+    aligned = not mask.causal or query.shape[0] == key.shape[0]
+    return plain and aligned and query.device.type == "cpu" and query.numel() > 0
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """View [s, b, n, d] as [b, n, s, d]."""
+    return x.permute(1, 2, 0, 3)
+
+
+def _sequence_first(x: torch.Tensor) -> torch.Tensor:
+    """View [b, n, s, d] as [s, b, n, d]."""
+    return x.permute(2, 0, 1, 3)

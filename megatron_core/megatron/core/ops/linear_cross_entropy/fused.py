@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The projection to the vocabulary fused with its loss: gradients while a chunk is there."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.ops.dispatch import accumulation_dtype, cpu_matmul_dtype
+
+# Bytes of one chunk of fp32 logits: small against the model, large enough for the matmul and for
+# the weight gradient, which is read and written once a chunk.
+CHUNK_BYTES = 16 << 20
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """loss = sum over tokens of weight * (lse(hidden W^T) - logit of the target).
+
+    Forward: as above, and at once, while a chunk of logits is there, dgrad: dlogits W, and wgrad:
+    dlogits^T hidden. Saves those two gradients; backward multiplies them by the incoming one.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, weights, chunk_tokens, valid_columns, pieces):
+        statistics, gradient_ = pieces
+        wide = accumulation_dtype(hidden.dtype)
+        needs = ctx.needs_input_grad[:2] if any(ctx.needs_input_grad[:2]) else (False, False)
+        fast = cpu_matmul_dtype(hidden.dtype) if hidden.device.type == "cpu" else hidden.dtype
+        matrix = weight.to(fast)
+        nll = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needs[0] else None
+        grad_weight = None
+        if needs[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        for first in range(0, hidden.shape[0], chunk_tokens):
+            part = slice(first, first + chunk_tokens)
+            rows = hidden[part].to(fast)
+            logits = torch.mm(rows, matrix.t())  # [c, v]
+            maximum, sum_exp, target = statistics(logits, targets[part], 0, valid_columns)
+            lse = sum_exp.log_().add_(maximum)
+            nll[part] = lse - target
+            if not any(needs):
+                continue
+            grad = gradient_(logits, targets[part], lse, weights[part], 0, valid_columns)
+            if needs[0]:
+                grad_hidden[part] = torch.mm(grad, matrix)
+            if needs[1] and fast == wide:
+                grad_weight.addmm_(grad.t(), rows)
+            elif needs[1]:
+                grad_weight.add_(torch.mm(grad.t(), rows))
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.hidden_dtype, ctx.weight_dtype = hidden.dtype, weight.dtype
+        ctx.mark_non_differentiable(nll)
+        return torch.dot(nll, weights), nll
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        # Reading the value costs a synchronisation on a GPU, and saves two passes on a CPU.
+        if grad_loss.device.type != "cpu" or grad_loss.item() != 1:
+            grad_hidden = None if grad_hidden is None else grad_hidden * grad_loss
+            grad_weight = None if grad_weight is None else grad_weight * grad_loss
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(ctx.hidden_dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None

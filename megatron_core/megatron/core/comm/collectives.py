@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over one `Group`, on dimension 0, never touching their input unless it is passed as output.
+
+The identity on a group of one rank. Only SUM and MAX: AVG on gloo is silently SUM before torch 2.10, so all
+scaling is done by the caller, before the sum. Method names of the process group that differ between versions
+of torch are chosen in `_gather_method` and `_scatter_method`, nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_groups import Group, ProcessGroupCollection
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """One collective that ran: its kind, its group's name and size, and the bytes of its larger side."""
+
+    kind: str
+    group: str
+    size: int
+    bytes: int
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait()` returns its output and may be called again.
+
+    `source` keeps the input alive and untouched until the transfer is done.
+    """
+
+    output: torch.Tensor
+    work: dist.Work | None = None
+    source: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Block until the output is valid (on a GPU: until the current stream may read it)."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.source = None
+        return self.output
+
+
+@contextmanager
+def trace(groups: ProcessGroupCollection) -> Iterator[list[CollectiveRecord]]:
+    """Record every collective over any group of `groups` while the context is open.
+
+    Groups of one rank run none, so they leave no record.
+    """
+    records: list[CollectiveRecord] = []
+    observer = records.append
+    groups.observers.append(observer)
+    try:
+        yield records
+    finally:
+        groups.observers.remove(observer)
+
+
+def all_reduce(
+    x: torch.Tensor, group: Group, *, op: str = "sum", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum (or max) of `x` over the group.
+
+    Args:
+        x: any shape, contiguous or not.
+        op: "sum" or "max".
+        out: where the result goes; pass `x` itself to reduce in place. A new tensor if None.
+    """
+    return all_reduce_async(x, group, op=op, out=out).wait()
+
+
+def all_reduce_async(
+    x: torch.Tensor, group: Group, *, op: str = "sum", out: torch.Tensor | None = None
+) -> Pending:
+    """Start `all_reduce`; the output must not be read or written before `wait()`."""
+    if group.size == 1:
+        if out is None or out is x:
+            return Pending(x)
+        return Pending(out.copy_(x))
+    if out is None:
+        out = x.clone(memory_format=torch.contiguous_format)
+    elif out is not x:
+        out.copy_(x)
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPERATIONS[op]
+    _observe("all_reduce", group, out)
+    return Pending(out, _handle(group).allreduce([out], options))
+
+
+def all_gather(x: torch.Tensor, group: Group, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Concatenate `x` [n, ...] of every rank along dimension 0: [n·size, ...].
+
+    Args:
+        out: where the result goes; `x` may be this rank's slice of it.
+    """
+    return all_gather_async(x, group, out=out).wait()
+
+
+def all_gather_async(x: torch.Tensor, group: Group, *, out: torch.Tensor | None = None) -> Pending:
+    """Start `all_gather`; the output must not be read before `wait()`."""
+    if group.size == 1:
+        if out is None or out.data_ptr() == x.data_ptr():
+            return Pending(x if out is None else out)
+        return Pending(out.copy_(x))
+    x = x.contiguous()
+    if out is None:
+        out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    _observe("all_gather", group, out)
+    return Pending(out, _gather_method(_handle(group))(out, x), x)
+
+
+def reduce_scatter(
+    x: torch.Tensor, group: Group, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum `x` [n·size, ...] over the group and return this rank's n rows of it.
+
+    Raises:
+        ValueError: dimension 0 does not divide by the size of the group.
+    """
+    return reduce_scatter_async(x, group, out=out).wait()
+
+
+def reduce_scatter_async(
+    x: torch.Tensor, group: Group, *, out: torch.Tensor | None = None
+) -> Pending:
+    """Start `reduce_scatter`; input and output must be left alone before `wait()`."""
+    if group.size == 1:
+        if out is None or out.data_ptr() == x.data_ptr():
+            return Pending(x if out is None else out)
+        return Pending(out.copy_(x))
+    if x.shape[0] % group.size:
+        raise ValueError(
+            f"reduce_scatter over {group.name}: {x.shape[0]} rows do not divide by {group.size} ranks"
+        )
+    x = x.contiguous()
+    if out is None:
+        out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    _observe("reduce_scatter", group, x)
+    return Pending(out, _scatter_method(_handle(group))(out, x), x)
+
+
+def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor:
+    """Overwrite `x` (contiguous, passed as output) with that of the group's rank `source`; return it."""
+    if group.size > 1:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        _observe("broadcast", group, x)
+        _handle(group).broadcast([x], options).wait()
+    return x
+
+
+def _handle(group: Group) -> dist.ProcessGroup:
+    assert group.handle is not None
+    return group.handle
+
+
+def _observe(kind: str, group: Group, wide: torch.Tensor) -> None:
+    for observer in group.observers:
+        observer(CollectiveRecord(kind, group.name, group.size, wide.numel() * wide.element_size()))
+
+
+# The functions of torch.distributed cost 33-86 us a call, the group's own methods 27.
+def _gather_method(handle: dist.ProcessGroup):  # noqa: ANN202  (differs by version of torch)
+    return handle._allgather_base
+
+
+def _scatter_method(handle: dist.ProcessGroup):  # noqa: ANN202
+    return handle._reduce_scatter_base

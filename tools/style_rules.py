@@ -22,7 +22,7 @@ CORE = "megatron_core/megatron/core/"
 WHEELS = ("megatron_core/megatron/", "megatron/")
 BANNED_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 
-CORE_DEPENDENCIES = frozenset({"torch", "numpy", "safetensors", "xxhash", "megatron"})
+CORE_DEPENDENCIES = frozenset({"torch", "numpy", "safetensors", "xxhash"})
 #: Optional packages, and the file name (or path) that alone may import each.
 ADAPTERS = {"triton": "triton.py", "transformer_engine": "extensions/transformer_engine.py"}
 
@@ -317,6 +317,12 @@ def dependencies(source: Source) -> Iterator[Finding]:
     for module, line in imported(source.tree):
         top = module.split(".")[0]
         if top in sys.stdlib_module_names or top in CORE_DEPENDENCIES:
+            continue
+        if top == "megatron":
+            if f"{module}.".startswith("megatron.core."):
+                continue
+            text = f"{module} stands above core: pass down what core needs"
+            yield Finding("dependency", source.path, line, text)
             continue
         adapter = ADAPTERS.get(top)
         if adapter is None:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports inside core only point down, and import-linter would see one that does not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = '# SPDX-License-Identifier: Apache-2.0\n"""Planted."""\n'
+
+
+def lint_imports(root: Path) -> tuple[int, str]:
+    """Return the exit status and the output of import-linter over the tree at `root`."""
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    command += ["--config", str(root / "pyproject.toml")]
+    # The copy's portion of the namespace comes before the installed one.
+    path = os.pathsep.join([str(root / "megatron_core"), str(root)])
+    environment = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"}
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Copy core and the contracts to a temporary folder and return it."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(
+        ROOT / "megatron_core/megatron",
+        tmp_path / "megatron_core/megatron",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    return tmp_path
+
+
+def test_the_tree_keeps_the_import_order() -> None:
+    status, output = lint_imports(ROOT)
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("device.py", "import megatron.core.process_groups"),
+        ("process_groups.py", "def _late():\n    from megatron.core.comm import collectives"),
+        ("ops/planted.py", "from megatron.core.optimizer import schedule"),
+        ("optimizer/planted.py", "import megatron.core.datasets.gpt_dataset"),
+        ("device.py", "import tests.support.ranks"),
+        ("datasets/planted.py", "import experimental"),
+        ("nowhere.py", "import torch"),
+    ],
+    ids=[
+        "to the layer above",
+        "inside a function",
+        "two layers up",
+        "beside",
+        "tests",
+        "experimental",
+        "module without a layer",
+    ],
+)
+def test_a_planted_import_is_seen(copy: Path, path: str, line: str) -> None:
+    file = copy / "megatron_core/megatron/core" / path
+    before = file.read_text(encoding="utf-8") if file.exists() else HEAD
+    file.write_text(f"{before}\n{line}\n", encoding="utf-8")
+    status, output = lint_imports(copy)
+    assert status == 1
+    assert "BROKEN" in output or "not listed as layers" in output, output
+    assert file.stem in output

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree keeps the house style, and the style check sees every kind of breach."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.style_check import check
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = "megatron_core/megatron/core/planted.py"
+APP = "megatron/training/planted.py"
+HEAD = '# SPDX-License-Identifier: Apache-2.0\n"""One idea."""\n'
+LONG = "def f():\n" + "    x = 1\n" * 60
+
+
+def run_check(root: Path) -> tuple[int, str]:
+    """Return the exit status and the output of the style check over `root`."""
+    command = [sys.executable, str(ROOT / "tools/style_check.py"), "--root", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def plant(root: Path, path: str, text: str) -> None:
+    """Write one file below `root`."""
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text, encoding="utf-8")
+
+
+def test_the_tree_keeps_the_style() -> None:
+    status, output = run_check(ROOT)
+    assert status == 0, output
+
+
+BREACHES = [
+    ("spdx", CORE, '"""One idea."""\n'),
+    ("docstring", CORE, "# SPDX-License-Identifier: Apache-2.0\n"),
+    ("docstring", CORE, HEAD + "def public():\n    pass\n"),
+    ("file-name", "megatron_core/megatron/core/comm/utils.py", HEAD),
+    ("file-name", "megatron/training/helpers/planted.py", HEAD),
+    ("file-lines", "tests/planted.py", HEAD + "x = 1\n" * 400),
+    ("function-lines", "tools/planted.py", HEAD + LONG),
+    ("function-lines", APP, HEAD + "class A:\n    " + LONG.replace("\n", "\n    ")),
+    ("parameters", "tools/planted.py", HEAD + "def f(a, b, c, d, e, f, g, h, i): pass\n"),
+    ("parameters", APP, HEAD + "def f(a, *, b, c, d, e, f, g, h, i): pass\n"),
+    ("keyword-only", APP, HEAD + "def f(a, b, c=1): pass\n"),
+    ("keyword-only", APP, HEAD + "def f(a, b, c: bool): pass\n"),
+    ("keyword-only", APP, HEAD + "class A:\n    def f(self, a, b, c, d: int | None): pass\n"),
+    (
+        "config-fields",
+        APP,
+        HEAD
+        + "@dataclass(frozen=True, kw_only=True)\nclass MyConfig:\n"
+        + "".join(f"    f{i}: int\n" for i in range(21)),
+    ),
+    ("config-frozen", APP, HEAD + "@dataclass(frozen=True)\nclass MyConfig:\n    a: int\n"),
+    ("config-frozen", APP, HEAD + "@dataclass\nclass MyConfig:\n    a: int\n"),
+    ("module-state", CORE, HEAD + "CACHE: dict = {}\n"),
+    ("module-state", CORE, HEAD + "import collections\nCACHE = collections.defaultdict(int)\n"),
+    ("module-state", CORE, HEAD + "X = 1\ndef _f():\n    global X\n    X = 2\n"),
+    ("attribute-guess", CORE, HEAD + "def _f(a):\n    return hasattr(a, 'b')\n"),
+    ("attribute-guess", CORE, HEAD + "def _f(a):\n    return getattr(a, 'b', None)\n"),
+    ("environment", CORE, HEAD + "import os\nX = os.environ['A']\n"),
+    ("environment", CORE, HEAD + "from os import getenv\n"),
+    ("environment", CORE, HEAD + "import sys\nX = sys.argv[1]\n"),
+    ("dependency", CORE, HEAD + "import yaml\n"),
+    ("dependency", CORE, HEAD + "def _f():\n    import triton\n"),
+    ("dependency", CORE, HEAD + "import megatron.training.config\n"),
+    ("dependency", CORE, HEAD + "from megatron import inference\n"),
+    ("unsafe", APP, HEAD + "import pickle\n"),
+    ("unsafe", APP, HEAD + "from torch import nn\nX = eval('1')\n"),
+    ("unsafe", APP, HEAD + "import torch\nX = torch.load('a')\n"),
+    ("unsafe", APP, HEAD + "import subprocess\nsubprocess.run('a', shell=True)\n"),
+    ("unsafe", APP, HEAD + "import numpy\nnumpy.load('a', allow_pickle=True)\n"),
+    ("unsafe", APP, HEAD + "f = lambda g, on: g(trust_remote_code=on)\n"),
+    ("unsafe", CORE, HEAD + "import torch.distributed as dist\ndist.all_gather_object([], 1)\n"),
+    ("namespace", "megatron/__init__.py", HEAD),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"), BREACHES, ids=[f"{i}-{b[0]}" for i, b in enumerate(BREACHES)]
+)
+def test_a_planted_breach_is_seen(tmp_path: Path, rule: str, path: str, text: str) -> None:
+    plant(tmp_path, path, text)
+    assert [breach.rule for breach in check(tmp_path)] == [rule]
+
+
+FINE = [
+    (
+        CORE,
+        HEAD + "__all__ = ['a']\nfrom types import MappingProxyType\nX = MappingProxyType({})\n",
+    ),
+    (CORE, HEAD + "def f(query, key, value, *, window: int = 0):\n    'Attend.'\n"),
+    (
+        CORE,
+        HEAD + "class F(torch.autograd.Function):\n    'x'\n    def forward(ctx, a, b, c=1): 1\n",
+    ),
+    (CORE, HEAD + "def f(range_of, start: int, stop: int):\n    'Take three.'\n"),
+    ("megatron_core/megatron/core/ops/a/triton.py", HEAD + "import triton\n"),
+    (APP, HEAD + "import os\nX = os.environ\nmodel.eval()\nnumpy.load('a', allow_pickle=False)\n"),
+    (APP, HEAD + 'def f():\n    """' + "text\n" * 100 + '"""\n'),
+    ("tests/planted.py", HEAD + "def test_f(a, b, c, d, e, f, g, h, i): pass\n"),
+]
+
+
+@pytest.mark.parametrize(("path", "text"), FINE)
+def test_what_is_allowed_passes(tmp_path: Path, path: str, text: str) -> None:
+    plant(tmp_path, path, text)
+    assert check(tmp_path) == []
+
+
+def exception(rule: str, where: str, **more: object) -> str:
+    """Return one entry of budgets.toml."""
+    lines = [f'rule = "{rule}"', f'where = "{where}"']
+    lines += [f"{key} = {value!r}" for key, value in more.items()]
+    return "[[exception]]\n" + "\n".join(lines) + "\n"
+
+
+def test_an_exception_allows_up_to_its_limit_and_must_be_needed(tmp_path: Path) -> None:
+    reason = "it reads better whole"
+    where = "tools/planted.py::f"
+    plant(tmp_path, "tools/planted.py", HEAD + LONG)  # 61 lines
+    for limit, status in ((61, 0), (60, 1), (101, 1)):
+        text = exception("function-lines", where, limit=limit, reason=reason)
+        plant(tmp_path, "tools/budgets.toml", text)
+        assert run_check(tmp_path)[0] == status
+    assert "hard" in run_check(tmp_path)[1]
+
+    plant(tmp_path, "tools/budgets.toml", exception("function-lines", where, limit=70, reason="no"))
+    assert "reason" in run_check(tmp_path)[1]
+
+    entry = exception("function-lines", where, limit=70, reason=reason)
+    plant(tmp_path, "tools/budgets.toml", entry)
+    plant(tmp_path, "tools/planted.py", HEAD)
+    status, output = run_check(tmp_path)
+    assert status == 1
+    assert "not needed" in output

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of text generation, one field of a frozen dataclass each, and how `--prompt` is read.
+
+The flags and their help are made from these classes by `megatron.training.flags`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.training.flags import CommandLine, parse_command_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where the model comes from and how it is spread."""
+
+    load: str
+    """Checkpoint to sample from: a folder of checkpoints (its latest is taken) or one iter_
+    folder; any training layout."""
+    tokenizer_model: str | None = None
+    """Path of a Hugging Face tokenizer.json; derived: what the checkpoint was trained with."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each weight matrix; start as many processes with torchrun."""
+    distributed_timeout_minutes: float = 10.0
+    """How long a collective may wait for a peer before the run stops, in minutes."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where to run; auto takes a GPU when there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """What to continue."""
+
+    prompt: tuple[str, ...] = ()
+    """Text to continue; repeat the flag for several. An empty text starts a new document."""
+    prompt_file: str | None = None
+    """UTF-8 file with one prompt per line, after those of --prompt; blank lines are skipped."""
+    batch_size: int = 16
+    """Prompts that are generated together; does not change what they yield."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; temperature, top-k and top-p apply in this order."""
+
+    max_new_tokens: int = 64
+    """Tokens to generate for each prompt, unless the document ends before."""
+    temperature: float = 1.0
+    """Divides the logits; 0 = always the most probable token."""
+    top_k: int = 0
+    """Keep only the k most probable tokens; 0 = all."""
+    top_p: float = 1.0
+    """Keep the most probable tokens that together reach this probability; 1 = all."""
+    seed: int = 1234
+    """Seed of the choices; the same seed repeats them, whatever the layout or batch size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where results go besides the terminal."""
+
+    output_json: str | None = None
+    """File for a JSON list with one object per prompt: prompt, prompt_ids, text, ids, logprobs
+    (of ids, natural logarithm, before temperature and filters), finish_reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """One run of text generation."""
+
+    source: ModelSource
+    prompts: Prompts
+    sampling: Sampling
+    output: Output
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("tensor-model-parallel-size", self.source.tensor_model_parallel_size),
+            ("distributed-timeout-minutes", self.source.distributed_timeout_minutes),
+            ("batch-size", self.prompts.batch_size),
+            ("max-new-tokens", self.sampling.max_new_tokens),
+        ):
+            if value <= 0:
+                raise ValueError(f"--{name} is {value}: it must be above 0")
+
+
+def take_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Split arguments into the texts of every `--prompt` and the rest.
+
+    Apart from other flags because it may be repeated and its text may be anything, leading dashes
+    included.
+
+    Raises:
+        ValueError: `--prompt` is last and has no text.
+    """
+    prompts: list[str] = []
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, inline = word.partition("=")
+        if name != "--prompt":
+            rest.append(word)
+        elif equals:
+            prompts.append(inline)
+        else:
+            text = next(words, None)
+            if text is None:
+                raise ValueError("--prompt needs a text: --prompt 'Once upon a time'")
+            prompts.append(text)
+    return tuple(prompts), rest
+
+
+def parse_arguments(argv: Sequence[str], *, prog: str) -> CommandLine[GenerateConfig]:
+    """Read the command line of `megatron.inference.generate`.
+
+    Raises:
+        HelpRequested: `--help`.
+        ValueError: a flag that is unknown, missing or has a bad value; one line.
+    """
+    texts, rest = take_prompts(argv)
+    line = parse_command_line(
+        GenerateConfig, rest, prog=prog, description="Continue prompts with a trained model."
+    )
+    if not texts:  # those of a --config file stay
+        return line
+    prompts = dataclasses.replace(line.config.prompts, prompt=texts)
+    return dataclasses.replace(line, config=dataclasses.replace(line.config, prompts=prompts))
+
+
+def read_prompts(prompts: Prompts) -> list[str]:
+    """Return the texts to continue: those of `--prompt`, then those of `--prompt-file`.
+
+    Raises:
+        ValueError: the file cannot be read, or there is no prompt at all.
+    """
+    texts = list(prompts.prompt)
+    if prompts.prompt_file is not None:
+        try:
+            lines = Path(prompts.prompt_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"--prompt-file {prompts.prompt_file} cannot be read: {error}"
+            ) from None
+        texts += [line for line in lines if line.strip()]
+    if not texts:
+        raise ValueError("no prompt: give --prompt TEXT or a --prompt-file with a line of text")
+    return texts

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of generation: prompts of any text and number, bad values, files."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.inference.config import (
+    GenerateConfig,
+    Prompts,
+    parse_arguments,
+    read_prompts,
+    take_prompts,
+)
+from megatron.training.schema import options
+
+
+def parse(*words: str):
+    return parse_arguments(words, prog="generate").config
+
+
+def test_prompts_repeat_and_may_be_any_text() -> None:
+    config = parse(
+        *("--load", "x", "--prompt", "Hello, wörld", "--top-k", "3"),
+        *("--prompt", "--dashes", "--prompt=a=b", "--prompt", ""),
+    )
+    assert config.prompts.prompt == ("Hello, wörld", "--dashes", "a=b", "")
+    assert config.sampling.top_k == 3
+    assert take_prompts(["--prompt-file", "f", "--promptly"]) == (
+        (),
+        ["--prompt-file", "f", "--promptly"],
+    )
+
+
+def test_prompts_of_a_config_file_stay_unless_the_command_line_has_some(tmp_path: Path) -> None:
+    file = tmp_path / "g.yaml"
+    file.write_text("load: x\nprompt: [one, two]\ntop-p: 1e-1\n", encoding="utf-8")
+    assert parse("--config", str(file)).prompts.prompt == ("one", "two")
+    assert parse("--config", str(file)).sampling.top_p == 0.1
+    assert parse("--config", str(file), "--prompt", "three").prompts.prompt == ("three",)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--prompt", "a"], "missing --load"),
+        (["--load", "x", "--prompt"], "--prompt needs a text"),
+        (["--load", "x", "--prompt", "a", "b"], "unexpected argument 'b'"),
+        (["--load", "x", "--top-pp", "1"], "did you mean --top-p"),
+        (["--load", "x", "--top-k", "many"], "--top-k is 'many': expected an integer"),
+        (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--load", "x", "--batch-size", "-1"], "--batch-size is -1"),
+        (["--load", "x", "--tensor-model-parallel-size", "0"], "parallel-size is 0"),
+    ],
+)
+def test_bad_arguments_are_one_line(words: list[str], text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        parse(*words)
+    assert "\n" not in str(caught.value)
+
+
+def test_prompts_come_from_the_command_line_and_then_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("first line\r\n\n  indented ü\n\t\nlast", encoding="utf-8")
+    prompts = Prompts(prompt=("before",), prompt_file=str(file))
+    assert read_prompts(prompts) == ["before", "first line", "  indented ü", "last"]
+
+
+def test_no_prompt_or_no_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no prompt: give --prompt"):
+        read_prompts(Prompts())
+    with pytest.raises(ValueError, match=r"--prompt-file .*none.txt cannot be read"):
+        read_prompts(Prompts(prompt_file=str(tmp_path / "none.txt")))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_prompts(Prompts(prompt_file=str(tmp_path / "binary")))
+
+
+def test_every_option_is_documented() -> None:
+    assert [o.name for o in options(GenerateConfig) if not o.doc] == []

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON of results: what is in it, whole or absent, bad paths known early."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.inference.results import Result, check_json_path, write_json
+
+RESULT = Result(
+    prompt='say "ü"\n',
+    prompt_ids=(5, 6),
+    text="ß\u2028",
+    ids=(7, 8, 0),
+    logprobs=(-0.1, -2.5, -1e-9),
+    finish_reason="stop",
+)
+
+
+def test_the_file_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "out.json"
+    check_json_path(path)
+    write_json(path, [RESULT, RESULT])
+    first, second = json.loads(path.read_text(encoding="utf-8"))
+    assert first == second
+    assert first == {
+        "prompt": 'say "ü"\n',
+        "prompt_ids": [5, 6],
+        "text": "ß\u2028",
+        "ids": [7, 8, 0],
+        "logprobs": [-0.1, -2.5, -1e-9],
+        "finish_reason": "stop",
+    }
+    assert [p.name for p in path.parent.iterdir()] == ["out.json"]
+
+
+def test_bad_paths_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder: name a file"):
+        check_json_path(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot make the folder"):
+        check_json_path(tmp_path / "file" / "out.json")
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_json(tmp_path / "absent" / "out.json", [RESULT])

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streamed text: the pieces add up to the whole and never split a character."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.inference.text_stream import REPLACEMENT, TextStream
+
+
+def detokenize(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def pieces(tokens: bytes, step: int) -> list[str]:
+    stream = TextStream(detokenize)
+    ends = [*range(step, len(tokens), step), len(tokens)]
+    return [stream.push(tokens[:end], finished=end == len(tokens)) for end in ends]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_pieces_add_up_and_split_no_character(step: int) -> None:
+    text = "aé€😀 plain – 漢字 𝄞𝄞 end"
+    got = pieces(text.encode(), step)
+    assert "".join(got) == text
+    assert not any(REPLACEMENT in piece for piece in got)
+
+
+def test_ascii_is_not_held_back() -> None:
+    assert pieces(b"abc", 1) == ["a", "b", "c"]
+
+
+def test_bytes_that_are_no_text_add_up_too() -> None:
+    source = random.Random(0)
+    for _ in range(200):
+        tokens = bytes(source.choices([0x41, 0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98], k=12))
+        assert "".join(pieces(tokens, 1)) == detokenize(tokens)
+
+
+def test_an_unfinished_character_is_shown_at_the_end() -> None:
+    assert pieces("x€".encode()[:-1], 1)[-1] == REPLACEMENT

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: every flag read as tyro reads it, precedence, errors of one line, help
+without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+import tyro
+
+from megatron.training.config import Config
+from megatron.training.flags import (
+    HelpRequested,
+    Invocation,
+    help_text,
+    parse_command_line,
+    read_flags,
+)
+from megatron.training.schema import build, flatten, option_docs, options
+from tests.unit_tests.training.small_config import ARGUMENTS, small_config
+
+MEGATRON_FLAGS = """
+num-layers hidden-size num-attention-heads group-query-attention num-query-groups kv-channels
+ffn-hidden-size seq-length max-position-embeddings micro-batch-size global-batch-size train-iters
+train-samples lr min-lr lr-decay-style lr-decay-iters lr-decay-samples lr-warmup-iters
+lr-warmup-samples lr-warmup-fraction lr-wsd-decay-style lr-wsd-decay-iters weight-decay
+start-weight-decay end-weight-decay weight-decay-incr-style adam-beta1 adam-beta2 adam-eps
+optimizer clip-grad bf16 fp16 initial-loss-scale use-distributed-optimizer
+data-parallel-sharding-strategy overlap-grad-reduce ddp-bucket-size sequence-parallel
+tensor-model-parallel-size normalization norm-epsilon swiglu qk-layernorm disable-bias-linear
+add-qkv-bias untie-embeddings-and-output-weights position-embedding-type rotary-base rotary-percent
+attention-dropout hidden-dropout init-method-std seed data-path split data-cache-path tokenizer-type
+tokenizer-model vocab-size make-vocab-size-divisible-by eval-interval eval-iters save load
+save-interval finetune log-interval log-throughput log-num-zeros-in-grad log-params-norm
+tensorboard-dir calculate-per-token-loss deterministic-mode exit-interval
+distributed-timeout-minutes transformer-impl dataloader-type
+"""
+
+
+def parse(text: str) -> Config:
+    return parse_command_line(Config, text.split(), prog="p", description="d").config
+
+
+def _other_value(option) -> list[str]:
+    """Return words that give `option` a value other than its default."""
+    if option.kind is bool:
+        return [f"--no-{option.name}" if option.default else f"--{option.name}"]
+    if option.choices:
+        other = [c for c in option.choices if c != option.default] or list(option.choices)
+        return [f"--{option.name}", other[-1]]
+    value = {int: "7", float: "0.125", str: "some/path"}[option.kind]
+    return [f"--{option.name}", value]
+
+
+@pytest.mark.parametrize("option", options(Config), ids=lambda o: o.name)
+def test_every_flag_is_read_as_tyro_reads_it(option):
+    words = _other_value(option)
+    ours = read_flags(words, options(Config))[option.name]
+    section = {f.name: f for f in dataclasses.fields(Config)}[option.section]
+    kind = next(type(vars(small_config())[section.name]) for f in [section])
+    required = [
+        w for o in options(kind) if o.required and o.name != option.name for w in _other_value(o)
+    ]
+    if option.name == "save-interval":
+        required += ["--save", "folder"]
+    if option.name == "min-lr":
+        required += ["--lr", "1.0"]
+    if option.name == "data-parallel-sharding-strategy":
+        required = []
+    theirs = tyro.cli(kind, args=[*required, *words])
+    assert ours == vars(theirs)[option.field]
+    assert option.required or ours != option.default or len(option.choices) == 1
+
+
+def test_spellings_are_megatrons_and_each_option_has_a_doc():
+    names = {o.name for o in options(Config)}
+    assert not set(MEGATRON_FLAGS.split()) - names
+    assert all(option_docs(Config)[name] for name in names)
+
+
+def test_switches_lists_and_equals():
+    config = parse(
+        ARGUMENTS + " --bf16 --no-load-optim --lr=2e-4 --data-path 1 a 2 b --seq_length 40"
+    )
+    assert config.training.bf16
+    assert not config.checkpoint.load_optim
+    assert config.schedule.lr == 2e-4
+    assert config.data.data_path == ("1", "a", "2", "b")
+    assert config.training.seq_length == 40
+
+
+def test_the_last_of_two_equal_flags_counts():
+    assert parse(ARGUMENTS + " --seed 1 --seed 2").training.seed == 2
+    assert not parse(ARGUMENTS + " --bf16 --no-bf16").training.bf16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-layer 2", "unknown flag --num-layer: did you mean --num-layers?"),
+        ("--tensor-parallel-size 2", "did you mean --tensor-model-parallel-size?"),
+        ("--zzzz 2", "unknown flag --zzzz$"),
+        ("--num-layers two", "--num-layers is 'two': expected an integer"),
+        ("--num-layers 2.0", "expected an integer"),
+        ("--num-layers", "--num-layers needs a value"),
+        ("--num-layers 2 3", "unexpected argument '3'"),
+        ("--lr nan", "--lr is 'nan': expected a finite number"),
+        ("--bf16 true", "--bf16 takes no value: write --bf16 or --no-bf16"),
+        ("--normalization rms", "use one of LayerNorm, RMSNorm"),
+        ("--micro-batch-size 0", "--micro-batch-size is 0: it must be above 0"),
+        ("--hidden-dropout 1.0", r"--hidden-dropout is 1.0: it must lie in \[0, 1\)"),
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+        ("--save-interval 5", "--save-interval needs --save"),
+        ("--min-lr 0.1", "--min-lr 0.1 is above --lr 0.001"),
+        ("--bf16 --seed=1 stray", "unexpected argument 'stray'"),
+    ],
+)
+def test_errors_are_one_line_with_the_mend(words, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse(f"{ARGUMENTS} {words}")
+    assert "\n" not in str(caught.value)
+
+
+def test_everything_missing_is_named_at_once():
+    with pytest.raises(
+        ValueError, match=r"missing --num-layers, --hidden-size, .*--data-path: give them"
+    ):
+        parse("")
+
+
+def test_faults_of_several_sections_are_listed_at_once():
+    with pytest.raises(ValueError, match=r"--num-layers is 0.*; --micro-batch-size is -1"):
+        parse(f"{ARGUMENTS} --num-layers 0 --micro-batch-size -1")
+
+
+def test_config_file_sets_defaults_and_flags_win(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1e-4\nbf16: true\nseed: 5\nhidden-size: 64\n")
+    config = parse(f"{ARGUMENTS} --config {file} --seed 6 --no-bf16")
+    assert config.training.seed == 6
+    assert not config.training.bf16
+    assert config.schedule.lr == 1e-3, "ARGUMENTS has --lr"
+    only_file = small_config(f"--config {file}", without=("--lr", "--hidden-size"))
+    assert only_file.schedule.lr == 1e-4
+    assert only_file.model.hidden_size == 64
+
+
+def test_help_lists_every_flag_with_and_without_tyro(monkeypatch):
+    names = [o.name for o in [*options(Config), *options(Invocation)]]
+    drawn = help_text(Config, prog="p", description="d")
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    plain = help_text(Config, prog="p", description="d")
+    for text in (drawn, plain):
+        assert not [n for n in names if f"--{n}" not in text]
+
+
+def test_help_and_completion_are_requests_not_errors():
+    with pytest.raises(HelpRequested, match="--num-layers"):
+        parse("--help --nonsense")
+    with pytest.raises(HelpRequested, match="complet"):
+        parse("--tyro-print-completion bash")
+
+
+def test_parsing_and_help_do_not_import_torch():
+    code = (
+        "import sys; from megatron.training.flags import *; from megatron.training.config "
+        "import Config\n"
+        "help_text(Config, prog='p', description='d')\n"
+        "bad = {'torch', 'numpy', 'rich'} & set(sys.modules); sys.exit(f'imported {bad}' if "
+        "bad else 0)"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 3.0
+
+
+def test_flatten_and_build_are_inverse():
+    config = small_config("--bf16 --save s --data-path 1 a 2 b")
+    assert build(Config, flatten(config)) == config

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML files of options: types, file:line in every error, and writing that reads back the same."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.training.config import Config
+from megatron.training.schema import Option, build, flatten, options
+from megatron.training.yaml_file import read_options, write_options
+from tests.unit_tests.training.small_config import small_config
+
+KNOWN = options(Config)
+
+
+def read(tmp_path, text: str):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return read_options(file, KNOWN)
+
+
+def test_values_get_the_types_of_the_schema(tmp_path):
+    values = read(
+        tmp_path,
+        "# a comment\nlr: 1e-4\nmin_lr: 1.5E-05\nnum-layers: 4\nbf16: true\nsave: 123\n"
+        "ffn-hidden-size: null\ndata-path: [1, a, 2.5, b]\nload: ~\nloss-scale: 4096\n",
+    )
+    assert values == {
+        "lr": 1e-4,
+        "min-lr": 1.5e-5,
+        "num-layers": 4,
+        "bf16": True,
+        "save": "123",
+        "ffn-hidden-size": None,
+        "data-path": ("1", "a", "2.5", "b"),
+        "load": None,
+        "loss-scale": 4096.0,
+    }
+    assert isinstance(values["loss-scale"], float)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "num-layers: 2\nnum-layer: 3",
+            r"run.yaml:2: unknown key 'num-layer': did you mean num-layers\?",
+        ),
+        ("lr: 1e-4\nseed: 1\nlr: 1e-3", r"run.yaml:3: lr is already set on line 1"),
+        ("num-layers: 2\nnum_layers: 3", r"run.yaml:2: num-layers is already set on line 1"),
+        ("seed: 1\nlr: fast", r"run.yaml:2: lr is 'fast': expected a number"),
+        ("bf16: yes", r"run.yaml:1: bf16 is 'yes': use true or false"),
+        ("lr: [1, 2]", r"run.yaml:1: lr takes one value, not a list"),
+        ("data-path: []", r"run.yaml:1: data-path needs at least one value"),
+        ("data-path: [[a]]", r"run.yaml:1: data-path must be a plain value"),
+        ("lr:\n", r"run.yaml:1: lr has no value"),
+        ("model:\n  lr: 1", r"run.yaml:1: unknown key 'model'"),
+        ("- lr", r"run.yaml:1: expected `option: value` lines"),
+        ("seed: 1\nlr: {", r"run.yaml:\d: not valid YAML"),
+        ("save: !!python/object/apply:os.system [id]", r"run.yaml:1: save takes one value"),
+        ("data-path: !!python/object/apply:os.system [id]", r"run.yaml:1: data-path: the tag"),
+        ("save: !!python/name:os.system ''", r"run.yaml:1: save: the tag .* is not allowed"),
+        ("save: !x y", r"run.yaml:1: save: the tag !x is not allowed"),
+    ],
+)
+def test_errors_name_file_and_line(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_cannot_run_code(tmp_path):
+    canary = tmp_path / "canary"
+    text = f"data-path: !!python/object/apply:os.system ['touch {canary}']"
+    with pytest.raises(ValueError):
+        read(tmp_path, text)
+    assert not canary.exists()
+
+
+def test_nested_aliases_do_not_explode(tmp_path):
+    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]
+    with pytest.raises(ValueError, match="unknown key"):
+        read(tmp_path, "\n".join(lines))
+    inner = ", ".join(["*b"] * 9)
+    with pytest.raises(ValueError, match="plain value"):
+        read(tmp_path, f"data-path: [&b [x, y], {inner}]")
+
+
+def test_an_unreadable_file_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_options(tmp_path / "absent.yaml", KNOWN)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_options(tmp_path / "bytes.yaml", KNOWN)
+
+
+def test_an_empty_file_sets_nothing(tmp_path):
+    assert read(tmp_path, "# nothing\n") == {}
+
+
+def test_what_is_written_reads_back_the_same(tmp_path):
+    config = small_config("--bf16 --save none --data-path 1 a:b 2 #c --split 1 --lr 1e-05")
+    text = write_options(flatten(config), KNOWN, notes={"world size": "4"})
+    again = build(Config, read(tmp_path, text))
+    assert again == config
+    assert write_options(flatten(again), KNOWN, notes={"world size": "4"}) == text
+
+
+_OPTION = Option(name="save", section=None, field="save", kind=str, optional=True)
+_LIST = Option(name="data-path", section=None, field="data_path", kind=str, many=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    one=st.none() | st.text(st.characters(blacklist_categories=["Cs"])),
+    many=st.lists(st.text(st.characters(blacklist_categories=["Cs"])), min_size=1),
+)
+def test_any_text_survives(one, many, tmp_path_factory):
+    file = tmp_path_factory.getbasetemp() / f"any-{os.getpid()}.yaml"
+    values = {"save": one, "data-path": tuple(many)}
+    file.write_text(write_options(values, [_OPTION, _LIST]), encoding="utf-8", newline="")
+    assert read_options(file, [_OPTION, _LIST]) == values

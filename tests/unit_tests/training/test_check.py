@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems between options: each one found, all at once, none invented."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.check import check
+from tests.unit_tests.training.small_config import small_config
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "message"),
+    [
+        ("--tensor-model-parallel-size 3", 4, "does not divide the world of 4"),
+        (
+            "--sequence-parallel",
+            1,
+            "--sequence-parallel needs --tensor-model-parallel-size above 1",
+        ),
+        (
+            "--sequence-parallel --tensor-model-parallel-size 2 --seq-length 21",
+            2,
+            "--seq-length 21 is not a multiple",
+        ),
+        ("--global-batch-size 10", 2, "--global-batch-size 10 is not a multiple .* = 6: use 12"),
+        ("--tensor-model-parallel-size 4", 4, "--num-attention-heads 6 is not a multiple"),
+        ("--group-query-attention", 1, "needs --num-query-groups"),
+        ("--num-query-groups 2", 1, "has no effect without --group-query-attention"),
+        (
+            "--group-query-attention --num-query-groups 4",
+            1,
+            "6 is not a multiple of --num-query-groups 4",
+        ),
+        (
+            "--group-query-attention --num-query-groups 3 --tensor-model-parallel-size 2",
+            2,
+            "one must divide the other",
+        ),
+        ("--hidden-size 50", 1, "--hidden-size 50 is not a multiple of --num-attention-heads 6"),
+        (
+            "--tensor-model-parallel-size 2 --ffn-hidden-size 33",
+            2,
+            "--ffn-hidden-size 33 is not a multiple",
+        ),
+        ("--rotary-percent 0.4", 1, "3 features per head would be rotated"),
+        (
+            "--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
+            1,
+            "exclude each other",
+        ),
+        ("--train-samples 9", 1, "exactly one of --train-iters and --train-samples"),
+        (
+            "--max-position-embeddings 19",
+            1,
+            "--seq-length 20 is above --max-position-embeddings 19",
+        ),
+        ("--eval-iters 0", 1, "--eval-interval needs --eval-iters above 0"),
+        (
+            "--lr-decay-samples 9",
+            1,
+            "--lr-decay-samples does not go with --train-iters: use --lr-decay-iters",
+        ),
+        (
+            "--lr-warmup-iters 1 --lr-warmup-fraction 0.1",
+            1,
+            "--lr-warmup-iters and --lr-warmup-fraction exclude each other",
+        ),
+        ("--lr-warmup-iters 10", 1, "warm-up of 10 is not shorter than the decay of 10"),
+        ("--lr-decay-style WSD", 1, "WSD needs --lr-wsd-decay-iters"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 11", 1, "WSD decay of 11 does not fit"),
+        ("--tokenizer-type hf", 1, "needs --tokenizer-model"),
+        ("--start-weight-decay 0.0", 1, "from 0.0 to 0.01 but --weight-decay-incr"),
+        (
+            "--start-weight-decay 1.0 --weight-decay-incr-style linear",
+            1,
+            "--start-weight-decay 1.0 is above --end-weight-decay 0.01",
+        ),
+        ("--data-path 1 b c", 1, "--data-path '1 b c': give PREFIX"),
+        ("--data-path 1 b x d", 1, "--data-path '1 b x d': give PREFIX"),
+        ("--split 9,x", 1, "--split '9,x': give up to three numbers"),
+        ("--split 0,0", 1, "--split '0,0': give up to three numbers"),
+    ],
+)
+def test_each_problem_is_found_alone(more, world, message):
+    problems = check(small_config(more), world)
+    assert len(problems) == 1, problems
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problems[0])
+
+
+def test_all_problems_come_at_once():
+    text = "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 21 --num-query-groups 2"
+    problems = check(small_config(text + " --lr-warmup-iters 99"), 6)
+    assert len(problems) == 5, problems
+
+
+def test_a_valid_config_has_none():
+    assert check(small_config(), 1) == []
+    text = "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 12"
+    assert check(small_config(text), 4) == []
+    multi_query = "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 3"
+    assert check(small_config(multi_query), 3) == []
+
+
+def test_samples_only_flags_go_with_train_samples():
+    config = small_config("--train-samples 50 --lr-decay-iters 5", without=("--train-iters",))
+    assert check(config, 1) == [
+        "--lr-decay-iters does not go with --train-samples: use --lr-decay-samples"
+    ]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derived options: Megatron's rules, idempotence, and that resolving changes nothing that was
+given."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.check import check
+from megatron.training.config import Config
+from megatron.training.flags import parse_command_line
+from megatron.training.resolve import resolve
+from megatron.training.schema import flatten, options
+from megatron.training.yaml_file import write_options
+from tests.unit_tests.training.small_config import small_config
+
+CASES = [
+    "",
+    "--swiglu --hidden-size 256 --num-attention-heads 8",
+    "--group-query-attention --num-query-groups 3 --kv-channels 16",
+    "--tensor-model-parallel-size 2 --global-batch-size 24 --use-distributed-optimizer",
+    "--data-parallel-sharding-strategy optim --save s --lr-warmup-iters 3",
+    "--tensorboard-dir t --lr-decay-iters 20 --start-weight-decay 0.0 --end-weight-decay 0.2 "
+    "--weight-decay-incr-style linear",
+    "--tokenizer-model t.json --vocab-size 1000 --tensor-model-parallel-size 2",
+]
+
+
+@pytest.mark.parametrize("more", CASES)
+def test_resolving_twice_changes_nothing_and_keeps_what_was_given(more):
+    config = small_config(more)
+    assert check(config, 4) == []
+    run = resolve(config, 4)
+    assert resolve(run.config, 4) == run
+    assert check(run.config, 4) == []
+    before, after = flatten(config), flatten(run.config)
+    for name, value in before.items():
+        if value not in (None, False):
+            assert after[name] == value, name
+
+
+@pytest.mark.parametrize("more", CASES)
+def test_the_printed_config_feeds_back_identically(more, tmp_path):
+    run = resolve(small_config(more), 4)
+    text = write_options(flatten(run.config), options(Config))
+    (tmp_path / "run.yaml").write_text(text)
+    words = ["--config", str(tmp_path / "run.yaml")]
+    again = resolve(parse_command_line(Config, words, prog="p", description="d").config, 4)
+    assert again == run
+    assert write_options(flatten(again.config), options(Config)) == text
+
+
+def test_model_defaults():
+    model = resolve(small_config(), 1).config.model
+    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (192, 8, 6)
+    assert model.max_position_embeddings == 20
+    gated = small_config("--swiglu --hidden-size 256 --num-attention-heads 8")
+    assert resolve(gated, 1).config.model.ffn_hidden_size == 640  # 682.7, down to a multiple of 64
+    grouped = small_config("--group-query-attention --num-query-groups 2")
+    assert resolve(grouped, 1).config.model.num_query_groups == 2
+
+
+def test_batch_numbers():
+    run = resolve(small_config("--tensor-model-parallel-size 2 --global-batch-size 36"), 8)
+    assert (run.data_parallel_size, run.num_microbatches) == (4, 3)
+    assert (run.train_iters, run.train_samples) == (10, 360)
+    assert resolve(small_config(), 4).config.training.global_batch_size == 12
+
+
+def test_lengths_in_samples():
+    run = resolve(small_config("--global-batch-size 6 --lr-warmup-iters 2 --lr-decay-iters 8"), 1)
+    assert (run.decay_samples, run.warmup_samples) == (48, 12)
+    by_samples = small_config(
+        "--train-samples 100 --global-batch-size 6 --lr-warmup-samples 7",
+        without=("--train-iters",),
+    )
+    run = resolve(by_samples, 1)
+    assert (run.train_iters, run.train_samples) == (16, 100)
+    assert (run.decay_samples, run.warmup_samples) == (100, 7)
+    fraction = resolve(small_config("--global-batch-size 6 --lr-warmup-fraction 0.1"), 1)
+    assert fraction.warmup_samples == 6
+    wsd = small_config("--global-batch-size 6 --lr-decay-style WSD --lr-wsd-decay-iters 4")
+    assert resolve(wsd, 1).wsd_decay_samples == 24
+
+
+def test_vocabulary_padding():
+    text = "--vocab-size 1000 --make-vocab-size-divisible-by 128 --tensor-model-parallel-size 2"
+    assert resolve(small_config(text), 2).padded_vocab_size == 1024
+    assert resolve(small_config("--vocab-size 1025"), 1).padded_vocab_size == 1152
+    assert resolve(small_config(), 1).padded_vocab_size is None
+
+
+def test_files_and_weight_decay():
+    assert resolve(small_config("--save s"), 1).config.logging.metrics_file == "s/metrics.jsonl"
+    both = small_config("--tensorboard-dir t --metrics-file m")
+    assert resolve(both, 1).config.logging.metrics_file == "m"
+    decay = resolve(small_config("--weight-decay 0.3 --start-weight-decay 0.0"), 1).config.optimizer
+    assert (decay.start_weight_decay, decay.end_weight_decay) == (0.0, 0.3)

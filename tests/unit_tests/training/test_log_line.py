@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log line, by the pattern that parsers in the field use."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+
+from megatron.training.log_line import StepRecord, format_step, format_validation
+
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
+RECORD = StepRecord(
+    iteration=12,
+    train_iters=3400,
+    consumed_samples=96,
+    global_batch_size=8,
+    seconds_per_iteration=0.123449,
+    tokens_per_second=100.0,
+    learning_rate=3e-4,
+    lm_loss=8.31252,
+    loss_scale=1.0,
+    grad_norm=1.23456,
+    num_skipped=2,
+    num_nan=1,
+)
+FULL = re.compile(
+    r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
+    r"elapsed time per iteration \(ms\): (\d+\.\d) \| "
+    r"throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d) \| "
+    r"learning rate: (\d\.\d{6}E[+-]\d\d) \| global batch size: +(\d+) \| "
+    r"lm loss: (\d\.\d{6}E[+-]\d\d) \| loss scale: (\d+\.\d) \| grad norm: (\d+\.\d{3}) \| "
+    r"num zeros: (\d+) \| params norm: (\d+\.\d{3}) \| "
+    r"number of skipped iterations: +(\d+) \| number of nan iterations: +(\d+) \|$"
+)
+
+
+def test_the_plain_line_exactly():
+    assert format_step(RECORD, NOW) == (
+        " [2026-01-02 03:04:05] iteration       12/    3400 | consumed samples:           96 | "
+        "elapsed time per iteration (ms): 123.4 | learning rate: 3.000000E-04 | "
+        "global batch size:     8 | lm loss: 8.312520E+00 | loss scale: 1.0 | grad norm: 1.235 | "
+        "number of skipped iterations:   2 | number of nan iterations:   1 |"
+    )
+
+
+def test_the_full_line_by_pattern():
+    record = dataclasses.replace(RECORD, tflops=12.34, num_zeros=7, params_norm=42.0)
+    found = FULL.match(format_step(record, NOW))
+    assert found
+    numbers = "12 3400 96 123.4 12.3 3.000000E-04 8 8.312520E+00 1.0 1.235 7 42.000 2 1"
+    assert " ".join(found.groups()) == numbers
+
+
+def test_the_share_of_the_peak_is_shown_only_where_it_is_known():
+    assert "MFU" not in format_step(dataclasses.replace(RECORD, tflops=1.0), NOW)
+    shown = format_step(dataclasses.replace(RECORD, tflops=500.0, mfu=0.505), NOW)
+    assert "(TFLOP/s/GPU): 500.0 | MFU: 50.5% | learning" in shown
+
+
+def test_a_line_of_skipped_steps_only_has_no_loss():
+    line = format_step(dataclasses.replace(RECORD, lm_loss=None, grad_norm=None), NOW)
+    assert "lm loss" not in line
+    assert "grad norm" not in line
+
+
+def test_validation_line():
+    assert format_validation(50, 2.0) == (
+        " validation loss at iteration 50 | lm loss value: 2.000000E+00 | "
+        "lm loss PPL: 7.389056E+00 |"
+    )
+    assert "PPL: 4.851652E+08" in format_validation(1, 1000.0)

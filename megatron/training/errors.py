@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an entry point ends: its exit code, and one line for an error a user can mend.
+
+User errors are ValueErrors with one clear line. They reach the terminal once, from the first rank
+that knows; `claim` decides which one that is. Anything else is a fault of this software and keeps
+its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TextIO
+
+from megatron.training.exit_codes import ExitCode
+from megatron.training.flags import HelpRequested
+
+
+class RunStopped(Exception):
+    """The run cannot go on, for a reason with an exit code of its own; the text is one line."""
+
+    def __init__(self, code: ExitCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class PeerLost(RunStopped):
+    """Another rank is gone; the text names it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(ExitCode.PEER_LOST, text)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an error on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def run_entry_point(
+    main: Callable[[], None],
+    *,
+    prog: str,
+    claim: Callable[[str], bool] = lambda text: True,
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+) -> int:
+    """Run an entry point and return the exit code of this process.
+
+    Args:
+        main: the work.
+        prog: name in front of an error line.
+        claim: asked with the text of an error; True on the one rank that shall print it.
+        out, err: where to print; stdout and stderr if None.
+    """
+    out, err = out or sys.stdout, err or sys.stderr
+
+    def say(text: str) -> None:
+        if claim(text):
+            print(f"{prog}: {text}", file=err, flush=True)
+
+    try:
+        main()
+    except HelpRequested as request:
+        print(request.text, file=out, end="", flush=True)
+    except RunStopped as stop:
+        say(one_line(stop))
+        return stop.code
+    except ValueError as error:
+        say(f"error: {one_line(error)}")
+        return ExitCode.USER_ERROR
+    except KeyboardInterrupt:
+        say("interrupted")
+        return ExitCode.INTERRUPTED
+    except Exception:
+        traceback.print_exc(file=err)
+        return ExitCode.CRASH
+    return ExitCode.OK

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exit codes of the entry points, in one table.
+
+Each rank exits with its own code; torchrun itself exits with 1 whenever any rank did not exit
+with 0 and shows the rank's code in its summary.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Why a process ended."""
+
+    OK = 0
+    """The run reached its end, or an exit condition that was asked for."""
+    CRASH = 1
+    """An error nobody foresaw; a traceback was printed."""
+    USER_ERROR = 2
+    """Bad flag, file, layout or checkpoint; one line says what and how to mend it."""
+    BAD_STEPS = 3
+    """Too many steps in a row had a NaN or Inf loss or gradient norm
+    (--max-consecutive-bad-steps)."""
+    PEER_LOST = 4
+    """Another rank died, stopped or fell silent; one line names it."""
+    SAVE_FAILED = 5
+    """A checkpoint could not be written; earlier checkpoints are untouched."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+    TERMINATED = 143
+    """SIGTERM."""

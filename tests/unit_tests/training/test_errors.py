@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an entry point ends: codes, one line, one rank."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from megatron.training.errors import PeerLost, RunStopped, run_entry_point
+from megatron.training.exit_codes import ExitCode
+from megatron.training.flags import HelpRequested
+
+
+def _run(error, claim=lambda text: True):
+    def main():
+        if error is not None:
+            raise error
+
+    out, err = io.StringIO(), io.StringIO()
+    return run_entry_point(main, prog="pretrain_gpt", claim=claim, out=out, err=err), out, err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (None, ExitCode.OK, ""),
+        (ValueError("a\n  b"), ExitCode.USER_ERROR, "pretrain_gpt: error: a b\n"),
+        (RunStopped(ExitCode.BAD_STEPS, "10 bad"), ExitCode.BAD_STEPS, "pretrain_gpt: 10 bad\n"),
+        (PeerLost("rank 3"), ExitCode.PEER_LOST, "pretrain_gpt: rank 3\n"),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED, "pretrain_gpt: interrupted\n"),
+    ],
+)
+def test_code_and_line(error, code, text):
+    got, out, err = _run(error)
+    assert (got, out.getvalue(), err.getvalue()) == (code, "", text)
+
+
+def test_help_goes_to_stdout():
+    got, out, err = _run(HelpRequested("usage\n"))
+    assert (got, out.getvalue(), err.getvalue()) == (0, "usage\n", "")
+
+
+def test_a_crash_keeps_its_traceback():
+    got, _, err = _run(RuntimeError("odd"))
+    assert got == ExitCode.CRASH
+    assert "Traceback" in err.getvalue()
+
+
+def test_a_rank_that_lost_the_claim_says_nothing():
+    asked = []
+    got, _, err = _run(ValueError("x"), claim=lambda text: bool(asked.append(text)))
+    assert (got, err.getvalue(), asked) == (ExitCode.USER_ERROR, "", ["error: x"])

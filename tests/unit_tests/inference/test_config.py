@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron.inference.config import (
-    GenerateConfig,
     Prompts,
     parse_arguments,
     read_prompts,
     take_prompts,
 )
-from megatron.training.schema import options
 
 
 def parse(*words: str):
@@ -74,7 +72,3 @@ def test_no_prompt_or_no_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read"):
         read_prompts(Prompts(prompt_file=str(tmp_path / "binary")))
-
-
-def test_every_option_is_documented() -> None:
-    assert [o.name for o in options(GenerateConfig) if not o.doc] == []

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both wheels work in a clean environment that cannot see the checkout and has only their needs.
+
+The environment is made outside the checkout. Its dependencies are links to the installed ones, but
+only to the distributions that the wheels' own metadata asks for (and what these ask for in turn),
+so an undeclared import fails here. No path of the checkout and no .pth file of the development
+environment takes part.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Entry scripts that must start with what `pip install megatron-lm` brings, no extras.
+ENTRY_POINTS = (
+    "megatron.training.pretrain_gpt",
+    "megatron.training.preprocess_data",
+    "megatron.inference.generate",
+)
+PACKAGES = ("megatron.training", "megatron.inference")
+#: Packages of extras: a module that imports one of them may fail to import without it.
+EXTRAS = ("triton", "transformer_engine", "tensorboard", "matplotlib")
+IMPORT_ALL = f"""
+import importlib, pkgutil, sys
+for package in map(importlib.import_module, sys.argv[1:]):
+    names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+    skipped = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] not in {EXTRAS!r}:
+                raise
+            skipped.append(name)
+    assert len(names) > len(skipped), (package, names)
+"""
+#: After IMPORT_ALL of core: neither the checkout nor what core must not need is in reach.
+STANDS_ALONE = """
+import importlib.metadata, importlib.util, megatron
+print(*sys.path, *megatron.__path__, sep="\\n")
+assert importlib.metadata.version("megatron-core").split("!")[-1] == megatron.core.__version__
+above = ("megatron.training", "megatron.inference", "tests", "tools", "experimental", "yaml")
+assert not [name for name in above if importlib.util.find_spec(name)]
+"""
+
+
+def build_wheel(project: Path, into: Path) -> Path:
+    """Build one project's wheel with the installed setuptools; return its path."""
+    into.mkdir()
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(into)]
+    subprocess.run([*command, str(project)], check=True, capture_output=True, timeout=120)
+    (wheel,) = into.glob("*.whl")
+    return wheel
+
+
+def declared(wheel: Path, extra: str = "") -> list[Requirement]:
+    """Return what a wheel's metadata asks for in this environment."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    found = [Requirement(x.split(":", 1)[1]) for x in lines if x.startswith("Requires-Dist:")]
+    return [r for r in found if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
+def with_their_needs(requirements: list[Requirement]) -> set[str]:
+    """Return the installed distributions that the requirements need, directly or not."""
+    names: set[str] = set()
+    todo = list(requirements)
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if name in names or name.startswith("megatron-"):
+            continue
+        distribution = importlib.metadata.distribution(name)
+        assert requirement.specifier.contains(distribution.version, prereleases=True), requirement
+        names.add(name)
+        for text in distribution.requires or []:
+            need = Requirement(text)
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                todo.append(need)
+    return names
+
+
+class CleanEnvironment:
+    """A virtual environment outside the checkout, with links to declared dependencies only."""
+
+    def __init__(self, folder: Path, dependencies: set[str]) -> None:
+        self.folder = folder
+        self.python = folder / "venv/bin/python"
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True
+        )
+        self.links = folder / "links"
+        self.links.mkdir()
+        for name in dependencies:
+            self.link(name)
+        (site,) = (folder / "venv/lib").glob("python3.*/site-packages")
+        (site / "dependencies.pth").write_text(f"{self.links}\n")
+
+    def link(self, name: str) -> None:
+        """Link the top-level entries of one installed distribution."""
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or []}:
+            link = self.links / top
+            if top not in ("..", "__pycache__") and not top.endswith(".pth") and not link.exists():
+                link.symlink_to(str(distribution.locate_file(top)))
+
+    def install(self, wheel: Path) -> None:
+        """Install one wheel by pip, without its dependencies."""
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q"]
+        flags = ["--no-deps", "--no-index", "--disable-pip-version-check"]
+        subprocess.run([*pip, *flags, str(wheel)], check=True, timeout=120)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the environment's Python, isolated from the caller's variables and folder."""
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder)}
+        return subprocess.run(
+            [str(self.python), "-I", *arguments],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build both wheels from a copy of the projects: (core, applications)."""
+    folder = tmp_path_factory.mktemp("wheels")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for name in ("megatron_core", "megatron"):
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source")
+    core = build_wheel(folder / "source/megatron_core", folder / "core")
+    return core, build_wheel(folder / "source", folder / "lm")
+
+
+def names_in(wheel: Path) -> set[str]:
+    """Return the files of a wheel outside its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {n for n in archive.namelist() if ".dist-info/" not in n}
+
+
+def modules_of(tree: Path, root: Path) -> set[str]:
+    """Return the Python files of a source tree, relative to `root`."""
+    return {f.relative_to(root).as_posix() for f in tree.rglob("*.py")}
+
+
+def test_wheels_hold_their_tree_and_nothing_else(wheels: tuple[Path, Path]) -> None:
+    core, apps = (names_in(wheel) for wheel in wheels)
+    project = ROOT / "megatron_core"
+    assert core == modules_of(project / "megatron", project) | {"megatron/core/py.typed"}
+    assert apps == modules_of(ROOT / "megatron", ROOT)
+    assert not core & apps
+    assert "megatron/__init__.py" not in core | apps
+
+
+def test_core_needs_four_packages(wheels: tuple[Path, Path]) -> None:
+    assert {r.name for r in declared(wheels[0])} == {"torch", "numpy", "safetensors", "xxhash"}
+
+
+def test_the_applications_ask_for_exactly_this_core(wheels: tuple[Path, Path]) -> None:
+    (pin,) = [str(r) for r in declared(wheels[1]) if r.name == "megatron-core"]
+    version = re.search(r"-(\d+!\d+(?:\.\d+)*)-py3", wheels[0].name)
+    assert version is not None, wheels[0].name
+    assert pin == f"megatron-core=={version[1]}"
+
+
+def test_core_stands_alone(wheels: tuple[Path, Path], tmp_path: Path) -> None:
+    clean = CleanEnvironment(tmp_path, with_their_needs(declared(wheels[0])))
+    clean.install(wheels[0])
+    done = clean.run("-c", IMPORT_ALL + STANDS_ALONE, "megatron.core")
+    assert done.returncode == 0, done.stderr
+    assert str(ROOT) not in done.stdout, done.stdout
+
+
+def test_an_undeclared_import_is_seen(wheels: tuple[Path, Path], tmp_path: Path) -> None:
+    """The environment has pytest's distribution installed next door, but not linked."""
+    clean = CleanEnvironment(tmp_path, set())
+    done = clean.run("-c", "import pytest")
+    assert "No module named 'pytest'" in done.stderr
+
+
+def test_the_applications_run(wheels: tuple[Path, Path], tmp_path: Path) -> None:
+    needs = with_their_needs([r for wheel in wheels for r in declared(wheel)])
+    clean = CleanEnvironment(tmp_path, needs)
+    for wheel in wheels:
+        clean.install(wheel)
+    present = [p for p in PACKAGES if (ROOT / p.replace(".", "/")).is_dir()]
+    done = clean.run("-c", IMPORT_ALL, *present)
+    assert done.returncode == 0, done.stderr
+    for module in ENTRY_POINTS:
+        if (ROOT / f"{module.replace('.', '/')}.py").is_file():
+            done = clean.run("-m", module, "--help")
+            assert done.returncode == 0, done.stderr
+            assert "usage" in done.stdout.lower()

@@ -82,9 +82,8 @@ class IndexedDataset:
         prefix: path without `.bin` or `.idx`.
 
     Raises:
-        FileNotFoundError: one of the two files is missing.
-        ValueError: a file is truncated, foreign, or says something the other one does not hold;
-            the message names the file, the byte, what was expected and how to mend it.
+        ValueError: a file is missing, truncated, foreign, or says something the other one does not
+            hold; the message names the file, the byte, what was expected and how to mend it.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -92,7 +91,7 @@ class IndexedDataset:
         self._idx, self._bin = idx_path(prefix), bin_path(prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
-                raise FileNotFoundError(
+                raise ValueError(
                     f"{path}: no such file; a data set is the pair {self._idx.name} and "
                     f"{self._bin.name}, named by its path without the ending."
                 )

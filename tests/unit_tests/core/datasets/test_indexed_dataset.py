@@ -252,7 +252,7 @@ def test_tokens_of_another_size_are_refused(tmp_path, change):
 def test_a_missing_file_is_named(tmp_path, ending):
     prefix = write(tmp_path / "data", DOCUMENTS_A)
     (tmp_path / f"data.{ending}").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"data\.{ending}: no such file"):
+    with pytest.raises(ValueError, match=rf"data\.{ending}: no such file"):
         IndexedDataset(prefix)
 
 

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run every benchmark and print one table.
+
+python -m tools.bench                  all of them (about ten minutes)
+python -m tools.bench --quick data startup
+python -m tools.bench --peers          megatron-core too; the first time it is installed
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from tools.bench.table import Row, format_table
+
+BENCHES = ("data", "checkpoint", "ops", "startup", "train")
+
+
+def main() -> None:
+    """Measure what was asked for and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("benches", nargs="*", metavar="bench", help=", ".join(BENCHES))
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller shapes")
+    parser.add_argument("--peers", action="store_true", help="race megatron-core as well")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.benches) - set(BENCHES):
+        parser.error(f"unknown bench {', '.join(sorted(unknown))}: one of {', '.join(BENCHES)}")
+    found: list[Row] = []
+    for name in arguments.benches or BENCHES:
+        print(f"bench: {name}", file=sys.stderr)
+        module = importlib.import_module(f"tools.bench.{name}")
+        extra = {"peers": True} if arguments.peers and name == "train" else {}
+        found += module.rows(arguments.quick, **extra)
+    print(format_table(found))
+
+
+if __name__ == "__main__":
+    main()

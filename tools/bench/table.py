@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows that every benchmark returns, and the one table they are printed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+
+class Row(TypedDict):
+    """One comparison.
+
+    Args:
+        bench: the benchmark, e.g. "train".
+        what: the quantity with its unit, and the peer, e.g. "fp32 tokens/s / transformers".
+        ours: our figure; None if it was not measured.
+        peer: the peer's figure; None where there is no peer.
+        ratio: ours over peer (of rates and sizes) from the same minutes; None without a peer.
+        target: what the ratio, or without one our figure, must be, e.g. ">= 1.05"; empty if
+            nothing was promised.
+    """
+
+    bench: str
+    what: str
+    ours: float | None
+    peer: float | None
+    ratio: float | None
+    target: str
+
+
+def verdict(row: Row) -> str:
+    """Return "yes" or "no" for a row with a figure and a target, else ""."""
+    figure = row["ours"] if row["ratio"] is None else row["ratio"]
+    if figure is None or not row["target"]:
+        return ""
+    sign, bound = row["target"].split()
+    if sign not in (">=", "<="):
+        raise ValueError(f"target {row['target']!r} of {row['what']}: write '>= 1.05' or '<= 1.0'")
+    return "yes" if (figure >= float(bound) if sign == ">=" else figure <= float(bound)) else "no"
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table with aligned columns."""
+    lines = [["bench", "what", "ours", "peer", "ratio", "target", "met"]]
+    for row in rows:
+        figures = [_figure(row["ours"]), _figure(row["peer"])]
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        lines.append([row["bench"], row["what"], *figures, ratio, row["target"], verdict(row)])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    )
+
+
+def _figure(value: float | None) -> str:
+    """Write a figure with three significant digits or, above 100, as a whole number."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training speed and peak memory of our GPT against transformers and megatron-core.
+
+python -m tools.bench.train                     shapes S and M against transformers
+python -m tools.bench.train --peers             megatron-core too (installs it on first use)
+python -m tools.bench.train --shapes S --only "ours fp32" "transformers fp32"
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from tools.bench.shapes import SHAPES
+from tools.bench.table import Row, format_table
+from tools.bench.turns import Step, Variant, ratio, serve, take_turns
+
+OURS = ("ours fp32", "ours bf16")
+TRANSFORMERS = ("transformers fp32", "transformers autocast", "transformers compiled")
+MEGATRON_CORE = "megatron-core fp32"
+
+#: Which of our variants races which peer, and what the speed and the memory ratio must be.
+RACES = (
+    ("ours fp32", "transformers fp32", ">= 1.05", "<= 1.0"),
+    ("ours fp32", MEGATRON_CORE, ">= 1.25", "<= 1.0"),
+    ("ours bf16", "transformers autocast", ">= 1.15", "<= 1.0"),
+    ("ours bf16", "transformers compiled", "", "<= 1.0"),
+)
+
+
+def build(variant: str, shape_name: str, threads: int) -> Step:
+    """Build the training step of one variant; called in a process of its own."""
+    import torch
+
+    from tools.bench import ours, peers
+
+    torch.set_num_threads(threads)
+    shape = SHAPES[shape_name]
+    if variant in OURS:
+        return ours.training_step(shape, bf16=variant.endswith("bf16"))
+    if variant == MEGATRON_CORE:
+        return peers.megatron_core_step(shape)
+    return peers.transformers_step(shape, variant.removeprefix("transformers "))
+
+
+def measure(
+    shape_name: str,
+    variants: Sequence[str],
+    *,
+    threads: int,
+    rounds: int,
+    steps: int,
+    clock: Literal["wall", "cpu"] = "wall",
+) -> dict[str, Variant]:
+    """Let the variants train in turns at one shape; return what each measured.
+
+    Raises:
+        ValueError: a variant's loss is not near the others': it did other work.
+    """
+    commands = {
+        name: ["-m", "tools.bench.train", "--worker", name, "--shapes", shape_name]
+        + ["--threads", str(threads)]
+        for name in variants
+    }
+    found = take_turns(commands, rounds=rounds, steps=steps, warmup=2, clock=clock)
+    expected = math.log(SHAPES[shape_name].vocabulary)
+    for name, variant in found.items():
+        if not 0.5 * expected < variant.values[0] < 1.1 * expected:
+            raise ValueError(f"{name} has loss {variant.values[0]}, expected below {expected:.2f}")
+    return found
+
+
+def rows_of(shape_name: str, found: dict[str, Variant]) -> list[Row]:
+    """Turn one shape's measurements into rows: tokens per second, then peak memory."""
+    tokens = SHAPES[shape_name].tokens
+    rows: list[Row] = []
+    for ours, peer, speed_target, memory_target in RACES:
+        if ours not in found or peer not in found:
+            continue
+        mine, theirs = found[ours], found[peer]
+        speed = Row(
+            bench="train",
+            what=f"{shape_name} tokens/s: {ours} / {peer}",
+            ours=tokens / mine.seconds(),
+            peer=tokens / theirs.seconds(),
+            ratio=ratio(mine, theirs),
+            target=speed_target if shape_name == "M" else "",
+        )
+        memory = Row(
+            bench="train",
+            what=f"{shape_name} peak MB: {ours} / {peer}",
+            ours=mine.peak_memory_bytes / 1e6,
+            peer=theirs.peak_memory_bytes / 1e6,
+            ratio=mine.peak_memory_bytes / theirs.peak_memory_bytes,
+            target=memory_target if shape_name == "M" else "",
+        )
+        rows += [speed, memory]
+    return rows
+
+
+def rows(quick: bool, peers: bool = False) -> list[Row]:
+    """Measure. `quick` is shape S without compilation; `peers` adds megatron-core."""
+    variants = [*OURS, *TRANSFORMERS[: 2 if quick else 3]]
+    if peers:
+        variants.append(_ready_megatron_core())
+    found: list[Row] = []
+    for name in ("S",) if quick else ("S", "M"):
+        measured = measure(
+            name,
+            variants,
+            threads=_cores(),
+            rounds=3 if quick else 7,
+            steps=4 if name == "S" else 2,
+        )
+        found += rows_of(name, measured)
+    return found
+
+
+def _ready_megatron_core() -> str:
+    """Install megatron-core if needed; return the variant's name."""
+    from tools.bench.peers import install_megatron_core
+
+    install_megatron_core()
+    return MEGATRON_CORE
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def main() -> None:
+    """Measure from the command line, or be one of the workers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--shapes", nargs="+", default=["S", "M"], choices=list(SHAPES))
+    parser.add_argument("--only", nargs="+", choices=[*OURS, *TRANSFORMERS, MEGATRON_CORE])
+    parser.add_argument("--peers", action="store_true", help="megatron-core too; installs it")
+    parser.add_argument("--threads", type=int, default=_cores())
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: with --threads 1"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        serve(lambda: build(arguments.worker, arguments.shapes[0], arguments.threads))
+        return
+    variants = arguments.only or [*OURS, *TRANSFORMERS]
+    if arguments.peers or MEGATRON_CORE in variants:
+        variants = [v for v in variants if v != MEGATRON_CORE] + [_ready_megatron_core()]
+    for name in arguments.shapes:
+        found = measure(
+            name,
+            variants,
+            threads=arguments.threads,
+            rounds=arguments.rounds,
+            steps=arguments.steps,
+            clock=arguments.clock,
+        )
+        for variant in found.values():
+            print(
+                f"{name} {variant.name}: {SHAPES[name].tokens / variant.seconds():,.0f} tokens/s, "
+                f"peak {variant.peak_memory_bytes / 1e6:,.0f} MB, loss {variant.values[-1]:.4f}",
+                file=sys.stderr,
+            )
+        print(format_table(rows_of(name, found)))
+
+
+if __name__ == "__main__":
+    main()

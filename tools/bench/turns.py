@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants that take turns: one process each, a few steps at a time, all others idle.
+
+A machine's speed drifts by 10-20 % within half an hour. Two figures are comparable only if they
+come from the same minutes, so every round lets each variant run for a moment, in an order that
+rotates, and a ratio is the median of the rounds' ratios. A process of its own gives each variant
+its own peak memory.
+
+On a machine that others use too, count CPU seconds of one thread (`clock="cpu"`): waiting for a
+core is then not counted, though shared caches and memory still are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+#: One timed unit of work; returns a figure that tells whether the work was right, e.g. the loss.
+Step = Callable[[], float]
+
+
+@dataclass
+class Variant:
+    """Hold what one variant measured.
+
+    Args:
+        name: the variant.
+        rounds: seconds of each step, by round.
+        values: what each timed step returned.
+        peak_memory_bytes: the most memory that the process ever had resident.
+    """
+
+    name: str
+    rounds: list[list[float]] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    peak_memory_bytes: int = 0
+
+    def seconds(self) -> float:
+        """Return the median seconds of a step."""
+        return statistics.median(second for steps in self.rounds for second in steps)
+
+
+def ratio(ours: Variant, peer: Variant) -> float:
+    """Return how many times faster `ours` is: the median over rounds of the ratio of medians."""
+    return statistics.median(
+        statistics.median(theirs) / statistics.median(mine)
+        for mine, theirs in zip(ours.rounds, peer.rounds, strict=True)
+    )
+
+
+def take_turns(
+    commands: Mapping[str, Sequence[str]],
+    *,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    clock: Literal["wall", "cpu"] = "wall",
+) -> dict[str, Variant]:
+    """Run one worker per command and let them take turns.
+
+    Args:
+        commands: for each variant the arguments after `python`; the program must call `serve`.
+        rounds: number of turns of each variant.
+        steps: timed steps in a turn.
+        warmup: untimed steps of each variant before the first round.
+        clock: which seconds count: those of the wall, or those of the worker's threads together.
+
+    Returns:
+        The measurements by name; a variant whose worker fails to start is left out, with one line
+        on stderr.
+    """
+    workers: dict[str, subprocess.Popen[str]] = {}
+    found: dict[str, Variant] = {}
+    try:
+        for name, command in commands.items():
+            workers[name] = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            # One at a time: builds and compilations would otherwise compete for memory and cores.
+            try:
+                _ask(workers[name], name, warmup)
+                found[name] = Variant(name)
+            except RuntimeError as problem:
+                print(f"bench: {problem}; left out", file=sys.stderr)
+        names = list(found)
+        for turn in range(rounds):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                answer = _ask(workers[name], name, steps)
+                found[name].rounds.append(answer[clock])
+                found[name].values.extend(answer["values"])
+                found[name].peak_memory_bytes = answer["peak_memory_bytes"]
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.communicate()
+    return found
+
+
+def _ask(worker: subprocess.Popen[str], name: str, steps: int) -> dict:
+    """Have a worker run `steps` steps; return its answer. Raises RuntimeError if it has died."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    try:
+        worker.stdin.write(f"{steps}\n")
+        worker.stdin.flush()
+        line = worker.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    if not line:
+        raise RuntimeError(f"{name} ended with exit code {worker.wait()}")
+    return json.loads(line)
+
+
+def serve(build: Callable[[], Step]) -> None:
+    """Be a worker: build the step, then run as many as stdin asks for and answer on stdout."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not land among the answers
+    step = build()
+    for line in sys.stdin:
+        answer: dict = {"wall": [], "cpu": [], "values": []}
+        for _ in range(int(line)):
+            wall, cpu = time.perf_counter(), time.process_time()
+            answer["values"].append(step())
+            answer["wall"].append(time.perf_counter() - wall)
+            answer["cpu"].append(time.process_time() - cpu)
+        answer["peak_memory_bytes"] = _peak_memory_bytes()
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+
+
+def _peak_memory_bytes() -> int:
+    """Return this process's peak resident memory (Linux; a parent passes ru_maxrss on)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

@@ -5,6 +5,7 @@
 #   TORCH_VERSION=2.10.0         another torch than the pinned one
 #   TORCH_INDEX=URL              where to look for torch besides the registry, e.g. for its CPU builds
 #   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -n 2"   how
+#   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
 
 PYTHON ?=
 TORCH_VERSION ?= 2.13.0
@@ -12,6 +13,7 @@ TORCH_INDEX ?=
 TESTS ?= tests experimental
 PYTEST_FLAGS ?= -q
 PRETRAIN_FLAGS ?=
+BENCH_FLAGS ?=
 
 PY := .venv/bin/python
 STAMP := .venv/.installed-torch-$(TORCH_VERSION)
@@ -61,8 +63,8 @@ gpu: $(STAMP) ## the tests that need a CUDA device
 	@echo "gpu: pytest $(TESTS), only those marked gpu"
 	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m gpu
 
-bench: $(STAMP) ## every benchmark table
-	@set -e; for script in tools/bench/*.py; do echo "bench: $$script"; $(PY) $$script; done
+bench: $(STAMP) ## every benchmark, in one table
+	@$(PY) -m tools.bench $(BENCH_FLAGS)
 
 coverage: $(STAMP) ## line and branch coverage of make test
 	@$(PY) -m coverage erase

@@ -169,7 +169,8 @@ def preprocess(
             tokens=writer.num_tokens,
             rejected=dict(tally.rejected),
         )
-        # Before the pair itself: where there is an index, there is its description.
+        # Before the pair's names: where there is an index, there is its description.
+        writer.prepare()
         with atomic_write(Path(f"{prefix}.json")) as stream:
             stream.write(json.dumps(asdict(result), indent=1).encode() + b"\n")
     return result

@@ -4,6 +4,7 @@
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -11,7 +12,6 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron.core.datasets.atomic_file import (
-    atomic_write,
     publish,
     sync_folder,
     temporary_path,
@@ -59,6 +59,7 @@ class IndexedDatasetWriter:
         self.num_sequences = 0
         self.num_tokens = 0
         self._temporary = temporary_path(self._bin)
+        self._temporary_index = temporary_path(self._idx)
         self._stream = open(self._temporary, "xb")  # noqa: SIM115 - closed by close() or abort()
 
     def __enter__(self) -> "IndexedDatasetWriter":
@@ -178,6 +179,21 @@ class IndexedDatasetWriter:
         self.num_sequences += len(other)
         self.num_tokens += other.num_tokens
 
+    def prepare(self) -> None:
+        """Bring both files to the disk under temporary names: only renames remain to be done.
+
+        A disk that is full says so here, before anything changes. Nothing can be added afterwards.
+        """
+        if self._stream.closed:
+            return
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        with open(self._temporary_index, "xb") as stream:
+            self._write_index(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
     def close(self) -> None:
         """Flush both files to the disk and give them their names.
 
@@ -185,18 +201,15 @@ class IndexedDatasetWriter:
         index describe the tokens of the other pair.
         """
         try:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
+            self.prepare()
             if self._idx.exists():
                 self._idx.unlink()
                 sync_folder(self._idx.parent)
             publish(self._temporary, self._bin)
+            publish(self._temporary_index, self._idx)
         except BaseException:
             self.abort()
             raise
-        with atomic_write(self._idx) as stream:
-            self._write_index(stream)
 
     def _write_index(self, stream: BinaryIO) -> None:
         lengths = np.concatenate(self._lengths) if self._lengths else np.empty(0, "<i4")
@@ -209,8 +222,10 @@ class IndexedDatasetWriter:
 
     def abort(self) -> None:
         """Drop what was written; the target files are left as they were."""
-        self._stream.close()
+        with suppress(OSError):  # closing flushes, which fails again on a full disk
+            self._stream.close()
         self._temporary.unlink(missing_ok=True)
+        self._temporary_index.unlink(missing_ok=True)
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output_prefix: str | Path) -> None:

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text files to token files: every document in order, every rejected line told, flat memory."""
+
+import io
+import json
+import os
+import pty
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training.documents import Tally, read_documents
+from megatron.training.preprocess_data import PreprocessConfig, preprocess, show_progress
+from megatron.training.tokenizers import ByteTokenizer, build_tokenizer, train_bpe
+
+TEXTS = [f"document {number}: " + "é\n" * (number % 7) for number in range(50)]
+
+
+def write_lines(path, texts):
+    path.write_bytes(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
+    return str(path)
+
+
+def config_for(tmp_path, *inputs, **options):
+    options.setdefault("tokenizer_type", "byte")
+    return PreprocessConfig(input=inputs, output_prefix=str(tmp_path / "out" / "data"), **options)
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "megatron.training.preprocess_data", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("characters_at_once", [1, 100, 1 << 20])
+def test_documents_come_out_as_they_went_in(tmp_path, monkeypatch, append_eod, characters_at_once):
+    monkeypatch.setattr("megatron.training.preprocess_data._CHARACTERS_AT_ONCE", characters_at_once)
+    first = write_lines(tmp_path / "a.jsonl", TEXTS[:30])
+    second = write_lines(tmp_path / "b.jsonl", TEXTS[30:])
+    (tmp_path / "c.txt").write_text("one file,\n\none document\n", encoding="utf-8")
+    config = config_for(tmp_path, first, second, str(tmp_path / "c.txt"), append_eod=append_eod)
+    result = preprocess(config, tokenizer=ByteTokenizer())
+    data = IndexedDataset(config.output_prefix)
+    ending = [256] if append_eod else []
+    expected = [list(text.encode()) + ending for text in [*TEXTS, "one file,\n\none document\n"]]
+    assert [data.get(number).tolist() for number in range(len(data))] == expected
+    assert data.dtype == np.uint16
+    assert data.num_documents == result.documents == 51
+    assert data.num_tokens == result.tokens
+    described = json.loads((tmp_path / "out" / "data.json").read_text())
+    assert described["tokenizer"] == {
+        "type": "byte", "fingerprint": "byte-257", "vocab_size": 257, "eod": 256,
+    }  # fmt: skip
+    assert (described["documents"], described["tokens"]) == (51, data.num_tokens)
+    assert described["append_eod"] == append_eod
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "data.bin", "data.idx", "data.json",
+    ]  # fmt: skip
+
+
+def test_large_vocabularies_take_32_bits(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", ["1 70000 2"])
+    config = config_for(tmp_path, path, tokenizer_type="null", vocab_size=70_001)
+    preprocess(config, tokenizer=build_tokenizer("null", vocab_size=70_001))
+    data = IndexedDataset(config.output_prefix)
+    assert data.dtype == np.int32
+    assert data.get(0).tolist() == [1, 70000, 2]
+
+
+BAD_LINES = [
+    (b"{not json}\n", "not JSON"),
+    (b"[" * 100_000 + b"\n", "not JSON"),
+    (b"[1, 2]\n", "not a JSON object"),
+    (b'{"body": "x"}\n', "without key 'text'"),
+    (b'{"text": 5}\n', "with a 'text' that is no text"),
+    (b'{"text": ""}\n', "empty"),
+    (b'{"text": "\xff"}\n', "not UTF-8"),
+    (b'{"text": "\\ud800"}\n', "with half a surrogate pair"),
+    (b'{"text": "cut', "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
+def test_a_line_without_a_document_is_counted_and_named(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line)
+    tally = Tally()
+    assert list(read_documents([path], tally)) == ["good"]
+    assert dict(tally.rejected) == {reason: 1}
+    assert tally.documents == 1
+    assert tally.read_bytes == path.stat().st_size
+    assert tally.describe_rejected() == f"rejected 1 lines: 1 {reason} (first: {path}:3)"
+
+
+def test_other_keys_byte_order_marks_and_text_files(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"body": "x", "text": "y"}\n')
+    assert list(read_documents([tmp_path / "a.jsonl"], Tally(), key="body")) == ["x"]
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    tally = Tally()
+    assert list(read_documents([tmp_path / "a.txt"], tally)) == []
+    assert dict(tally.rejected) == {"not UTF-8": 1}
+    assert Tally().describe_rejected() == ""
+
+
+def test_a_long_line_is_a_document(tmp_path):
+    long = "x" * 3_000_000
+    config = config_for(tmp_path, write_lines(tmp_path / "a.jsonl", [long, "y"]))
+    preprocess(config, tokenizer=ByteTokenizer())
+    assert IndexedDataset(config.output_prefix).lengths.tolist() == [3_000_000, 1]
+
+
+def test_nothing_is_written_for_impossible_input(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_bytes(b"oops\n")
+    config = config_for(tmp_path, str(empty))
+    with pytest.raises(ValueError, match=r"no document in .*1 not JSON"):
+        preprocess(config, tokenizer=ByteTokenizer())
+    with pytest.raises(ValueError, match=r"no such input file: .*none"):
+        preprocess(config_for(tmp_path, str(tmp_path / "none")), tokenizer=ByteTokenizer())
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_contradicting_options_are_all_named():
+    with pytest.raises(ValueError, match=r"--workers 0.*--workers has.*--tokenizer-model.*--vocab"):
+        PreprocessConfig(
+            input=("a",), output_prefix="b", tokenizer_type="byte", workers=0,
+            tokenizer_model="c", vocab_size=3,
+        )  # fmt: skip
+
+
+def test_end_of_document_must_exist(tmp_path):
+    class Endless(ByteTokenizer):
+        eod = None
+
+    path = write_lines(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(ValueError, match="no end-of-document token"):
+        preprocess(config_for(tmp_path, path, append_eod=True), tokenizer=Endless())
+
+
+def test_the_command_encodes_with_any_number_of_workers(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", TEXTS)
+    with open(path, "ab") as stream:
+        stream.write(b"oops\n")
+    bpe = train_bpe(TEXTS, 280, tmp_path / "tokenizer.json")
+    results = {}
+    for workers in [1, 2]:
+        prefix = tmp_path / f"data{workers}"
+        done = run(
+            "--input", path, "--output-prefix", prefix, "--append-eod", "--workers", workers,
+            "--tokenizer-type", "hf", "--tokenizer-model", tmp_path / "tokenizer.json",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f"rejected 1 lines: 1 not JSON (first: {path}:51)" in done.stdout
+        assert "50 documents" in done.stdout
+        results[workers] = IndexedDataset(prefix)
+    assert results[1].fingerprint == results[2].fingerprint
+    expected = [[*bpe.tokenize(text), bpe.eod] for text in TEXTS]
+    assert [results[2].get(number).tolist() for number in range(50)] == expected
+
+
+def test_user_errors_are_one_line_and_a_code(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "file").write_text("")
+    for arguments, message in [
+        (["--input", path, "--output-prefx", "x"], "did you mean --output-prefix"),
+        (["--input", path, "--output-prefix", tmp_path / "x"], "needs --tokenizer-model"),
+        (
+            [
+                "--input",
+                path,
+                "--output-prefix",
+                tmp_path / "file" / "x",
+                "--tokenizer-type",
+                "byte",
+            ],
+            "nothing was written",
+        ),
+    ]:
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("length", [300_000, 3_000])  # fails while writing, and when flushed
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, length):
+    path = write_lines(tmp_path / "a.jsonl", ["x" * length])
+    (tmp_path / "out").mkdir()
+    done = run(
+        "--input", path, "--tokenizer-type", "byte", "--output-prefix", tmp_path / "out" / "x",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (length, length)),
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "nothing was written" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_progress_is_lines_in_a_file(monkeypatch):
+    monkeypatch.setattr("megatron.training.preprocess_data._SECONDS_BETWEEN_LINES", 0.0)
+    out = io.StringIO()
+    with show_progress(2_000_000, out) as report:
+        report(read_bytes=1_000_000, tokens=5000)
+    assert out.getvalue().startswith("encoded 1.0 of 2.0 MB (50%), 5,000 tokens, ")
+
+
+def test_progress_is_a_bar_on_a_terminal():
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as terminal, show_progress(2_000_000, terminal) as report:
+        report(read_bytes=1_000_000, tokens=5000)
+    shown = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    assert "encoding" in shown
+    assert "5,000 tokens" in shown

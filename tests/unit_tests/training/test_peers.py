@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Naming the rank that is gone: killed, stopped, failed, silent elsewhere, and nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import asdict
+
+import pytest
+import torch.distributed as dist
+
+from megatron.training.peers import Identity, PeerWatch, process_state
+from tests.support.ranks import start_ranks
+
+
+@pytest.fixture
+def server():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _client(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def _watch(rank: int, world: int, port: int) -> str | None:
+    """Join; rank 0 waits for the parent's word and looks around, the others wait for their end."""
+    watch = PeerWatch(lambda: _client(port), rank=rank, world_size=world, beat_seconds=0.05)
+    watch.iteration = 7
+    store = _client(port)
+    store.set(f"ready/{rank}", "1")
+    if rank:
+        store.wait(["over"])
+        watch.close()
+        return None
+    store.wait(["look"])
+    found = watch.diagnose(0.5)
+    store.set("over", "1")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(signal.SIGKILL, "is dead"), (signal.SIGSTOP, "is stopped"), (None, None)],
+)
+def test_a_rank_of_this_machine(server, number, text):
+    with start_ranks(_watch, 3, server.port, init=False) as ranks:
+        server.wait([f"ready/{rank}" for rank in range(3)])
+        if number is not None:
+            ranks.kill(2, number)
+        server.set("look", "1")
+        server.wait(["over"])
+        if number == signal.SIGSTOP:
+            ranks.kill(2, signal.SIGKILL)
+        found = ranks.outcomes(timeout=20)
+        said = found[0].value
+        if text is None:
+            assert said is None
+        else:
+            assert f"rank 2 (process {ranks.processes[2].pid} on " in said
+            assert said.endswith(text)
+
+
+def test_a_rank_elsewhere_is_known_by_its_beat(server):
+    watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=3, beat_seconds=0.05)
+    for rank in (1, 2):
+        server.set(f"peer/{rank}", json.dumps(asdict(Identity("elsewhere", 1))))
+        server.set(f"beat/{rank}", json.dumps([1, 12]))
+    other = PeerWatch(lambda: _client(server.port), rank=1, world_size=3, beat_seconds=0.05)
+    server.set("peer/1", json.dumps(asdict(Identity("elsewhere", 1))))
+    assert watch.diagnose(2.0) == "rank 2 is silent since iteration 12"
+    other.close()
+    watch.close()
+
+
+def test_the_text_of_a_failure_is_quoted_first(server):
+    watches = [
+        PeerWatch(lambda: _client(server.port), rank=rank, world_size=2, beat_seconds=0.05)
+        for rank in range(2)
+    ]
+    watches[1].report_failure(ValueError("no such\n file"))
+    assert watches[0].diagnose(1.0) == "rank 1 failed: no such file"
+    for watch in watches:
+        watch.close()
+
+
+def test_one_rank_prints_a_text(server):
+    watches = [
+        PeerWatch(lambda: _client(server.port), rank=rank, world_size=3) for rank in range(3)
+    ]
+    assert [w.claim("error: x") for w in watches] == [True, False, False]
+    assert [w.claim("error: y") for w in reversed(watches)] == [True, False, False]
+    for watch in watches:
+        watch.close()
+
+
+def test_process_states():
+    assert process_state(os.getpid()) == "running"
+    child = subprocess.Popen(["sleep", "60"])
+    child.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while process_state(child.pid) != "stopped" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process_state(child.pid) == "stopped"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, not yet collected
+    assert process_state(child.pid) == "dead"
+    child.wait()
+    assert process_state(child.pid) == "dead"

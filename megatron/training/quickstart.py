@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole way on this machine: text, tokenizer, token files, training on two ranks,
+continuations.
+
+Every stage leaves its result in one folder; a second call reuses what is finished and goes on with
+what is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.training.errors import RunStopped, run_entry_point
+from megatron.training.exit_codes import ExitCode
+from megatron.training.flags import parse_command_line
+
+PROMPTS = ("def __init__(self, ", "import os\nimport sys\n\n", "The following ")
+VOCABULARY = 4096
+SEQUENCE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartOptions:
+    """What the quickstart may be told."""
+
+    output_dir: str = "runs/quickstart"
+    """Folder for everything it makes."""
+    train_iters: int = 360
+    """Optimizer steps of 4,096 tokens."""
+    nproc: int = 2
+    """Processes to train with, as tensor parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where each stage leaves its result."""
+
+    root: Path
+
+    @property
+    def corpus(self) -> Path:
+        return self.root / "corpus.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer.json"
+
+    @property
+    def tokens(self) -> Path:
+        """Prefix of the token files."""
+        return self.root / "tokens"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "run.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        return self.root / "loss_curve.png"
+
+    @property
+    def continuations(self) -> Path:
+        return self.root / "continuations.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+
+def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, Any]:
+    """Return the options of the training run, by name: 5.2 million parameters, 1.5 million
+    tokens."""
+    iterations = options.train_iters
+    return {
+        "num-layers": 4,
+        "hidden-size": 256,
+        "ffn-hidden-size": 768,
+        "num-attention-heads": 8,
+        "group-query-attention": True,
+        "num-query-groups": 4,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable-bias-linear": True,
+        "untie-embeddings-and-output-weights": True,
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "seq-length": SEQUENCE,
+        "micro-batch-size": 8,
+        "global-batch-size": 16,
+        "train-iters": iterations,
+        "bf16": True,
+        "tensor-model-parallel-size": options.nproc,
+        "sequence-parallel": options.nproc > 1,
+        "lr": 3e-3,
+        "min-lr": 3e-4,
+        "lr-decay-style": "cosine",
+        "lr-warmup-iters": max(1, iterations // 20),
+        "weight-decay": 0.1,
+        "adam-beta2": 0.95,
+        "eval-interval": max(1, iterations // 6),
+        "eval-iters": 8,
+        "tokenizer-type": "hf",
+        "tokenizer-model": str(folder.tokenizer),
+        "data-path": (str(folder.tokens),),
+        "split": "97,3",
+        "save": str(folder.checkpoints),
+        "load": str(folder.checkpoints),
+        "save-interval": max(1, iterations // 3),
+        "log-interval": max(1, iterations // 36),
+        "log-throughput": True,
+        "tensorboard-dir": str(folder.root / "tensorboard"),
+        "metrics-file": str(folder.metrics),
+    }
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def stage(number: int, title: str, *, done: bool, work: Callable[[], str]) -> None:
+    """Do one stage, or say that its result is there already."""
+    if done:
+        say(f"[{number}/5] {title}: done before")
+        return
+    say(f"[{number}/5] {title} ...")
+    start = time.monotonic()
+    result = work()
+    say(f"[{number}/5] {title}: {result} ({time.monotonic() - start:.1f} s)")
+
+
+def make_corpus(folder: Folder) -> str:
+    """Gather text that every Python carries."""
+    from megatron.training.corpus import build_corpus
+
+    stats = build_corpus(folder.corpus)
+    return f"{stats.documents:,} documents, {stats.text_bytes / 1e6:.1f} MB"
+
+
+def make_tokenizer(folder: Folder) -> str:
+    """Train the tokenizer on the corpus."""
+    from megatron.training.documents import Tally, read_documents
+    from megatron.training.tokenizers import train_bpe
+
+    texts = read_documents([folder.corpus], Tally())
+    tokenizer = train_bpe(texts, VOCABULARY, folder.tokenizer)
+    return f"{tokenizer.vocab_size:,} tokens"
+
+
+def make_tokens(folder: Folder) -> str:
+    """Encode the corpus into the files that training reads."""
+    run_module(
+        "megatron.training.preprocess_data",
+        ["--input", str(folder.corpus), "--output-prefix", str(folder.tokens)]
+        + ["--tokenizer-type", "hf", "--tokenizer-model", str(folder.tokenizer), "--append-eod"],
+    )
+    return f"{folder.tokens}.bin"
+
+
+def train(options: QuickstartOptions, folder: Folder) -> str:
+    """Train, or go on from the last checkpoint."""
+    arguments = ["--standalone", "--nproc-per-node", str(options.nproc)]
+    arguments += ["-m", "megatron.training.pretrain_gpt", "--config", str(folder.config)]
+    threads = max(1, (os.cpu_count() or 1) // options.nproc)
+    run_module("torch.distributed.run", arguments, more={"OMP_NUM_THREADS": str(threads)})
+    return f"checkpoint {last_checkpoint(folder)}"
+
+
+def generate(folder: Folder) -> str:
+    """Reload the last checkpoint and continue the prompts."""
+    arguments = ["--load", str(folder.checkpoints), "--max-new-tokens", "64"]
+    arguments += ["--temperature", "0.7", "--top-p", "0.95", "--seed", "1"]
+    arguments += ["--output-json", str(folder.continuations)]
+    for prompt in PROMPTS:
+        arguments += ["--prompt", prompt]
+    run_module("megatron.inference.generate", arguments)
+    return str(folder.continuations)
+
+
+def run_module(
+    module: str, arguments: Sequence[str], *, more: Mapping[str, str] | None = None
+) -> None:
+    """Run `python -m module` with its output on this terminal.
+
+    Raises:
+        RunStopped: it failed; its own output says why.
+    """
+    shown = "torchrun" if module == "torch.distributed.run" else f"python -m {module}"
+    say(f"      $ {shown} {shlex.join(arguments)}")
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], env={**os.environ, **(more or {})}, check=False
+    )
+    if done.returncode:
+        code = done.returncode if done.returncode > 0 else ExitCode.CRASH
+        raise RunStopped(
+            ExitCode(code) if code in set(ExitCode) else ExitCode.CRASH,
+            f"{shown} ended with {done.returncode}; its output above says why",
+        )
+
+
+def last_checkpoint(folder: Folder) -> Path | None:
+    """Return the newest checkpoint's folder."""
+    found = sorted(path for path in folder.checkpoints.glob("iter_*") if path.suffix == "")
+    return found[-1] if found else None
+
+
+def check_config(text: str, folder: Folder) -> None:
+    """Write the run's options, or compare them with those the folder was made with.
+
+    Raises:
+        ValueError: the folder belongs to a run with other options.
+    """
+    if folder.config.exists() and folder.config.read_text(encoding="utf-8") != text:
+        raise ValueError(
+            f"{folder.root} was made with other options: remove it, or name another --output-dir"
+        )
+    folder.config.write_text(text, encoding="utf-8")
+
+
+def config_text(values: Mapping[str, Any]) -> str:
+    """Return the options of the training run as YAML."""
+    from megatron.training.config import Config
+    from megatron.training.schema import options as schema_options
+    from megatron.training.yaml_file import write_options
+
+    chosen = [option for option in schema_options(Config) if option.name in values]
+    return write_options(values, chosen)
+
+
+def summarise(folder: Folder, seconds: float) -> dict[str, Any]:
+    """Collect the numbers of a finished run from its metrics and write them down."""
+    from megatron.training.metrics import read_metrics
+
+    events = read_metrics(folder.metrics)
+    validation = [e["lm_loss"] for e in events if e["kind"] == "validation"]
+    training = [e for e in events if e["kind"] == "train"]
+    ends = [e for e in events if e["kind"] == "end"]
+    summary = {
+        "first_validation_loss": validation[0],
+        "last_validation_loss": validation[-1],
+        "tokens_per_second": statistics.median(e["tokens_per_second"] for e in training),
+        "peak_memory_bytes": int(max(e["peak_memory_bytes"] for e in ends)),
+        "checkpoint": str(last_checkpoint(folder)),
+        "loss_curve": str(folder.curve),
+        "seconds": round(seconds, 1),
+    }
+    folder.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return summary
+
+
+def show(folder: Folder, summary: Mapping[str, Any]) -> None:
+    """Print continuations and numbers."""
+    for result in json.loads(folder.continuations.read_text(encoding="utf-8")):
+        say(f"\n  prompt:       {result['prompt']!r}\n  continuation: {result['text']!r}")
+    first, last = summary["first_validation_loss"], summary["last_validation_loss"]
+    say("\nSummary")
+    say(f"  validation loss  {first:.4f} -> {last:.4f} ({last / first:.0%} of the first)")
+    say(f"  speed            {summary['tokens_per_second']:,.0f} tokens/s")
+    say(f"  peak memory      {summary['peak_memory_bytes'] / 1e6:,.0f} MB per rank")
+    say(f"  checkpoint       {summary['checkpoint']}")
+    say(f"  loss curve       {summary['loss_curve']}")
+    say(f"  time             {summary['seconds']:.0f} s")
+    say(f"  all of it in     {folder.summary}")
+
+
+def run(options: QuickstartOptions) -> None:
+    """Do all stages that are not done."""
+    start = time.monotonic()
+    folder = Folder(Path(options.output_dir))
+    folder.root.mkdir(parents=True, exist_ok=True)
+    check_config(config_text(training_options(options, folder)), folder)
+    stage(1, "gather text", done=folder.corpus.exists(), work=lambda: make_corpus(folder))
+    stage(
+        2,
+        "train the tokenizer",
+        done=folder.tokenizer.exists(),
+        work=lambda: make_tokenizer(folder),
+    )
+    encoded = Path(f"{folder.tokens}.idx").exists()
+    stage(3, "encode the text", done=encoded, work=lambda: make_tokens(folder))
+    final = folder.checkpoints / f"iter_{options.train_iters:07d}"
+    stage(4, "train the model", done=final.exists(), work=lambda: train(options, folder))
+    stage(5, "continue prompts", done=folder.continuations.exists(), work=lambda: generate(folder))
+    from megatron.training.plot import plot_loss
+
+    plot_loss(
+        folder.metrics, folder.curve, title="Quickstart: 5 M parameter GPT on Python's own text"
+    )
+    show(folder, summarise(folder, time.monotonic() - start))
+
+
+def main() -> None:
+    """Run the command."""
+    line = parse_command_line(
+        QuickstartOptions,
+        sys.argv[1:],
+        prog="python -m megatron.training.quickstart",
+        description="Train a small GPT on text this machine has, and let it continue prompts.",
+    )
+    run(line.config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry_point(main, prog="quickstart"))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The set-up commands say what they do, pin what they install and refuse what they cannot serve."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pins() -> dict[str, Requirement]:
+    """Return the pinned requirement of every package in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(r.name): r for r in found}
+
+
+def asked_for() -> set[str]:
+    """Return the names of all direct dependencies and extras of both distributions."""
+    names = set()
+    for project in (ROOT / "pyproject.toml", ROOT / "megatron_core/pyproject.toml"):
+        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+        groups = [table["dependencies"], *table["optional-dependencies"].values()]
+        names |= {canonicalize_name(Requirement(t).name) for group in groups for t in group}
+    return names - {"megatron-core"}
+
+
+def test_every_dependency_and_what_it_needs_is_pinned() -> None:
+    pinned = pins()
+    assert all(re.fullmatch(r"==[\w.]+", str(r.specifier)) for r in pinned.values())
+    todo, seen = list(asked_for() | {"setuptools"}), set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        assert name in pinned, f"{name} is installed unpinned: add it to constraints.txt"
+        for text in importlib.metadata.distribution(name).requires or []:
+            need = Requirement(text)
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                todo.append(canonicalize_name(need.name))
+        # CUDA builds of torch bring libraries of their own, at versions that torch pins.
+        todo = [n for n in todo if not n.startswith(("nvidia-", "cuda-"))]
+    assert set(pinned) - seen <= {"triton"}, "pinned, but needed by nothing"
+
+
+def test_the_distributions_have_one_version_and_one_licence() -> None:
+    tables = [
+        tomllib.loads((ROOT / p / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for p in (".", "megatron_core")
+    ]
+    assert tables[0]["version"] == tables[1]["version"]
+    assert f"megatron-core=={tables[1]['version']}" in tables[0]["dependencies"]
+    assert (ROOT / "LICENSE").read_bytes() == (ROOT / "megatron_core/LICENSE").read_bytes()
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> Path:
+    """Return a folder to be the whole PATH: the shell's tools, and no Python."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in ("sh", "grep", "rm", "touch"):
+        (folder / tool).symlink_to(shutil.which(tool))
+    return folder
+
+
+def make_venv(path: Path, cwd: Path, python: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the set-up script with `path` as the whole PATH."""
+    environment = {"PATH": str(path), "PYTHON": python, "TORCH_VERSION": "2.13.0"}
+    return subprocess.run(
+        ["/bin/sh", str(ROOT / "tools/make_venv.sh")],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_no_fitting_python_is_one_clear_line(bare_path: Path, tmp_path: Path) -> None:
+    done = make_venv(bare_path, tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "Python 3.11 or 3.12" in done.stderr
+    assert "make PYTHON=" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_another_python_is_refused_and_a_missing_compiler_told(
+    bare_path: Path, tmp_path: Path
+) -> None:
+    (bare_path / "python3.10").write_text("#!/bin/sh\nexit 1\n")
+    (bare_path / "python3.10").chmod(0o755)
+    done = make_venv(bare_path, tmp_path, python="python3.10")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "PYTHON=python3.10" in done.stderr
+
+    # A Python that fits but has no venv module, and no C compiler.
+    fits = bare_path / "python3.11"
+    fits.write_text('#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; esac\nexit 0\n')
+    fits.chmod(0o755)
+    done = make_venv(bare_path, tmp_path)
+    assert done.returncode == 1
+    assert "no C compiler" in done.stdout
+    assert "lacks the venv module" in done.stderr
+
+
+def test_help_lists_every_public_target() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", "-s"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    listed = set(re.findall(r"^  make ([a-z-]+)", done.stdout, re.MULTILINE))
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert listed == set(phony[1].split())
+    assert {"pretrain", "test", "venv", "lint", "test-all", "bench", "help"} <= listed

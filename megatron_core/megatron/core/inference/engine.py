@@ -84,20 +84,21 @@ def check_requests(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max-new-tokens is {max_new_tokens}: use a positive number")
-    for index, request in enumerate(requests):
+    for place, request in enumerate(requests, 1):
+        which = f"prompt {place} of {len(requests)}"
         length = len(request.prompt)
         if length == 0:
-            raise ValueError(f"prompt {index} has no tokens: give at least one")
+            raise ValueError(f"{which} has no tokens: give at least one")
         if max_length is not None and length + max_new_tokens > max_length:
             raise ValueError(
-                f"prompt {index} is too long: {length} tokens + {max_new_tokens} new ones exceed "
-                f"the model's limit of {max_length}: shorten the prompt or lower max-new-tokens"
+                f"{which} is too long: {length} tokens + {max_new_tokens} new ones exceed the "
+                f"model's limit of {max_length}: shorten the prompt or lower max-new-tokens"
             )
         wrong = [t for t in request.prompt if not 0 <= t < vocab_size]
         if wrong:
             raise ValueError(
-                f"prompt {index} has token id {wrong[0]}, outside the vocabulary of {vocab_size}: "
-                "use the tokenizer that the model was trained with"
+                f"{which} has token id {wrong[0]}, outside the vocabulary of {vocab_size}: use "
+                "the tokenizer that the model was trained with"
             )
 
 

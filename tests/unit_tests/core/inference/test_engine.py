@@ -102,10 +102,10 @@ def test_generating_on_from_the_longer_prompt_draws_the_same_tokens() -> None:
     ("prompts", "new", "words"),
     [
         ([(1,)], 0, "max-new-tokens is 0"),
-        ([(1,), ()], 5, "prompt 1 has no tokens"),
-        ([(1,), (1, 2, 3)], 6, r"prompt 1 is too long: 3 tokens \+ 6 new .* limit of 8"),
-        ([(1, 11)], 2, "prompt 0 has token id 11, outside the vocabulary of 11"),
-        ([(-1,)], 2, "prompt 0 has token id -1"),
+        ([(1,), ()], 5, "prompt 2 of 2 has no tokens"),
+        ([(1,), (1, 2, 3)], 6, r"prompt 2 of 2 is too long: 3 tokens \+ 6 new .* limit of 8"),
+        ([(1, 11)], 2, "prompt 1 of 1 has token id 11, outside the vocabulary of 11"),
+        ([(-1,)], 2, "prompt 1 of 1 has token id -1"),
     ],
 )
 def test_impossible_requests_are_named(prompts: list, new: int, words: str) -> None:

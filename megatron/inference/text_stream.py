@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of a growing list of tokens, in pieces that never split a character."""
+"""Text of growing lists of tokens: pieces that never split a character, and prompts in order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 #: What decoding puts in place of bytes that are no whole character (yet).
 REPLACEMENT = "�"
@@ -37,3 +38,49 @@ class TextStream:
 def _incomplete(text: str) -> int:
     """Return how many replacement characters at the end may still become part of a character."""
     return min(3, len(text) - len(text.rstrip(REPLACEMENT)))
+
+
+class Display:
+    """Print prompts and their continuations in order, each as soon as its turn has come.
+
+    The first unfinished prompt of a batch is printed token by token; the others follow with what
+    they have by then.
+
+    Args:
+        texts: the prompts.
+        detokenize: the tokenizer's function from token ids to text.
+        out: where to print.
+    """
+
+    def __init__(
+        self, texts: Sequence[str], detokenize: Callable[[Sequence[int]], str], out: TextIO
+    ) -> None:
+        self._texts = texts
+        self._detokenize = detokenize
+        self._out = out
+        self._current = 0
+        self._stream: TextStream | None = None
+        self._latest: dict[int, tuple[Sequence[int], bool]] = {}
+
+    def update(self, index: int, tokens: Sequence[int], finished: bool) -> None:
+        """Take the generated tokens so far of prompt `index` and print what can be printed."""
+        self._latest[index] = (tokens, finished)
+        if index > self._current:
+            return
+        while self._current in self._latest:
+            tokens, finished = self._latest[self._current]
+            if self._stream is None:
+                self._begin()
+                self._stream = TextStream(self._detokenize)
+            print(self._stream.push(tokens, finished=finished), end="", file=self._out, flush=True)
+            if not finished:
+                return
+            print(file=self._out, flush=True)
+            del self._latest[self._current]
+            self._current += 1
+            self._stream = None
+
+    def _begin(self) -> None:
+        if len(self._texts) > 1:
+            print(f"--- prompt {self._current + 1} of {len(self._texts)}", file=self._out)
+        print(self._texts[self._current], end="", file=self._out)

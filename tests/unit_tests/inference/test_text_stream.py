@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streamed text: the pieces add up to the whole and never split a character."""
 
+import io
 import random
 from collections.abc import Sequence
 
 import pytest
 
-from megatron.inference.text_stream import REPLACEMENT, TextStream
+from megatron.inference.text_stream import REPLACEMENT, Display, TextStream
 
 
 def detokenize(tokens: Sequence[int]) -> str:
@@ -40,3 +41,25 @@ def test_bytes_that_are_no_text_add_up_too() -> None:
 
 def test_an_unfinished_character_is_shown_at_the_end() -> None:
     assert pieces("x€".encode()[:-1], 1)[-1] == REPLACEMENT
+
+
+def test_prompts_are_shown_in_order_and_the_first_one_live() -> None:
+    out = io.StringIO()
+    display = Display(["A:", "B:", "C:"], detokenize, out)
+    display.update(0, b"x", False)
+    display.update(1, b"1", False)
+    assert out.getvalue() == "--- prompt 1 of 3\nA:x"
+    display.update(0, b"xy", False)
+    display.update(1, b"12", True)
+    assert out.getvalue() == "--- prompt 1 of 3\nA:xy"
+    display.update(0, b"xyz", True)
+    assert out.getvalue() == "--- prompt 1 of 3\nA:xyz\n--- prompt 2 of 3\nB:12\n"
+    display.update(1, b"12", True)  # the engine reports finished sequences again
+    display.update(2, b"", True)
+    assert out.getvalue().endswith("B:12\n--- prompt 3 of 3\nC:\n")
+
+
+def test_a_single_prompt_needs_no_heading() -> None:
+    out = io.StringIO()
+    Display(["A "], detokenize, out).update(0, b"b", True)
+    assert out.getvalue() == "A b\n"

@@ -90,6 +90,8 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     them, which ends in single boxes for the layouts of parallel runs; only what cannot be cut
     apart is compared pair by pair.
     """
+    if len(boxes) < 2:
+        return None
     groups = [[i for i, box in enumerate(boxes) if box.numel]]
     while groups:
         group = groups.pop()

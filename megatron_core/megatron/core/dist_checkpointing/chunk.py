@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,6 +27,8 @@ class TensorChunk:
         tensor: the box itself, [*sizes]: any strides, dtype and device. Loading writes into it.
         replica_ranks: ascending global ranks that hold an identical copy, this one included.
 
+    Attribute `box` is the box in logical coordinates.
+
     Raises:
         ValueError: the box does not lie inside `shape`, or a name or a rank is impossible.
     """
@@ -36,6 +38,7 @@ class TensorChunk:
     offsets: tuple[int, ...]
     tensor: torch.Tensor
     replica_ranks: tuple[int, ...]
+    box: Box = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable() or OFFSET_MARK in self.name:
@@ -59,11 +62,7 @@ class TensorChunk:
                 f"chunk of {self.name}: replica_ranks {list(ranks)} must be ascending, distinct "
                 "global ranks, this rank included"
             )
-
-    @property
-    def box(self) -> Box:
-        """Return the box in logical coordinates."""
-        return Box(tuple(self.offsets), tuple(self.tensor.shape))
+        object.__setattr__(self, "box", Box(tuple(self.offsets), sizes))
 
 
 def chunk_key(name: str, shape: tuple[int, ...], box: Box) -> str:

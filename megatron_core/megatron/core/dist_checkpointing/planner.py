@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ from megatron.core.dist_checkpointing.shard_header import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedChunk:
+class PlannedChunk(NamedTuple):
     """A box of a logical tensor that goes to `file` at bytes [begin, end)."""
 
     name: str

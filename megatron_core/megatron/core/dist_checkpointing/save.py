@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,69 +78,96 @@ def save_checkpoint(
         raise ValueError(f"block_bytes must be a positive multiple of 16, got {block_bytes}")
     if existing not in ("error", "skip"):
         raise ValueError(f"existing must be 'error' or 'skip', got {existing!r}")
-    root = Path(root)
-    folder = checkpoint_folder(root, iteration)
-    plans: list[ShardPlan] = []
-    planned: list[dict[str, Any]] = []
+    save = _Save(
+        root=Path(root),
+        iteration=iteration,
+        chunks=chunks,
+        extra=extra,
+        coordinator=coordinator,
+        digests=digests,
+        block_bytes=block_bytes,
+        skip_existing=existing == "skip",
+    )
+    return save.run()
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """One save on one rank; what `open` and `commit` leave behind exists on rank 0 only."""
+
+    root: Path
+    iteration: int
+    chunks: Sequence[TensorChunk]
+    extra: Mapping[str, Any]
+    coordinator: Coordinator
+    digests: bool
+    block_bytes: int
+    skip_existing: bool
+    shard: ShardPlan | None = None
+    planned: list[dict[str, Any]] = field(default_factory=list)
     temporary: Path | None = None
 
-    def plan() -> dict[str, Any]:
-        if coordinator.rank == 0:
-            check_json(dict(extra), "extra")
-        plans.append(plan_shard(chunks, coordinator.rank))
-        return encode_plan(plans[0])
+    def run(self) -> Path:
+        """Plan, write and commit; on any failure leave nothing behind."""
+        folder = checkpoint_folder(self.root, self.iteration)
+        self.coordinator.begin(f"saving {folder.name}")
+        try:
+            name = self.coordinator.agree("plan", self.plan, self.open)
+            if name is None:
+                self.coordinator.say(f"{folder} exists already: it is kept and not saved again")
+            else:
+                self.coordinator.agree("write", lambda: self.write(name), self.commit)
+        except BaseException:
+            if self.temporary is not None:
+                # If only the tracker failed, this has its final name by now and stays.
+                shutil.rmtree(self.temporary, ignore_errors=True)
+            raise
+        return folder
 
-    def open_folder(messages: list[dict[str, Any]]) -> str | None:
-        nonlocal temporary
-        if existing == "skip" and folder.is_dir():
+    def plan(self) -> dict[str, Any]:
+        """Lay out this rank's shard."""
+        if self.coordinator.rank == 0:
+            check_json(dict(self.extra), "extra")
+        self.shard = plan_shard(self.chunks, self.coordinator.rank)
+        return encode_plan(self.shard)
+
+    def open(self, plans: list[dict[str, Any]]) -> str | None:
+        """Check all layouts together and create the folder to write into; None is "skip"."""
+        if self.skip_existing and checkpoint_folder(self.root, self.iteration).is_dir():
             return None
-        planned.extend(messages)
-        check_coverage(group_by_tensor([c for m in messages for c in decode_chunks(m)]))
-        temporary = open_temporary(root, iteration)
-        return temporary.name
+        check_coverage(group_by_tensor([c for plan in plans for c in decode_chunks(plan)]))
+        self.planned = plans
+        self.temporary = open_temporary(self.root, self.iteration)
+        return self.temporary.name
 
-    def write() -> dict[str, Any]:
-        return write_planned(root / name, plans[0], block_bytes=block_bytes, digests=digests)
+    def write(self, name: str) -> dict[str, Any]:
+        """Write this rank's shard durably and return what the manifest needs of it."""
+        shard = self.shard
+        assert shard is not None
+        if not shard.chunks:
+            return {"header_xxh3": "", "xxh3": []}
+        folder = self.root / name
+        found = write_shard(
+            folder / shard.file, shard, block_bytes=self.block_bytes, digests=self.digests
+        )
+        sync_folder(folder)
+        return {"header_xxh3": digest(shard.header) if self.digests else "", "xxh3": found}
 
-    def commit(written: list[dict[str, Any]]) -> None:
-        assert temporary is not None
-        files, tensors = _stored(planned, written)
+    def commit(self, written: list[dict[str, Any]]) -> None:
+        """Make the checkpoint appear, then the tracker name it."""
+        assert self.temporary is not None
+        files, tensors = _stored(self.planned, written)
         manifest = Manifest(
-            iteration=iteration,
-            world_size=coordinator.world_size,
-            block_bytes=block_bytes,
-            digests=digests,
+            iteration=self.iteration,
+            world_size=self.coordinator.world_size,
+            block_bytes=self.block_bytes,
+            digests=self.digests,
             files=files,
             tensors=tensors,
-            extra=extra,
+            extra=self.extra,
         )
-        publish(temporary, manifest)
-        write_tracker(root, iteration)
-
-    coordinator.begin(f"saving {folder.name}")
-    try:
-        name = coordinator.agree("plan", plan, open_folder)
-        if name is None:
-            coordinator.say(f"{folder} exists already: it is kept and this step is not saved again")
-            return folder
-        coordinator.agree("write", write, commit)
-    except BaseException:
-        if temporary is not None:
-            # Already renamed if only the tracker failed: then there is nothing of this name.
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return folder
-
-
-def write_planned(
-    folder: Path, plan: ShardPlan, *, block_bytes: int, digests: bool
-) -> dict[str, Any]:
-    """Write one rank's shard into `folder`, durably, and return what the manifest needs of it."""
-    if not plan.chunks:
-        return {"header_xxh3": "", "xxh3": []}
-    found = write_shard(folder / plan.file, plan, block_bytes=block_bytes, digests=digests)
-    sync_folder(folder)
-    return {"header_xxh3": digest(plan.header) if digests else "", "xxh3": found}
+        publish(self.temporary, manifest)
+        write_tracker(self.root, self.iteration)
 
 
 def _stored(

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the data path in one table: writing, sample indices, reading, encoding.
+
+    python -m tools.bench.data [--quick] [--clock cpu]
+
+Each line is the median of repeats that take turns, so that a busy moment hits all lines alike. Two
+lines are yardsticks made of plain calls, to judge the others by on any machine: copying one slice
+of a mapped file per sample, and the tokenizer library's own batch call. Targets of the other lines
+are half or twice what megatron-core 0.16.1 reached on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.sample_index import (
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    plan_epochs,
+)
+from megatron.training.corpus import build_corpus
+from megatron.training.documents import Tally, read_documents
+from megatron.training.preprocess_data import PreprocessConfig, preprocess
+from megatron.training.tokenizers import train_bpe
+from tools.bench.table import Row, format_table
+
+SEQUENCE_LENGTH = 1024
+VOCAB_SIZE = 4096
+TOKENS = 20_000_000
+# Documents for the indices: about 5 samples each, as in web text of some length.
+INDEX_DOCUMENTS = 400_000
+INDEX_DOCUMENT_TOKENS = 10_000
+READ_SAMPLES = 4096
+ENCODED_BYTES = 2_000_000
+
+# What is counted, its target, and a call that does the work and returns how much of it there was.
+Case = tuple[str, str, Callable[[], float]]
+
+
+def _writing(folder: Path) -> list[Case]:
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 2 * SEQUENCE_LENGTH, TOKENS // SEQUENCE_LENGTH)
+    narrow = random.integers(0, VOCAB_SIZE, lengths.sum(), dtype=np.uint16)
+    wide = narrow.astype(np.int64)
+
+    def write(tokens: np.ndarray, name: str) -> float:
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            writer.add_documents(tokens, lengths)
+        return len(tokens) / 1e6
+
+    return [
+        ("write .bin/.idx, uint16 tokens, Mtok/s", ">= 74", lambda: write(narrow, "narrow")),
+        ("write .bin/.idx, int64 tokens, Mtok/s", ">= 74", lambda: write(wide, "wide")),
+    ]
+
+
+def _indexing() -> list[Case]:
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, INDEX_DOCUMENT_TOKENS, INDEX_DOCUMENTS).astype(np.int32)
+    plan = plan_epochs(int(lengths.sum(dtype=np.int64)), SEQUENCE_LENGTH, None)
+    documents = np.arange(len(lengths))
+    order = build_document_index(documents, plan, np.random.RandomState(0))
+
+    def sample_index() -> float:
+        build_sample_index(lengths, order, plan, sequence_length=SEQUENCE_LENGTH)
+        return plan.num_samples / 1e6
+
+    def all_indices() -> float:
+        state = np.random.RandomState(0)
+        build_sample_index(
+            lengths,
+            build_document_index(documents, plan, state),
+            plan,
+            sequence_length=SEQUENCE_LENGTH,
+        )
+        build_shuffle_index(plan, state)
+        return plan.num_samples / 1e6
+
+    return [
+        ("sample index, M samples/s", ">= 4", sample_index),
+        ("document, sample and shuffle index, M samples/s", ">= 4", all_indices),
+    ]
+
+
+def _reading(folder: Path) -> list[Case]:
+    source = IndexedDataset(folder / "narrow")
+    config = GPTDatasetConfig(sequence_length=SEQUENCE_LENGTH, seed=1, vocab_size=VOCAB_SIZE)
+    data = GPTDataset(source, config, sequences=range(len(source)))
+    picks = np.random.default_rng(2).integers(0, len(data), READ_SAMPLES)
+
+    def read(batch: int) -> float:
+        for start in range(0, READ_SAMPLES, batch):
+            data.batch(picks[start : start + batch])
+        return READ_SAMPLES / 1e3
+
+    def items() -> float:
+        for pick in picks.tolist():
+            data[pick]
+        return READ_SAMPLES / 1e3
+
+    def slices() -> float:
+        for pick in picks.tolist():
+            start = pick * SEQUENCE_LENGTH
+            source.tokens[start : start + SEQUENCE_LENGTH + 1].astype(np.int64)
+        return READ_SAMPLES / 1e3
+
+    return [
+        ("yardstick: one slice per sample, k samples/s", "", slices),
+        ("read batches of 32, k samples/s", ">= 58", lambda: read(32)),
+        ("read batches of 4, k samples/s", ">= 58", lambda: read(4)),
+        ("read single items, k samples/s", "", items),
+    ]
+
+
+def _encoding(folder: Path) -> list[Case]:
+    build_corpus(folder / "corpus.jsonl")
+    texts, size = [], 0
+    for text in read_documents([folder / "corpus.jsonl"], Tally()):
+        texts.append(text)
+        size += len(text.encode())
+        if size > ENCODED_BYTES:
+            break
+    part = folder / "part.jsonl"
+    part.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    tokenizer = train_bpe(texts, VOCAB_SIZE, folder / "tokenizer.json")
+    config = PreprocessConfig(input=(str(part),), output_prefix=str(folder / "encoded"))
+
+    def plain() -> float:
+        tokenizer.encode_batch(texts)
+        return size / 1e6
+
+    def prepare() -> float:
+        preprocess(config, tokenizer=tokenizer)
+        return size / 1e6
+
+    return [
+        ("yardstick: the library's encode_batch, MB/s", "", plain),
+        ("preprocess_data / encode_batch, MB/s", ">= 0.9", prepare),
+    ]
+
+
+def measure(cases: list[Case], seconds: float, clock: Callable[[], float]) -> list[list[float]]:
+    """Run the cases in turns until the time is up.
+
+    Args:
+        cases: what to run.
+        seconds: of all of them together; each runs at least three times.
+        clock: reads the seconds that count.
+
+    Returns:
+        The rates of each, by round.
+    """
+    rates: list[list[float]] = [[] for _ in cases]
+    end = time.perf_counter() + seconds
+    while len(rates[-1]) < 3 or time.perf_counter() < end:
+        for (_, _, work), found in zip(cases, rates, strict=True):
+            begin = clock()
+            amount = work()
+            found.append(amount / (clock() - begin))
+    return rates
+
+
+def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
+    """Measure everything.
+
+    Args:
+        quick: three rounds only.
+        clock: reads the seconds that count.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        writing = _writing(folder)
+        writing[0][2]()  # what the reading cases read
+        cases = [*writing, *_indexing(), *_reading(folder), *_encoding(folder)]
+        rates = measure(cases, 0.0 if quick else 30.0, clock)
+        for (what, target, _), ours in zip(cases, rates, strict=True):
+            median = statistics.median(ours)
+            found.append(
+                Row(bench="data", what=what, ours=median, peer=None, ratio=None, target=target)
+            )
+        # Encoding, the last case, against the library's own call, the one before it.
+        found[-1]["peer"] = statistics.median(rates[-2])
+        found[-1]["ratio"] = statistics.median(
+            mine / theirs for mine, theirs in zip(rates[-1], rates[-2], strict=True)
+        )
+    return found
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three rounds only")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="what is counted")
+    given = parser.parse_args()
+    clock = time.process_time if given.clock == "cpu" else time.perf_counter
+    print(format_table(rows(given.quick, clock)))
+
+
+if __name__ == "__main__":
+    main()

@@ -138,7 +138,9 @@ class GPTDataset:
         document_index = build_document_index(np.arange(start, stop), plan, random)
         return {
             "document_index": document_index,
-            "sample_index": build_sample_index(self.source.lengths, document_index, plan, seq),
+            "sample_index": build_sample_index(
+                self.source.lengths, document_index, plan, sequence_length=seq
+            ),
             "shuffle_index": build_shuffle_index(plan, random),
         }
 

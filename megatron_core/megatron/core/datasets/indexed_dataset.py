@@ -21,24 +21,28 @@ truncated or foreign file is one line before training and never a crash or a wro
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-TOKEN_TYPES: dict[int, np.dtype] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
+TOKEN_TYPES: Mapping[int, np.dtype] = MappingProxyType(
+    {
+        1: np.dtype("u1"),
+        2: np.dtype("i1"),
+        3: np.dtype("<i2"),
+        4: np.dtype("<i4"),
+        5: np.dtype("<i8"),
+        6: np.dtype("<f8"),
+        7: np.dtype("<f4"),
+        8: np.dtype("<u2"),
+    }
+)
 # Sequences checked at a time: opening a file of 10^9 sequences must not need 20 GB.
 _CHECKED_AT_ONCE = 1 << 20
 _FINGERPRINT_TAIL_BYTES = 1 << 16
@@ -222,7 +226,7 @@ class IndexedDataset:
             digest.update(stream.read())
         return digest.hexdigest()
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+    def get(self, index: int, offset: int = 0, *, length: int | None = None) -> np.ndarray:
         """Return tokens of one sequence.
 
         Args:

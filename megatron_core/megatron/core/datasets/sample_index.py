@@ -104,7 +104,7 @@ def build_document_index(
 
 
 def build_sample_index(
-    lengths: np.ndarray, document_index: np.ndarray, plan: EpochPlan, sequence_length: int
+    lengths: np.ndarray, document_index: np.ndarray, plan: EpochPlan, *, sequence_length: int
 ) -> np.ndarray:
     """Find where every sample starts, without a loop over samples.
 

@@ -87,13 +87,13 @@ def test_reading_parts_of_sequences(tmp_path):
     data = IndexedDataset(write(tmp_path / "data", DOCUMENTS_A + DOCUMENTS_B))
     assert (len(data), data.num_documents, data.num_tokens) == (4, 2, 9)
     assert data.get(0, 1).tolist() == [2, 3]
-    assert data.get(0, 1, 1).tolist() == [2]
+    assert data.get(0, 1, length=1).tolist() == [2]
     assert data.get(3, 2).tolist() == []
     assert data.locate(5) == (1, 2, 0)
     assert data.locate(4) == (0, 1, 1)
-    for arguments in [(4,), (-1,), (0, 4), (0, 1, 3), (0, -1, 1)]:
+    for index, offset, length in [(4, 0, 1), (-1, 0, 1), (0, 4, None), (0, 1, 3), (0, -1, 1)]:
         with pytest.raises(IndexError):
-            data.get(*arguments)
+            data.get(index, offset, length=length)
     assert not data.get(0).flags.writeable
 
 

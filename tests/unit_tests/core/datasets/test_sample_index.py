@@ -96,7 +96,7 @@ def test_arrays_equal_the_slow_construction(
     plan = plan_epochs(int(lengths[list(documents)].sum()), seq, samples)
     random = np.random.RandomState(seed)
     document_index = build_document_index(np.array(documents), plan, random)
-    sample_index = build_sample_index(lengths, document_index, plan, seq)
+    sample_index = build_sample_index(lengths, document_index, plan, sequence_length=seq)
     shuffle_index = build_shuffle_index(plan, random)
     assert (plan.num_epochs, plan.separate_final_epoch) == (epochs, separate)
     assert document_index.tolist() == line
@@ -127,7 +127,7 @@ def test_arrays_of_a_known_run():
     plan = plan_epochs(20, 4, 12)
     random = np.random.RandomState(1234)
     document_index = build_document_index(np.arange(5), plan, random)
-    sample_index = build_sample_index(lengths, document_index, plan, 4)
+    sample_index = build_sample_index(lengths, document_index, plan, sequence_length=4)
     shuffle_index = build_shuffle_index(plan, random)
     assert document_index.tolist() == GOLDEN_DOCUMENTS
     assert sample_index.tolist() == GOLDEN_SAMPLES
@@ -144,6 +144,6 @@ def test_positions_that_need_64_bits_get_them():
     # One sequence as long as int32 allows: its offsets still fit, with a label they would not.
     lengths = np.array([2**31 - 1], dtype=np.int32)
     plan = plan_epochs(2**31 - 1, 2**28, None)
-    index = build_sample_index(lengths, np.array([0], dtype=np.int32), plan, 2**28)
+    index = build_sample_index(lengths, np.array([0], dtype=np.int32), plan, sequence_length=2**28)
     assert index.dtype == np.int64
     assert index[:, 1].tolist() == [k * 2**28 for k in range(8)]

@@ -100,7 +100,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, writable."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    # A tensor of one element is contiguous whatever its strides; a byte view wants stride 1.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[memoryview]:

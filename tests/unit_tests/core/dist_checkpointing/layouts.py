@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random layouts of logical tensors over simulated ranks, and ranks that are threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator, TensorChunk
+from megatron.core.dist_checkpointing.boxes import Box
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def whole(tensors: Tensors, ranks: tuple[int, ...] = (0,)) -> list[TensorChunk]:
+    """Return every tensor as one chunk held by `ranks`."""
+    return [
+        TensorChunk(
+            name=name,
+            shape=tuple(tensor.shape),
+            offsets=(0,) * tensor.ndim,
+            tensor=tensor,
+            replica_ranks=ranks,
+        )
+        for name, tensor in tensors.items()
+    ]
+
+
+def empty_like(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Return tensors of the same shapes and dtypes whose bytes are all 0xA5."""
+    return {name: poison(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
+def poison(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that equals no test value, so that what is not written is seen."""
+    if dtype == torch.bool:
+        return torch.ones(sizes, dtype=dtype)
+    count = torch.Size(sizes).numel() * dtype.itemsize
+    return torch.full((count,), 0xA5, dtype=torch.uint8).view(dtype).view(sizes)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit by bit, NaN and negative zero included."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    # clone: a tensor of one element is contiguous whatever its strides
+    raw = (t.clone(memory_format=torch.contiguous_format).reshape(-1) for t in (a, b))
+    raw = (t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in raw)
+    return torch.equal(*raw)
+
+
+def random_boxes(shape: tuple[int, ...], rng: random.Random, depth: int = 3) -> list[Box]:
+    """Cut a tensor into boxes by random planes through random parts."""
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(rng.randrange(depth + 1) if shape else 0):
+        box = boxes.pop(rng.randrange(len(boxes)))
+        dim = rng.randrange(len(shape))
+        cut = rng.randrange(box.sizes[dim] + 1)  # the ends too: empty boxes must be harmless
+        for begin, size in ((0, cut), (cut, box.sizes[dim] - cut)):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim] += begin
+            sizes[dim] = size
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+    return boxes
+
+
+def with_strides(values: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """Return a tensor of the same values, contiguous or with odd strides."""
+    way = rng.randrange(3)
+    if way == 1 and values.ndim >= 2:  # transposed memory
+        return values.transpose(0, -1).contiguous().transpose(0, -1)
+    if way == 2 and values.ndim >= 1:  # every second column of a wider buffer
+        wide = poison((*values.shape[:-1], 2 * values.shape[-1] + 1), values.dtype)
+        wide[..., 1::2] = values
+        return wide[..., 1::2]
+    return values.contiguous()
+
+
+def random_layout(
+    tensors: Tensors, world: int, rng: random.Random, *, fill: bool
+) -> list[list[TensorChunk]]:
+    """Deal random boxes of every tensor to ranks, some of them to several.
+
+    Args:
+        tensors: the logical tensors.
+        world: number of ranks.
+        rng: decides everything.
+        fill: whether chunks hold the values (to save) or poison (to load).
+    """
+    ranks: list[list[TensorChunk]] = [[] for _ in range(world)]
+    for name, tensor in tensors.items():
+        for box in random_boxes(tuple(tensor.shape), rng):
+            holders = tuple(sorted(rng.sample(range(world), rng.randint(1, world))))
+            for rank in holders:
+                values = tensor[box.slices] if fill else poison(box.sizes, tensor.dtype)
+                ranks[rank].append(
+                    TensorChunk(
+                        name=name,
+                        shape=tuple(tensor.shape),
+                        offsets=box.offsets,
+                        tensor=with_strides(values, rng),
+                        replica_ranks=holders,
+                    )
+                )
+    for chunks in ranks:
+        rng.shuffle(chunks)  # members of a replica set need not list their chunks in one order
+    return ranks
+
+
+def on_threads(
+    world: int, job: Callable[[int, Coordinator], Any], *, timeout_seconds: float = 20.0
+) -> list[Any]:
+    """Run `job(rank, coordinator)` on `world` threads; return the value or the error of each."""
+    if world == 1:
+        return [_value_or_error(job, 0, Solo())]
+    store = dist.HashStore()
+    found: list[Any] = [None] * world
+
+    def run(rank: int) -> None:
+        coordinator = StoreCoordinator(store, rank, world, timeout_seconds)
+        found[rank] = _value_or_error(job, rank, coordinator)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _value_or_error(
+    job: Callable[[int, Coordinator], Any], rank: int, coordinator: Coordinator
+) -> Any:
+    try:
+        return job(rank, coordinator)
+    except Exception as error:
+        return error
+
+
+def raise_errors(results: list[Any]) -> list[Any]:
+    """Return the results of `on_threads`, or raise the first error among them."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results

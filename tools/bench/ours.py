@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step of our GPT, through the parts that the training loop uses."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from tools.bench import shapes
+from tools.bench.peers import tokens_of
+from tools.bench.shapes import Shape
+from tools.bench.turns import Step
+
+
+def config_of(shape: Shape) -> GPTConfig:
+    """Return the model of a shape."""
+    return GPTConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocabulary,
+        attention=AttentionConfig(
+            num_attention_heads=shape.heads,
+            num_query_groups=shape.kv_heads,
+            kv_channels=shape.hidden // shape.heads,
+        ),
+        mlp=MLPConfig(ffn_hidden_size=shape.ffn),
+        norm=NormConfig(epsilon=shapes.NORM_EPSILON),
+        rope=RopeConfig(base=shapes.ROPE_BASE),
+        init_std=shapes.INIT_STD,
+    )
+
+
+def training_step(shape: Shape, *, bf16: bool) -> Step:
+    """Build a step: forward, backward into flat fp32 gradients, clip, AdamW.
+
+    Args:
+        shape: model and batch.
+        bf16: bf16 weights and activations with fp32 masters, else fp32.
+    """
+    groups = ProcessGroupCollection.single()
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = GPTModel(config_of(shape), groups, seed=shapes.SEED, dtype=dtype)
+    if model.store.num_parameters != shape.parameters:
+        raise ValueError(
+            f"our model has {model.store.num_parameters} weights, the shape {shape.parameters}"
+        )
+    engine = DataParallel(model.store, groups)
+    config = OptimizerConfig(
+        adam_beta1=shapes.BETAS[0],
+        adam_beta2=shapes.BETAS[1],
+        adam_eps=shapes.EPSILON,
+        clip_grad=shapes.CLIP,
+    )
+    optimizer = Optimizer(engine.owned(), groups, config)
+    tokens = tokens_of(shape)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    weights = torch.full(labels.shape, 1.0 / labels.numel())
+
+    def step() -> float:
+        engine.begin_step()
+        loss, _ = model.loss(inputs, labels, weights)
+        engine.backward(loss, last=True)
+        engine.finish()
+        optimizer.step(shapes.LEARNING_RATE, shapes.WEIGHT_DECAY)
+        engine.gather_weights()
+        return loss.item()
+
+    return step

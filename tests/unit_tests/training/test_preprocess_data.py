@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pty
-import resource
 import subprocess
 import sys
 
@@ -30,9 +29,9 @@ def config_for(tmp_path, *inputs, **options):
     return PreprocessConfig(input=inputs, output_prefix=str(tmp_path / "out" / "data"), **options)
 
 
-def run(*arguments, **options):
-    command = [sys.executable, "-m", "megatron.training.preprocess_data", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+def run(*arguments, python=("-m",)):
+    command = [sys.executable, *python, "megatron.training.preprocess_data", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
@@ -190,9 +189,14 @@ def test_user_errors_are_one_line_and_a_code(tmp_path):
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, length):
     path = write_lines(tmp_path / "a.jsonl", ["x" * length])
     (tmp_path / "out").mkdir()
+    limited = (
+        "import os, resource, sys; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({length}, {length})); "
+        "os.execv(sys.executable, [sys.executable, '-m', *sys.argv[1:]])"
+    )
     done = run(
         "--input", path, "--tokenizer-type", "byte", "--output-prefix", tmp_path / "out" / "x",
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (length, length)),
+        python=["-c", limited],
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "nothing was written" in done.stderr

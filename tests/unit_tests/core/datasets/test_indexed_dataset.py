@@ -4,10 +4,12 @@
 import re
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
+from megatron.core.datasets.atomic_file import publish
 from megatron.core.datasets.indexed_dataset import (
     TOKEN_TYPES,
     IndexedDataset,
@@ -131,6 +133,34 @@ def test_an_interrupted_writer_leaves_the_older_pair_alone(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_writer_that_cannot_finish_leaves_the_older_pair_alone(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "data", DOCUMENTS_A)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full_disk(self: IndexedDatasetWriter, stream: BinaryIO) -> None:
+        stream.write(b"half of it")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(IndexedDatasetWriter, "_write_index", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write(prefix, DOCUMENTS_B)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_overwriting_removes_the_old_index_before_the_new_tokens_come(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "data", DOCUMENTS_A)
+    seen = []
+
+    def watch(temporary: Path, target: Path) -> None:
+        seen.append((target.name, idx_path(prefix).exists()))
+        publish(temporary, target)
+
+    monkeypatch.setattr("megatron.core.datasets.indexed_writer.publish", watch)
+    write(prefix, DOCUMENTS_B)
+    assert seen == [("data.bin", False), ("data.idx", False)]
+    assert IndexedDataset(prefix).get(0).tolist() == [6, 7]
 
 
 def test_nothing_is_visible_under_its_name_before_the_end(tmp_path):

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders, tracker, fallback, sweeping, claiming and retention."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    SaveFolderClaim,
+    Solo,
+    TensorChunk,
+    checkpoint_folder,
+    compare_architecture,
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    read_extra,
+    save_checkpoint,
+)
+from megatron.core.dist_checkpointing import claim as claim_module
+from tests.support.ranks import start_ranks
+from tests.unit_tests.core.dist_checkpointing.layouts import whole
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def save(root: Path, iteration: int, **options) -> Path:
+    tensors = {"w": torch.full((3,), float(iteration))}
+    return save_checkpoint(root, iteration, whole(tensors), {}, coordinator=Solo(), **options)
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_a_save_leaves_the_folder_and_the_tracker_and_nothing_else(tmp_path):
+    root = tmp_path / "new" / "root"
+    assert save(root, 100) == root / "iter_0000100"
+    assert names(root) == {"iter_0000100", TRACKER}
+    assert (root / TRACKER).read_text() == "100\n"
+    assert checkpoint_folder(root, 12345678).name == "iter_12345678"
+
+
+def test_a_step_is_never_saved_over(tmp_path):
+    folder = save(tmp_path, 1)
+    before = (folder / "manifest.json").stat()
+    with pytest.raises(CheckpointError, match=r"iter_0000001 exists already"):
+        save(tmp_path, 1)
+    lines: list[str] = []
+    tensors = whole({"w": torch.zeros(9)})
+    assert folder == save_checkpoint(
+        tmp_path, 1, tensors, {}, coordinator=Solo(lines.append), existing="skip"
+    )
+    assert len(lines) == 1
+    assert "exists already" in lines[0]
+    assert (folder / "manifest.json").stat() == before
+    assert names(tmp_path) == {"iter_0000001", TRACKER}
+    (tmp_path / "iter_0000002").mkdir()  # rename would replace an empty folder
+    with pytest.raises(CheckpointError, match=r"iter_0000002 exists already"):
+        save(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "reason"),
+    [
+        ("", "holds ''"),
+        ("garbage", "holds 'garbage'"),
+        ("-1", "holds '-1'"),
+        ("9" * 5000, "not an iteration"),
+        ("7", "iter_0000007 is not a complete checkpoint"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_useless_tracker_falls_back_with_one_line(tmp_path, tracker, reason):
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    (tmp_path / TRACKER).unlink()
+    if tracker is not None:
+        (tmp_path / TRACKER).write_text(tracker)
+    lines: list[str] = []
+    assert latest_checkpoint(tmp_path, say=lines.append) == newest
+    assert len(lines) == 1
+    assert "falling back" in lines[0]
+    assert reason in lines[0]
+
+
+def test_the_tracker_wins_over_a_newer_folder_and_says_so(tmp_path):
+    older = save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / TRACKER).write_text("1")
+    lines: list[str] = []
+    assert latest_checkpoint(tmp_path, say=lines.append) == older
+    assert len(lines) == 1
+    assert "iter_0000002 is newer" in lines[0]
+
+
+def test_no_checkpoint_is_none_and_only_damaged_ones_are_an_error(tmp_path):
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    assert latest_checkpoint(tmp_path) is None
+    folder = save(tmp_path, 3)
+    lines: list[str] = []
+    assert latest_checkpoint(tmp_path, say=lines.append) == folder
+    assert not lines
+    os.truncate(folder / "shard-00000.safetensors", 20)
+    with pytest.raises(CheckpointError, match=r"no undamaged checkpoint .*shard-00000.*20 bytes"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_list_is_newest_first_by_number(tmp_path):
+    for iteration in (2, 10, 9_999_999, 10_000_000):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_0000011.tmp-0123456789abcdef").mkdir()
+    (tmp_path / "iter_x").mkdir()
+    found = [int(path.name[5:]) for path in list_checkpoints(tmp_path)]
+    assert found == [10_000_000, 9_999_999, 10, 2]
+
+
+def test_retention_keeps_the_newest_the_tracked_and_the_damaged(tmp_path):
+    folders = [save(tmp_path, i) for i in range(1, 7)]
+    (tmp_path / TRACKER).write_text("2")
+    os.truncate(folders[5] / "shard-00000.safetensors", 3)  # not counted among the newest
+    assert prune_checkpoints(tmp_path, 2) == [folders[2], folders[0]]
+    assert names(tmp_path) == {TRACKER, *(f.name for f in (folders[i] for i in (1, 3, 4, 5)))}
+    with pytest.raises(ValueError, match="keep_last"):
+        prune_checkpoints(tmp_path, 0)
+
+
+def test_a_claim_sweeps_leftovers_and_nothing_else(tmp_path):
+    save(tmp_path, 1)
+    keep = names(tmp_path) | {"iter_0000001.backup", "notes.tmp-0123456789abcdef"}
+    for name in ("iter_0000001.backup", "notes.tmp-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+    stale = tmp_path / "iter_0000002.tmp-0123456789abcdef"
+    stale.mkdir()
+    (stale / "shard-00000.safetensors").write_bytes(b"half")
+    (tmp_path / f"{TRACKER}.tmp-0123456789abcdef").write_text("2")
+    save(tmp_path, 2)
+    assert stale.exists()  # a save leaves foreign folders alone
+    with SaveFolderClaim(tmp_path) as claim:
+        assert len(claim.swept) == 2
+        assert names(tmp_path) == keep | {"iter_0000002", ".writer.lock"}
+
+
+def hold_claim(rank: int, world: int, root: str) -> None:
+    with SaveFolderClaim(root):
+        print("claimed", flush=True)
+        multiprocessing.Event().wait()
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
+    with start_ranks(hold_claim, 1, str(tmp_path), init=False) as ranks:
+        ranks.wait_for_line(0, "claimed")
+        pid = ranks.processes[0].pid
+        with pytest.raises(CheckpointError, match=rf"in use by another run \(pid {pid} on"):
+            SaveFolderClaim(tmp_path)
+        ranks.kill(0)
+        ranks.processes[0].join()
+        SaveFolderClaim(tmp_path).close()
+
+
+def test_a_claim_finds_out_at_the_start_that_nothing_can_be_saved(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot save under .*name a folder"):
+        SaveFolderClaim(tmp_path / "file")
+
+    def full(path, data):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(claim_module, "write_synced", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        SaveFolderClaim(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"a": float("nan")}, r"extra\['a'\] is nan"),
+        ({"a": [{3: 1}]}, r"extra\['a'\]\[0\] has the key 3"),
+        ({"a": (1, 2)}, r"extra\['a'\] is a tuple"),
+        ({"a": torch.ones(1)}, "is a Tensor"),
+    ],
+)
+def test_extra_must_come_back_as_it_went(tmp_path, extra, text):
+    with pytest.raises(CheckpointError, match=text):
+        save_checkpoint(tmp_path, 1, [], extra, coordinator=Solo())
+    assert names(tmp_path) == set()
+
+
+def test_extra_comes_back(tmp_path):
+    extra = {"model": {"eps": 1e-05, "pattern": "*-", "none": None}, "samples": 2**60, "ü": [True]}
+    assert read_extra(save_checkpoint(tmp_path, 1, [], extra, coordinator=Solo())) == extra
+
+
+def test_a_checkpoint_of_nothing_is_one(tmp_path):
+    folder = save_checkpoint(tmp_path, 0, [], {}, coordinator=Solo())
+    assert latest_checkpoint(tmp_path) == folder
+    assert load_checkpoint(folder, []).bytes_read == 0
+
+
+def test_architectures_are_compared_field_by_field():
+    saved = {"num_layers": 4, "mlp": {"ffn": 8, "gated": True}, "pattern": ["*", "-"], "old": 1}
+    wanted = {"num_layers": 6, "mlp": {"ffn": 8, "gated": False}, "pattern": ("*", "-"), "new": 2}
+    assert compare_architecture(saved, wanted) == [
+        "mlp.gated: True in the checkpoint, False in the model",
+        "new: absent in the checkpoint, 2 in the model",
+        "num_layers: 4 in the checkpoint, 6 in the model",
+        "old: 1 in the checkpoint, absent in the model",
+    ]
+    assert compare_architecture(saved, saved) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"offsets": (1,)}, "does not lie inside"),
+        ({"offsets": (-1,)}, "does not lie inside"),
+        ({"offsets": (0, 0)}, "does not lie inside"),
+        ({"name": "a@b"}, "without '@'"),
+        ({"name": ""}, "not empty"),
+        ({"name": "a\n"}, "printable"),
+        ({"replica_ranks": ()}, "replica_ranks"),
+        ({"replica_ranks": (1, 0)}, "ascending"),
+        ({"replica_ranks": (0, 0)}, "distinct"),
+    ],
+)
+def test_an_impossible_chunk_is_refused(fields, text):
+    good = {"name": "w", "shape": (3,), "offsets": (0,), "replica_ranks": (0,)}
+    with pytest.raises(ValueError, match=text):
+        TensorChunk(tensor=torch.zeros(3), **(good | fields))
+
+
+@pytest.mark.parametrize("options", [{"block_bytes": 8}, {"block_bytes": 100}, {"existing": "?"}])
+def test_impossible_options_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match=r"block_bytes|existing"):
+        save(tmp_path, 1, **options)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged, edited, incomplete and foreign checkpoints: refused, naming the file and the tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Solo,
+    latest_checkpoint,
+    load_checkpoint,
+    read_extra,
+    read_manifest,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from megatron.core.dist_checkpointing.manifest import digest
+from tests.unit_tests.core.dist_checkpointing.layouts import empty_like, whole
+
+SHARD = "shard-00000.safetensors"
+TENSORS = {"first.weight": torch.arange(1000.0), "second.weight": torch.arange(500)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint of two tensors under blocks of 512 bytes."""
+    return save_checkpoint(
+        tmp_path, 5, whole(TENSORS), {"step": 5}, coordinator=Solo(), block_bytes=512
+    )
+
+
+def load(folder: Path, **options) -> None:
+    load_checkpoint(folder, whole(empty_like(TENSORS)), **options)
+
+
+def patch(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    patch(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
+
+
+def forge(folder: Path, change) -> None:
+    """Edit the manifest and give it a matching digest, as an attacker or a bad tool would."""
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_bytes())
+    del fields["xxh3"]
+    change(fields)
+    body = json.dumps(fields).encode()[1:]
+    path.write_bytes(b'{"xxh3":"%s",\n' % digest(body).encode() + body)
+
+
+def test_every_flipped_bit_of_the_tensors_names_the_tensor(folder):
+    manifest = read_manifest(folder)
+    for name, tensor in manifest.tensors.items():
+        chunk = tensor.chunks[0]
+        for position in (chunk.begin, (chunk.begin + chunk.end) // 2, chunk.end - 1):
+            flip_bit(folder / SHARD, position)
+            for check in (load, verify_checkpoint):
+                with pytest.raises(CheckpointError, match=f"{SHARD} is damaged: {name}"):
+                    check(folder)
+            load(folder, verify=False)
+            flip_bit(folder / SHARD, position)
+    load(folder)
+
+
+def test_a_flipped_bit_elsewhere_does_not_hinder_a_partial_load(folder):
+    flip_bit(folder / SHARD, read_manifest(folder).tensors["second.weight"].chunks[0].begin)
+    load_checkpoint(folder, whole({"first.weight": torch.zeros(1000)}))
+    with pytest.raises(CheckpointError, match=r"second\.weight"):
+        load_checkpoint(folder, whole({"second.weight": torch.zeros(500).long()}))
+
+
+@pytest.mark.parametrize("position", [0, 7, 8, 60])
+def test_a_damaged_header_is_refused(folder, position):
+    flip_bit(folder / SHARD, position)
+    with pytest.raises(CheckpointError, match=rf"{SHARD} is damaged: .*header"):
+        load(folder)
+
+
+def test_an_oversized_header_is_refused_without_reading_it(folder):
+    patch(folder / SHARD, 0, struct.pack("<Q", 1 << 60))
+    for verify in (True, False):
+        with pytest.raises(CheckpointError, match="announces a header of 11529"):
+            load(folder, verify=verify)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_a_truncated_shard_is_refused(folder, keep):
+    path = folder / SHARD
+    size = path.stat().st_size
+    os.truncate(path, keep % size)
+    for check in (load, verify_checkpoint, lambda f: load(f, verify=False)):
+        with pytest.raises(CheckpointError, match=rf"{SHARD} has {keep % size} bytes"):
+            check(folder)
+
+
+def test_a_missing_shard_is_refused(folder):
+    (folder / SHARD).unlink()
+    for check in (load, verify_checkpoint):
+        with pytest.raises(CheckpointError, match=rf"cannot read .*{SHARD}: No such file"):
+            check(folder)
+
+
+def test_a_shard_that_is_no_file_is_refused(folder):
+    (folder / SHARD).unlink()
+    os.mkfifo(folder / SHARD)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        load(folder)
+
+
+def test_a_foreign_file_is_reported(folder):
+    shutil.copy(folder / SHARD, folder / "shard-00001.safetensors")
+    assert verify_checkpoint(folder).unexpected_files == ("shard-00001.safetensors",)
+    load(folder)
+
+
+def test_any_edit_of_the_manifest_is_refused(folder):
+    path = folder / "manifest.json"
+    raw = path.read_bytes()
+    for old, new in (
+        (b'"step":5', b'"step":6'),
+        (b'"iteration":5', b'"iteration":7'),
+        (b"F32", b"I32"),
+        (raw[9:11], b"zz"),
+    ):
+        path.write_bytes(raw.replace(old, new, 1))
+        for check in (load, read_extra, verify_checkpoint):
+            with pytest.raises(CheckpointError, match=r"manifest\.json has changed"):
+                check(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"\x80\x04K\x00.", b"[" * 1_000_000])
+def test_what_is_no_manifest_is_refused(folder, content):
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a manifest written by this library"):
+        load(folder)
+    body = content + b"}"
+    (folder / "manifest.json").write_bytes(b'{"xxh3":"%s",\n' % digest(body).encode() + body)
+    with pytest.raises(CheckpointError, match="cannot be understood"):
+        load(folder)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(folder):
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+        load(folder)
+
+
+def _rename_shard(name):
+    def change(fields):
+        fields["files"] = {name: fields["files"][SHARD]}
+        for tensor in fields["tensors"].values():
+            tensor["chunks"][0]["file"] = name
+
+    return change
+
+
+def _chunk(**changes):
+    def change(fields):
+        fields["tensors"]["first.weight"]["chunks"][0].update(changes)
+
+    return change
+
+
+def _field(name, value):
+    return lambda fields: fields.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_rename_shard("../shard"), "not the plain name"),
+        (_rename_shard("/etc/passwd"), "not the plain name"),
+        (_rename_shard(".."), "not the plain name"),
+        (_rename_shard(""), "not the plain name"),
+        (_chunk(file="other"), "not in the list of files"),
+        (_chunk(bytes=[0, 4000]), "impossible byte range"),
+        (_chunk(bytes=[10**9, 10**9 + 4000]), "impossible byte range"),
+        (_chunk(bytes=[-4000, 0]), "not a list of numbers"),
+        (_chunk(sizes=[10**12]), "outside its shape"),
+        (_chunk(offsets=[1]), "outside its shape"),
+        (_chunk(offsets=[True]), "not a list of numbers"),
+        (_chunk(offsets=[0, 0]), "cannot be understood|outside its shape"),
+        (_chunk(xxh3=[]), "0 digests for 4000 bytes"),
+        (_field("version", 2), "this library reads"),
+        (_field("format", "other"), "this library reads"),
+        (_field("block_bytes", 0), "not a multiple of 16"),
+        (_field("extra", []), "extra is not an object"),
+        (_field("tensors", []), "cannot be understood"),
+        (lambda fields: fields.pop("files"), "cannot be understood"),
+    ],
+)
+def test_a_forged_manifest_is_refused(folder, change, text):
+    forge(folder, change)
+    with pytest.raises(CheckpointError, match=text):
+        load(folder)
+
+
+def test_a_digest_forged_into_the_manifest_does_not_match_the_bytes(folder):
+    forge(folder, _chunk(xxh3=["0" * 16] * 8))
+    with pytest.raises(CheckpointError, match=r"first\.weight\[0:1000\] does not match"):
+        load(folder)
+
+
+def test_holes_and_overlaps_in_the_manifest_are_noticed(folder):
+    def hole(fields):
+        first = fields["tensors"]["first.weight"]
+        first["shape"] = [1001]
+
+    forge(folder, hole)
+    with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
+        verify_checkpoint(folder, digests=False)
+    with pytest.raises(CheckpointError, match="holds only 1000 of them"):
+        load_checkpoint(folder, whole({"first.weight": torch.zeros(1001)}))
+
+    def twice(fields):
+        first = fields["tensors"]["first.weight"]
+        first["shape"] = [1000]
+        first["chunks"] *= 2
+
+    forge(folder, twice)
+    with pytest.raises(CheckpointError, match=r"stores first\.weight twice"):
+        load(folder)
+
+
+def test_without_digests_only_unverified_loads_work(tmp_path):
+    folder = save_checkpoint(tmp_path, 1, whole(TENSORS), {}, coordinator=Solo(), digests=False)
+    load(folder, verify=False)
+    for check in (load, verify_checkpoint):
+        with pytest.raises(CheckpointError, match="without digests"):
+            check(folder)
+    verify_checkpoint(folder, digests=False)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, folder):
+    newer = save_checkpoint(tmp_path, 6, whole(TENSORS), {}, coordinator=Solo())
+    flip_bit(newer / SHARD, -1 % (newer / SHARD).stat().st_size)
+    lines: list[str] = []
+    assert latest_checkpoint(tmp_path, say=lines.append) == newer
+    assert latest_checkpoint(tmp_path, digests=True, say=lines.append) == folder
+    assert len(lines) == 1
+    assert "falling back" in lines[0]
+    assert SHARD in lines[0]

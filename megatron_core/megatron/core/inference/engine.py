@@ -22,26 +22,34 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import SamplingParams, sample
 
 PADDING_DOCUMENT = -1
 
 
+class Head(Protocol):
+    """Hidden states to logits; `megatron.core.tensor_parallel.VocabParallelHead` is one."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [s, b, h] to this rank's logits [s, b, V/tp]."""
+        ...
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Gather them to fp32 [s, b, V], the same on every rank, without padding columns."""
+        ...
+
+
 class LanguageModel(Protocol):
-    """What the engine asks of a model; `megatron.core.models.gpt.GPTModel` answers it."""
+    """What the engine asks of a model; `megatron.core.models.gpt.GPTModel` is one."""
 
-    def full_logits(
-        self,
-        tokens: Tensor,
-        *,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Map tokens [b, s] to fp32 logits [s, b, V]: whole on every rank, no padding columns.
+    head: Head
 
-        `cache` holds the s_k - s tokens before these; `positions` [s, b]; `document_ids` [s_k, b].
+    def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: KVCache) -> Tensor:
+        """Map tokens [b, s], which follow those in the cache, to hidden states [s, b, h].
+
+        `layout` has positions [s, b] and document ids [s_k, b], those of the cached tokens too.
         """
         ...
 
@@ -138,7 +146,7 @@ def stream(
     hence chooses the same tokens; no token is communicated. Call `check_requests` first.
 
     Args:
-        model: see `LanguageModel`; in evaluation mode (no dropout).
+        model: built without sequence parallelism.
         requests: the batch; any mix of prompt lengths.
         max_new_tokens: tokens to generate for each at most.
         sampling: how tokens are chosen.
@@ -158,9 +166,10 @@ def stream(
     cache = KVCache(tokens.shape[1] + max_new_tokens - 1)
     for step in range(max_new_tokens):
         with torch.no_grad():
-            logits = model.full_logits(
-                tokens, cache=cache, positions=positions, document_ids=documents
-            )[-1]  # [b, V]
+            layout = SequenceLayout(positions, documents)
+            hidden = model(tokens, layout=layout, cache=cache)[-1:]  # [1, b, h]
+            # Only the last row is projected: a prompt's other logits are not needed, and large.
+            logits = model.head.whole(model.head(hidden))[0]  # [b, V]
             chosen, logprobs = sample(
                 logits, sampling, sequences=sequences, positions=[n + step for n in lengths]
             )

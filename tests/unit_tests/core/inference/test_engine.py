@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference.engine import Request, check_requests, generate, stream
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import SamplingParams
@@ -16,23 +17,30 @@ class NextNumber:
     """Find the token after the last one most probable; record what it was called with."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        self.calls: list[tuple[torch.Tensor, SequenceLayout]] = []
+        self.head = IdentityHead()
 
-    def full_logits(
-        self,
-        tokens: torch.Tensor,
-        *,
-        cache: KVCache | None = None,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
+    def __call__(
+        self, tokens: torch.Tensor, *, layout: SequenceLayout, cache: KVCache
     ) -> torch.Tensor:
-        assert cache is not None
-        assert positions is not None
-        self.calls.append((tokens, positions, document_ids))
+        self.calls.append((tokens, layout))
         state = tokens.t()[:, :, None, None].float()  # [s, b, 1, 1]
         cache.extend(0, state, state)
         following = (tokens.t() + 1) % VOCABULARY
         return torch.nn.functional.one_hot(following, VOCABULARY).float()
+
+
+class IdentityHead:
+    """Take hidden states for logits; count the rows."""
+
+    rows = 0
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.rows += hidden.shape[0]
+        return hidden
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
 
 
 def requests(*prompts: tuple[int, ...]) -> list[Request]:
@@ -44,17 +52,23 @@ def test_prompts_are_padded_on_the_left_and_positions_start_at_their_first_token
     done = generate(model, requests((5, 6, 7), (2,)), max_new_tokens=3, sampling=GREEDY)
     assert [c.tokens for c in done] == [[8, 9, 10], [3, 4, 5]]
     assert [c.finish_reason for c in done] == ["length", "length"]
-    tokens, positions, documents = zip(*model.calls, strict=True)
-    assert [t.tolist() for t in tokens] == [[[5, 6, 7], [0, 0, 2]], [[8], [3]], [[9], [4]]]
-    assert [p.tolist() for p in positions] == [[[0, 0], [1, 0], [2, 0]], [[3, 1]], [[4, 2]]]
-    for step, ids in enumerate(documents):
-        assert ids.tolist() == [[0, -1], [0, -1], [0, 0]] + [[0, 0]] * step
+    layouts = [layout for _, layout in model.calls]
+    assert [t.tolist() for t, _ in model.calls] == [[[5, 6, 7], [0, 0, 2]], [[8], [3]], [[9], [4]]]
+    assert [x.positions.tolist() for x in layouts] == [[[0, 0], [1, 0], [2, 0]], [[3, 1]], [[4, 2]]]
+    for step, layout in enumerate(layouts):
+        assert layout.document_ids.tolist() == [[0, -1], [0, -1], [0, 0]] + [[0, 0]] * step
+
+
+def test_only_the_last_token_of_a_prompt_is_projected_to_the_vocabulary() -> None:
+    model = NextNumber()
+    generate(model, requests((5, 6, 7), (2,)), max_new_tokens=4, sampling=GREEDY)
+    assert model.head.rows == 4
 
 
 def test_prompts_of_one_length_need_no_document_ids() -> None:
     model = NextNumber()
     generate(model, requests((5, 6), (2, 3)), max_new_tokens=2, sampling=GREEDY)
-    assert [d for _, _, d in model.calls] == [None, None]
+    assert [layout.document_ids for _, layout in model.calls] == [None, None]
 
 
 def test_a_sequence_stops_at_the_stop_token_alone() -> None:

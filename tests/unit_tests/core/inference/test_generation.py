@@ -1,77 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation with a key/value cache against running the whole sequence anew for every token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron.core.inference.engine import Completion, Request, generate
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import SamplingParams, sample
-from megatron.core.ops.attention import attention
-from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
 
-VOCABULARY, HIDDEN, HEADS, GROUPS, FEATURES, LAYERS = 61, 24, 6, 2, 8, 3
+VOCABULARY, STOP = 61, 17
 PROMPTS = [(5,), (7, 3, 60, 1, 2, 9, 4), (0, 11, 12), (44, 43, 42, 41, 40)]
 GREEDY = SamplingParams(temperature=0)
 RANDOM = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, seed=9)
 
 
-class SmallTransformer:
-    """Attention layers with grouped heads and rotary positions, without any cleverness."""
+ATTENTION = AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=10)
+#: Models that differ in what a cache could get wrong: heads, positions, biases, the head's weight.
+MODELS = {
+    "grouped": GPTConfig(
+        num_layers=3,
+        hidden_size=24,
+        vocab_size=VOCABULARY,
+        attention=replace(ATTENTION, qk_norm=True),
+        mlp=MLPConfig(ffn_hidden_size=40),
+        init_std=0.5,
+    ),
+    "multi_query_partial_rope_tied": GPTConfig(
+        num_layers=2,
+        hidden_size=20,
+        vocab_size=VOCABULARY,
+        attention=replace(ATTENTION, num_query_groups=1, qkv_bias=True, output_bias=True),
+        mlp=MLPConfig(ffn_hidden_size=36, gated=False, activation="gelu", bias=True),
+        norm=NormConfig(kind="LayerNorm"),
+        rope=RopeConfig(percent=0.4, interleaved=True),
+        tied=True,
+        hidden_dropout=0.5,  # must not act while generating
+        init_std=0.4,
+    ),
+}
 
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
 
-        def weight(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
-
-        self.embedding = 2 * weight(VOCABULARY, HIDDEN)
-        self.query = [2 * weight(HEADS * FEATURES, HIDDEN) for _ in range(LAYERS)]
-        self.key = [2 * weight(GROUPS * FEATURES, HIDDEN) for _ in range(LAYERS)]
-        self.value = [2 * weight(GROUPS * FEATURES, HIDDEN) for _ in range(LAYERS)]
-        self.output = [2 * weight(HIDDEN, HEADS * FEATURES) for _ in range(LAYERS)]
-        self.head = 4 * weight(VOCABULARY, HIDDEN)
-
-    def full_logits(
-        self,
-        tokens: torch.Tensor,
-        *,
-        cache: KVCache | None = None,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        b, s = tokens.shape
-        if positions is None:
-            positions = torch.arange(s)
-        cos, sin = rotary_table(positions, dim=FEATURES)
-        x = self.embedding[tokens.t()]  # [s, b, h]
-        for layer in range(LAYERS):
-            y = torch.nn.functional.layer_norm(x, (HIDDEN,))
-            query = apply_rope((y @ self.query[layer].t()).view(s, b, HEADS, -1), cos, sin)
-            key = apply_rope((y @ self.key[layer].t()).view(s, b, GROUPS, -1), cos, sin)
-            value = (y @ self.value[layer].t()).view(s, b, GROUPS, -1)
-            if cache is not None:
-                key, value = cache.extend(layer, key, value)
-            out, _ = attention(query, key, value, document_ids=document_ids)
-            x = x + out.reshape(s, b, -1) @ self.output[layer].t()
-        return torch.nn.functional.layer_norm(x, (HIDDEN,)) @ self.head.t()
+def make_model(name: str, groups: ProcessGroupCollection) -> GPTModel:
+    return GPTModel(MODELS[name], groups, seed=3, vocab_multiple=8)
 
 
 @pytest.fixture(scope="module")
-def model() -> SmallTransformer:
-    return SmallTransformer()
+def model() -> GPTModel:
+    return make_model("grouped", ProcessGroupCollection.single())
 
 
 def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
     return [Request(prompt=p, sequence=100 + i) for i, p in enumerate(prompts)]
 
 
-def without_cache(model: SmallTransformer, request: Request, new: int, params: SamplingParams):
+def without_cache(model: GPTModel, request: Request, new: int, params: SamplingParams):
     """Generate for one prompt alone, running the whole sequence anew for every token."""
     tokens = list(request.prompt)
     done = Completion(finish_reason="length")
     for _ in range(new):
-        logits = model.full_logits(torch.tensor([tokens]))[-1]
+        with torch.no_grad():
+            logits = model.full_logits(torch.tensor([tokens]))[-1]
         token, logprob = sample(
             logits, params, sequences=[request.sequence], positions=[len(tokens)]
         )
@@ -90,17 +84,45 @@ def assert_same(got: Completion, expected: Completion) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch_with_a_cache_equals_each_prompt_alone_without(
-    model: SmallTransformer, params: SamplingParams
+    name: str, params: SamplingParams
 ) -> None:
+    model = make_model(name, ProcessGroupCollection.single())
     batch = requests(PROMPTS)
-    got = generate(model, batch, max_new_tokens=12, sampling=params)
+    with nan_memory():  # an element of the cache that was never written would show
+        got = generate(model, batch, max_new_tokens=12, sampling=params)
     for request, completion in zip(batch, got, strict=True):
         assert_same(completion, without_cache(model, request, 12, params))
     assert len({t for c in got for t in c.tokens}) > 8  # the model says more than one thing
 
 
-def test_neighbours_and_order_in_the_batch_do_not_matter(model: SmallTransformer) -> None:
+def generate_on_a_rank(rank: int, world: int, name: str) -> list[list[Completion]]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    model = make_model(name, groups)
+    return [
+        generate(model, requests(PROMPTS), max_new_tokens=9, sampling=params, stop_token=STOP)
+        for params in (GREEDY, RANDOM)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [("grouped", 2), ("grouped", 4), ("multi_query_partial_rope_tied", 2)]
+)
+def test_tensor_parallel_ranks_generate_what_one_process_does(name: str, world: int) -> None:
+    single = make_model(name, ProcessGroupCollection.single())
+    ranks = run_ranks(generate_on_a_rank, world, name)
+    for rank in ranks:
+        assert rank == ranks[0]
+    for got, params in zip(ranks[0], (GREEDY, RANDOM), strict=True):
+        expected = generate(
+            single, requests(PROMPTS), max_new_tokens=9, sampling=params, stop_token=STOP
+        )
+        for completion, reference in zip(got, expected, strict=True):
+            assert_same(completion, reference)
+
+
+def test_neighbours_and_order_in_the_batch_do_not_matter(model: GPTModel) -> None:
     batch = requests(PROMPTS)
     whole = generate(model, batch, max_new_tokens=8, sampling=RANDOM)
     mixed = generate(model, [batch[2], batch[0]], max_new_tokens=8, sampling=RANDOM)
@@ -108,7 +130,7 @@ def test_neighbours_and_order_in_the_batch_do_not_matter(model: SmallTransformer
     assert_same(mixed[1], whole[0])
 
 
-def test_a_sequence_that_ends_early_leaves_the_others_alone(model: SmallTransformer) -> None:
+def test_a_sequence_that_ends_early_leaves_the_others_alone(model: GPTModel) -> None:
     batch = requests(PROMPTS)
     endless = generate(model, batch, max_new_tokens=10, sampling=RANDOM)
     stop = endless[1].tokens[2]

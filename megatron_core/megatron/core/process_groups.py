@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank arithmetic of a parallel run, and the process groups built from it once.
 
-`RankGrid` is pure arithmetic: the sizes of every axis, and from them the ranks of any set of axes. It is
-tested without processes. `ProcessGroupCollection` is the one object that calls `torch.distributed.new_group`;
-an entry script builds it and passes it (or single `Group`s of it) down. There is no other way to find a group.
+`RankGrid` is pure arithmetic: the sizes of every axis, and from them the ranks of any set of axes.
+It is tested without processes. `ProcessGroupCollection` is the one object that calls
+`torch.distributed.new_group`; an entry script builds it and passes it (or single `Group`s of it)
+down. There is no other way to find a group.
 
 Two factorisations of one world (distributed.md 1.1):
 
     dense:   tp · gtp · cp · dp · pp          leftmost varies fastest
     expert:  etp · ep · egtp · edp · pp
 
-`dp` alone is ambiguous, so two names are used throughout: `replicate` (dp: the ranks that hold the same
-weights and optimizer state when nothing is sharded over data) and `lanes` (gtp × cp × dp: the ranks that see
-different tokens).
+`dp` alone is ambiguous, so two names are used throughout: `replicate` (dp: the ranks that hold the
+same weights and optimizer state when nothing is sharded over data) and `lanes` (gtp × cp × dp: the
+ranks that see different tokens).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import torch.distributed as dist
 DENSE_AXES = ("tp", "gtp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "egtp", "edp", "pp")
 
-#: Every group a collection offers, by name, with the axes that it spans. Creation follows this order on every
-#: rank, which is what makes `new_group` safe.
+#: Every group a collection offers, by name, with the axes that it spans. Creation follows this
+#: order on every rank, which is what makes `new_group` safe.
 GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "lanes": ("gtp", "cp", "dp"),
@@ -42,15 +43,14 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gtp": ("gtp",),
         "pp": ("pp",),
         "tp_cp": ("tp", "cp"),
-        "model": ("tp", "gtp", "pp"),
-        "tp_pp": ("tp", "pp"),
+        "model": ("tp", "pp"),
         "etp": ("etp",),
         "ep": ("ep",),
         "egtp": ("egtp",),
         "edp": ("edp",),
         "etp_ep": ("etp", "ep"),
         "expert_lanes": ("egtp", "edp"),
-        "expert_model": ("etp", "ep", "egtp", "pp"),
+        "expert_model": ("etp", "ep", "pp"),
         "world": ("tp", "gtp", "cp", "dp", "pp"),
     }
 )
@@ -67,7 +67,8 @@ class RankGrid:
         ep, egtp: expert degrees; `edp` = world_size / (etp·ep·egtp·pp) is derived.
 
     Raises:
-        ValueError: every degree that is not positive and every product that does not divide, in one message.
+        ValueError: every degree that is not positive and every product that does not divide, in one
+            message.
     """
 
     world_size: int
@@ -87,7 +88,8 @@ class RankGrid:
             raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
-        """List everything that makes this layout impossible, each with its mend; empty if it is fine."""
+        """List everything that makes this layout impossible, each with its mend; empty if it is
+        fine."""
         degrees = {a: getattr(self, a) for a in ("tp", "gtp", "cp", "pp", "etp", "ep", "egtp")}
         found = [
             f"{axis} size is {size}: use a positive integer"
@@ -101,8 +103,8 @@ class RankGrid:
             if self.world_size % total:
                 shown = " x ".join(f"{a}={degrees[a]}" for a in product)
                 found.append(
-                    f"{shown} = {total} ranks do not divide the world of {self.world_size}: start a "
-                    f"multiple of {total} processes or lower a degree"
+                    f"{shown} = {total} ranks do not divide the world of {self.world_size}: "
+                    f"start a multiple of {total} processes or lower a degree"
                 )
         return found
 
@@ -141,7 +143,8 @@ class RankGrid:
         return found
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the global rank at the given coordinates of one factorisation; absent axes are 0."""
+        """Return the global rank at the given coordinates of one factorisation; absent axes are
+        0."""
         rank, stride = 0, 1
         for axis in self._order(tuple(coordinates)):
             index = coordinates.get(axis, 0)
@@ -169,7 +172,9 @@ class RankGrid:
         at = self.coordinates(rank)
         order = self._order(axes)
         fixed = {a: at[a] for a in order if a not in axes}
-        return [self.rank_of(**fixed, **free) for free in self._points([a for a in order if a in axes])]
+        return [
+            self.rank_of(**fixed, **free) for free in self._points([a for a in order if a in axes])
+        ]
 
     def _points(self, axes: list[str]) -> Iterator[dict[str, int]]:
         """Enumerate coordinates of `axes`, the first axis fastest."""
@@ -181,9 +186,10 @@ class RankGrid:
 class Group:
     """One process group as seen from one of its members.
 
-    `rank` and `size` are local to the group; `ranks` are global. A group of size 1 has no handle, and every
-    collective of `megatron.core.comm` is the identity on it, so one process runs the same code as many.
-    `observers` (shared by the groups of one collection) are called with a record of every collective.
+    `rank` and `size` are local to the group; `ranks` are global. A group of size 1 has no handle,
+    and every collective of `megatron.core.comm` is the identity on it, so one process runs the same
+    code as many. `observers` (shared by the groups of one collection) are called with a record of
+    every collective.
     """
 
     name: str
@@ -214,7 +220,8 @@ class Group:
 class ProcessGroupCollection:
     """All groups of one rank: `groups["tp"]`, `groups["lanes"]` …, with the grid they came from.
 
-    Build with `create` (many processes) or `single` (one). Frozen; nothing is looked up anywhere else.
+    Build with `create` (many processes) or `single` (one). Frozen; nothing is looked up anywhere
+    else.
     """
 
     grid: RankGrid
@@ -250,11 +257,12 @@ class ProcessGroupCollection:
     ) -> ProcessGroupCollection:
         """Create every named group, in the same order on every rank (collective over the world).
 
-        Groups of equal ranks share one communicator, except `lanes`, which keeps its own so that gradient
-        traffic never queues behind another group's. Groups of one rank create none.
+        Groups of equal ranks share one communicator, except `lanes`, which keeps its own so that
+        gradient traffic never queues behind another group's. Groups of one rank create none.
 
         Args:
-            grid: the layout; `grid.world_size` must be the size of the initialised world if above 1.
+            grid: the layout; `grid.world_size` must be the size of the initialised world if above
+                1.
             rank: this process's global rank.
             timeout_seconds: how long a collective may wait for a peer before it raises.
             names: which of `GROUP_AXES` to create; asking for another later is an error.
@@ -279,16 +287,16 @@ class ProcessGroupCollection:
                 if len(ranks) > 1 and key not in made:
                     made[key] = dist.new_group(list(ranks), timeout=timeout)
                 if rank in ranks:
-                    groups[name] = Group(
-                        name, ranks, ranks.index(rank), made.get(key), observers
-                    )
+                    groups[name] = Group(name, ranks, ranks.index(rank), made.get(key), observers)
         return ProcessGroupCollection(grid, rank, MappingProxyType(groups), observers)
 
     def subgroups(self, name: str, size: int, *, timeout_seconds: float = 600.0) -> Group:
         """Create the sub-group of `size` consecutive members of every `name` group (collective).
 
-        Used where an axis is larger than what it cuts: kv heads < tp leaves tp / heads replicas each.
-        Returns the one that holds this rank; size 1 creates nothing. Raises ValueError if it does not divide.
+        Used where an axis is larger than what it cuts: kv heads < tp leaves tp / heads replicas
+            each.
+        Returns the one that holds this rank; size 1 creates nothing. Raises ValueError if it does
+        not divide.
         """
         if size < 1 or self[name].size % size:
             raise ValueError(f"{name} of {self[name].size} ranks has no sub-groups of {size}")

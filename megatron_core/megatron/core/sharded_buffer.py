@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat storage of many tensors over a group of ranks: a layout, a placement, and `redistribute` between them.
+"""Flat storage of many tensors over a group of ranks: a layout, a placement, and `redistribute`
+between them.
 
-One bucket of a data-parallel engine is a pair of these with one layout: the weights and their gradients. All
-of ZeRO is a choice of placement:
+One bucket of a data-parallel engine is a pair of these with one layout: the weights and their
+gradients. All of ZeRO is a choice of placement:
 
     PARTIAL --all-reduce--> REPLICATED --slice--> SHARDED --all-gather--> REPLICATED
     PARTIAL --reduce-scatter--> SHARDED
@@ -28,7 +29,8 @@ from megatron.core.weight_sharding import shard_range
 
 
 class BufferPlacement(Enum):
-    """What this rank's storage means: the whole, an addend of the whole, or this rank's range of it."""
+    """What this rank's storage means: the whole, an addend of the whole, or this rank's range of
+    it."""
 
     REPLICATED = "replicated"
     PARTIAL = "partial"
@@ -50,7 +52,8 @@ class Member:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where each member lies in a flat buffer of `numel` elements that `parts` ranks can share equally."""
+    """Where each member lies in a flat buffer of `numel` elements that `parts` ranks can share
+    equally."""
 
     members: tuple[Member, ...]
     numel: int
@@ -69,7 +72,8 @@ class BufferLayout:
         Args:
             shapes: (name, shape) in order.
             parts: number of equal shards the whole must divide into.
-            member_quantum: every member starts at a multiple of this (32 fp32 = 128 bytes: vector loads).
+            member_quantum: every member starts at a multiple of this (32 fp32 = 128 bytes: vector
+                loads).
             shard_quantum: every shard boundary is a multiple of this.
         """
         members, at = [], 0
@@ -88,7 +92,8 @@ class BufferLayout:
 
 @dataclass
 class ShardedBuffer:
-    """A flat tensor [numel] (or [numel/size] when SHARDED) with its layout, its group and its placement."""
+    """A flat tensor [numel] (or [numel/size] when SHARDED) with its layout, its group and its
+    placement."""
 
     layout: BufferLayout
     group: Group
@@ -137,9 +142,10 @@ class ShardedBuffer:
     def redistribute(self, placement: BufferPlacement) -> Pending:
         """Start moving to another placement inside this buffer's own storage.
 
-        PARTIAL → REPLICATED is an all-reduce. PARTIAL → SHARDED is a reduce-scatter into this rank's range, the
-        rest of the storage is then meaningless. SHARDED (as a range of whole storage) → REPLICATED is an
-        all-gather. The placement holds once the result has been waited for.
+        PARTIAL → REPLICATED is an all-reduce. PARTIAL → SHARDED is a reduce-scatter into this
+        rank's range, the rest of the storage is then meaningless. SHARDED (as a range of whole
+        storage) → REPLICATED is an all-gather. The placement holds once the result has been waited
+        for.
 
         Raises:
             ValueError: there is no such movement, or the storage holds one shard only.

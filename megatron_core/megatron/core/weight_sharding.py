@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one weight, its gradient and its optimizer state lie over the grid, and everything that follows from it.
+"""How one weight, its gradient and its optimizer state lie over the grid, and everything that
+follows from it.
 
-A `WeightSharding` is a description, never a tensor. From it and a `RankGrid` alone are derived: the local
-shape with its padding, the boxes of the logical tensors that a rank holds (initial values, checkpoint chunks
-and Hugging Face slices are loops over these), which ranks hold replicas of them, who counts them in the
-gradient norm, the bytes they take, and the gradient plan with its one factor.
+A `WeightSharding` is a description, never a tensor. From it and a `RankGrid` alone are derived: the
+local shape with its padding, the boxes of the logical tensors that a rank holds (initial values,
+checkpoint chunks and Hugging Face slices are loops over these), which ranks hold replicas of them,
+who counts them in the gradient norm, the bytes they take, and the gradient plan with its one
+factor.
 
 Vocabulary of this module:
 
-- A *logical tensor* is what a checkpoint names: unfused, unpadded, whole. A fused weight (q|k|v, gate|up, the
+- A *logical tensor* is what a checkpoint names: unfused, unpadded, whole. A fused weight (q|k|v,
+gate|up, the
   projections of a state-space layer) is one weight with several logical tensors, its *segments*.
-- The *local tensor* is what one rank multiplies with: the `stay` cuts applied, padded so that it has one shape
-  on every rank. Its elements in row-major order are the flat space that buckets and shards cut further.
-- A `gather` cut (generalized tensor parallelism, ZeRO-3) and a placement (ZeRO-1/2) are ranges of that flat
+- The *local tensor* is what one rank multiplies with: the `stay` cuts applied, padded so that it
+has one shape
+  on every rank. Its elements in row-major order are the flat space that buckets and shards cut
+  further.
+- A `gather` cut (generalized tensor parallelism, ZeRO-3) and a placement (ZeRO-1/2) are ranges of
+that flat
   space; a row-aligned range is the same thing with a larger quantum.
 """
 
@@ -41,11 +47,13 @@ class Cut:
 
     Args:
         axis: the axis, for instance "tp" or "ep".
-        dim: the dimension of the logical tensor; only dimension 0 may be uneven (it is then padded).
-        mode: "stay" is computed on as it lies (tensor or expert parallel); "gather" is storage only and put
-            together again just before use.
-        parts: number of pieces; None means one per rank of the axis. Fewer pieces than ranks (kv heads < tp)
-            leave axis / parts consecutive ranks with the same piece: the replica sub-group.
+        dim: the dimension of the logical tensor; only dimension 0 may be uneven (it is then
+            padded).
+        mode: "stay" is computed on as it lies (tensor or expert parallel); "gather" is storage only
+            and put together again just before use.
+        parts: number of pieces; None means one per rank of the axis. Fewer pieces than ranks (kv
+            heads < tp) leave axis / parts consecutive ranks with the same piece: the replica
+            sub-group.
     """
 
     axis: str
@@ -56,7 +64,8 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One logical tensor: its checkpoint name, unpadded shape, cuts, and the multiple its local rows pad to."""
+    """One logical tensor: its checkpoint name, unpadded shape, cuts, and the multiple its local
+    rows pad to."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,7 +82,8 @@ class Placement:
     optimizer: tuple[str, ...] = ()
 
 
-#: The strategies of data parallelism as placements (ZeRO 0, 1, 2, 3: Rajbhandari et al. 2020, section 5).
+#: The strategies of data parallelism as placements (ZeRO 0, 1, 2, 3: Rajbhandari et al. 2020,
+#: section 5).
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
     {
         "no_shard": Placement(),
@@ -93,10 +103,12 @@ class WeightSharding:
     Args:
         name: the weight's own name (a fused one differs from its segments' names).
         segments: its logical tensors, concatenated along dimension 0 of the local tensor.
-        interleave: number of logical units (kv groups, for instance) that the segments interleave by: the
-            local tensor is unit after unit, each holding its share of every segment. 1 is plain concatenation.
-        gradient: for every axis of size > 1 that does not cut it and sees different inputs or heads:
-            "identical" (each rank computes the whole gradient) or "partial" (each computes an addend).
+        interleave: number of logical units (kv groups, for instance) that the segments interleave
+            by: the local tensor is unit after unit, each holding its share of every segment. 1 is
+                plain concatenation.
+        gradient: for every axis of size > 1 that does not cut it and sees different inputs or
+            heads: "identical" (each rank computes the whole gradient) or "partial" (each computes
+                an addend).
         stages: the pipeline stages that own it; a tied weight is one name with several owners.
         expert: it lies on the expert grid (etp, ep, egtp, edp) instead of the dense one.
         weight_decay: whether decoupled weight decay applies.
@@ -135,7 +147,8 @@ class Box:
         name, shape: the logical tensor.
         offsets, sizes: the box in logical coordinates.
         start: first element in the flat local tensor; it runs for `numel` elements.
-        counted: this rank is the one among the model-parallel replicas that counts it (norms, zeros).
+        counted: this rank is the one among the model-parallel replicas that counts it (norms,
+            zeros).
     """
 
     name: str
@@ -150,7 +163,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-# --- shapes and boxes --------------------------------------------------------------------------------------
+# --- shapes and boxes -----------------------------------------------------------------------------
 
 
 def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
@@ -170,8 +183,8 @@ def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
                 )
             elif cut.dim and segment.shape[cut.dim] % parts:
                 found.append(
-                    f"{segment.name}: dimension {cut.dim} of {segment.shape[cut.dim]} does not divide by "
-                    f"{cut.axis}={parts}"
+                    f"{segment.name}: dimension {cut.dim} of {segment.shape[cut.dim]} does not "
+                    f"divide by {cut.axis}={parts}"
                 )
         if segment.shape[1:] != sharding.segments[0].shape[1:]:
             found.append(f"{segment.name}: shape {segment.shape} does not stack in {sharding.name}")
@@ -181,7 +194,9 @@ def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
     if sharding.interleave > 1 and not found:
         for segment in sharding.segments:
             rows = _local_rows(segment, grid)
-            if rows * _row_pieces(segment, grid) != segment.shape[0] or rows % _units(sharding, grid):
+            if rows * _row_pieces(segment, grid) != segment.shape[0] or rows % _units(
+                sharding, grid
+            ):
                 found.append(f"{segment.name}: {segment.shape[0]} rows do not interleave evenly")
     return found
 
@@ -229,8 +244,9 @@ def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> li
 def range_boxes(boxes: Sequence[Box], start: int, stop: int) -> list[Box]:
     """Cut local boxes down to the elements [start, stop) of the flat local tensor.
 
-    An element range of a row-major n-d box is at most 2n - 1 boxes: the tail of a row, whole rows, the head of
-    a row, and so on inwards. `start` of the results is relative to the range's own start.
+    An element range of a row-major n-d box is at most 2n - 1 boxes: the tail of a row, whole rows,
+    the head of a row, and so on inwards. `start` of the results is relative to the range's own
+    start.
     """
     found = []
     for box in boxes:
@@ -251,9 +267,11 @@ def range_boxes(boxes: Sequence[Box], start: int, stop: int) -> list[Box]:
 
 
 def shard_range(numel: int, parts: int, index: int, *, quantum: int = 1) -> tuple[int, int]:
-    """Return the element range [start, stop) of shard `index`: equal shards, each a multiple of `quantum`.
+    """Return the element range [start, stop) of shard `index`: equal shards, each a multiple of
+    `quantum`.
 
-    The last ones may reach past `numel`: that is padding, and the caller allocates parts × shard elements.
+    The last ones may reach past `numel`: that is padding, and the caller allocates parts × shard
+    elements.
     """
     part = -(-numel // (parts * quantum)) * quantum
     return index * part, (index + 1) * part
@@ -267,10 +285,12 @@ def replica_ranks(
     rank: int,
     sharded: tuple[str, ...] = (),
 ) -> tuple[int, ...]:
-    """List the global ranks that hold the same boxes of a segment as `rank`, itself included, ascending.
+    """List the global ranks that hold the same boxes of a segment as `rank`, itself included,
+    ascending.
 
     Args:
-        sharded: data axes over which the role in question is cut (they then hold different elements).
+        sharded: data axes over which the role in question is cut (they then hold different
+            elements).
     """
     segment = next(s for s in sharding.segments if s.name == segment_name)
     at = grid.coordinates(rank)
@@ -299,7 +319,8 @@ def memory_bytes(
     gradient_bytes: int = 4,
     optimizer_bytes: int = 12,
 ) -> Fraction:
-    """Return the bytes one rank keeps for a weight: weight + gradient + optimizer state (masters included)."""
+    """Return the bytes one rank keeps for a weight: weight + gradient + optimizer state (masters
+    included)."""
     numel = math.prod(local_shape(sharding, grid))
     total = Fraction(0)
     for axes, size in (
@@ -312,7 +333,7 @@ def memory_bytes(
     return total
 
 
-# --- the gradient plan -------------------------------------------------------------------------------------
+# --- the gradient plan ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -320,7 +341,8 @@ class GradientStep:
     """Sum the gradient of some logical tensors of a weight over a group.
 
     Args:
-        group: a name of `process_groups.GROUP_AXES`, or "tp/2": the sub-group of 2 consecutive tp ranks.
+        group: a name of `process_groups.GROUP_AXES`, or "tp/2": the sub-group of 2 consecutive tp
+            ranks.
         segments: the logical tensors concerned.
     """
 
@@ -335,7 +357,8 @@ class GradientPlan:
     Args:
         lanes: the group that its buckets are reduced over ("lanes" or "expert_lanes").
         steps: sums over model axes, in order, after that.
-        lanes_reached: the number of data lanes whose tokens the result holds; the loss factor assumes all.
+        lanes_reached: the number of data lanes whose tokens the result holds; the loss factor
+            assumes all.
     """
 
     lanes: str
@@ -347,8 +370,9 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
     """Derive the sums that make a weight's gradient whole.
 
     Raises:
-        ValueError: an axis of size > 1 neither cuts the weight nor has a declared gradient kind, or the sums
-            would not reach every data lane exactly once (the silent factor of ep or etp/tp in experts).
+        ValueError: an axis of size > 1 neither cuts the weight nor has a declared gradient kind, or
+            the sums would not reach every data lane exactly once (the silent factor of ep or etp/tp
+            in experts).
     """
     names = tuple(s.name for s in sharding.segments)
     steps = []
@@ -361,12 +385,13 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
             if parts == 1 and not any(c.axis == axis for c in _stay(segment)):
                 whole.append(segment.name)
             elif parts < size:
-                # Replicas of a piece feed different consumers (other query heads): addends of one gradient.
+                # Replicas of a piece feed different consumers (other query heads): addends of one
+                # gradient.
                 steps.append(GradientStep(f"{axis}/{size // parts}", (segment.name,)))
         if whole and axis not in sharding.gradient:
             raise ValueError(
-                f"{sharding.name}: nothing cuts it over {axis}={size} and its gradient there is not declared "
-                '"identical" or "partial"'
+                f"{sharding.name}: nothing cuts it over {axis}={size} and its gradient there "
+                'is not declared "identical" or "partial"'
             )
         if whole and sharding.gradient[axis] == "partial":
             steps.append(GradientStep(axis, tuple(whole)))
@@ -386,15 +411,16 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
 
 
 def loss_factor(grid: RankGrid, num_microbatches: int) -> float:
-    """Return the factor of a microbatch's mean loss in the step's mean loss: 1 / (dp · gtp · microbatches).
+    """Return the factor of a microbatch's mean loss in the step's mean loss: 1 / (dp · gtp ·
+    microbatches).
 
-    The microbatch's own mean is over its tokens on all cp ranks. With it in the loss every gradient sum is a
-    plain sum, for dense and expert weights alike.
+    The microbatch's own mean is over its tokens on all cp ranks. With it in the loss every gradient
+    sum is a plain sum, for dense and expert weights alike.
     """
     return 1.0 / (grid.dp * grid.gtp * num_microbatches)
 
 
-# --- arithmetic --------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------
 
 
 def _merge(steps: list[GradientStep]) -> list[GradientStep]:
@@ -427,14 +453,16 @@ def _local_rows(segment: Segment, grid: RankGrid) -> int:
 
 
 def _units(sharding: WeightSharding, grid: RankGrid) -> int:
-    """Number of interleaved units in one local tensor (1 where a rank holds a fraction of a unit)."""
+    """Number of interleaved units in one local tensor (1 where a rank holds a fraction of a
+    unit)."""
     return max(1, sharding.interleave // _row_pieces(sharding.segments[0], grid))
 
 
 def _origin(
     segment: Segment, grid: RankGrid, at: Coordinates
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the first logical row of a rank's piece, and the offsets and sizes of its inner dimensions."""
+    """Return the first logical row of a rank's piece, and the offsets and sizes of its inner
+    dimensions."""
     index = 0
     offsets, sizes = [0] * (len(segment.shape) - 1), list(segment.shape[1:])
     for cut in _stay(segment):  # ordered: an earlier cut is the outer one
@@ -468,7 +496,8 @@ def _replica_index(
 def _rectangles(
     sizes: tuple[int, ...], low: int, high: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Split elements [low, high) of a row-major array into boxes (offsets, sizes, first element)."""
+    """Split elements [low, high) of a row-major array into boxes (offsets, sizes, first
+    element)."""
     if low >= high:
         return []
     if len(sizes) == 1:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives on explicit groups: plain ones, differentiable conjugates, and a trace of what ran."""
+"""Collectives on explicit groups: plain ones, differentiable conjugates, and a trace of what
+ran."""
 
 from megatron.core.comm.collectives import (
     CollectiveRecord,

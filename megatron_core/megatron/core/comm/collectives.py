@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over one `Group`, on dimension 0, never touching their input unless it is passed as output.
+"""Collectives over one `Group`, on dimension 0, never touching their input unless it is passed as
+output.
 
-The identity on a group of one rank. Only SUM and MAX: AVG on gloo is silently SUM before torch 2.10, so all
-scaling is done by the caller, before the sum. Method names of the process group that differ between versions
-of torch are chosen in `_gather_method` and `_scatter_method`, nowhere else.
+The identity on a group of one rank. Only SUM and MAX: AVG on gloo is silently SUM before torch
+2.10, so all scaling is done by the caller, before the sum. Method names of the process group that
+differ between versions of torch are chosen in `_gather_method` and `_scatter_method`, nowhere else.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.process_groups import Group, ProcessGroupCollection
 
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX})
 
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective that ran: its kind, its group's name and size, and the bytes of its larger side."""
+    """One collective that ran: its kind, its group's name and size, and the bytes of its larger
+    side."""
 
     kind: str
     group: str
@@ -138,7 +141,8 @@ def reduce_scatter_async(
         return Pending(out.copy_(x))
     if x.shape[0] % group.size:
         raise ValueError(
-            f"reduce_scatter over {group.name}: {x.shape[0]} rows do not divide by {group.size} ranks"
+            f"reduce_scatter over {group.name}: {x.shape[0]} rows do not divide by "
+            f"{group.size} ranks"
         )
     x = x.contiguous()
     if out is None:
@@ -148,7 +152,8 @@ def reduce_scatter_async(
 
 
 def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor:
-    """Overwrite `x` (contiguous, passed as output) with that of the group's rank `source`; return it."""
+    """Overwrite `x` (contiguous, passed as output) with that of the group's rank `source`;
+    return it."""
     if group.size > 1:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
@@ -168,9 +173,9 @@ def _observe(kind: str, group: Group, wide: torch.Tensor) -> None:
 
 
 # The functions of torch.distributed cost 33-86 us a call, the group's own methods 27.
-def _gather_method(handle: dist.ProcessGroup):  # noqa: ANN202  (differs by version of torch)
+def _gather_method(handle: dist.ProcessGroup):
     return handle._allgather_base
 
 
-def _scatter_method(handle: dist.ProcessGroup):  # noqa: ANN202
+def _scatter_method(handle: dist.ProcessGroup):
     return handle._reduce_scatter_base

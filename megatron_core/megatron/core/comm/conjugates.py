@@ -10,8 +10,8 @@
 | gather_from_group(partial_gradient=True) | all-gather rows | reduce-scatter |
 | reduce_scatter_to_group | reduce-scatter rows | all-gather |
 
-Rows are dimension 0. Source of the pairs: Shoeybi et al. 2019, section 3 (f, g); Korthikanti et al. 2022,
-section 4.2 (g, g-bar for sequence parallelism). Each is the identity on a group of one rank.
+Rows are dimension 0. Source of the pairs: Shoeybi et al. 2019, section 3 (f, g); Korthikanti et al.
+2022, section 4.2 (g, g-bar for sequence parallelism). Each is the identity on a group of one rank.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def gather_from_group(
     """Return the rows of all ranks, [n·size, ...].
 
     Args:
-        partial_gradient: True where each rank's gradient is one addend of the whole (the consumer differs by
-            rank): backward is then a reduce-scatter; False where it is already whole on every rank.
+        partial_gradient: True where each rank's gradient is one addend of the whole (the consumer
+            differs by rank): backward is then a reduce-scatter; False where it is already whole on
+            every rank.
     """
     return x if group.size == 1 else _Gather.apply(x, group, partial_gradient)
 
@@ -56,11 +57,12 @@ def reduce_scatter_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def own_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return a view of this rank's share of dimension 0. Raises ValueError if it does not divide."""
+    """Return a view of this rank's share of dimension 0. Raises ValueError if it does not
+    divide."""
     if x.shape[0] % group.size:
         raise ValueError(
-            f"{x.shape[0]} rows do not divide over the {group.size} ranks of {group.name}: choose a "
-            "sequence length that does"
+            f"{x.shape[0]} rows do not divide over the {group.size} ranks of {group.name}: "
+            "choose a sequence length that does"
         )
     rows = x.shape[0] // group.size
     return x[group.rank * rows : (group.rank + 1) * rows]

@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers over flat shards, clipping, the loss scaler and the learning-rate schedule."""
+"""Optimizers over flat ranges, clipping, the loss scaler and the learning-rate schedule."""
+
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.optimizer import Optimizer, StepResult
+
+__all__ = ["Optimizer", "OptimizerConfig", "StepResult"]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step: microbatches forward and backward, gradients made whole, one optimizer update.
+
+The mean loss of a step (all scaling is here, in the weight of each token's loss, and nowhere else):
+
+    mean:       mean over lanes and microbatches of (masked sum over the microbatch / its tokens)
+    per token:  masked sum over everything / all tokens of the step
+
+both with the microbatch's tokens counted over context-parallel ranks. Every gradient reduction is
+then a plain sum, and the reported loss is the sum of what each lane computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron.core.comm import all_reduce
+from megatron.core.distributed import DataParallel
+from megatron.core.optimizer import Optimizer
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_sharding import loss_factor
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """What one forward takes.
+
+    Args:
+        tokens, labels: int64 [b, s].
+        loss_mask: fp32 [b, s]; 0 leaves a token out of the loss.
+        sample_ids: int64 [b], global sample numbers, for dropout.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    sample_ids: torch.Tensor
+
+
+class LossModel(Protocol):
+    """A model that a step can train."""
+
+    def loss(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        token_weights: torch.Tensor,
+        sample_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum of token_weights · nll, nll [b, s])."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did, equal on all ranks.
+
+    Args:
+        loss: the step's mean loss.
+        applied: False if the loss or a gradient was not finite; nothing was changed then.
+        grad_norm: before clipping.
+        loss_scale: that the gradients were computed with.
+        num_zeros: gradient elements that are exactly zero, if counted.
+    """
+
+    loss: float
+    applied: bool
+    grad_norm: float
+    loss_scale: float
+    num_zeros: int | None = None
+
+
+class TrainStep:
+    """Carry out steps.
+
+    Args:
+        per_token_loss: weigh every token of the step equally instead of every microbatch.
+    """
+
+    def __init__(
+        self,
+        model: LossModel,
+        engine: DataParallel,
+        *,
+        optimizer: Optimizer,
+        groups: ProcessGroupCollection,
+        per_token_loss: bool = False,
+    ) -> None:
+        self.model, self.engine, self.optimizer = model, engine, optimizer
+        self.groups, self.per_token_loss = groups, per_token_loss
+
+    def __call__(
+        self, microbatches: Sequence[Microbatch], *, lr: float, weight_decay: float
+    ) -> StepReport:
+        """Train on one global batch's local microbatches and update the weights.
+
+        Raises:
+            ValueError: no microbatch.
+        """
+        if not microbatches:
+            raise ValueError("a step needs at least one microbatch")
+        scale = self.optimizer.scaler.scale
+        factors = self.loss_factors(microbatches)
+        total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
+        self.engine.begin_step()
+        try:
+            for i, (batch, factor) in enumerate(zip(microbatches, factors, strict=True)):
+                weights = batch.loss_mask * (factor * scale)
+                loss, _ = self.model.loss(batch.tokens, batch.labels, weights, batch.sample_ids)
+                total += loss.detach()
+                self.engine.backward(loss, last=i == len(microbatches) - 1)
+            self.engine.finish()
+        except BaseException:
+            self.engine.abort()
+            raise
+        mean = float(all_reduce(total, self.groups["lanes"])) / scale
+        if not math.isfinite(mean):
+            self.optimizer.scaler.update(True)
+            return StepReport(mean, False, math.nan, scale)
+        result = self.optimizer.step(lr, weight_decay)
+        if result.applied:
+            self.engine.gather_weights()
+        return StepReport(mean, result.applied, result.grad_norm, scale, result.num_zeros)
+
+    def loss_factors(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return the factor of each microbatch's token losses in the step's loss, fp32
+        [microbatches]."""
+        counts = torch.stack([m.loss_mask.sum(dtype=torch.float32) for m in microbatches])
+        if self.per_token_loss:
+            everything = all_reduce(counts.sum(), self.groups["lanes"])
+            return (1.0 / everything.clamp(min=1.0)).expand(len(microbatches))
+        counts = all_reduce(counts, self.groups["cp"])
+        factor = loss_factor(self.groups.grid, len(microbatches))
+        return factor / counts.clamp(min=1.0)
+
+
+@torch.no_grad()
+def evaluate(
+    model: LossModel, microbatches: Iterable[Microbatch], groups: ProcessGroupCollection
+) -> float:
+    """Return the mean loss per token over all lanes, without dropout and without touching
+    gradients."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch in microbatches:
+        loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask)
+        sums += torch.stack([loss, batch.loss_mask.sum()]).double().cpu()
+    total, tokens = all_reduce(sums, groups["lanes"]).tolist()
+    return total / max(tokens, 1.0)

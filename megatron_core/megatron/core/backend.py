@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backend: which linear layers, norm and attention a model is built from.
+
+One object handed to layer constructors replaces a module tree per implementation. `LOCAL` is this
+package's own layers; an adapter for another library supplies the same four constructors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.core.ops.attention import attention
+from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The parts that implementations differ in.
+
+    Args:
+        name: as `--transformer-impl` spells it.
+        column_linear, row_linear: constructors with the signatures of tensor_parallel's layers.
+        rms_norm, layer_norm: functions with the signatures of the ops of these names.
+        attention: function with the signature of `ops.attention.attention`.
+    """
+
+    name: str
+    column_linear: Callable[..., nn.Module]
+    row_linear: Callable[..., nn.Module]
+    rms_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    layer_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+LOCAL = Backend("local", ColumnParallelLinear, RowParallelLinear, rms_norm, layer_norm, attention)

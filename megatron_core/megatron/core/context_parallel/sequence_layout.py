@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SequenceLayout: positions, documents and samples of one microbatch, made once and shared by
+all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """What layers need to know of the tokens beside their values.
+
+    Args:
+        positions: int64 [s] or [s, b], each token's position in its sequence.
+        document_ids: int [s_k, b], or None if every token sees all earlier ones. With a key-value
+            cache s_k counts the cached tokens too.
+        sample_ids: int64 [b], the global number of each sequence, or None outside training: dropout
+            is a function of it and of the position.
+    """
+
+    positions: torch.Tensor
+    document_ids: torch.Tensor | None = None
+    sample_ids: torch.Tensor | None = None
+
+    @staticmethod
+    def dense(
+        length: int, *, sample_ids: torch.Tensor | None = None, device: torch.device | None = None
+    ) -> SequenceLayout:
+        """Return the layout of whole sequences of equal length."""
+        return SequenceLayout(torch.arange(length, device=device), None, sample_ids)

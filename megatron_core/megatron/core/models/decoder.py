@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder: a stack of pre-norm residual blocks built from a layer pattern.
+
+Pattern symbols: `*` attention, `-` MLP. A GPT of L layers is `*-` repeated L times.
+
+Each block is delta = mixer(norm(stream)), stream += delta. The addition is carried into the next
+block's norm, which reads both anyway, so the stream is read and written once a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.core.comm.conjugates import own_rows
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.ops.dropout import dropout, dropout_key
+from megatron.core.transformer import (
+    MLP,
+    AttentionConfig,
+    KeyValueCache,
+    LayerBuild,
+    MLPConfig,
+    Norm,
+    NormConfig,
+    RopeTable,
+    SelfAttention,
+)
+
+ATTENTION, DENSE = "*", "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What the blocks of a pattern are.
+
+    Args:
+        pattern: one symbol a block.
+        attention, mlp, norm: the shapes of the blocks.
+        hidden_dropout: probability of dropping an element of a block's output in training.
+    """
+
+    pattern: str
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormConfig
+    hidden_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.pattern) - {ATTENTION, DENSE})
+        if unknown or not self.pattern:
+            raise ValueError(
+                f"layer pattern {self.pattern!r} must be one or more of '*' (attention) and "
+                "'-' (MLP)"
+            )
+        if not 0.0 <= self.hidden_dropout < 1.0:
+            raise ValueError(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
+
+
+class HiddenDropout(nn.Module):
+    """Dropout of [s, b, h] activations outside tensor-parallel blocks: a function of sample and
+    position."""
+
+    def __init__(self, name: str, rate: float, *, build: LayerBuild) -> None:
+        super().__init__()
+        self.rate, self.region = rate, build.region
+        self.key = dropout_key(build.seed, name, "hidden")
+
+    def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        """Return x [s, b, h] ([s/tp, b, h] under sequence parallelism) with elements dropped."""
+        if self.rate == 0.0 or layout.sample_ids is None:
+            return x
+        positions = layout.positions
+        if self.region.scatters:
+            positions = own_rows(positions, self.region.group)  # [s/tp]
+        return dropout(
+            x,
+            rate=self.rate,
+            key=self.key,
+            sample_ids=layout.sample_ids,
+            position_ids=positions,
+        )
+
+
+class Block(nn.Module):
+    """One mixer with its norm and dropout."""
+
+    def __init__(self, name: str, norm: Norm, mixer: nn.Module, drop: HiddenDropout) -> None:
+        super().__init__()
+        self.name, self.norm, self.mixer, self.drop = name, norm, mixer, drop
+
+    def forward(
+        self,
+        delta: torch.Tensor,
+        stream: torch.Tensor | None,
+        layout: SequenceLayout,
+        **context: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add delta to the stream and return (this block's delta, the stream), each [s/tp, b,
+        h]."""
+        if stream is None:
+            normed, stream = self.norm(delta), delta
+        else:
+            normed, stream = self.norm(delta, stream)
+        return self.drop(self.mixer(normed, layout, **context), layout), stream
+
+
+class Decoder(nn.Module):
+    """The blocks of a pattern and the final norm.
+
+    Args:
+        name: prefix of all weights; block i is `{name}.blocks.{i}`.
+    """
+
+    def __init__(self, name: str, config: DecoderConfig, *, build: LayerBuild) -> None:
+        super().__init__()
+        self.config = config
+        blocks, attentions = [], 0
+        for i, symbol in enumerate(config.pattern):
+            prefix = f"{name}.blocks.{i}"
+            norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
+            if symbol == ATTENTION:
+                mixer: nn.Module = SelfAttention(
+                    f"{prefix}.attention",
+                    attentions,
+                    config=config.attention,
+                    norm=config.norm,
+                    build=build,
+                )
+                attentions += 1
+            else:
+                mixer = MLP(f"{prefix}.mlp", config=config.mlp, build=build)
+            drop = HiddenDropout(prefix, config.hidden_dropout, build=build)
+            blocks.append(Block(prefix, norm, mixer, drop))
+        self.blocks = nn.ModuleList(blocks)
+        self.num_attention_layers = attentions
+        self.final_norm = Norm(
+            f"{name}.final_norm", build.hidden_size, config=config.norm, build=build
+        )
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        rope: RopeTable | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """Return the normalised stream [s, b, h] from embeddings [s, b, h] ([s/tp, b, h] with
+        sp)."""
+        delta, stream = hidden, None
+        for block in self.blocks:
+            delta, stream = block(delta, stream, layout, rope=rope, cache=cache)
+        if stream is None:
+            return self.final_norm(delta)
+        return self.final_norm(delta, stream)[0]

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer: AdamW or SGD over flat ranges of weights, with fp32 masters.
+
+A range is a few contiguous pieces (with and without weight decay), so a step is a handful of fused
+kernels whatever the number of weights. Where weights are fp32 they are their own masters. Unscaling
+and clipping cost
+no pass of their own: they are one factor handed to the update.
+
+The norm counts every weight once: pieces that are replicas of another model-parallel rank's are
+    left out, and
+the sum runs over the data lanes only if they hold different ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from megatron.core.comm.collectives import all_reduce
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import ConstantLossScaler, LossScaler
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_gather.owned import OwnedRange
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Args:
+        applied: False if a gradient was not finite anywhere: nothing was changed on any rank.
+        grad_norm: L2 norm of the unscaled gradient before clipping.
+        num_zeros: gradient elements that are exactly zero; None if they are not counted.
+    """
+
+    applied: bool
+    grad_norm: float
+    num_zeros: int | None = None
+
+
+class RangeState:
+    """The optimizer's tensors for one owned range: the fp32 master and the moments, all flat
+    [k]."""
+
+    def __init__(self, owned: OwnedRange, config: OptimizerConfig) -> None:
+        self.owned = owned
+        own_master = owned.weights.dtype != torch.float32
+        self.master = owned.weights.float() if own_master else owned.weights
+        self.writes_back = own_master
+        self.moments: dict[str, torch.Tensor] = {}
+        if config.kind == "adam":
+            self.moments = {
+                "exp_avg": torch.zeros_like(self.master),
+                "exp_avg_sq": torch.zeros_like(self.master),
+            }
+        elif config.sgd_momentum:
+            self.moments = {"momentum": torch.zeros_like(self.master)}
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the flat tensors that a checkpoint must hold, the master included only if it is
+        one."""
+        own = {"master": self.master} if self.writes_back else {}
+        return {**own, **self.moments}
+
+    def reload_master(self) -> None:
+        """Take the masters from the weights (after loading weights without optimizer state)."""
+        if self.writes_back:
+            self.master.copy_(self.owned.weights)
+
+
+class Optimizer:
+    """Update the owned ranges from their gradients.
+
+    Args:
+        owned: what a data-parallel engine's `owned()` returns.
+        groups: for the sums of the norm.
+        scaler: the loss scaler whose scale is in the gradients.
+
+    Attributes:
+        steps: updates applied so far (Adam's bias correction; saved and restored by the caller).
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[OwnedRange],
+        groups: ProcessGroupCollection,
+        *,
+        config: OptimizerConfig | None = None,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        self.config = config or OptimizerConfig()
+        self.groups = groups
+        self.scaler: LossScaler = scaler or ConstantLossScaler()
+        self.ranges = [RangeState(o, self.config) for o in owned]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, lr: float, weight_decay: float = 0.0) -> StepResult:
+        """Clip and apply one update, or skip it on all ranks alike.
+
+        Args:
+            lr: learning rate of this step.
+            weight_decay: decoupled decay of this step, for the ranges that take any.
+
+        Returns:
+            The result; the weights' other shards must then be gathered by the data-parallel engine.
+        """
+        scale = self.scaler.scale
+        norm = self.grad_norm() / scale
+        zeros = self.count_zeros() if self.config.count_zeros else None
+        applied = math.isfinite(norm)
+        self.scaler.update(not applied)
+        if not applied:
+            return StepResult(False, norm, zeros)
+        clip = self.config.clip_grad
+        divisor = scale * max(1.0, (norm + 1e-6) / clip) if clip > 0.0 else scale
+        self.steps += 1
+        for state in self.ranges:
+            for ranges, decay in (
+                (state.owned.decayed, weight_decay),
+                (state.owned.undecayed, 0.0),
+            ):
+                if ranges:
+                    self._update(state, ranges, lr=lr, decay=decay, divisor=divisor)
+            if state.writes_back:
+                state.owned.weights.copy_(state.master)
+        return StepResult(True, norm, zeros)
+
+    def grad_norm(self) -> float:
+        """Return the L2 norm of all gradients, each weight counted once (loss scale still in
+        it)."""
+        return math.sqrt(self._total(lambda flat: torch.linalg.vector_norm(flat).double() ** 2))
+
+    def count_zeros(self) -> int:
+        """Return the number of gradient elements that are exactly zero, each weight counted
+        once."""
+        return int(self._total(lambda flat: (flat == 0).sum().double()))
+
+    @torch.no_grad()
+    def params_norm(self) -> float:
+        """Return the L2 norm of the fp32 weights, each counted once."""
+        return math.sqrt(
+            self._total(lambda flat: torch.linalg.vector_norm(flat).double() ** 2, of_weights=True)
+        )
+
+    def _total(self, measure, *, of_weights: bool = False) -> float:
+        """Sum a measure of the counted pieces over the ranks that hold different ones."""
+        by_group: dict[str, torch.Tensor] = {}
+        for state in self.ranges:
+            flat = state.master if of_weights else state.owned.gradients
+            total = by_group.setdefault(
+                state.owned.norm_group, torch.zeros((), dtype=torch.float64, device=flat.device)
+            )
+            for start, stop in state.owned.counted:
+                total += measure(flat[start:stop])
+        return sum(float(all_reduce(t, self.groups[g])) for g, t in sorted(by_group.items()))
+
+    def _update(
+        self,
+        state: RangeState,
+        ranges: tuple[tuple[int, int], ...],
+        *,
+        lr: float,
+        decay: float,
+        divisor: float,
+    ) -> None:
+        """Run the fused update on some ranges of one state; gradients are divided by `divisor`
+        first."""
+
+        def pieces(flat: torch.Tensor) -> list[torch.Tensor]:
+            return [flat[start:stop] for start, stop in ranges]
+
+        masters, gradients = pieces(state.master), pieces(state.owned.gradients)
+        if self.config.kind == "adam":
+            device = state.master.device
+            adamw(
+                masters,
+                gradients,
+                pieces(state.moments["exp_avg"]),
+                pieces(state.moments["exp_avg_sq"]),
+                [],
+                # the kernel adds one before it corrects the bias
+                [torch.tensor(self.steps - 1.0, device=device) for _ in ranges],
+                fused=True,
+                grad_scale=None if divisor == 1.0 else torch.tensor(divisor, device=device),
+                amsgrad=False,
+                beta1=self.config.adam_beta1,
+                beta2=self.config.adam_beta2,
+                lr=lr,
+                weight_decay=decay,
+                eps=self.config.adam_eps,
+                maximize=False,
+            )
+            return
+        if divisor != 1.0:
+            torch._foreach_div_(gradients, divisor)
+        momentum = pieces(state.moments["momentum"]) if state.moments else [None] * len(ranges)
+        sgd(
+            masters,
+            gradients,
+            momentum,
+            foreach=True,
+            weight_decay=decay,
+            momentum=self.config.sgd_momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )

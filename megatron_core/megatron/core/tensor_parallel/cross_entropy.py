@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross entropy of a vocabulary-parallel projection, a chunk of tokens at a time.
+
+Each chunk's logits [t, V/tp] exist only while that chunk is worked on: its softmax statistics are
+combined over tp (one all-reduce of the maximum, one of the sums), and both gradients are made on
+the spot, since the weight of every token's loss is known in forward. Backward only multiplies by
+the incoming gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.comm.collectives import all_reduce
+from megatron.core.ops.linear_cross_entropy import (
+    chunk_gradient_,
+    chunk_statistics,
+    tokens_per_chunk,
+)
+from megatron.core.process_groups import Group
+from megatron.core.weight_gather import WeightHandle
+from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
+
+
+def vocab_parallel_cross_entropy(
+    hidden: torch.Tensor,
+    weight: WeightHandle,
+    targets: torch.Tensor,
+    token_weights: torch.Tensor,
+    *,
+    group: Group,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (sum of token_weights · nll, nll) of hidden Wᵀ.
+
+    Args:
+        hidden: [t, h], whole on every tp rank; its gradient is partial(tp).
+        weight: handle of the local [V/tp, h] rows, padding last.
+        targets: int64 [t], in [0, V).
+        token_weights: fp32 [t], the factor of each token's loss; no gradient.
+        group: tp.
+        vocab_size: V without padding.
+
+    Returns:
+        (loss fp32 scalar, nll fp32 [t] without gradient).
+    """
+    training = torch.is_grad_enabled()  # always off inside a Function's forward
+    return _CrossEntropy.apply(
+        hidden, weight.anchor, weight, targets, token_weights, group, vocab_size, training
+    )
+
+
+def combine_statistics(
+    maximum: torch.Tensor, sum_exp: torch.Tensor, target_logit: torch.Tensor, group: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (log-sum-exp, target logit) over the whole vocabulary from each rank's slice, all
+    fp32 [t]."""
+    top = all_reduce(maximum, group, op="max")
+    sums = torch.stack([sum_exp * torch.exp(maximum - top), target_logit])  # [2, t]
+    all_reduce(sums, group, out=sums)
+    return top + torch.log(sums[0]), sums[1]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """forward loss, and both gradients if they are wanted; backward scales them. Saves d_hidden
+    and dW."""
+
+    @staticmethod
+    def forward(ctx, hidden, anchor, handle, targets, token_weights, group, vocab_size, training):
+        weight = handle.get()
+        rows = weight.shape[0]
+        first = group.rank * rows
+        valid = max(0, min(rows, vocab_size - first))
+        want_hidden = training and ctx.needs_input_grad[0]
+        want_weight = training and ctx.needs_input_grad[1]
+        d_hidden = torch.empty_like(hidden) if want_hidden else None
+        d_weight = None
+        if want_weight:
+            d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        step = tokens_per_chunk(rows)
+        for start in range(0, targets.shape[0], step):
+            part = slice(start, start + step)
+            logits = linear_forward(hidden[part], weight)  # [t, V/tp]
+            statistics = chunk_statistics(logits, targets[part], first, valid)
+            lse, target_logit = combine_statistics(*statistics, group)
+            nll[part] = lse - target_logit
+            if want_hidden or want_weight:
+                grad = chunk_gradient_(
+                    logits, targets[part], lse, token_weights[part], first, valid
+                )
+                if d_hidden is not None:
+                    d_hidden[part] = linear_dgrad(grad, weight)
+                if d_weight is not None:
+                    linear_wgrad_(d_weight, grad, hidden[part], overwrite=start == 0)
+        ctx.handle = handle
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.mark_non_differentiable(nll)
+        return torch.dot(nll, token_weights), nll
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        d_hidden, d_weight = ctx.saved_tensors
+        # On a CPU reading the factor costs nothing, and it is 1 in training: no pass over the
+        # gradients.
+        if grad.device.type != "cpu" or float(grad) != 1.0:
+            d_hidden = None if d_hidden is None else d_hidden * grad
+            d_weight = None if d_weight is None else d_weight * grad
+        if d_weight is not None:
+            ctx.handle.add_gradient(d_weight)
+        return d_hidden, None, None, None, None, None, None, None

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VocabParallelEmbedding: token embeddings cut by vocabulary rows, any vocabulary size."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.core.comm.conjugates import reduce_from_group, reduce_scatter_to_group
+from megatron.core.initialize import InitSpec
+from megatron.core.tensor_parallel.region import TensorParallelRegion
+from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_sharding import Cut, WeightSharding
+
+
+def vocabulary_sharding(
+    name: str, vocab_size: int, hidden_size: int, *, row_multiple: int = 1
+) -> WeightSharding:
+    """Describe a [V, h] weight cut by rows over tp, each rank's rows padded to a multiple."""
+    return WeightSharding.of(
+        name, (vocab_size, hidden_size), Cut(axis="tp", dim=0), row_multiple=row_multiple
+    )
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Look up token ids in a [V, h] table of which each rank holds V/tp rows (padded).
+
+    Raises:
+        ValueError: a token id outside [0, V), where ids are checked.
+    """
+
+    def __init__(
+        self,
+        sharding: WeightSharding,
+        *,
+        store: WeightStore,
+        region: TensorParallelRegion,
+        init: InitSpec,
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self.vocab_size = sharding.segments[0].shape[0]
+        self.weight = store.declare(sharding, init)
+        self.first = region.group.rank * self.weight.shape[0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, h] ([s/tp, b, h] under sequence parallelism) from ids int64 [s, b]."""
+        if self.region.group.size == 1:
+            return self.weight.embedding(ids)
+        local = ids - self.first
+        valid = (local >= 0) & (local < self.weight.shape[0])
+        rows = self.weight.embedding(local.where(valid, 0), valid)  # [s, b, h] partial(tp)
+        if self.region.scatters:
+            return reduce_scatter_to_group(rows, self.region.group)  # [s/tp, b, h]
+        return reduce_from_group(rows, self.region.group)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3).
+
+| layer | weight | forward | dgrad | wgrad |
+|---|---|---|---|---|
+| column | [o/tp, h] | y = gather(x) Wᵀ | reduce(dy W) | dyᵀ gather(x) |
+| row | [o, h/tp] | y = reduce(x Wᵀ) | gather(dy) W | gather(dy)ᵀ x |
+
+Without sequence parallelism gather is the identity and reduce an all-reduce; with it gather is an
+all-gather of the sequence and reduce a reduce-scatter. The column layer saves its input as it came
+in, [s/tp, b, h], and gathers it again in backward; its dgrad's reduction runs while the wgrad is
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.comm.collectives import (
+    all_gather,
+    all_gather_async,
+    all_reduce_async,
+    reduce_scatter_async,
+)
+from megatron.core.comm.conjugates import reduce_from_group, reduce_scatter_to_group
+from megatron.core.initialize import InitSpec
+from megatron.core.tensor_parallel.region import TensorParallelRegion
+from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_gather.handle import put_linear_gradients
+from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward
+from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x Wᵀ + b, cut by output features; several logical weights may be fused into one product.
+
+    Args:
+        name: the fused weight's name; its bias is `name` with ".bias".
+        outputs: (logical name, output features, pieces) of each fused part; pieces None means tp.
+            Fewer pieces than tp (kv heads < tp) leave replicas.
+        input_size: h.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Sequence[tuple[str, int, int | None]],
+        *,
+        input_size: int,
+        store: WeightStore,
+        region: TensorParallelRegion,
+        init: InitSpec,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.region = region
+
+        def segments(kind: str, *inner: int) -> tuple[Segment, ...]:
+            return tuple(
+                Segment(
+                    name=f"{part}.{kind}",
+                    shape=(size, *inner),
+                    cuts=(Cut(axis="tp", dim=0, parts=pieces),),
+                )
+                for part, size, pieces in outputs
+            )
+
+        self.weight = store.declare(
+            WeightSharding(name=f"{name}.weight", segments=segments("weight", input_size)), init
+        )
+        self.bias = None
+        if bias:
+            self.bias = store.declare(
+                WeightSharding(name=f"{name}.bias", segments=segments("bias"), weight_decay=False),
+                InitSpec.constant(0.0),
+            )
+        pieces = [(p or region.group.size, size) for _, size, p in outputs]
+        self.local_sizes = [size // count for count, size in pieces]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, o/tp] from x [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
+        if self.region.group.size == 1:
+            return self.weight.linear(x, self.bias)
+        bias_anchor = None if self.bias is None else self.bias.anchor
+        return _ColumnLinear.apply(
+            x, self.weight.anchor, bias_anchor, self.weight, self.bias, self.region
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """y = reduce(x Wᵀ) + b, cut by input features; the bias is whole and added once, after the
+    sum."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        input_size: int,
+        output_size: int,
+        store: WeightStore,
+        region: TensorParallelRegion,
+        init: InitSpec,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self.weight = store.declare(
+            WeightSharding.of(f"{name}.weight", (output_size, input_size), Cut(axis="tp", dim=1)),
+            init,
+        )
+        self.bias = None
+        if bias:
+            self.bias = store.declare(
+                WeightSharding.of(
+                    f"{name}.bias",
+                    (output_size,),
+                    gradient={"tp": region.replicated_gradient},
+                    weight_decay=False,
+                ),
+                InitSpec.constant(0.0),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, o] ([s/tp, b, o] under sequence parallelism) from x [s, b, h/tp]."""
+        if self.region.group.size == 1:
+            return self.weight.linear(x, self.bias)
+        partial = self.weight.linear(x)  # [s, b, o] partial(tp)
+        if self.region.scatters:
+            y = reduce_scatter_to_group(partial, self.region.group)  # [s/tp, b, o]
+        else:
+            y = reduce_from_group(partial, self.region.group)  # [s, b, o]
+        return y if self.bias is None else y + self.bias.use()
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """forward y = gather(x) Wᵀ + b; dgrad reduce(dy W); wgrad dyᵀ gather(x). Saves x as it came
+    in."""
+
+    @staticmethod
+    def forward(ctx, x, anchor, bias_anchor, handle, bias, region):
+        ctx.handle, ctx.bias, ctx.region = handle, bias, region
+        ctx.save_for_backward(x if handle.trainable else None)
+        whole = all_gather(x, region.group) if region.scatters else x  # [s, b, h]
+        return linear_forward(whole, handle.get(), bias=None if bias is None else bias.get())
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        region, handle = ctx.region, ctx.handle
+        gathered = None
+        if x is not None and region.scatters:
+            gathered = all_gather_async(x, region.group)
+        reduced = None
+        if ctx.needs_input_grad[0]:
+            partial = linear_dgrad(grad, handle.get())  # [s, b, h] partial(tp)
+            if region.scatters:
+                reduced = reduce_scatter_async(partial, region.group)  # [s/tp, b, h]
+            else:
+                reduced = all_reduce_async(partial, region.group, out=partial)
+        whole = x if gathered is None else gathered.wait()
+        put_linear_gradients(handle, ctx.bias, grad, whole)
+        return (None if reduced is None else reduced.wait()), None, None, None, None, None

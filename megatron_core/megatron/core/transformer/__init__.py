@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a transformer: norm, attention, MLP."""
+
+from megatron.core.transformer.attention import AttentionConfig, KeyValueCache, SelfAttention
+from megatron.core.transformer.build import LayerBuild
+from megatron.core.transformer.mlp import MLP, MLPConfig
+from megatron.core.transformer.norm import Norm, NormConfig
+from megatron.core.transformer.rope import RopeConfig, RopeTable
+
+__all__ = [
+    "MLP",
+    "AttentionConfig",
+    "KeyValueCache",
+    "LayerBuild",
+    "MLPConfig",
+    "Norm",
+    "NormConfig",
+    "RopeConfig",
+    "RopeTable",
+    "SelfAttention",
+]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SelfAttention: multi-head, grouped-query or multi-query attention, heads cut over tp.
+
+hidden [s, b, h] → q|k|v [s, b, (n + 2g)·d/tp] → norm, rotate → attention → [s, b, n·d/tp] → output
+[s, b, h]
+
+With fewer kv heads than tp ranks each kv head is held by tp/g consecutive ranks, whose query heads
+all use it; their gradients of it are addends, which the gradient plan sums (`weight_sharding`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.ops.dropout import AttentionDropout, dropout_key
+from megatron.core.ops.rope import apply_rope
+from megatron.core.transformer.build import LayerBuild
+from megatron.core.transformer.norm import Norm, NormConfig
+from megatron.core.transformer.rope import RopeTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Shape of an attention layer.
+
+    Args:
+        num_attention_heads: query heads n.
+        num_query_groups: key-value heads g; n gives multi-head, 1 multi-query attention.
+        kv_channels: features per head d (may differ from hidden / heads).
+        qkv_bias, output_bias: whether the projections have biases.
+        qk_norm: normalise each query and key head.
+        dropout: probability of dropping an attention weight in training.
+    """
+
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+
+    def problems(self, tp: int) -> list[str]:
+        """List what cannot be: head counts that do not divide, a rate that is no probability."""
+        found = []
+        n, g = self.num_attention_heads, self.num_query_groups
+        if min(n, g, self.kv_channels) < 1:
+            return [f"attention heads {n}, query groups {g}, channels {self.kv_channels}: use >= 1"]
+        if n % g:
+            found.append(f"num-query-groups {g} must divide num-attention-heads {n}")
+        if n % tp:
+            found.append(f"num-attention-heads {n} must divide by tensor-model-parallel-size {tp}")
+        if g % tp and tp % g:
+            found.append(
+                f"num-query-groups {g} must divide tensor-model-parallel-size {tp} "
+                "or be a multiple of it"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            found.append(f"attention-dropout {self.dropout} must be in [0, 1)")
+        return found
+
+
+class KeyValueCache(Protocol):
+    """What attention needs of a cache while generating."""
+
+    def extend(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [s, b, g/tp, d] keys and values of a layer; return all so far, [s_k, b, g/tp,
+        d]."""
+
+
+class SelfAttention(nn.Module):
+    """Attention of a sequence over itself.
+
+    Args:
+        name: prefix of its weights.
+        layer: number of this layer among the attention layers, for the cache.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: int,
+        *,
+        config: AttentionConfig,
+        norm: NormConfig,
+        build: LayerBuild,
+    ) -> None:
+        super().__init__()
+        group = build.region.group
+        problems = config.problems(group.size)
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.layer, self.config, self.backend = layer, config, build.backend
+        n, g, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        self.heads = n // group.size
+        self.kv_heads = max(1, g // group.size)
+        pieces = min(g, group.size)
+        self.qkv = build.backend.column_linear(
+            f"{name}.qkv",
+            [
+                (f"{name}.query", n * d, None),
+                (f"{name}.key", g * d, pieces),
+                (f"{name}.value", g * d, pieces),
+            ],
+            input_size=build.hidden_size,
+            store=build.store,
+            region=build.region,
+            init=build.init,
+            bias=config.qkv_bias,
+        )
+        self.output = build.backend.row_linear(
+            f"{name}.output",
+            input_size=n * d,
+            output_size=build.hidden_size,
+            store=build.store,
+            region=build.region,
+            init=build.output_init,
+            bias=config.output_bias,
+        )
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:  # one weight for all heads, each rank sees some of them
+            shared = {"config": norm, "build": build, "gradient": "partial"}
+            self.query_norm = Norm(f"{name}.query_norm", d, **shared)
+            self.key_norm = Norm(f"{name}.key_norm", d, **shared)
+        self.dropout_key = dropout_key(build.seed, name, "attention")
+        self.head_offset = group.rank * self.heads
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        rope: RopeTable | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
+        mixed = self.qkv(hidden)  # [s, b, (n + 2g)·d/tp]
+        heads, d = self.heads, self.config.kv_channels
+        mixed = mixed.view(*mixed.shape[:2], -1, d)  # [s, b, (n + 2g)/tp, d]
+        value = mixed[:, :, heads + self.kv_heads :]  # [s, b, g/tp, d]
+        if self.query_norm is not None:
+            query = self.query_norm(mixed[:, :, :heads])  # [s, b, n/tp, d]
+            key = self.key_norm(mixed[:, :, heads : heads + self.kv_heads])  # [s, b, g/tp, d]
+            if rope is not None:
+                query, key = self._rotate(query, rope), self._rotate(key, rope)
+        else:
+            both = mixed[:, :, : heads + self.kv_heads]  # [s, b, (n + g)/tp, d]
+            if rope is not None:
+                both = self._rotate(both, rope)
+            query, key = both[:, :, :heads], both[:, :, heads:]
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)  # [s_k, b, g/tp, d]
+        out, _ = self.backend.attention(
+            query,
+            key,
+            value,
+            causal=True,
+            document_ids=layout.document_ids,
+            dropout=self._dropout(layout),
+        )  # [s, b, n/tp, d]
+        return self.output(out.reshape(*out.shape[:2], -1))
+
+    @staticmethod
+    def _rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
+        return apply_rope(x, rope.cos, rope.sin, interleaved=rope.interleaved)
+
+    def _dropout(self, layout: SequenceLayout) -> AttentionDropout | None:
+        if layout.sample_ids is None or self.config.dropout == 0.0:
+            return None
+        return AttentionDropout(
+            rate=self.config.dropout,
+            key=self.dropout_key,
+            sample_ids=layout.sample_ids,
+            head_offset=self.head_offset,
+        )

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerBuild: what every layer's constructor needs beside its own numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.backend import Backend
+from megatron.core.initialize import InitSpec
+from megatron.core.tensor_parallel import TensorParallelRegion
+from megatron.core.weight_gather import WeightStore
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBuild:
+    """The surroundings a layer is built in.
+
+    Args:
+        store: where weights are declared.
+        region: the tp group and whether the sequence is cut outside blocks.
+        backend: the implementations to use.
+        hidden_size: h.
+        init: initial values of input projections.
+        output_init: initial values of projections back into the residual stream.
+        seed: of dropout.
+    """
+
+    store: WeightStore
+    region: TensorParallelRegion
+    backend: Backend
+    hidden_size: int
+    init: InitSpec
+    output_init: InitSpec
+    seed: int = 0

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLP: gated (SwiGLU, GeGLU) or plain, its inner features cut over tp.
+
+gated: down(activation(gate(x)) · up(x)), gate and up one product; plain: down(activation(up(x))).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.ops.swiglu import activate, gated
+from megatron.core.ops.swiglu.reference import ACTIVATIONS, GATES
+from megatron.core.transformer.build import LayerBuild
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Shape of an MLP.
+
+    Args:
+        ffn_hidden_size: inner features f.
+        gated: two input projections, one gating the other.
+        activation: "silu" or "gelu" (tanh form) if gated, else "gelu", "gelu_tanh", "relu",
+            "squared_relu" or "silu".
+        bias: whether the projections have biases.
+    """
+
+    ffn_hidden_size: int
+    gated: bool = True
+    activation: str = "silu"
+    bias: bool = False
+
+    def problems(self, tp: int) -> list[str]:
+        """List what cannot be on `tp` ranks."""
+        found = []
+        known = GATES if self.gated else ACTIVATIONS
+        if self.activation not in known:
+            found.append(f"activation {self.activation!r}: use one of {', '.join(known)}")
+        if self.ffn_hidden_size < 1 or self.ffn_hidden_size % tp:
+            found.append(
+                f"ffn-hidden-size {self.ffn_hidden_size} must be a positive multiple of "
+                f"tensor-model-parallel-size {tp}"
+            )
+        return found
+
+
+class MLP(nn.Module):
+    """The feed-forward mixer of one block."""
+
+    def __init__(self, name: str, *, config: MLPConfig, build: LayerBuild) -> None:
+        super().__init__()
+        problems = config.problems(build.region.group.size)
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.config = config
+        f = config.ffn_hidden_size
+        parts = ["gate", "up"] if config.gated else ["up"]
+        shared = {"store": build.store, "region": build.region, "bias": config.bias}
+        self.input = build.backend.column_linear(
+            f"{name}.input",
+            [(f"{name}.{part}", f, None) for part in parts],
+            input_size=build.hidden_size,
+            init=build.init,
+            **shared,
+        )
+        self.down = build.backend.row_linear(
+            f"{name}.down",
+            input_size=f,
+            output_size=build.hidden_size,
+            init=build.output_init,
+            **shared,
+        )
+
+    def forward(self, hidden: torch.Tensor, layout: SequenceLayout, **_: object) -> torch.Tensor:
+        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
+        inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
+        if self.config.gated:
+            inner = gated(inner, self.config.activation)  # [s, b, f/tp]
+        else:
+            inner = activate(inner, self.config.activation)
+        return self.down(inner)

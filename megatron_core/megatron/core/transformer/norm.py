@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norm: RMSNorm or LayerNorm over the last dimension, with the residual addition that precedes
+it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from megatron.core.initialize import InitSpec
+from megatron.core.transformer.build import LayerBuild
+from megatron.core.weight_sharding import GradientKind, WeightSharding
+
+NORMS = ("RMSNorm", "LayerNorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """How rows are normalised.
+
+    Args:
+        kind: "RMSNorm" (Zhang & Sennrich 2019) or "LayerNorm" (with a bias).
+        epsilon: added to the mean square or the variance.
+        zero_centered: store the weight as its distance from one.
+    """
+
+    kind: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    epsilon: float = 1e-5
+    zero_centered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in NORMS:
+            raise ValueError(f"normalization {self.kind!r}: use one of {', '.join(NORMS)}")
+        if not self.epsilon > 0.0:
+            raise ValueError(f"norm epsilon is {self.epsilon}: use a positive number")
+
+
+class Norm(nn.Module):
+    """Normalise [..., size] with a weight that is whole on every tp rank.
+
+    Args:
+        gradient: how the weight's gradient arrives on tp; None follows the region (outside the
+            blocks).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        *,
+        config: NormConfig,
+        build: LayerBuild,
+        gradient: GradientKind | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.backend = config, build.backend
+        kind = gradient or build.region.replicated_gradient
+
+        def declare(part: str, value: float):
+            sharding = WeightSharding.of(
+                f"{name}.{part}", (size,), gradient={"tp": kind}, weight_decay=False
+            )
+            return build.store.declare(sharding, InitSpec.constant(value))
+
+        self.weight = declare("weight", 0.0 if config.zero_centered else 1.0)
+        self.bias = declare("bias", 0.0) if config.kind == "LayerNorm" else None
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return norm(x), or (norm(x + residual), x + residual); both in x's dtype."""
+        weight = self.weight.use(torch.float32)  # its gradient then arrives unrounded
+        shared = {
+            "eps": self.config.epsilon,
+            "residual": residual,
+            "zero_centered": self.config.zero_centered,
+        }
+        if self.bias is None:
+            return self.backend.rms_norm(x, weight, **shared)
+        return self.backend.layer_norm(x, weight, self.bias.use(torch.float32), **shared)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three matrix products of a linear layer, in the dtype that the device multiplies fastest.
+
+| product | equation | result |
+|---|---|---|
+| forward | y = x Wᵀ (+ bias) | dtype of x |
+| dgrad | dx = dy W | dtype of dy |
+| wgrad | dW (+)= dyᵀ x | accumulated in the gradient slot, fp32 |
+
+A CPU without bf16 tiles multiplies bf16 at half the rate of fp32 (`ops.dispatch.cpu_matmul_dtype`),
+so there the operands are widened, which also keeps the whole sum in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.dispatch import cpu_matmul_dtype
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which `x`'s device multiplies matrices of its dtype."""
+    return cpu_matmul_dtype(x.dtype) if x.device.type == "cpu" else x.dtype
+
+
+def linear_forward(
+    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype."""
+    dtype = product_dtype(x)
+    if dtype is x.dtype:
+        return F.linear(x, weight, bias)
+    wide = None if bias is None else bias.to(dtype)
+    return F.linear(x.to(dtype), weight.to(dtype), wide).to(x.dtype)
+
+
+def linear_dgrad(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return dy [..., o] W [o, h], [..., h] in dy's dtype."""
+    dtype = product_dtype(grad)
+    if dtype is grad.dtype:
+        return grad.matmul(weight)
+    return grad.to(dtype).matmul(weight.to(dtype)).to(grad.dtype)
+
+
+def linear_wgrad_(
+    slot: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, overwrite: bool
+) -> None:
+    """Put dyᵀ x into `slot` [o, h] fp32: written if `overwrite`, else added.
+
+    Args:
+        grad: dy [..., o].
+        x: [..., h], the same leading shape.
+    """
+    grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
+    dtype = product_dtype(x)
+    grad, x = grad.to(dtype), x.to(dtype)
+    if dtype is slot.dtype and overwrite:
+        torch.mm(grad.t(), x, out=slot)
+    elif dtype is slot.dtype:
+        slot.addmm_(grad.t(), x)
+    elif overwrite:
+        slot.copy_(grad.t() @ x)
+    else:
+        slot.add_(grad.t() @ x)

@@ -9,6 +9,7 @@ import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.samplers import GPTBatches
 
 CONFIG = GPTDatasetConfig(sequence_length=7, seed=5)
 EOD = 0
@@ -65,6 +66,21 @@ def test_loss_is_masked_where_the_input_ends_a_document(source):
             assert weight == (0.0 if token == EOD else 1.0)
             masked += token == EOD
     assert masked > 0
+
+
+def test_lanes_together_read_the_samples_in_order(source):
+    config = dataclasses.replace(CONFIG, eod_token=EOD, eod_mask_loss=True)
+    data = GPTDataset(source, config, sequences=range(40), num_samples=24)
+    rows = data.batch(range(24))
+    for lane in range(2):
+        lane_batches = GPTBatches(data, micro_batch_size=3, lanes_rank=lane, lanes_size=2)
+        for step, batch in zip(range(4), lane_batches, strict=False):
+            first = 6 * step + 3 * lane
+            assert batch.sample_ids.tolist() == [first, first + 1, first + 2]
+            np.testing.assert_array_equal(batch.tokens.numpy(), rows[first : first + 3])
+            np.testing.assert_array_equal(
+                batch.loss_mask.numpy(), data.loss_mask(rows[first : first + 3])
+            )
 
 
 def test_seed_and_length_change_the_samples(source):

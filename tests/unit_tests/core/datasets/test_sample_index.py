@@ -74,6 +74,7 @@ CASES = [
     ("one token short of the label", [4, 4, 4], range(3), 4, 3, 3),
     ("part of a file", [5, 3, 8, 1, 9, 7], range(2, 5), 3, 4, 20),
     ("empty sequences", [0, 3, 0, 0, 9, 0], range(6), 2, 5, 13),
+    ("first sequence empty", [0, 0, 0, 0, 0, 0, 0, 9], range(8), 2, 6, None),
     ("shorter than a sample", [1] * 17, range(17), 7, 6, 11),
     ("one long sequence", [1000], range(1), 7, 7, 500),
     ("final epoch apart", [50, 41, 33, 60], range(4), 5, 8, 40),
@@ -114,6 +115,16 @@ def test_cases_cover_both_kinds_of_final_epoch():
         for _, lengths, documents, seq, _, samples in CASES
     ]
     assert {plan.separate_final_epoch for plan in plans if plan.num_epochs > 1} == {True, False}
+
+
+def test_a_case_begins_with_an_empty_sequence():
+    # Its line starts before its first token; without such a case that rule would go untested.
+    _, lengths, documents, seq, seed, samples = next(c for c in CASES if c[0].startswith("first"))
+    line, starts, *_ = slow_indices(
+        lengths, list(documents), seq=seq, seed=seed, num_samples=samples
+    )
+    assert lengths[line[0]] == 0
+    assert starts[0] == (0, 0)
 
 
 def test_the_last_label_needs_one_token_more():

@@ -12,12 +12,12 @@ time, as is usual for scripts that append overrides.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from megatron.training.schema import Option, build, option_docs, options, suggest
-from megatron.training.yaml_file import read_options
+from megatron.training.schema import Option, build, flatten, option_docs, options, suggest
+from megatron.training.yaml_file import read_options, write_options
 
 T = TypeVar("T")
 
@@ -49,7 +49,12 @@ class HelpRequested(Exception):
 
 
 def parse_command_line(
-    schema: type[T], argv: Sequence[str], *, prog: str, description: str
+    schema: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    print_now: bool = True,
 ) -> CommandLine[T]:
     """Parse the arguments of an entry point.
 
@@ -58,9 +63,11 @@ def parse_command_line(
         argv: arguments without the program's name.
         prog: how the program is called, for help.
         description: one line on what it does, for help.
+        print_now: whether `--print-config` prints what was parsed; False leaves that to a caller
+            that derives more first and then calls `show_config`.
 
     Raises:
-        HelpRequested: `--help`, `-h` or `--tyro-print-completion`.
+        HelpRequested: `--help`, `-h`, `--tyro-print-completion` or `--print-config`.
         ValueError: unknown flag, bad value, missing option; one line.
     """
     if {"-h", "--help"} & set(argv):
@@ -72,7 +79,25 @@ def parse_command_line(
     given = read_flags(argv, [*known, *about])
     invocation = build(Invocation, {o.name: given.pop(o.name) for o in about if o.name in given})
     values = read_options(invocation.config, known) if invocation.config else {}
-    return CommandLine(build(schema, {**values, **given}), invocation)
+    line = CommandLine(build(schema, {**values, **given}), invocation)
+    if print_now:
+        show_config(line)
+    return line
+
+
+def show_config(line: CommandLine[T], *, notes: Mapping[str, str] | None = None) -> None:
+    """Print the options and stop, if `--print-config` asks for it.
+
+    Args:
+        line: the command line, with every derived option filled in.
+        notes: further facts for comments at the top, by name.
+
+    Raises:
+        HelpRequested: it does ask; the text is YAML that `--config` reads back.
+    """
+    if line.invocation.print_config:
+        config = line.config
+        raise HelpRequested(write_options(flatten(config), options(type(config)), notes=notes))
 
 
 def read_flags(argv: Sequence[str], known: Sequence[Option]) -> dict[str, Any]:

@@ -36,7 +36,6 @@ class Run:
         decay_samples: samples until the learning rate reaches its minimum.
         warmup_samples: samples of warm-up.
         wsd_decay_samples: samples of WSD's last phase; 0 for other styles.
-        padded_vocab_size: vocabulary with padding; None while the vocabulary is unknown.
     """
 
     config: Config
@@ -48,7 +47,6 @@ class Run:
     decay_samples: int
     warmup_samples: int
     wsd_decay_samples: int
-    padded_vocab_size: int | None
 
 
 def resolve(config: Config, world_size: int) -> Run:
@@ -70,11 +68,10 @@ def resolve(config: Config, world_size: int) -> Run:
         warmup = int(schedule.lr_warmup_fraction * decay)
     else:
         warmup = schedule.lr_warmup_samples or schedule.lr_warmup_iters * batch
-    tokenizer = _tokenizer(config.tokenizer)
     resolved = replace(
         config,
         model=_model(config.model, training.seq_length),
-        tokenizer=tokenizer,
+        tokenizer=_tokenizer(config.tokenizer),
         parallel=_parallel(config.parallel, dp),
         training=training,
         optimizer=_optimizer(config.optimizer),
@@ -92,7 +89,6 @@ def resolve(config: Config, world_size: int) -> Run:
         warmup_samples=warmup,
         wsd_decay_samples=schedule.lr_wsd_decay_samples
         or (schedule.lr_wsd_decay_iters or 0) * batch,
-        padded_vocab_size=_padded(tokenizer, config.parallel.tensor_model_parallel_size),
     )
 
 
@@ -117,11 +113,11 @@ def _tokenizer(tokenizer: TokenizerConfig) -> TokenizerConfig:
     return tokenizer
 
 
-def _padded(tokenizer: TokenizerConfig, tp: int) -> int | None:
-    if tokenizer.vocab_size is None:
-        return None
-    multiple = tokenizer.make_vocab_size_divisible_by * tp
-    return -(-tokenizer.vocab_size // multiple) * multiple
+def padded_vocab_size(config: Config, vocab_size: int) -> int:
+    """Return the size of a vocabulary with its padding, which every tensor parallel rank shares."""
+    tp = config.parallel.tensor_model_parallel_size
+    multiple = config.tokenizer.make_vocab_size_divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
 
 
 def _parallel(parallel: ParallelConfig, dp: int) -> ParallelConfig:

@@ -165,6 +165,16 @@ def test_help_and_completion_are_requests_not_errors():
         parse("--tyro-print-completion bash")
 
 
+def test_print_config_is_the_config_as_yaml_and_feeds_back(tmp_path):
+    with pytest.raises(HelpRequested) as first:
+        parse(f"{ARGUMENTS} --seed 77 --print-config")
+    (tmp_path / "run.yaml").write_text(first.value.text)
+    with pytest.raises(HelpRequested) as second:
+        parse(f"--config {tmp_path / 'run.yaml'} --print-config")
+    assert "seed: 77" in first.value.text
+    assert second.value.text == first.value.text
+
+
 def test_parsing_and_help_do_not_import_torch():
     code = (
         "import sys; from megatron.training.flags import *; from megatron.training.config "

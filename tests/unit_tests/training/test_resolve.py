@@ -9,7 +9,7 @@ import pytest
 from megatron.training.check import check
 from megatron.training.config import Config
 from megatron.training.flags import parse_command_line
-from megatron.training.resolve import resolve
+from megatron.training.resolve import padded_vocab_size, resolve
 from megatron.training.schema import flatten, options
 from megatron.training.yaml_file import write_options
 from tests.unit_tests.training.small_config import small_config
@@ -84,10 +84,10 @@ def test_lengths_in_samples():
 
 
 def test_vocabulary_padding():
-    text = "--vocab-size 1000 --make-vocab-size-divisible-by 128 --tensor-model-parallel-size 2"
-    assert resolve(small_config(text), 2).padded_vocab_size == 1024
-    assert resolve(small_config("--vocab-size 1025"), 1).padded_vocab_size == 1152
-    assert resolve(small_config(), 1).padded_vocab_size is None
+    text = "--make-vocab-size-divisible-by 100 --tensor-model-parallel-size 2"
+    assert padded_vocab_size(small_config(text), 1001) == 1200
+    assert padded_vocab_size(small_config(), 1024) == 1024
+    assert padded_vocab_size(small_config(), 1025) == 1152
 
 
 def test_files_and_weight_decay():

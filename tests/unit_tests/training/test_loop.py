@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop over a played step: what is counted, logged, validated and saved, and when it stops."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from megatron.core.optimizer.loss_scaler import (
+    ConstantLossScaler,
+    DynamicLossScaler,
+    DynamicLossScalerConfig,
+)
+from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
+from megatron.training.errors import RunStopped
+from megatron.training.exit_codes import ExitCode
+from megatron.training.loop import LoopParts, train
+from megatron.training.metrics import Metrics
+from megatron.training.progress import Plain
+from megatron.training.progress_state import Progress
+from megatron.training.resolve import resolve
+from megatron.training.step_window import Speedometer, StepWindow
+from tests.unit_tests.training.small_config import small_config
+
+
+@dataclass(frozen=True)
+class Outcome:
+    loss: float
+    applied: bool = True
+    grad_norm: float = 1.0
+    num_zeros: int | None = None
+
+
+class Listener:
+    """A metrics writer that keeps what it is given."""
+
+    def __init__(self):
+        self.events = []
+
+    def write(self, kind, iteration, values):
+        self.events.append((kind, iteration, dict(values)))
+
+    def close(self):
+        pass
+
+
+class Played:
+    """A run whose steps come from a list, one per iteration; the last one repeats."""
+
+    def __init__(self, flags="", outcomes=(Outcome(2.0),), scaler=None, progress=None, window=None):
+        self.run = resolve(small_config(f"--global-batch-size 6 {flags}"), 1)
+        self.outcomes, self.scaler = outcomes, scaler or ConstantLossScaler()
+        self.rates, self.saves, self.validations = [], [], []
+        self.listener, self.out = Listener(), io.StringIO()
+        self.progress = progress or Progress()
+        speed = Speedometer.of(self.run, padded_vocab_size=128, peak_flops=None)
+        self.window = StepWindow(self.run, speed)
+        if window:
+            self.window.restore(window)
+
+    def take_step(self, lr, decay):
+        self.rates.append(lr)
+        outcome = self.outcomes[min(self.progress.iteration, len(self.outcomes) - 1)]
+        self.scaler.update(not outcome.applied)
+        return outcome
+
+    def evaluate(self):
+        self.validations.append(self.progress.iteration)
+        return 3.0
+
+    def save(self, progress):
+        self.saves.append((progress.iteration, self.window.to_json()))
+
+    def train(self):
+        schedule = LearningRateSchedule(max_lr=1.0, decay_samples=60, style="linear")
+        train(
+            LoopParts(
+                run=self.run,
+                take_step=self.take_step,
+                evaluate=self.evaluate if self.run.config.training.eval_interval else None,
+                save=self.save if self.run.config.checkpoint.save else None,
+                lr=schedule,
+                weight_decay=WeightDecaySchedule(start=0.1, end=0.1),
+                scaler=self.scaler,
+                window=self.window,
+                params_norm=None,
+                display=Plain(self.out),
+                metrics=Metrics({"listener": lambda: self.listener}, pytest.fail),
+            ),
+            self.progress,
+        )
+        return self
+
+    def records(self, kind="train"):
+        return [(i, v) for k, i, v in self.listener.events if k == kind]
+
+
+def test_a_whole_run():
+    losses = [Outcome(float(i)) for i in range(1, 11)]
+    played = Played("--save s --save-interval 4 --eval-interval 5 --log-interval 5", losses).train()
+    assert played.progress.iteration == 10
+    assert played.progress.consumed_samples == 60
+    assert played.validations == [0, 5, 10]
+    assert [i for i, _ in played.saves] == [4, 8, 10]
+    assert [(i, v["lm_loss"]) for i, v in played.records()] == [(5, 3.0), (10, 8.0)]
+    assert [i for i, _ in played.records("validation")] == [0, 5, 10]
+    assert played.rates == pytest.approx([1.0 - i / 10 for i in range(10)])
+    lines = played.out.getvalue().splitlines()
+    assert sum(" validation loss at iteration " in line for line in lines) == 3
+    assert sum("] iteration        5/      10 |" in line for line in lines) == 1
+
+
+def test_without_validation_and_saving():
+    played = Played("--eval-interval 0 --log-interval 3").train()
+    assert played.validations == []
+    assert [i for i, _ in played.records()] == [3, 6, 9, 10]
+
+
+def test_speed_is_what_the_step_did():
+    played = Played("--eval-interval 0 --log-interval 10 --log-throughput").train()
+    (_, values) = played.records()[0]
+    tokens = values["tokens_per_second"] * values["seconds_per_iteration"]
+    assert tokens == pytest.approx(6 * 20)
+    assert values["tflops"] > 0
+    assert "mfu" not in values
+
+
+def test_exit_interval_saves_and_stops_where_the_next_part_goes_on():
+    first = Played("--save s --exit-interval 4 --eval-interval 0 --log-interval 3").train()
+    assert first.progress.iteration == 4
+    assert [i for i, _ in first.saves] == [4]
+    assert "stopped at iteration 4" in first.out.getvalue()
+    flags = "--save s --exit-interval 4 --eval-interval 2 --log-interval 3"
+    second = Played(flags, progress=first.progress).train()
+    assert second.progress.iteration == 8
+    assert second.validations == [6, 8], "a resumed run does not validate before its first step"
+
+
+def test_a_log_line_cut_by_a_save_is_the_same_after_resuming():
+    losses = [Outcome(float(i) / 3) for i in range(1, 11)]
+    flags = "--save s --save-interval 5 --eval-interval 0 --log-interval 4"
+    whole = Played(flags, losses).train()
+    counters = Progress(iteration=5, consumed_samples=30, update_samples=30)
+    window = dict(whole.saves)[5]
+    resumed = Played(flags, losses, progress=counters, window=window).train()
+    assert [(i, v["lm_loss"]) for i, v in resumed.records()] == [
+        (i, v["lm_loss"]) for i, v in whole.records() if i > 5
+    ]
+
+
+def test_skipped_steps_are_counted_and_do_not_move_the_learning_rate():
+    bad = Outcome(math.nan, applied=False, grad_norm=math.nan)
+    good = Outcome(4.0)
+    outcomes = [good, bad, bad, good, Outcome(4.0, applied=False, grad_norm=math.inf), good]
+    played = Played("--eval-interval 0 --log-interval 5", outcomes).train()
+    assert played.progress.consumed_samples == 60
+    assert played.progress.update_samples == 42
+    assert (played.progress.skipped_iterations, played.progress.nan_iterations) == (3, 2)
+    assert played.rates[:4] == pytest.approx([1.0, 0.9, 0.9, 0.9])
+    _, first = played.records()[0]
+    assert (first["lm_loss"], first["num_skipped"], first["num_nan"]) == (4.0, 3, 2)
+    _, second = played.records()[1]
+    assert (second["num_skipped"], second["num_nan"]) == (0, 0)
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run():
+    bad = Outcome(2.0, applied=False, grad_norm=math.inf)
+    good = Outcome(2.0)
+    flags = "--max-consecutive-bad-steps 3 --eval-interval 0 --save s"
+    played = Played(flags, [bad, bad, good, bad, bad, bad, good])
+    with pytest.raises(RunStopped, match="stopped at iteration 6: 3 steps in a row") as caught:
+        played.train()
+    assert caught.value.code == ExitCode.BAD_STEPS
+    assert played.saves == [], "a broken state is not saved"
+
+
+def test_finding_the_fp16_scale_is_not_bad_until_it_cannot_be_lowered():
+    overflow = Outcome(2.0, applied=False, grad_norm=math.inf)
+    config = DynamicLossScalerConfig(initial_scale=2.0**6, hysteresis=1)
+    flags = "--fp16 --max-consecutive-bad-steps 2 --train-iters 40 --eval-interval 0"
+    played = Played(flags, [overflow], scaler=DynamicLossScaler(config))
+    with pytest.raises(RunStopped):
+        played.train()
+    assert played.progress.iteration == 6 + 2
+
+
+def test_a_run_of_skipped_steps_logs_no_loss():
+    bad = Outcome(math.inf, applied=False, grad_norm=math.inf)
+    played = Played("--eval-interval 0 --log-interval 2 --train-iters 4", [bad]).train()
+    assert "lm_loss" not in played.records()[0][1]
+    assert "number of nan iterations:   2 |" in played.out.getvalue()
+
+
+def test_progress_survives_json_and_refuses_damage():
+    progress = Progress(iteration=3, consumed_samples=18, update_samples=12, skipped_iterations=1)
+    assert Progress.from_json(progress.to_json()) == progress
+    with pytest.raises(ValueError, match="lacks iteration"):
+        Progress.from_json({**progress.to_json(), "iteration": None})

@@ -8,7 +8,7 @@ rank 0 checks the layouts of all ranks together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.boxes import Box, first_overlap
 from megatron.core.dist_checkpointing.chunk import TensorChunk, chunk_key
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import digest
 from megatron.core.dist_checkpointing.shard_header import (
     dtype_name,
     encode_header,
@@ -41,6 +42,7 @@ class ShardPlan:
     """The file one rank writes: its header, then `tensors`, which lie as `chunks` say.
 
     `total_bytes` is the file's size. A rank without anything to write has no chunks and no file.
+    `shared` sums up what this rank declares to hold together with others.
     """
 
     file: str
@@ -48,13 +50,16 @@ class ShardPlan:
     total_bytes: int
     chunks: tuple[PlannedChunk, ...]
     tensors: tuple[torch.Tensor, ...]
+    shared: tuple[tuple[Any, ...], ...]
 
 
-def chunks_to_write(chunks: Sequence[TensorChunk], rank: int) -> list[TensorChunk]:
-    """Return the chunks that `rank` writes: every replica set shares its bytes out greedily.
+def replica_sets(
+    chunks: Sequence[TensorChunk], rank: int
+) -> dict[tuple[int, ...], list[TensorChunk]]:
+    """Return this rank's chunks by the ranks that hold them, largest first, in one order for all.
 
-    All members of a replica set declare the same chunks for it, so all compute the same
-    assignment without a message: largest first, to the member with the fewest bytes so far.
+    Raises:
+        ValueError: a chunk does not name `rank` among its holders.
     """
     sets: dict[tuple[int, ...], list[TensorChunk]] = {}
     for chunk in chunks:
@@ -64,16 +69,34 @@ def chunks_to_write(chunks: Sequence[TensorChunk], rank: int) -> list[TensorChun
                 f"contain rank {rank}, which holds it"
             )
         sets.setdefault(tuple(chunk.replica_ranks), []).append(chunk)
+    for members in sets.values():
+        members.sort(key=lambda c: (-c.tensor.numel() * c.tensor.itemsize, c.name, c.box))
+    return sets
+
+
+def chunks_to_write(
+    sets: Mapping[tuple[int, ...], Sequence[TensorChunk]], rank: int
+) -> list[TensorChunk]:
+    """Return the chunks that `rank` writes: every replica set shares its bytes out greedily.
+
+    All members of a replica set declare the same chunks for it (`check_replicas`), so all compute
+    the same assignment without a message: each chunk goes to the member with the fewest bytes.
+    """
     mine = []
     for ranks, members in sets.items():
         load = dict.fromkeys(ranks, 0)
-        members.sort(key=lambda c: (-c.tensor.numel() * c.tensor.itemsize, c.name, c.box))
         for chunk in members:
             writer = min(ranks, key=lambda r: (load[r], r))
             load[writer] += chunk.tensor.numel() * chunk.tensor.itemsize
             if writer == rank:
                 mine.append(chunk)
     return mine
+
+
+def _summary(ranks: tuple[int, ...], members: Sequence[TensorChunk]) -> tuple[Any, ...]:
+    """Return (ranks, count, first name, digest) of a replica set as this rank declares it."""
+    text = repr([(c.name, c.shape, c.box, c.tensor.dtype) for c in members])
+    return ranks, len(members), members[0].name, digest(text.encode())
 
 
 def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
@@ -85,7 +108,8 @@ def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
         ValueError: a dtype that cannot be stored, or one box declared twice on this rank.
     """
     file = f"shard-{rank:05d}.safetensors"
-    mine = [chunk for chunk in chunks_to_write(chunks, rank) if _is_stored(chunk)]
+    sets = replica_sets(chunks, rank)
+    mine = [chunk for chunk in chunks_to_write(sets, rank) if _is_stored(chunk)]
     mine.sort(key=lambda c: (-c.tensor.itemsize, c.name, c.box))
     entries = [
         (
@@ -121,6 +145,7 @@ def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
         total_bytes=begin,
         chunks=tuple(planned),
         tensors=tuple(chunk.tensor.detach() for chunk in mine),
+        shared=tuple(_summary(*item) for item in sets.items() if len(item[0]) > 1),
     )
 
 
@@ -135,6 +160,7 @@ def encode_plan(plan: ShardPlan) -> dict[str, Any]:
         "file": plan.file,
         "total_bytes": plan.total_bytes,
         "header_bytes": len(plan.header),
+        "shared": plan.shared,
         "chunks": [(c.name, c.dtype, c.shape, *c.box, c.begin, c.end) for c in plan.chunks],
     }
 
@@ -153,6 +179,28 @@ def decode_chunks(message: dict[str, Any]) -> list[PlannedChunk]:
         )
         for name, dtype, shape, offsets, sizes, begin, end in message["chunks"]
     ]
+
+
+def check_replicas(messages: Sequence[dict[str, Any]]) -> None:
+    """Check that all members of every replica set declare the same chunks for it.
+
+    Otherwise a chunk could be left to a rank that does not know of it.
+
+    Raises:
+        CheckpointError: naming the set and two ranks that differ.
+    """
+    told = [{tuple(ranks): summary for ranks, *summary in m["shared"]} for m in messages]
+    for rank, sets in enumerate(told):
+        for ranks, summary in sets.items():
+            for other in ranks:
+                theirs = told[other].get(ranks) if other < len(told) else None
+                if theirs != summary:
+                    count, name, _ = summary
+                    raise CheckpointError(
+                        f"rank {rank} declares {count} chunks, {name} among them, with "
+                        f"replica_ranks {list(ranks)}, but rank {other} declares "
+                        f"{theirs[0] if theirs else 'none'}, or other ones, for these ranks"
+                    )
 
 
 def group_by_tensor(chunks: Sequence[PlannedChunk]) -> dict[str, list[PlannedChunk]]:

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.planner import (
     ShardPlan,
     check_coverage,
+    check_replicas,
     decode_chunks,
     encode_plan,
     group_by_tensor,
@@ -135,6 +136,7 @@ class _Save:
         """Check all layouts together and create the folder to write into; None is "skip"."""
         if self.skip_existing and checkpoint_folder(self.root, self.iteration).is_dir():
             return None
+        check_replicas(plans)
         check_coverage(group_by_tensor([c for plan in plans for c in decode_chunks(plan)]))
         self.planned = plans
         self.temporary = open_temporary(self.root, self.iteration)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.training.flags import CommandLine, parse_command_line
+from megatron.training.flags import HelpRequested, parse_command_line
+from megatron.training.schema import flatten, options
+from megatron.training.yaml_file import write_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,21 +117,31 @@ def take_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     return tuple(prompts), rest
 
 
-def parse_arguments(argv: Sequence[str], *, prog: str) -> CommandLine[GenerateConfig]:
+def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
     """Read the command line of `megatron.inference.generate`.
 
     Raises:
-        HelpRequested: `--help`.
+        HelpRequested: `--help` or `--print-config`.
         ValueError: a flag that is unknown, missing or has a bad value; one line.
     """
     texts, rest = take_prompts(argv)
     line = parse_command_line(
-        GenerateConfig, rest, prog=prog, description="Continue prompts with a trained model."
+        GenerateConfig,
+        rest,
+        prog=prog,
+        description="Continue prompts with a trained model.",
+        print_now=False,
     )
-    if not texts:  # those of a --config file stay
-        return line
-    prompts = dataclasses.replace(line.config.prompts, prompt=texts)
-    return dataclasses.replace(line, config=dataclasses.replace(line.config, prompts=prompts))
+    config = line.config
+    if texts:  # else those of a --config file stay
+        config = dataclasses.replace(
+            config, prompts=dataclasses.replace(config.prompts, prompt=texts)
+        )
+    if line.invocation.print_config:
+        values = flatten(config)
+        given = [o for o in options(GenerateConfig) if values[o.name] != ()]
+        raise HelpRequested(write_options(values, given))
+    return config
 
 
 def read_prompts(prompts: Prompts) -> list[str]:

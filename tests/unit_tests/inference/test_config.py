@@ -14,7 +14,7 @@ from megatron.inference.config import (
 
 
 def parse(*words: str):
-    return parse_arguments(words, prog="generate").config
+    return parse_arguments(words, prog="generate")
 
 
 def test_prompts_repeat_and_may_be_any_text() -> None:

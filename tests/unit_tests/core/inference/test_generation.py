@@ -90,8 +90,9 @@ def test_a_padded_batch_with_a_cache_equals_each_prompt_alone_without(
 ) -> None:
     model = make_model(name, ProcessGroupCollection.single())
     batch = requests(PROMPTS)
-    with nan_memory():  # an element of the cache that was never written would show
+    with nan_memory() as memory:  # an element of the cache that was never written would show
         got = generate(model, batch, max_new_tokens=12, sampling=params)
+    assert memory.poisoned >= 2 * model.config.num_layers
     for request, completion in zip(batch, got, strict=True):
         assert_same(completion, without_cache(model, request, 12, params))
     assert len({t for c in got for t in c.tokens}) > 8  # the model says more than one thing

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model and its tokenizer out of a training checkpoint, on any layout."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.device import choose_device
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Coordinator,
+    Solo,
+    StoreCoordinator,
+    load_checkpoint,
+    read_extra,
+)
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.inference.config import ModelSource
+from megatron.training.checkpoint_io import find_checkpoint, weight_chunks
+from megatron.training.launch import Launch
+from megatron.training.tokenizers import Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointModel:
+    """What generation needs of a checkpoint.
+
+    Args:
+        model: this rank's part of it.
+        tokenizer: the one it was trained with, or the one that was asked for.
+        max_length: longest sequence it is meant for, in tokens; None if it does not say.
+        vocab_size: token ids lie below it.
+        device: where it is.
+        folder: the `iter_` folder it came from.
+    """
+
+    model: GPTModel
+    tokenizer: Tokenizer
+    max_length: int | None
+    vocab_size: int
+    device: torch.device
+    folder: Path
+
+
+@contextlib.contextmanager
+def load_checkpoint_model(source: ModelSource, launch: Launch) -> Iterator[CheckpointModel]:
+    """Build the model that a checkpoint describes and load its weights, spread over the processes.
+
+    Raises:
+        ValueError: no checkpoint or a damaged one, no tokenizer, or an impossible layout.
+    """
+    device = choose_device(source.device, launch.local_rank)
+    with _joined(source, launch, device) as (groups, coordinator):
+        folder = find_checkpoint(source.load, coordinator)
+        if folder is None:
+            raise ValueError(
+                f"--load {source.load}: there is no checkpoint: name the folder that --save wrote "
+                "to, or one iter_ folder in it"
+            )
+        try:
+            extra = read_extra(folder)
+            config, options = _described(folder, extra)
+            tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
+            dtype = weight_dtype(options)
+            model = GPTModel(config, groups, dtype=dtype, device=device, initialize=False)
+            chunks = weight_chunks(model.store)
+            load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=True)
+        except CheckpointError as error:
+            raise ValueError(f"--load {folder}: {error}") from error
+        yield CheckpointModel(
+            model=model,
+            tokenizer=tokenizer,
+            max_length=options.get("max-position-embeddings") or options.get("seq-length"),
+            vocab_size=config.vocab_size,
+            device=device,
+            folder=folder,
+        )
+
+
+@contextlib.contextmanager
+def _joined(
+    source: ModelSource, launch: Launch, device: torch.device
+) -> Iterator[tuple[ProcessGroupCollection, Coordinator]]:
+    """Join the other processes of the run, if there are any, and leave them at the end."""
+    tp, world = source.tensor_model_parallel_size, launch.world_size
+    if tp != world:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} does not fit {world} process(es): generation "
+            f"spreads over tensor parallel ranks only; start {tp} with torchrun --nproc-per-node "
+            f"{tp}, or give --tensor-model-parallel-size {world}"
+        )
+    if world == 1:
+        yield ProcessGroupCollection.single(), Solo()
+        return
+    seconds = source.distributed_timeout_minutes * 60
+    store = launch.open_store(timeout_seconds=seconds, first=True)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("groups", store),
+        rank=launch.rank,
+        world_size=world,
+        timeout=timedelta(seconds=seconds),
+    )
+    groups = ProcessGroupCollection.create(
+        RankGrid(world_size=world, tp=tp), rank=launch.rank, timeout_seconds=seconds
+    )
+    yield groups, StoreCoordinator(store, launch.rank, world, seconds)
+    # Not in a `finally`: after an error on one rank the others may be gone, and the launcher ends
+    # all of them.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _described(folder: Path, extra: Mapping[str, Any]) -> tuple[GPTConfig, Mapping[str, Any]]:
+    """Return the model and the options that a checkpoint's extra describes."""
+    try:
+        return GPTConfig.from_json(extra["model"]), dict(extra["config"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is no training checkpoint: it lacks {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{folder} holds {error}") from None
+
+
+def weight_dtype(options: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a run with these options, by flag name, computes in."""
+    if options.get("bf16"):
+        return torch.bfloat16
+    return torch.float16 if options.get("fp16") else torch.float32
+
+
+def choose_tokenizer(recorded: Mapping[str, Any], model: str | None) -> Tokenizer:
+    """Return the tokenizer that a checkpoint records, or the one in the file `model`.
+
+    Args:
+        recorded: type, model (path), vocab_size and fingerprint, as training saves them.
+        model: path of a tokenizer.json to use instead; None for the recorded one. One line warns
+            if it is not the same.
+
+    Raises:
+        ValueError: none is recorded, or its file is gone or has changed.
+    """
+    if model is None and recorded.get("type") is None:
+        raise ValueError(
+            "the checkpoint does not say which tokenizer it was trained with: give "
+            "--tokenizer-model PATH of a tokenizer.json"
+        )
+    if model is not None:
+        tokenizer = build_tokenizer("hf", model=model)
+    else:
+        tokenizer = build_tokenizer(
+            recorded["type"], model=recorded.get("model"), vocab_size=recorded.get("vocab_size")
+        )
+    if recorded.get("fingerprint") in (None, tokenizer.fingerprint):
+        return tokenizer
+    if model is None:
+        raise ValueError(
+            f"the tokenizer {recorded.get('model')} has changed since the model was trained with "
+            "it: give the one of then with --tokenizer-model"
+        )
+    print(
+        f"warning: --tokenizer-model {model} is not the file that the model was trained with",
+        file=sys.stderr,
+    )
+    return tokenizer

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command, from a checkpoint to text and JSON: one process, two ranks, and what it refuses."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import Solo, save_checkpoint
+from megatron.core.inference.engine import Request, generate
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.inference.generate import main
+from megatron.training.checkpoint_io import weight_chunks
+from megatron.training.tokenizers import ByteTokenizer
+from tests.support.ranks import start_ranks
+
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    vocab_size=259,  # more than the tokenizer has, and uneven over two ranks
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=8),
+    mlp=MLPConfig(ffn_hidden_size=48),
+    init_std=0.3,
+)
+BYTES = {"type": "byte", "model": None, "vocab_size": 257, "fingerprint": "byte-257", "eod": 256}
+PROMPTS = ("Once", "", "two words é")
+FLAGS = ["--max-new-tokens", "8", "--temperature", "0.8", "--top-k", "50", "--seed", "5"]
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> GPTModel:
+    return GPTModel(CONFIG, ProcessGroupCollection.single(), seed=1, dtype=dtype)
+
+
+def save(root: Path, saved: GPTModel, **changes: Any) -> Path:
+    """Save a checkpoint as training does, with some of what it says about itself changed."""
+    extra = {
+        "model": CONFIG.to_json(),
+        "config": {"bf16": False, "max-position-embeddings": 40},
+        "tokenizer": BYTES,
+    }
+    extra.update(changes)
+    # Through JSON, as tuples come back as lists.
+    extra = json.loads(json.dumps({k: v for k, v in extra.items() if v is not None}))
+    return save_checkpoint(root, 7, weight_chunks(saved.store), extra, coordinator=Solo())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save(folder, make_model())
+    return folder
+
+
+def arguments(root: Path, *more: str) -> list[str]:
+    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
+    return ["--load", str(root), *prompts, *FLAGS, "--device", "cpu", *more]
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    """Run the command in this process; return its exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words, {})
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_text_and_json_are_what_the_saved_model_says(root: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    code, out, err = run(*arguments(root, "--output-json", str(path)))
+    assert code == 0, err
+    tokenizer = ByteTokenizer()
+    prompts = [tuple(tokenizer.tokenize(text)) or (256,) for text in PROMPTS]
+    expected = generate(
+        make_model(),
+        [Request(prompt=p, sequence=i) for i, p in enumerate(prompts)],
+        max_new_tokens=8,
+        sampling=SamplingParams(temperature=0.8, top_k=50, seed=5),
+        stop_token=256,
+    )
+    results = json.loads(path.read_text(encoding="utf-8"))
+    for result, text, ids, completion in zip(results, PROMPTS, prompts, expected, strict=True):
+        assert result["prompt"] == text
+        assert tuple(result["prompt_ids"]) == ids
+        assert result["ids"] == completion.tokens
+        assert result["logprobs"] == completion.logprobs
+        assert result["finish_reason"] == completion.finish_reason
+        assert result["text"] == tokenizer.detokenize(completion.tokens)
+        assert f"{text}{result['text']}\n" in out
+    assert "--- prompt 3 of 3" in out
+    assert "for 3 prompts" in err
+    assert "iter_0000007" in err
+
+
+def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[str, str]) -> Any:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_two_ranks_print_and_write_what_one_process_does(root: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    _, text, _ = run(*arguments(root, "--output-json", str(one)))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    words = arguments(root, "--output-json", str(two), "--tensor-model-parallel-size", "2")
+    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+        (code, out, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
+    assert (code, code_1) == (0, 0), err + err_1
+    assert out == text
+    assert out_1 == ""
+    assert "for 3 prompts" in err
+    assert err_1 == ""
+    for a, b in zip(json.loads(one.read_text()), json.loads(two.read_text()), strict=True):
+        logprobs = torch.tensor([a.pop("logprobs"), b.pop("logprobs")])
+        assert a == b
+        torch.testing.assert_close(logprobs[0], logprobs[1], rtol=0, atol=1e-5)
+
+
+def test_one_iter_folder_and_bf16_weights(tmp_path: Path) -> None:
+    options = {"bf16": True, "seq-length": 40}
+    folder = save(tmp_path, make_model(torch.bfloat16), config=options)
+    code, _, err = run("--load", str(folder), "--prompt", "a", "--max-new-tokens", "2")
+    assert code == 0, err
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "text"),
+    [
+        (changed(), ["--max-new-tokens", "30"], "prompt 3 of 3 is too long: 12 tokens"),
+        (changed(), ["--top-p", "0"], "top-p is 0.0: use more than 0"),
+        (changed(), ["--tensor-model-parallel-size", "2"], "does not fit 1 process"),
+        (changed(), ["--tokenizer-model", "none.json"], "tokenizer none.json: No such file"),
+        (changed(tokenizer=None), [], "give --tokenizer-model PATH"),
+        (changed(tokenizer={**BYTES, "fingerprint": "x"}), [], "has changed since"),
+        (changed(model=None), [], "is no training checkpoint: it lacks 'model'"),
+        (changed(model={**CONFIG.to_json(), "depth": 3}), [], "not the configuration of a GPT"),
+        (changed(model={**CONFIG.to_json(), "num_layers": 3}), [], "does not fit the model"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    changes: dict[str, Any], words: list[str], text: str, tmp_path: Path
+) -> None:
+    save(tmp_path, make_model(), **changes)
+    code, out, err = run(*arguments(tmp_path, *words))
+    assert code == 2
+    assert text in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_a_missing_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    for missing in (tmp_path / "none", tmp_path, tmp_path / "iter_0000001"):
+        code, _, err = run(*arguments(missing))
+        assert code == 2
+        assert f"--load {missing}" in err
+        assert "there is no" in err
+    folder = save(tmp_path, make_model())
+    (shard,) = folder.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    code, _, err = run(*arguments(tmp_path))
+    assert code == 2
+    assert shard.name in err
+
+
+@pytest.mark.parametrize("words", [["--prompt", "a b", "--prompt", "null"], ["--top-k", "7"]])
+def test_print_config_needs_no_checkpoint_and_reads_back(words: list[str], tmp_path: Path) -> None:
+    code, out, _ = run("--load", "nowhere", *words, "--print-config")
+    assert code == 0
+    file = tmp_path / "g.yaml"
+    file.write_text(out, encoding="utf-8")
+    assert run("--config", str(file), "--print-config") == (0, out, "")

@@ -38,10 +38,12 @@ pretrain: $(STAMP) ## pretrain a small GPT on real text, resume it, sample from 
 	@$(PY) -m megatron.training.quickstart $(PRETRAIN_FLAGS)
 
 lint: $(STAMP) ## ruff, house style and import order
-	@echo "lint: ruff check";  $(PY) -m ruff check $(SOURCES)
-	@echo "lint: ruff format"; $(PY) -m ruff format --check $(SOURCES)
-	@echo "lint: house style"; $(PY) tools/style_check.py
-	@echo "lint: import order"; .venv/bin/lint-imports
+	@status=0; \
+	echo "lint: ruff check";  $(PY) -m ruff check --output-format concise $(SOURCES) || status=1; \
+	echo "lint: ruff format"; $(PY) -m ruff format --check -q $(SOURCES) || status=1; \
+	echo "lint: house style"; $(PY) tools/style_check.py || status=1; \
+	echo "lint: import order"; .venv/bin/lint-imports --no-cache || status=1; \
+	exit $$status
 
 format: $(STAMP) ## let ruff format and mend what it can
 	@$(PY) -m ruff format $(SOURCES)

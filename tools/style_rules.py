@@ -78,6 +78,11 @@ class Source:
         return self.path.startswith(WHEELS)
 
     @property
+    def is_inside_op(self) -> bool:
+        path = PurePosixPath(self.path)
+        return self.in_core and path.parent.parent.name == "ops" and path.stem != "__init__"
+
+    @property
     def is_test(self) -> bool:
         return "tests" in PurePosixPath(self.path).parts
 
@@ -200,7 +205,8 @@ def parameters(source: Source) -> Iterator[Finding]:
 
     In public functions of the wheels, keyword-only are: after the second parameter, every one that
     has a default or is a bool; after the third, every one annotated with int, float or str (or a
-    union of these with None). Required tensors and objects may be positional. Left out:
+    union of these with None). Required tensors and objects may be positional. The insides of an
+    op (core/ops/<name>/, all but __init__.py) are no public functions. Left out altogether:
     autograd.Function methods, Triton kernels, special methods except __init__ and __call__, and
     tests (whose parameters are fixtures).
     """
@@ -221,7 +227,7 @@ def parameters(source: Source) -> Iterator[Finding]:
                 "parameters", where, node.lineno, f"{count} parameters, over {PARAMETERS}", count
             )
         private = any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
-        if private or not source.in_wheel:
+        if private or source.is_inside_op or not source.in_wheel:
             continue
         for index, (argument, default) in enumerate(pairs[2:], start=3):
             flag = isinstance(argument.annotation, ast.Name) and argument.annotation.id == "bool"

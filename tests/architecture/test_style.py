@@ -51,6 +51,11 @@ BREACHES = [
     ("keyword-only", APP, HEAD + "def f(a, b, c: bool): pass\n"),
     ("keyword-only", APP, HEAD + "class A:\n    def f(self, a, b, c, d: int | None): pass\n"),
     (
+        "keyword-only",
+        "megatron_core/megatron/core/ops/a/__init__.py",
+        HEAD + "def f(a, b, c=1):\n    'Do it.'\n",
+    ),
+    (
         "config-fields",
         APP,
         HEAD
@@ -102,6 +107,7 @@ FINE = [
     ),
     (CORE, HEAD + "def f(range_of, start: int, stop: int):\n    'Take three.'\n"),
     ("megatron_core/megatron/core/ops/a/triton.py", HEAD + "import triton\n"),
+    ("megatron_core/megatron/core/ops/a/inside.py", HEAD + "def f(a, b, c=1):\n    'Do it.'\n"),
     (APP, HEAD + "import os\nX = os.environ\nmodel.eval()\nnumpy.load('a', allow_pickle=False)\n"),
     (APP, HEAD + 'def f():\n    """' + "text\n" * 100 + '"""\n'),
     ("tests/planted.py", HEAD + "def test_f(a, b, c, d, e, f, g, h, i): pass\n"),

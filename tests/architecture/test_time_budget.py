@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,10 @@ def run_with(tmp_path: Path, entries: str, *flags: str) -> subprocess.CompletedP
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: x\n")
     (folder / "test_sleep.py").write_text(SLEEPER)
     command = [sys.executable, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", *flags]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # starts in half the time
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from megatron.inference.config import GenerateConfig, Sampling, parse_arguments, read_prompts
 from megatron.inference.results import Result, check_json_path, write_json
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 PROG = "python -m megatron.inference.generate"
 
-OnToken = Callable[[int, Sequence[int], bool], None]
+
+class OnToken(Protocol):
+    """Is told the generated tokens so far of prompt `index`, after every token."""
+
+    def __call__(self, index: int, tokens: Sequence[int], *, finished: bool) -> None: ...
 
 
 def sampling_params(options: Sampling) -> SamplingParams:
@@ -89,8 +93,7 @@ def generate_texts(
         params: how tokens are chosen.
         max_new_tokens: tokens to generate for each at most.
         batch_size: prompts that are generated together.
-        on_token: called after every token with the index of a prompt, its generated tokens so far
-            and whether it is finished.
+        on_token: follows the generation.
 
     Raises:
         ValueError: a prompt that the model cannot take.
@@ -111,7 +114,7 @@ def generate_texts(
         ):
             for index, completion in enumerate(done, start):
                 if on_token is not None:
-                    on_token(index, completion.tokens, bool(completion.finish_reason))
+                    on_token(index, completion.tokens, finished=bool(completion.finish_reason))
         completions += done
     return [
         Result(

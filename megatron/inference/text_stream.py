@@ -62,7 +62,7 @@ class Display:
         self._stream: TextStream | None = None
         self._latest: dict[int, tuple[Sequence[int], bool]] = {}
 
-    def update(self, index: int, tokens: Sequence[int], finished: bool) -> None:
+    def update(self, index: int, tokens: Sequence[int], *, finished: bool) -> None:
         """Take the generated tokens so far of prompt `index` and print what can be printed."""
         self._latest[index] = (tokens, finished)
         if index > self._current:

@@ -49,7 +49,7 @@ def test_results_come_in_order_whatever_the_batch_size(batch_size: int) -> None:
         params=GREEDY,
         max_new_tokens=3,
         batch_size=batch_size,
-        on_token=lambda i, ids, finished: (
+        on_token=lambda i, ids, *, finished: (
             calls.append((i, bytes(ids[:4]).decode(), finished))
             if 256 not in ids
             else calls.append((i, "end", finished))
@@ -85,7 +85,7 @@ def test_prompts_are_refused_before_anything_is_generated() -> None:
             params=GREEDY,
             max_new_tokens=3,
             batch_size=1,
-            on_token=lambda *_: pytest.fail("generated a token"),
+            on_token=lambda *_, finished: pytest.fail("generated a token"),
         )
     with pytest.raises(ValueError, match="token id 195, outside the vocabulary of 128"):
         make_requests(Loaded(vocab_size=128), ["é"], 1)

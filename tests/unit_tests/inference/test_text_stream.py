@@ -46,20 +46,20 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
 def test_prompts_are_shown_in_order_and_the_first_one_live() -> None:
     out = io.StringIO()
     display = Display(["A:", "B:", "C:"], detokenize, out)
-    display.update(0, b"x", False)
-    display.update(1, b"1", False)
+    display.update(0, b"x", finished=False)
+    display.update(1, b"1", finished=False)
     assert out.getvalue() == "--- prompt 1 of 3\nA:x"
-    display.update(0, b"xy", False)
-    display.update(1, b"12", True)
+    display.update(0, b"xy", finished=False)
+    display.update(1, b"12", finished=True)
     assert out.getvalue() == "--- prompt 1 of 3\nA:xy"
-    display.update(0, b"xyz", True)
+    display.update(0, b"xyz", finished=True)
     assert out.getvalue() == "--- prompt 1 of 3\nA:xyz\n--- prompt 2 of 3\nB:12\n"
-    display.update(1, b"12", True)  # the engine reports finished sequences again
-    display.update(2, b"", True)
+    display.update(1, b"12", finished=True)  # the engine reports finished sequences again
+    display.update(2, b"", finished=True)
     assert out.getvalue().endswith("B:12\n--- prompt 3 of 3\nC:\n")
 
 
 def test_a_single_prompt_needs_no_heading() -> None:
     out = io.StringIO()
-    Display(["A "], detokenize, out).update(0, b"b", True)
+    Display(["A "], detokenize, out).update(0, b"b", finished=True)
     assert out.getvalue() == "A b\n"

@@ -53,7 +53,7 @@ def attention_forward(
     if _has_flash(query, key, mask, dropout):
         fast = cpu_matmul_dtype(query.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_heads_first(x.to(fast)) for x in (query, key, value)),
+            *(_heads_first(x, fast) for x in (query, key, value)),
             0.0,
             mask.causal,
             scale=scale,
@@ -66,7 +66,7 @@ def attention_forward(
         with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # [b, n, s_q]
         out = out * (lse - with_sink).exp_().permute(2, 0, 1)[..., None]  # [s_q, b, n, 1]
         lse = with_sink
-    return out.to(query.dtype), lse.contiguous()
+    return out.to(query.dtype).contiguous(), lse.contiguous()
 
 
 def attention_backward(
@@ -103,7 +103,7 @@ def attention_backward(
         return chunked.backward(grad_out, query, key, value, out, lse, scale, mask, dropout)
     fast = cpu_matmul_dtype(query.dtype)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_heads_first(x.to(fast)) for x in (grad_out, query, key, value, out)),
+        *(_heads_first(x, fast) for x in (grad_out, query, key, value, out)),
         lse,
         0.0,
         mask.causal,
@@ -134,9 +134,16 @@ def _has_flash(
     return plain and aligned and query.device.type == "cpu" and query.numel() > 0
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """View [s, b, n, d] as [b, n, s, d]."""
-    return x.permute(1, 2, 0, 3)
+def _heads_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View [s, b, n, d] as [b, n, s, d], or copy it there where the dtype changes anyway.
+
+    torch's kernel takes strided inputs and lays its output out like the query.
+    """
+    if x.dtype == dtype:
+        return x.permute(1, 2, 0, 3)
+    sequence, batch, heads, features = x.shape
+    copy = torch.empty((batch, heads, sequence, features), dtype=dtype, device=x.device)
+    return copy.copy_(x.permute(1, 2, 0, 3))
 
 
 def _sequence_first(x: torch.Tensor) -> torch.Tensor:

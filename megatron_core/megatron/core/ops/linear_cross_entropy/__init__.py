@@ -137,13 +137,13 @@ def linear_cross_entropy(
             f"linear_cross_entropy: valid_columns={valid_columns} must be in"
             f" [1, {weight.shape[0]}] and chunk_tokens={chunk_tokens} at least 1"
         )
-    pieces = reference.chunk_statistics, reference.chunk_gradient_
+    gradient_ = reference.fused_gradient_
     if choose(implementation, hidden, "linear_cross_entropy") == "triton":
         from megatron.core.ops.linear_cross_entropy import triton as kernels
 
-        pieces = kernels.chunk_statistics, kernels.chunk_gradient_
+        gradient_ = kernels.fused_gradient_
     return fused.LinearCrossEntropy.apply(
-        hidden, weight, targets, weights, chunk_tokens, valid_columns, pieces
+        hidden, weight, targets, weights, chunk_tokens, valid_columns, gradient_
     )
 
 

@@ -20,37 +20,38 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, weights, chunk_tokens, valid_columns, pieces):
-        statistics, gradient_ = pieces
+    def forward(ctx, hidden, weight, targets, weights, chunk_tokens, valid_columns, gradient_):
         wide = accumulation_dtype(hidden.dtype)
-        needs = ctx.needs_input_grad[:2] if any(ctx.needs_input_grad[:2]) else (False, False)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         fast = cpu_matmul_dtype(hidden.dtype) if hidden.device.type == "cpu" else hidden.dtype
         matrix = weight.to(fast)
         nll = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs[0] else None
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
-        if needs[1]:
+        if needs_weight:
             grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        size = min(chunk_tokens, hidden.shape[0])
+        buffer = torch.empty((size, weight.shape[0]), dtype=fast, device=hidden.device)
         for first in range(0, hidden.shape[0], chunk_tokens):
             part = slice(first, first + chunk_tokens)
             rows = hidden[part].to(fast)
-            logits = torch.mm(rows, matrix.t())  # [c, v]
-            maximum, sum_exp, target = statistics(logits, targets[part], 0, valid_columns)
-            lse = sum_exp.log_().add_(maximum)
-            nll[part] = lse - target
-            if not any(needs):
+            logits = torch.mm(rows, matrix.t(), out=buffer[: rows.shape[0]])  # [c, v]
+            needs = needs_hidden or needs_weight
+            nll[part], factor = gradient_(logits, targets[part], valid_columns, gradient=needs)
+            if not needs:
                 continue
-            grad = gradient_(logits, targets[part], lse, weights[part], 0, valid_columns)
-            if needs[0]:
-                grad_hidden[part] = torch.mm(grad, matrix)
-            if needs[1] and fast == wide:
-                grad_weight.addmm_(grad.t(), rows)
-            elif needs[1]:
-                grad_weight.add_(torch.mm(grad.t(), rows))
+            factor = factor.mul_(weights[part])[:, None]
+            if needs_hidden:
+                grad_hidden[part] = torch.mm(logits, matrix).mul_(factor)
+            scaled = (rows * factor).to(fast)
+            if needs_weight and fast == wide:
+                grad_weight.addmm_(logits.t(), scaled)
+            elif needs_weight:
+                grad_weight.add_(torch.mm(logits.t(), scaled))
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.hidden_dtype, ctx.weight_dtype = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(nll)
-        return torch.dot(nll, weights), nll
+        return torch.dot(nll, weights.to(wide)), nll
 
     @staticmethod
     def backward(ctx, grad_loss, _):

@@ -7,6 +7,9 @@ import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype
 
+# Rows of logits done at once in `fused_gradient_`: 1 MB in fp32 for a vocabulary of 8,192.
+ROWS_IN_CACHE = 32
+
 
 def chunk_statistics(
     logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, valid_columns: int
@@ -57,3 +60,43 @@ def _local_targets(
     local = targets - vocab_start
     inside = (local >= 0) & (local < columns)
     return local.mul_(inside), inside
+
+
+def fused_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, valid_columns: int, *, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the loss of whole rows and overwrite logits by its gradient, up to a row factor.
+
+    The gradient softmax - onehot is left multiplied by the sum of exponentials: its two consumers
+    are matrix products whose other operand is far narrower, so they scale that instead. Rows go
+    through in groups that stay in the cache.
+
+    Args:
+        logits: [t, v], overwritten.
+        targets: int64 [t].
+        valid_columns: columns from here on are padding.
+        gradient: also make the gradient.
+
+    Returns:
+        (nll [t] in the accumulation dtype, the factor [t] that `logits` still needs, or None).
+    """
+    wide = accumulation_dtype(logits.dtype)
+    nll = torch.empty(targets.shape, dtype=wide, device=logits.device)
+    factor = torch.empty_like(nll)
+    for part, target, out, row_factor in zip(
+        *(x.split(ROWS_IN_CACHE) for x in (logits, targets, nll, factor)), strict=True
+    ):
+        valid = part[:, :valid_columns]
+        maximum = valid.amax(-1, keepdim=True)
+        index = target[:, None]
+        picked = valid.gather(-1, index).sub_(maximum)[:, 0].to(wide)
+        scores = valid.sub_(maximum) if logits.dtype == wide else valid.to(wide) - maximum
+        total = scores.exp_().sum(-1)
+        torch.sub(total.log(), picked, out=out)
+        if gradient:
+            scores.scatter_add_(-1, index, total.neg()[:, None])
+            torch.reciprocal(total, out=row_factor)
+            if logits.dtype != wide:
+                valid.copy_(scores)
+            part[:, valid_columns:].zero_()
+    return nll, factor if gradient else None

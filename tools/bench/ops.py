@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time every op, forward and backward, against what transformers does, interleaved.
+
+    python tools/bench/ops.py [--dtype float32|bfloat16|both] [--shape S|M] [--rounds N] [--op NAME]
+
+Prints the median of each side and their ratio; only ratios of one run mean anything. Needs
+transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from megatron.core.ops.attention import attention
+from megatron.core.ops.dropout import dropout
+from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
+from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.swiglu import swiglu
+
+# batch, sequence, hidden, ffn, heads, key heads, vocabulary: the peers' shapes
+SHAPES = {
+    "S": (4, 256, 256, 768, 4, 2, 4096),
+    "M": (4, 512, 512, 1536, 8, 4, 8192),
+}
+Step = Callable[[], object]
+
+
+def leaf(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Make a random tensor that takes a gradient."""
+    return torch.randn(shape, dtype=dtype).requires_grad_()
+
+
+def step(function: Callable[..., object], inputs: list[torch.Tensor], pulls: list) -> Step:
+    """Make a forward and backward pass of `function`; a pull of None is a scalar loss."""
+    return lambda: torch.autograd.grad(function(*inputs), inputs, pulls)
+
+
+def norm_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, Step]]:
+    """Yield (name, ours, theirs) of the normalisations and dropout."""
+    batch, sequence, hidden, *_ = shape
+    inputs = [leaf(sequence, batch, hidden, dtype=dtype) for _ in range(2)]
+    weight = leaf(hidden, dtype=dtype)
+    pulls = [torch.randn_like(inputs[0]) for _ in range(2)]
+    module = LlamaRMSNorm(hidden, eps=1e-5).to(dtype)
+
+    def theirs(x, residual):
+        total = x + residual
+        return module(total), total
+
+    def theirs_layer(x, residual):
+        total = x + residual
+        return F.layer_norm(total, (hidden,), weight, weight, 1e-5), total
+
+    ours = step(lambda x, r, w: rms_norm(x, w, eps=1e-5, residual=r), [*inputs, weight], pulls)
+    module_inputs = [*inputs, module.weight]
+    yield "rmsnorm+residual", ours, step(lambda x, r, _: theirs(x, r), module_inputs, pulls)
+    ours = step(lambda x, r, w: layer_norm(x, w, w, eps=1e-5, residual=r), [*inputs, weight], pulls)
+    layer_inputs = [*inputs, weight]
+    yield "layernorm+residual", ours, step(lambda x, r, _: theirs_layer(x, r), layer_inputs, pulls)
+    samples, positions = torch.arange(batch), torch.arange(sequence)
+    ours = step(
+        lambda x: dropout(x, rate=0.1, key=1, sample_ids=samples, position_ids=positions),
+        inputs[:1],
+        pulls[:1],
+    )
+    yield "dropout", ours, step(lambda x: F.dropout(x, 0.1), inputs[:1], pulls[:1])
+
+
+def attention_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, Step]]:
+    """Yield (name, ours, theirs) of rotary embedding and attention."""
+    batch, sequence, hidden, _, heads, groups, _ = shape
+    features = hidden // heads
+    inputs = [leaf(sequence, batch, n, features, dtype=dtype) for n in (heads, groups, groups)]
+    flat = [leaf(batch, sequence, n, features, dtype=dtype) for n in (heads, groups, groups)]
+    cos, sin = rotary_table(torch.arange(sequence), dim=features)
+    wide = [torch.cat([t, t], -1)[None].to(dtype) for t in (cos, sin)]
+    pulls = [torch.randn_like(x) for x in inputs]
+
+    def theirs(q, k):
+        return apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *wide)
+
+    flat_pulls = [torch.randn_like(x).transpose(1, 2) for x in flat]
+    yield (
+        "rope q, k",
+        step(
+            lambda q, k: (apply_rope(q, cos, sin), apply_rope(k, cos, sin)), inputs[:2], pulls[:2]
+        ),
+        step(theirs, flat[:2], flat_pulls[:2]),
+    )
+
+    def theirs_attention(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+    yield (
+        "attention",
+        step(lambda *x: attention(*x)[0], inputs, pulls[:1]),
+        step(theirs_attention, flat, [torch.randn_like(flat[0])]),
+    )
+
+
+def mlp_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, Step]]:
+    """Yield (name, ours, theirs) of the gated activation and the loss."""
+    batch, sequence, hidden, ffn, _, _, vocabulary = shape
+    gate_up = leaf(sequence, batch, 2 * ffn, dtype=dtype)
+    parts = [leaf(batch, sequence, ffn, dtype=dtype) for _ in range(2)]
+    pull = torch.randn(sequence, batch, ffn, dtype=dtype)
+    yield (
+        "swiglu",
+        step(swiglu, [gate_up], [pull]),
+        step(lambda g, u: F.silu(g) * u, parts, [torch.randn_like(parts[0])]),
+    )
+    tokens = batch * sequence
+    # Logits of size one, as in training: peaked ones would make denormal gradients, which crawl.
+    matrix = (torch.randn(vocabulary, hidden) * hidden**-0.5).to(dtype).requires_grad_()
+    inputs = [leaf(tokens, hidden, dtype=dtype), matrix]
+    targets, weights = torch.randint(vocabulary, (tokens,)), torch.full((tokens,), 1 / tokens)
+
+    def theirs(x, w):
+        return F.cross_entropy(F.linear(x, w).float(), targets)
+
+    yield (
+        "linear_cross_entropy",
+        step(lambda x, w: linear_cross_entropy(x, w, targets, weights)[0], inputs, [None]),
+        step(theirs, inputs, [None]),
+    )
+
+
+def measure(ours: Step, theirs: Step, rounds: int) -> tuple[float, float]:
+    """Run both sides in turn; return their medians in ms."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(rounds + 2):
+        for function, record in zip((ours, theirs), times, strict=True):
+            start = time.perf_counter()
+            function()
+            if index >= 2:  # the first rounds warm up
+                record.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="M")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--op", help="run only the ops whose name contains this")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"shape {args.shape}, {torch.get_num_threads()} threads, forward + backward, median ms")
+    print(f"{'op':22} {'dtype':9} {'ours':>9} {'theirs':>9} {'ratio':>6}")
+    for name in ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,):
+        for pairs in (norm_pairs, attention_pairs, mlp_pairs):
+            for op, ours, theirs in pairs(SHAPES[args.shape], getattr(torch, name)):
+                if args.op is None or args.op in op:
+                    mine, peer = measure(ours, theirs, args.rounds)
+                    print(f"{op:22} {name:9} {mine:9.3f} {peer:9.3f} {peer / mine:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,7 @@ def training_step(shape: Shape, *, bf16: bool) -> Step:
         adam_eps=shapes.EPSILON,
         clip_grad=shapes.CLIP,
     )
-    optimizer = Optimizer(engine.owned(), groups, config)
+    optimizer = Optimizer(engine.owned(), groups, config=config)
     tokens = tokens_of(shape)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     weights = torch.full(labels.shape, 1.0 / labels.numel())

@@ -36,12 +36,14 @@ def build(variant: str, shape_name: str, threads: int) -> Step:
     """Build the training step of one variant; called in a process of its own."""
     import torch
 
-    from tools.bench import ours, peers
-
     torch.set_num_threads(threads)
     shape = SHAPES[shape_name]
     if variant in OURS:
+        from tools.bench import ours  # never beside megatron-core: both are megatron.core
+
         return ours.training_step(shape, bf16=variant.endswith("bf16"))
+    from tools.bench import peers
+
     if variant == MEGATRON_CORE:
         return peers.megatron_core_step(shape)
     return peers.transformers_step(shape, variant.removeprefix("transformers "))

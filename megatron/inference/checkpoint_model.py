@@ -114,7 +114,7 @@ def _joined(
     groups = ProcessGroupCollection.create(
         RankGrid(world_size=world, tp=tp), rank=launch.rank, timeout_seconds=seconds
     )
-    yield groups, StoreCoordinator(store, launch.rank, world, seconds)
+    yield groups, StoreCoordinator(store, launch.rank, world, timeout_seconds=seconds)
     # Not in a `finally`: after an error on one rank the others may be gone, and the launcher ends
     # all of them.
     dist.barrier()

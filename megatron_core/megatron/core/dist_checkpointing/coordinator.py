@@ -138,8 +138,8 @@ class StoreCoordinator(Coordinator):
         store: dist.Store,
         rank: int,
         world_size: int,
-        timeout_seconds: float,
         *,
+        timeout_seconds: float,
         say: Callable[[str], None] = print_to_stderr,
     ) -> None:
         super().__init__(rank, world_size, say)

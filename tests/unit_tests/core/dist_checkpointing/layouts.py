@@ -122,7 +122,7 @@ def on_threads(
     found: list[Any] = [None] * world
 
     def run(rank: int) -> None:
-        coordinator = StoreCoordinator(store, rank, world, timeout_seconds)
+        coordinator = StoreCoordinator(store, rank, world, timeout_seconds=timeout_seconds)
         found[rank] = _value_or_error(job, rank, coordinator)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]

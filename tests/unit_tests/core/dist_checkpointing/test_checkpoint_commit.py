@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,52 @@ def test_a_save_leaves_the_folder_and_the_tracker_and_nothing_else(tmp_path):
     assert names(root) == {"iter_0000100", TRACKER}
     assert (root / TRACKER).read_text() == "100\n"
     assert checkpoint_folder(root, 12345678).name == "iter_12345678"
+
+
+def test_everything_is_durable_before_what_refers_to_it(tmp_path, monkeypatch):
+    events = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def seen(path):
+        return re.sub(r"\.tmp-\w+", ".tmp", os.path.relpath(path, tmp_path))
+
+    def record_sync(fd):
+        fsync(fd)
+        events.append(f"sync {seen(os.readlink(f'/proc/self/fd/{fd}'))}")
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    for name, function in (("rename", rename), ("replace", replace)):
+
+        def record(source, target, name=name, function=function):
+            function(source, target)
+            events.append(f"{name} {seen(source)} {seen(target)}")
+
+        monkeypatch.setattr(os, name, record)
+    save(tmp_path, 1)
+    shard, manifest = "shard-00000.safetensors", "manifest.json"
+    assert events == [
+        f"sync iter_0000001.tmp/{shard}",
+        "sync iter_0000001.tmp",  # by the rank that wrote the shard
+        f"sync iter_0000001.tmp/{manifest}",
+        "sync iter_0000001.tmp",
+        "rename iter_0000001.tmp iter_0000001",
+        "sync .",
+        f"sync {TRACKER}.tmp",
+        f"replace {TRACKER}.tmp {TRACKER}",
+        "sync .",
+    ]
+
+
+def test_a_tracker_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(CheckpointError, match=r"iter_0000001 is complete, but .*No space left"):
+        save(tmp_path, 1)
+    assert names(tmp_path) == {"iter_0000001"}
+    lines: list[str] = []
+    assert latest_checkpoint(tmp_path, say=lines.append) == tmp_path / "iter_0000001"
 
 
 def test_a_step_is_never_saved_over(tmp_path):

@@ -143,7 +143,7 @@ def test_long_messages_pass_in_pieces_and_only_the_last_answer_stays(monkeypatch
     long = "x" * 205
 
     def talk(rank):
-        coordinator = StoreCoordinator(store, rank, 3, 20)
+        coordinator = StoreCoordinator(store, rank, 3, timeout_seconds=20)
         answers = []
         for turn in range(3):
             coordinator.begin("talk")
@@ -162,7 +162,7 @@ def test_a_message_larger_than_a_store_takes_at_once():
 
     def talk(rank, _):
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-        coordinator = StoreCoordinator(store, rank, 2, 20)
+        coordinator = StoreCoordinator(store, rank, 2, timeout_seconds=20)
         coordinator.begin("talk")
         return coordinator.agree("a", lambda: "x" * (9 << 20), lambda m: [len(t) for t in m])
 
@@ -171,7 +171,7 @@ def test_a_message_larger_than_a_store_takes_at_once():
 
 def die_or_save(rank: int, world: int, root: str, port: int, victim: int, stage: str) -> str:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    coordinator = StoreCoordinator(store, rank, world, 1.0)
+    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=1.0)
     store.set(f"ready{rank}", "")
     store.wait([f"ready{r}" for r in range(world)])  # slow starts are not what is tested
     begun = time.monotonic()
@@ -220,7 +220,7 @@ def test_the_end_of_the_stores_server_is_a_checkpoint_error():
     with start_ranks(serve_a_store, 1, init=False) as server:
         server.wait_for_line(0, "open")
         port = int(server.log(0).split()[1])
-        coordinator = StoreCoordinator(dist.TCPStore("127.0.0.1", port), 1, 2, 20.0)
+        coordinator = StoreCoordinator(dist.TCPStore("127.0.0.1", port), 1, 2, timeout_seconds=20.0)
         coordinator.begin("saving")
         threading.Timer(0.2, server.kill, (0,)).start()
         begun = time.monotonic()
@@ -233,7 +233,7 @@ def save_with_small_files(rank: int, world: int, root: str) -> str:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     store = dist.distributed_c10d._get_default_store()
-    coordinator = StoreCoordinator(store, rank, world, 20)
+    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=20)
     chunks = whole({f"w{rank}": torch.ones(50_000)}, (rank,))
     try:
         save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)

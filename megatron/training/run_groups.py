@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining the other processes of a run and leaving them: store, watch, process groups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.device import choose_device
+from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.training.errors import PeerLost
+from megatron.training.launch import Launch
+from megatron.training.peers import PeerWatch
+from megatron.training.resolve import Run
+
+#: How long to look for the rank to blame after a collective has failed.
+DIAGNOSIS_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGroups:
+    """A run as one of its processes sees it.
+
+    Args:
+        groups: the process groups.
+        device: where this process computes.
+        coordinator: how ranks agree on saves and loads.
+        watch: who lives; None for a single process.
+    """
+
+    groups: ProcessGroupCollection
+    device: torch.device
+    coordinator: Coordinator
+    watch: PeerWatch | None
+
+
+@contextlib.contextmanager
+def join_run(run: Run, launch: Launch, watch: PeerWatch | None) -> Iterator[RunGroups]:
+    """Make the process groups of a run and leave them at the end.
+
+    Args:
+        watch: of this process, already running; None for a single process.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    seconds = run.config.parallel.distributed_timeout_minutes * 60.0
+    device = choose_device(run.config.training.device, launch.local_rank)
+    if watch is None:
+        yield RunGroups(
+            groups=ProcessGroupCollection.single(), device=device, coordinator=Solo(), watch=None
+        )
+        return
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("groups", launch.open_store(timeout_seconds=seconds)),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+    grid = RankGrid(world_size=launch.world_size, tp=run.config.parallel.tensor_model_parallel_size)
+    groups = ProcessGroupCollection.create(grid, rank=launch.rank, timeout_seconds=seconds)
+    coordinator = StoreCoordinator(
+        launch.open_store(timeout_seconds=seconds),
+        launch.rank,
+        launch.world_size,
+        timeout_seconds=seconds,
+    )
+    yield RunGroups(groups=groups, device=device, coordinator=coordinator, watch=watch)
+    # Only after a good end: with a dead peer, leaving would wait for it.
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
+    """Turn a collective's failure into the name of the rank that caused it.
+
+    A rank whose own work fails leaves its error for the others to quote.
+
+    Raises:
+        PeerLost: a collective failed because another rank is gone.
+    """
+    if watch is None:
+        yield
+        return
+    try:
+        yield
+    except RuntimeError as error:
+        found = watch.diagnose(DIAGNOSIS_SECONDS) if _is_communication(error) else None
+        if found is None:
+            watch.report_failure(error)
+            raise
+        raise PeerLost(f"{found.text}; this run cannot go on", told=found.told) from error
+    except BaseException as error:
+        watch.report_failure(error)
+        raise
+
+
+def _is_communication(error: RuntimeError) -> bool:
+    """Return whether an error comes from a collective or the store rather than from computing."""
+    text = str(error).lower()
+    signs = ("gloo", "nccl", "timed out", "timeout", "connection", "socket", "broken pipe")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

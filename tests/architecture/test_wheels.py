@@ -29,7 +29,6 @@ ENTRY_POINTS = (
     "megatron.training.preprocess_data",
     "megatron.inference.generate",
 )
-PACKAGES = ("megatron.training", "megatron.inference")
 #: Packages of extras: a module that imports one of them may fail to import without it.
 EXTRAS = ("triton", "transformer_engine", "tensorboard", "matplotlib")
 IMPORT_ALL = f"""
@@ -200,11 +199,9 @@ def test_the_applications_run(wheels: tuple[Path, Path], tmp_path: Path) -> None
     clean = CleanEnvironment(tmp_path, needs)
     for wheel in wheels:
         clean.install(wheel)
-    present = [p for p in PACKAGES if (ROOT / p.replace(".", "/")).is_dir()]
-    done = clean.run("-c", IMPORT_ALL, *present)
+    done = clean.run("-c", IMPORT_ALL, "megatron.training", "megatron.inference")
     assert done.returncode == 0, done.stderr
     for module in ENTRY_POINTS:
-        if (ROOT / f"{module.replace('.', '/')}.py").is_file():
-            done = clean.run("-m", module, "--help")
-            assert done.returncode == 0, done.stderr
-            assert "usage" in done.stdout.lower()
+        done = clean.run("-m", module, "--help")
+        assert done.returncode == 0, done.stderr
+        assert "--config" in done.stdout

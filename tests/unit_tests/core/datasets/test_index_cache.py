@@ -95,6 +95,17 @@ def test_a_damaged_array_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
     assert build.calls == 2
 
 
+def test_a_cache_file_cannot_run_code(tmp_path, caplog):
+    build, cache = Builder(), IndexCache(tmp_path / "cache")
+    cache.load_or_build("kind", DESCRIPTION, build)
+    canary = tmp_path / "canary"
+    program = f"cos\nsystem\n(S'touch {canary}'\ntR."  # a pickle that calls os.system
+    one(cache.folder, "rows.npy").write_bytes(program.encode())
+    check(cache.load_or_build("kind", DESCRIPTION, build))
+    assert "is damaged" in caplog.text
+    assert not canary.exists()
+
+
 def garbage(text: str) -> str:
     return text[:-1]
 

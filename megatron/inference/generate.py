@@ -161,8 +161,8 @@ def run(config: GenerateConfig, launch: Launch) -> None:
     if launch.rank == 0:
         tokens = sum(len(r.ids) for r in results)
         print(
-            f"generated {tokens:,} tokens for {len(results)} prompts in {seconds:.1f} s "
-            f"({tokens / seconds:,.0f} tokens/s) from {loaded.folder}",
+            f"generated {tokens:,} tokens from {len(results)} prompt(s) in {seconds:.1f} s "
+            f"({tokens / seconds:,.0f} tokens/s) with {loaded.folder}",
             file=sys.stderr,
         )
 

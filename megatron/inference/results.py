@@ -35,13 +35,14 @@ class Result:
 
 
 def write_json(path: str | Path, results: Sequence[Result]) -> None:
-    """Write a JSON list with one object per result; the file appears whole or not at all.
+    """Write a JSON list, one object and one line per result; the file appears whole or not at all.
 
     Raises:
         ValueError: the file cannot be written.
     """
     path = Path(path)
-    text = json.dumps([dataclasses.asdict(r) for r in results], ensure_ascii=False, indent=1)
+    lines = (json.dumps(dataclasses.asdict(r), ensure_ascii=False) for r in results)
+    text = "[\n" + ",\n".join(lines) + "\n]"
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import Solo, save_checkpoint
-from megatron.core.inference.engine import Request, generate
+from megatron.core.inference.engine import Completion, Request, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
@@ -59,6 +59,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def continuations(model: GPTModel) -> list[Completion]:
+    """Return what `model` says to `PROMPTS` with `FLAGS`."""
+    tokenizer = ByteTokenizer()
+    prompts = [tuple(tokenizer.tokenize(text)) or (256,) for text in PROMPTS]
+    return generate(
+        model,
+        [Request(prompt=p, sequence=i) for i, p in enumerate(prompts)],
+        max_new_tokens=8,
+        sampling=SamplingParams(temperature=0.8, top_k=50, seed=5),
+        stop_token=256,
+    )
+
+
 def arguments(root: Path, *more: str) -> list[str]:
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
     return ["--load", str(root), *prompts, *FLAGS, "--device", "cpu", *more]
@@ -78,13 +91,7 @@ def test_text_and_json_are_what_the_saved_model_says(root: Path, tmp_path: Path)
     assert code == 0, err
     tokenizer = ByteTokenizer()
     prompts = [tuple(tokenizer.tokenize(text)) or (256,) for text in PROMPTS]
-    expected = generate(
-        make_model(),
-        [Request(prompt=p, sequence=i) for i, p in enumerate(prompts)],
-        max_new_tokens=8,
-        sampling=SamplingParams(temperature=0.8, top_k=50, seed=5),
-        stop_token=256,
-    )
+    expected = continuations(make_model())
     results = json.loads(path.read_text(encoding="utf-8"))
     for result, text, ids, completion in zip(results, PROMPTS, prompts, expected, strict=True):
         assert result["prompt"] == text
@@ -95,7 +102,7 @@ def test_text_and_json_are_what_the_saved_model_says(root: Path, tmp_path: Path)
         assert result["text"] == tokenizer.detokenize(completion.tokens)
         assert f"{text}{result['text']}\n" in out
     assert "--- prompt 3 of 3" in out
-    assert "for 3 prompts" in err
+    assert "from 3 prompt(s)" in err
     assert "iter_0000007" in err
 
 
@@ -122,7 +129,7 @@ def test_two_ranks_print_and_write_what_one_process_does(root: Path, tmp_path: P
     assert (code, code_1) == (0, 0), err + err_1
     assert out == text
     assert out_1 == ""
-    assert "for 3 prompts" in err
+    assert "from 3 prompt(s)" in err
     assert err_1 == ""
     for a, b in zip(json.loads(one.read_text()), json.loads(two.read_text()), strict=True):
         logprobs = torch.tensor([a.pop("logprobs"), b.pop("logprobs")])
@@ -131,10 +138,13 @@ def test_two_ranks_print_and_write_what_one_process_does(root: Path, tmp_path: P
 
 
 def test_one_iter_folder_and_bf16_weights(tmp_path: Path) -> None:
-    options = {"bf16": True, "seq-length": 40}
-    folder = save(tmp_path, make_model(torch.bfloat16), config=options)
-    code, _, err = run("--load", str(folder), "--prompt", "a", "--max-new-tokens", "2")
+    model = make_model(torch.bfloat16)
+    folder = save(tmp_path / "root", model, config={"bf16": True, "seq-length": 40})
+    path = tmp_path / "out.json"
+    code, _, err = run(*arguments(folder, "--output-json", str(path)))
     assert code == 0, err
+    got = [(r["ids"], r["logprobs"]) for r in json.loads(path.read_text(encoding="utf-8"))]
+    assert got == [(c.tokens, c.logprobs) for c in continuations(model)]
 
 
 def changed(**changes: Any) -> dict[str, Any]:

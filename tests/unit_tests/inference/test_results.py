@@ -22,7 +22,9 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "out.json"
     check_json_path(path)
     write_json(path, [RESULT, RESULT])
-    first, second = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") == 4
+    first, second = json.loads(text)
     assert first == second
     assert first == {
         "prompt": 'say "ü"\n',

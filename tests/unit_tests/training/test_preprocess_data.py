@@ -13,7 +13,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.documents import Tally, read_documents
-from megatron.training.preprocess_data import PreprocessConfig, preprocess, show_progress
+from megatron.training.preprocess_data import PreprocessConfig, _main, preprocess, show_progress
 from megatron.training.tokenizers import ByteTokenizer, build_tokenizer, train_bpe
 
 TEXTS = [f"document {number}: " + "é\n" * (number % 7) for number in range(50)]
@@ -59,6 +59,30 @@ def test_documents_come_out_as_they_went_in(tmp_path, monkeypatch, append_eod, c
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "data.bin", "data.idx", "data.json",
     ]  # fmt: skip
+
+
+def test_memory_holds_a_bounded_chunk(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.training.preprocess_data._CHARACTERS_AT_ONCE", 100)
+    batches = []
+
+    class Watched(ByteTokenizer):
+        def encode_batch(self, texts):
+            batches.append(sum(map(len, texts)))
+            return super().encode_batch(texts)
+
+    path = write_lines(tmp_path / "a.jsonl", TEXTS)
+    preprocess(config_for(tmp_path, path), tokenizer=Watched())
+    assert len(batches) > 5
+    assert max(batches) < 100 + max(map(len, TEXTS))
+
+
+def test_workers_reach_the_thread_pool(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYON_NUM_THREADS", "9")
+    path = write_lines(tmp_path / "a.jsonl", TEXTS[:1])
+    train_bpe(TEXTS, 260, tmp_path / "tokenizer.json")
+    arguments = ["--input", path, "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
+    _main([*arguments, "--tokenizer-model", str(tmp_path / "tokenizer.json")])
+    assert os.environ["RAYON_NUM_THREADS"] == "1"
 
 
 def test_large_vocabularies_take_32_bits(tmp_path):

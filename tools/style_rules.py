@@ -23,8 +23,11 @@ WHEELS = ("megatron_core/megatron/", "megatron/")
 BANNED_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 
 CORE_DEPENDENCIES = frozenset({"torch", "numpy", "safetensors", "xxhash"})
-#: Optional packages, and the file name (or path) that alone may import each.
-ADAPTERS = {"triton": "triton.py", "transformer_engine": "extensions/transformer_engine.py"}
+#: Optional packages, and the files that alone may import each (an op too long for one has two).
+ADAPTERS = {
+    "triton": ("/triton.py", "/kernels.py"),
+    "transformer_engine": ("/extensions/transformer_engine.py",),
+}
 
 UNSAFE_MODULES = frozenset(
     {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
@@ -336,8 +339,8 @@ def dependencies(source: Source) -> Iterator[Finding]:
                 f"{top} is no dependency of megatron-core: use torch, numpy, safetensors or xxhash"
             )
             yield Finding("dependency", source.path, line, text)
-        elif not source.path.endswith("/" + adapter):
-            text = f"{top} may only be imported in {adapter}"
+        elif not source.path.endswith(adapter):
+            text = f"{top} may only be imported in {' and '.join(adapter)}"
             yield Finding("dependency", source.path, line, text)
 
 

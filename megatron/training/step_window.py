@@ -15,7 +15,7 @@ from megatron.training.resolve import Run
 
 
 class StepOutcome(Protocol):
-    """What one training step did; equal on every rank."""
+    """What one training step did, equal on every rank: `step.StepReport`."""
 
     @property
     def loss(self) -> float:

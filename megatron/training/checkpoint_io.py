@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a run to and from checkpoints: weights, optimizer, schedule and data position.
+
+Tensors go by logical names: a weight under its own, optimizer state under `optimizer.KIND/WEIGHT`.
+Beside them the manifest's `extra` holds JSON:
+
+    model        fields of the model, compared when loading
+    config       every option of the run, by flag name
+    tokenizer    how to make the tokenizer again
+    progress     `Progress`
+    optimizer    kind, steps, loss scaler
+    data         what the order of samples depends on
+    window       sums of the log line that is being gathered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Coordinator,
+    TensorChunk,
+    compare_architecture,
+    latest_checkpoint,
+    load_checkpoint,
+    read_extra,
+    save_checkpoint,
+)
+from megatron.core.optimizer import Optimizer
+from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_sharding import replica_ranks
+from megatron.training.data_sets import compare_identity
+from megatron.training.errors import RunStopped
+from megatron.training.exit_codes import ExitCode
+from megatron.training.progress_state import Progress
+from megatron.training.step_window import StepWindow
+
+#: Meaning of `extra`; raised when a reader of the old one would misread it.
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What identifies a run in its checkpoints, as JSON.
+
+    Args:
+        model: fields of the model.
+        config: every option by flag name.
+        tokenizer: how to make the tokenizer again.
+        data: what the order of samples depends on.
+    """
+
+    model: Mapping[str, Any]
+    config: Mapping[str, Any]
+    tokenizer: Mapping[str, Any]
+    data: Mapping[str, Any]
+
+
+def weight_chunks(store: WeightStore) -> list[TensorChunk]:
+    """List the boxes of logical weights that this rank holds, as views of its memory."""
+    found = []
+    for handle in store.handles.values():
+        flat = handle.get().view(-1)
+        for box in store.boxes(handle):
+            ranks = replica_ranks(
+                handle.sharding, box.name, grid=store.groups.grid, rank=store.groups.rank
+            )
+            found.append(
+                TensorChunk(
+                    name=box.name,
+                    shape=box.shape,
+                    offsets=box.offsets,
+                    tensor=flat[box.start : box.start + box.numel].view(box.sizes),
+                    replica_ranks=ranks,
+                )
+            )
+    return found
+
+
+def optimizer_chunks(optimizer: Optimizer) -> list[TensorChunk]:
+    """List the boxes of optimizer state that this rank holds, as views of its memory."""
+    return [
+        TensorChunk(
+            name=f"optimizer.{kind}/{placed.box.name}",
+            shape=placed.box.shape,
+            offsets=placed.box.offsets,
+            tensor=placed.of(flat),
+            replica_ranks=placed.replica_ranks,
+        )
+        for state in optimizer.ranges
+        for kind, flat in state.named_tensors().items()
+        for placed in state.owned.boxes
+    ]
+
+
+def find_checkpoint(load: str, coordinator: Coordinator) -> Path | None:
+    """Return the `iter_` folder that `--load` means, the same on every rank; None for a new run.
+
+    Args:
+        load: a folder of checkpoints, of which the latest undamaged counts, or one checkpoint.
+
+    Raises:
+        ValueError: it names one checkpoint that is absent, or there are only damaged ones.
+    """
+    path = Path(load)
+
+    def find() -> str | None:
+        if coordinator.rank:
+            return None
+        if path.name.startswith("iter_"):
+            if not path.is_dir():
+                raise CheckpointError(f"--load {path}: there is no such checkpoint")
+            return str(path)
+        found = latest_checkpoint(path, say=coordinator.say)
+        return None if found is None else str(found)
+
+    coordinator.begin(f"looking for a checkpoint in {path}")
+    try:
+        name = coordinator.agree("find", find, lambda found: found[0])
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    return None if name is None else Path(name)
+
+
+def save_run(
+    root: str,
+    *,
+    store: WeightStore,
+    optimizer: Optimizer,
+    progress: Progress,
+    window: StepWindow,
+    facts: RunFacts,
+    coordinator: Coordinator,
+) -> Path:
+    """Save everything a run needs to go on, and return the checkpoint's folder. Every rank calls
+    this.
+
+    Raises:
+        RunStopped: it could not be saved; earlier checkpoints are untouched.
+    """
+    extra = {
+        "format": FORMAT,
+        "model": dict(facts.model),
+        "config": dict(facts.config),
+        "tokenizer": dict(facts.tokenizer),
+        "progress": progress.to_json(),
+        "optimizer": {
+            "kind": optimizer.config.kind,
+            "steps": optimizer.steps,
+            "scaler": optimizer.scaler.state_dict(),
+        },
+        "data": dict(facts.data),
+        "window": window.to_json(),
+    }
+    chunks = weight_chunks(store) + optimizer_chunks(optimizer)
+    try:
+        return save_checkpoint(
+            root, progress.iteration, chunks, extra, coordinator=coordinator, existing="skip"
+        )
+    except CheckpointError as error:
+        raise RunStopped(ExitCode.SAVE_FAILED, f"saving failed: {error}") from error
+
+
+def load_run(
+    folder: Path,
+    *,
+    store: WeightStore,
+    optimizer: Optimizer,
+    window: StepWindow,
+    facts: RunFacts,
+    coordinator: Coordinator,
+    with_optimizer: bool = True,
+    with_progress: bool = True,
+) -> Progress:
+    """Fill a run's state from a checkpoint of any layout. Every rank calls this.
+
+    Args:
+        folder: an `iter_` folder.
+        with_optimizer: also load optimizer state; else its masters are the loaded weights.
+        with_progress: go on from the checkpoint's iteration and sample; else start at the first.
+
+    Returns:
+        Where the run goes on.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of another model, optimizer or data.
+    """
+    try:
+        extra = read_extra(folder)
+        _check_extra(folder, extra, facts, with_optimizer=with_optimizer, with_data=with_progress)
+        chunks = weight_chunks(store)
+        if with_optimizer:
+            chunks += optimizer_chunks(optimizer)
+        load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=not with_optimizer)
+    except CheckpointError as error:
+        raise ValueError(f"--load {folder}: {error}") from error
+    if with_optimizer:
+        optimizer.steps = int(extra["optimizer"]["steps"])
+        optimizer.scaler.load_state_dict(extra["optimizer"]["scaler"])
+    else:
+        for state in optimizer.ranges:
+            state.reload_master()
+    if not with_progress:
+        return Progress()
+    window.restore(extra["window"])
+    return Progress.from_json(extra["progress"])
+
+
+def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model that its weights depend on; the others may change on the way."""
+    attention = {k: v for k, v in dict(model["attention"]).items() if k != "dropout"}
+    free = ("hidden_dropout", "init_std")
+    return {**{k: v for k, v in model.items() if k not in free}, "attention": attention}
+
+
+def _check_extra(
+    folder: Path,
+    extra: Mapping[str, Any],
+    facts: RunFacts,
+    *,
+    with_optimizer: bool,
+    with_data: bool,
+) -> None:
+    """Compare what a checkpoint says about itself with this run. Raises ValueError."""
+    needed = {"format", "model", "progress", "optimizer", "data", "config", "window"}
+    if needed - set(extra):
+        raise ValueError(
+            f"{folder} is no training checkpoint: it lacks {', '.join(sorted(needed - set(extra)))}"
+        )
+    if extra["format"] != FORMAT:
+        raise ValueError(f"{folder} has format {extra['format']}, this program reads {FORMAT}")
+    if differences := compare_architecture(_shape(extra["model"]), _shape(facts.model)):
+        raise ValueError(f"{folder} is of another model: {'; '.join(differences)}")
+    if with_optimizer:
+        names = ("optimizer", "bf16", "fp16")
+        saved = {name: extra["config"].get(name) for name in names}
+        now = {name: facts.config[name] for name in names}
+        if differences := compare_architecture(saved, now):
+            raise ValueError(
+                f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
+                "or leave its optimizer state with --no-load-optim"
+            )
+    if with_data and (differences := compare_identity(extra["data"], facts.data)):
+        raise ValueError(
+            f"{folder} was trained on other data: {'; '.join(differences)}: give the same data "
+            "options, or start at the first sample with --finetune"
+        )

@@ -26,10 +26,16 @@ class RunStopped(Exception):
 
 
 class PeerLost(RunStopped):
-    """Another rank is gone; the text names it."""
+    """Another rank is gone; the text names it.
 
-    def __init__(self, text: str) -> None:
+    Args:
+        text: one line.
+        told: whether that rank has said itself what happened, so that nothing need be printed.
+    """
+
+    def __init__(self, text: str, *, told: bool = False) -> None:
         super().__init__(ExitCode.PEER_LOST, text)
+        self.told = told
 
 
 def one_line(error: BaseException) -> str:
@@ -63,6 +69,10 @@ def run_entry_point(
         main()
     except HelpRequested as request:
         print(request.text, file=out, end="", flush=True)
+    except PeerLost as lost:
+        if not lost.told:
+            say(one_line(lost))
+        return lost.code
     except RunStopped as stop:
         say(one_line(stop))
         return stop.code
@@ -72,7 +82,8 @@ def run_entry_point(
     except KeyboardInterrupt:
         say("interrupted")
         return ExitCode.INTERRUPTED
-    except Exception:
-        traceback.print_exc(file=err)
+    except Exception as error:
+        if claim(one_line(error)):  # the same fault on many ranks is shown once
+            traceback.print_exc(file=err)
         return ExitCode.CRASH
     return ExitCode.OK

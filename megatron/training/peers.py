@@ -30,6 +30,19 @@ class Identity:
     pid: int
 
 
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with the other ranks.
+
+    Args:
+        text: one line that names them.
+        told: whether they have said so themselves.
+    """
+
+    text: str
+    told: bool = False
+
+
 def process_state(pid: int) -> str:
     """Return `running`, `stopped` or `dead` for a process of this machine."""
     try:
@@ -118,26 +131,29 @@ class PeerWatch:
         except Exception:  # without a store better twice than never
             return True
 
-    def diagnose(self, limit_seconds: float) -> str | None:
+    def diagnose(self, limit_seconds: float) -> Diagnosis | None:
         """Name the ranks that are gone, looking for at most `limit_seconds`.
 
-        Returns one line, or None if every rank is alive and going.
+        Returns None if every rank is alive and going.
         """
         deadline = time.monotonic() + limit_seconds
         try:
             before = self._beats()
             since = time.monotonic()
             while True:
-                found = self._failures() or self._gone_here()
+                if failures := self._failures():
+                    return Diagnosis("; ".join(failures), told=True)
+                found = self._gone_here()
                 if not found and time.monotonic() - since > 3.0 * self._beat_seconds:
                     found = self._silent(before)
                 if found:
-                    return "; ".join(found)
+                    return Diagnosis("; ".join(found))
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(0.05)
         except Exception as error:
-            return f"the store that all ranks share is gone ({one_line(error)[:120]})"
+            text = f"the store that all ranks share is gone ({one_line(error)[:120]})"
+            return Diagnosis(text)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._world_size) if rank != self._rank]

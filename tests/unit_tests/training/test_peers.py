@@ -13,7 +13,7 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
-from megatron.training.peers import Identity, PeerWatch, process_state
+from megatron.training.peers import Diagnosis, Identity, PeerWatch, process_state
 from tests.support.ranks import start_ranks
 
 
@@ -38,8 +38,9 @@ def _watch(rank: int, world: int, port: int) -> str | None:
         return None
     store.wait(["look"])
     found = watch.diagnose(0.5)
+    text = None if found is None else found.text
     store.set("over", "1")
-    return found
+    return text
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_rank_elsewhere_is_known_by_its_beat(server):
         server.set(f"beat/{rank}", json.dumps([1, 12]))
     other = PeerWatch(lambda: _client(server.port), rank=1, world_size=3, beat_seconds=0.05)
     server.set("peer/1", json.dumps(asdict(Identity("elsewhere", 1))))
-    assert watch.diagnose(2.0) == "rank 2 is silent since iteration 12"
+    assert watch.diagnose(2.0) == Diagnosis("rank 2 is silent since iteration 12")
     other.close()
     watch.close()
 
@@ -82,7 +83,7 @@ def test_the_text_of_a_failure_is_quoted_first(server):
         for rank in range(2)
     ]
     watches[1].report_failure(ValueError("no such\n file"))
-    assert watches[0].diagnose(1.0) == "rank 1 failed: no such file"
+    assert watches[0].diagnose(1.0) == Diagnosis("rank 1 failed: no such file", told=True)
     for watch in watches:
         watch.close()
 

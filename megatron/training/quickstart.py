@@ -268,6 +268,7 @@ def summarise(folder: Folder, seconds: float) -> dict[str, Any]:
 
 def show(folder: Folder, summary: Mapping[str, Any]) -> None:
     """Print continuations and numbers."""
+    say("\nContinuations")
     for result in json.loads(folder.continuations.read_text(encoding="utf-8")):
         say(f"\n  prompt:       {result['prompt']!r}\n  continuation: {result['text']!r}")
     first, last = summary["first_validation_loss"], summary["last_validation_loss"]

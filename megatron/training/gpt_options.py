@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a run's options to the configs of the core: the model, the optimizer and their schedules."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from megatron.core.distributed import DataParallelConfig
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.ops.rope import RopeScaling
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.loss_scaler import (
+    ConstantLossScaler,
+    DynamicLossScaler,
+    DynamicLossScalerConfig,
+    LossScaler,
+)
+from megatron.core.optimizer.schedule import (
+    DecayStyle,
+    LearningRateSchedule,
+    WeightDecaySchedule,
+)
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from megatron.training.config import Config, PositionConfig
+from megatron.training.resolve import Run
+
+
+def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
+    """Return the model that resolved options describe.
+
+    Args:
+        vocab_size: without padding.
+    """
+    model = config.model
+    assert model.num_query_groups is not None, "the config must be resolved"
+    assert model.kv_channels is not None
+    assert model.ffn_hidden_size is not None
+    biases = not model.disable_bias_linear
+    return GPTConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        vocab_size=vocab_size,
+        attention=AttentionConfig(
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            kv_channels=model.kv_channels,
+            qkv_bias=biases or model.add_qkv_bias,
+            output_bias=biases,
+            qk_norm=model.qk_layernorm,
+            dropout=model.attention_dropout,
+        ),
+        mlp=MLPConfig(
+            ffn_hidden_size=model.ffn_hidden_size,
+            gated=model.swiglu,
+            activation="silu" if model.swiglu else "gelu",
+            bias=biases,
+        ),
+        norm=NormConfig(kind=model.normalization, epsilon=model.norm_epsilon),
+        rope=_rope(config.position),
+        tied=not model.untie_embeddings_and_output_weights,
+        hidden_dropout=model.hidden_dropout,
+        init_std=model.init_method_std,
+    )
+
+
+def _rope(position: PositionConfig) -> RopeConfig | None:
+    if position.position_embedding_type == "none":
+        return None
+    scaling = None
+    if position.rotary_seq_len_interpolation_factor is not None:
+        scaling = RopeScaling(kind="linear", factor=position.rotary_seq_len_interpolation_factor)
+    elif position.use_rope_scaling:
+        scaling = RopeScaling(
+            kind="llama3",
+            factor=position.rope_scaling_factor,
+            original_max_position=position.rope_scaling_original_max_position,
+        )
+    return RopeConfig(base=position.rotary_base, percent=position.rotary_percent, scaling=scaling)
+
+
+def weight_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of weights and activations."""
+    if config.training.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.training.fp16 else torch.float32
+
+
+def data_parallel_config(config: Config) -> DataParallelConfig:
+    """Return how gradients are made whole."""
+    strategy = config.parallel.data_parallel_sharding_strategy
+    assert strategy is not None, "the config must be resolved"
+    return DataParallelConfig(
+        strategy=strategy, overlap_grad_reduce=config.parallel.overlap_grad_reduce
+    )
+
+
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """Return the settings of the update."""
+    chosen = config.optimizer
+    return OptimizerConfig(
+        kind=chosen.optimizer,
+        adam_beta1=chosen.adam_beta1,
+        adam_beta2=chosen.adam_beta2,
+        adam_eps=chosen.adam_eps,
+        sgd_momentum=chosen.sgd_momentum,
+        clip_grad=chosen.clip_grad,
+        count_zeros=config.logging.log_num_zeros_in_grad,
+    )
+
+
+def loss_scaler(config: Config) -> LossScaler:
+    """Return the loss scaler: 1 without fp16."""
+    scale = config.loss_scale
+    if not config.training.fp16:
+        return ConstantLossScaler()
+    if scale.loss_scale is not None:
+        return ConstantLossScaler(scale.loss_scale)
+    return DynamicLossScaler(
+        DynamicLossScalerConfig(
+            initial_scale=scale.initial_loss_scale,
+            min_scale=scale.min_loss_scale,
+            growth_interval=scale.loss_scale_window,
+            hysteresis=scale.hysteresis,
+        )
+    )
+
+
+def learning_rate_schedule(run: Run) -> LearningRateSchedule:
+    """Return the learning rate as a function of the samples of applied updates."""
+    schedule = run.config.schedule
+    return LearningRateSchedule(
+        max_lr=schedule.lr,
+        min_lr=schedule.min_lr,
+        init_lr=schedule.lr_warmup_init,
+        warmup_samples=run.warmup_samples,
+        decay_samples=run.decay_samples,
+        style=cast(DecayStyle, schedule.lr_decay_style.lower()),
+        wsd_decay_samples=run.wsd_decay_samples or None,
+        wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+
+
+def weight_decay_schedule(run: Run) -> WeightDecaySchedule:
+    """Return weight decay as a function of the samples of applied updates."""
+    optimizer = run.config.optimizer
+    assert optimizer.start_weight_decay is not None, "the config must be resolved"
+    assert optimizer.end_weight_decay is not None
+    return WeightDecaySchedule(
+        start=optimizer.start_weight_decay,
+        end=optimizer.end_weight_decay,
+        ramp_samples=run.train_samples,
+        style=optimizer.weight_decay_incr_style,
+    )

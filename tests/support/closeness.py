@@ -60,9 +60,8 @@ def assert_all_close(
     Args:
         got, ref: tensors by name. A missing or an extra name fails.
         bound: largest error allowed.
-        zeros: names whose reference is declared to be all zero. Any other reference of zeros fails,
-        because
-            a comparison with it proves nothing.
+        zeros: names whose reference is declared to be all zero. Any other reference of zeros
+            fails, because a comparison with it proves nothing.
 
     Raises:
         AssertionError: with every offender, the worst first.

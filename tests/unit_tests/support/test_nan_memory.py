@@ -11,6 +11,7 @@ MAKERS = {
     "empty_like": torch.empty_like,
     "empty_strided": lambda like: torch.empty_strided(like.shape, (1, 3), dtype=like.dtype),
     "new_empty": lambda like: like.new_empty(like.shape),
+    "resize": lambda like: like.new_zeros(0).resize_(like.shape),
 }
 
 
@@ -18,14 +19,12 @@ MAKERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_fresh_memory_shows(maker, dtype):
     like = torch.zeros(3, 2, dtype=dtype)
-    with nan_memory() as mode:
+    with nan_memory():
         made = MAKERS[maker](like)
-    assert mode.poisoned == 1
     if dtype.is_floating_point:
         assert made.isnan().all()
     else:
-        info = torch.iinfo(dtype)
-        assert (made == (info.max if dtype == torch.uint8 else info.min)).all()
+        assert (made == torch.iinfo(dtype).max).all()
 
 
 class _ForgetsRows(torch.autograd.Function):
@@ -48,8 +47,18 @@ def test_an_element_that_backward_forgets_is_seen():
 
 
 def test_initialised_memory_is_left_alone():
-    with nan_memory() as mode:
+    with nan_memory():
         assert torch.zeros(3).sum() == 0
         assert torch.ones(3).add(1).sum() == 6
-        torch.empty(3, device="meta")
-    assert mode.poisoned == 0
+
+
+@pytest.mark.parametrize("before", ["default", "warn", "error"])
+def test_the_mode_before_is_restored(before):
+    torch.set_deterministic_debug_mode(before)
+    try:
+        mode = torch.get_deterministic_debug_mode()
+        with nan_memory():
+            assert torch.get_deterministic_debug_mode() >= 1
+        assert torch.get_deterministic_debug_mode() == mode
+    finally:
+        torch.set_deterministic_debug_mode("default")

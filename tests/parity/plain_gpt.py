@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPT written out plainly in fp64, over whole logical weights: the reference of the parity tests.
+
+No parallelism, no fused weights, no kernels, no handles, no buffers: autograd over a dictionary of
+logical tensors. So its gradients are the logical ones, and nothing of the code under test is in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from tests.support.inputs import Microbatch
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainGPT:
+    """The shape of a decoder: pre-norm blocks, rotary positions, causal grouped-query attention."""
+
+    layers: int
+    heads: int
+    groups: int
+    head_dim: int
+    tied: bool = False
+    norm: str = "RMSNorm"
+    qk_norm: bool = False
+    gated: bool = True
+    rotary_base: float = 10000.0
+    epsilon: float = 1e-5
+
+    def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [b, s, v] for tokens [b, s]."""
+        hidden = weights["embedding.weight"][tokens]  # [b, s, h]
+        for layer in range(self.layers):
+            hidden = hidden + self._attention(weights, f"decoder.blocks.{2 * layer}", hidden)
+            hidden = hidden + self._mlp(weights, f"decoder.blocks.{2 * layer + 1}", hidden)
+        hidden = self._norm(weights, "decoder.final_norm", hidden)
+        head = weights["embedding.weight" if self.tied else "head.weight"]
+        return hidden @ head.T
+
+    def token_losses(
+        self, weights: Weights, tokens: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the negative log-likelihoods [b, s]."""
+        return functional.cross_entropy(
+            self.logits(weights, tokens).transpose(1, 2), labels, reduction="none"
+        )
+
+    def _linear(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+        out = x @ weights[f"{name}.weight"].T
+        bias = weights.get(f"{name}.bias")
+        return out if bias is None else out + bias
+
+    def _norm(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.norm == "LayerNorm":
+            x = x - x.mean(-1, keepdim=True)
+        out = x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+        out = out * weights[f"{name}.weight"]
+        bias = weights.get(f"{name}.bias")
+        return out if bias is None else out + bias
+
+    def _attention(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        x = self._norm(weights, f"{name}.norm", hidden)
+        query = self._heads(weights, f"{name}.attention.query", x)  # [b, n, s, d]
+        key = self._heads(weights, f"{name}.attention.key", x)  # [b, g, s, d]
+        value = self._heads(weights, f"{name}.attention.value", x)
+        if self.qk_norm:
+            query = self._norm(weights, f"{name}.attention.query_norm", query)
+            key = self._norm(weights, f"{name}.attention.key_norm", key)
+        query, key = self._rotated(query), self._rotated(key)
+        each = self.heads // self.groups
+        key, value = (t.repeat_interleave(each, dim=1) for t in (key, value))  # [b, n, s, d]
+        scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)  # [b, n, s, s]
+        length = scores.shape[-1]
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ value  # [b, n, s, d]
+        return self._linear(weights, f"{name}.attention.output", mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(weights, name, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate pairs (i, i + d/2) by position · base^(-2i/d) (Su et al. 2021, section 3.2)."""
+        half = self.head_dim // 2
+        frequency = self.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+        angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency  # [s, d/2]
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat(
+            (
+                first * angle.cos() - second * angle.sin(),
+                second * angle.cos() + first * angle.sin(),
+            ),
+            dim=-1,
+        )
+
+    def _mlp(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        x = self._norm(weights, f"{name}.norm", hidden)
+        up = self._linear(weights, f"{name}.mlp.up", x)
+        if self.gated:
+            inner = functional.silu(self._linear(weights, f"{name}.mlp.gate", x)) * up
+        else:
+            inner = functional.gelu(up)
+        return self._linear(weights, f"{name}.mlp.down", inner)
+
+
+def step_loss(
+    model: PlainGPT, weights: Weights, microbatches: Sequence[Microbatch], *, per_token: bool
+) -> torch.Tensor:
+    """Return the loss of one step over the microbatches of all lanes.
+
+    Mean loss: the mean over microbatches of each one's mean over its counted tokens. Per-token
+    loss: the sum over all counted tokens of the step, over their number.
+    """
+    sums, counts = [], []
+    for batch in microbatches:
+        losses = model.token_losses(weights, batch.tokens, batch.labels)
+        sums.append((losses * batch.loss_mask).sum())
+        counts.append(batch.loss_mask.sum().double())
+    if per_token:
+        return torch.stack(sums).sum() / torch.stack(counts).sum()
+    return (torch.stack(sums) / torch.stack(counts)).mean()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the parity tests: one covering array over every layout and every setting of a model.
+
+A new axis or a new feature adds a factor here, and is then tested together with all that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.support.covering_array import Constraint, Row, covering_array
+
+FACTORS: Mapping[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4),
+    "dp": (1, 2, 4),
+    "sequence_parallel": (False, True),
+    "placement": ("no_shard", "optim"),
+    "bucket": ("small", "large"),
+    "overlap": (True, False),
+    "accumulation": (1, 3),
+    "per_token": (False, True),
+    "tied": (False, True),
+    "groups": (1, 2, 4, 8),
+    "norm": ("RMSNorm", "LayerNorm"),
+    "qk_norm": (False, True),
+    "bias": ("none", "qkv", "all"),
+    "gated": (True, False),
+    "dropout": (0.0, 0.1),
+}
+
+_SEQUENCE_NEEDS_TP = Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp)
+
+
+def _worlds(low: int, high: int) -> Constraint:
+    return Constraint(("tp", "dp"), lambda tp, dp: low <= tp * dp <= high)
+
+
+def rows_for_every_change() -> list[Row]:
+    """Return all allowed pairs on two and four ranks, and two rows of eight ranks."""
+    small = covering_array(FACTORS, (_SEQUENCE_NEEDS_TP, _worlds(2, 4)), seed=1)
+    return small + rows_of_eight()
+
+
+def rows_of_eight() -> list[Row]:
+    """Return a row that differs from another of eight ranks in every setting, and that one."""
+    wide = {
+        "tp": 4,
+        "dp": 2,
+        "sequence_parallel": True,
+        "placement": "optim",
+        "bucket": "small",
+        "overlap": True,
+        "accumulation": 3,
+        "per_token": False,
+        "tied": True,
+        "groups": 2,
+        "norm": "RMSNorm",
+        "qk_norm": True,
+        "bias": "none",
+        "gated": True,
+        "dropout": 0.1,
+    }
+    deep = {
+        "tp": 2,
+        "dp": 4,
+        "sequence_parallel": False,
+        "placement": "no_shard",
+        "bucket": "large",
+        "overlap": False,
+        "accumulation": 1,
+        "per_token": True,
+        "tied": False,
+        "groups": 1,
+        "norm": "LayerNorm",
+        "qk_norm": False,
+        "bias": "all",
+        "gated": False,
+        "dropout": 0.0,
+    }
+    return [wide, deep]
+
+
+def rows_for_every_night() -> list[Row]:
+    """Return rows that hold every allowed triple of settings on up to eight ranks."""
+    return covering_array(
+        FACTORS, (_SEQUENCE_NEEDS_TP, _worlds(2, 8)), strength=3, seed=2, candidates=8
+    )
+
+
+def label(row: Row) -> str:
+    """Name a row by its settings."""
+    switches = [
+        name for name in ("sequence_parallel", "overlap", "tied", "qk_norm", "gated") if row[name]
+    ]
+    parts = [
+        f"tp{row['tp']}-dp{row['dp']}",
+        row["placement"],
+        f"{row['bucket']}_buckets",
+        f"accumulate{row['accumulation']}",
+        "per_token" if row["per_token"] else "mean",
+        f"groups{row['groups']}",
+        row["norm"],
+        f"bias_{row['bias']}",
+        *switches,
+    ]
+    return "-".join(parts + (["dropout"] if row["dropout"] else []))

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout trains as the single process does, and the single process as the definition.
+
+One covering array crosses the layouts with the settings of a model (`rows`). Each row is compared
+with the single-process model in every loss, every gradient and the weights after two SGD steps
+(`verdict`), and the single-process model with a plain fp64 one (`plain_gpt`).
+"""
+
+import pytest
+import torch
+
+from tests.parity.plain_gpt import PlainGPT, step_loss
+from tests.parity.rows import FACTORS, label, rows_for_every_change, rows_for_every_night
+from tests.parity.training import (
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    LEARNING_RATE,
+    STEPS,
+    assembled,
+    lane_data,
+    rank_of_row,
+    world_of,
+)
+from tests.parity.verdict import assert_agrees, reference_of
+from tests.support.closeness import assert_all_close, assert_close_by_metric
+from tests.support.covering_array import covering_array
+from tests.support.ranks import run_ranks
+
+
+def _check(row, record_property):
+    ref = reference_of(row)
+    runs = run_ranks(rank_of_row, world_of(row), row, ref.initial)
+    record_property("worst_gradient_error", assert_agrees(row, runs, ref))
+
+
+@pytest.mark.parametrize("row", rows_for_every_change(), ids=label)
+def test_a_layout_trains_as_the_single_process(row, record_property):
+    _check(row, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", rows_for_every_night(), ids=label)
+def test_all_triples_train_as_the_single_process(row, record_property):
+    _check(row, record_property)
+
+
+MODELS = {
+    name: FACTORS[name]
+    for name in ("per_token", "tied", "groups", "norm", "qk_norm", "bias", "gated", "accumulation")
+}
+ONE_RANK = {
+    "tp": 1,
+    "dp": 2,
+    "sequence_parallel": False,
+    "placement": "no_shard",
+    "bucket": "large",
+    "overlap": True,
+    "dropout": 0.0,
+}
+
+
+@pytest.mark.parametrize("model", covering_array(MODELS), ids=lambda model: str(model["groups"]))
+def test_the_single_process_trains_as_the_definition(model):
+    row = {**ONE_RANK, **model}
+    ref = reference_of(row)
+    plain = PlainGPT(
+        layers=LAYERS,
+        heads=HEADS,
+        groups=row["groups"],
+        head_dim=HEAD_DIM,
+        tied=row["tied"],
+        norm=row["norm"],
+        qk_norm=row["qk_norm"],
+        gated=row["gated"],
+    )
+    weights = {name: w.double().requires_grad_() for name, w in ref.initial.items()}
+    for number in range(STEPS):
+        data = [batch for lane in range(row["dp"]) for batch in lane_data(row, lane, number)]
+        loss = step_loss(plain, weights, data, per_token=row["per_token"])
+        gradients = dict(
+            zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True)
+        )
+        step = ref.run.steps[number]
+        assert_close_by_metric("loss", torch.tensor(step.loss), loss)
+        assert_all_close(assembled(step.gradients), gradients)
+        weights = {
+            name: (w - LEARNING_RATE * gradients[name]).detach().requires_grad_()
+            for name, w in weights.items()
+        }
+    assert_all_close(assembled(ref.run.weights), weights)

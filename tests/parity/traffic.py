@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which collectives a row must run in one step: the formulas that its trace is held to.
+
+So a feature that is silently off (sequence parallelism that does not cut, a sharded optimizer that
+reduces everything everywhere, a reduction that waits for the end) fails, although it gives the
+right numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.parity.training import LAYERS, Run, Step
+from tests.support.activation import assert_active, assert_silent, matching, table
+from tests.support.covering_array import Row
+
+
+def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
+    """Fail unless every rank's step `number` ran exactly the collectives that the row asks for."""
+    steps = [run.steps[number] for run in runs]
+    for run, step in zip(runs, steps, strict=True):
+        _over_lanes(row, run, step)
+        _launched(row, run, step)
+        if row["tp"] > 1:
+            _in_regions(row, step)
+        else:
+            assert_silent(step.records, group="tp")
+    once = _all_reduces_in_regions(row)
+    whole_on_tp = row["tp"] > 1 and (row["sequence_parallel"] or row["qk_norm"])
+    _once_a_step(row, steps, group="tp", beyond=once, wanted=whole_on_tp)
+    for size in (2, 4):  # kv heads that several ranks hold
+        replicas = row["tp"] // row["groups"]
+        _once_a_step(row, steps, group=f"tp/{size}", beyond=0, wanted=replicas == size)
+
+
+def _launched(row: Row, run: Run, step: Step) -> None:
+    launched = run.buckets if row["overlap"] else 0
+    if step.launched_in_backward != launched:
+        raise AssertionError(
+            f"{step.launched_in_backward} buckets reduced during backward, wanted {launched}"
+        )
+    if (run.buckets > 2) != (row["bucket"] == "small"):
+        raise AssertionError(f"{row['bucket']} buckets, but there are {run.buckets}")
+
+
+def _over_lanes(row: Row, run: Run, step: Step) -> None:
+    """One reduction per bucket and step, whatever the accumulation; ZeRO-1 gathers weights too."""
+    if row["dp"] == 1:
+        assert_silent(step.records, group="lanes")
+        return
+    sharded = row["placement"] == "optim"
+    ran = ("reduce_scatter", "all_gather") if sharded else ("all_reduce",)
+    for kind in ("reduce_scatter", "all_gather", "all_reduce"):
+        count, size = (run.buckets, run.bucket_bytes) if kind in ran else (0, 0)
+        assert_active(step.records, kind=kind, group="lanes", exactly=count, exactly_bytes=size)
+
+
+def _all_reduces_in_regions(row: Row) -> int:
+    """Return the all-reduces over tp of all microbatches: a maximum and a sum for the loss, and
+    without sequence parallelism one where a region ends, in forward and in backward."""
+    if row["tp"] == 1:
+        return 0
+    ends = 0 if row["sequence_parallel"] else 4 * LAYERS + 2
+    return (2 + ends) * row["accumulation"]
+
+
+def _in_regions(row: Row, step: Step) -> None:
+    """Two regions a layer, and one at each end of the model.
+
+    With sequence parallelism, entering a region gathers (in backward once more, for the weight's
+    gradient) and leaving it scatters; in backward the other way round.
+    """
+    regions = 2 * LAYERS
+    microbatches = row["accumulation"] if row["sequence_parallel"] else 0
+    for kind, count in (
+        ("all_gather", (3 * regions + 2) * microbatches),
+        ("reduce_scatter", (2 * regions + 2) * microbatches),
+    ):
+        assert_active(step.records, kind=kind, group="tp", exactly=count)
+
+
+def _once_a_step(row: Row, steps: Sequence[Step], *, group: str, beyond: int, wanted: bool) -> None:
+    """Expect one more all-reduce on `group`, of gradients that are addends on its ranks.
+
+    A rank whose shard of the gradients holds none of those runs none; not all can be such ranks.
+    """
+    for step in steps:
+        extra = len(matching(step.records, kind="all_reduce", group=group)) - beyond
+        allowed = {0, 1} if wanted and row["placement"] == "optim" else {int(wanted)}
+        if extra not in allowed:
+            raise AssertionError(
+                f"{extra} gradient sums over {group}, wanted {allowed}:\n{table(step.records)}"
+            )
+    if wanted:
+        everywhere = [record for step in steps for record in step.records]
+        assert_active(everywhere, kind="all_reduce", group=group, at_least=beyond * len(steps) + 1)

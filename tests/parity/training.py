@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two training steps of one row, on any number of ranks, and what came out in logical form.
+
+`train_row` runs on every rank of a row and, as the reference, in the test's own process on a grid
+of one rank. Each rank returns the pieces of the logical tensors that it holds; `assembled` puts
+them together and insists that every element is there and that replicas agree to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.core.comm import CollectiveRecord, all_reduce, trace
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
+from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_sharding import loss_factor
+from tests.support.covering_array import Row
+from tests.support.inputs import Microbatch, microbatch, one_thread
+from tests.support.mutants import Mutation, apply
+from tests.support.nan_memory import nan_memory
+
+LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN, VOCABULARY = 2, 36, 8, 6, 52, 61
+BATCH, SEQUENCE = 3, 12
+STEPS, LEARNING_RATE = 2, 0.3
+SEED = 7
+BUCKET_BYTES = {"small": 5_000, "large": 10**9}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a logical tensor of shape `shape`, starting at `offsets`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+
+
+@dataclass
+class Step:
+    """What one rank saw of one step; `loss` is the part of its lane."""
+
+    loss: float
+    nll: list[torch.Tensor]
+    grad_norm: float
+    zeros: int | None
+    gradients: list[Piece]
+    records: list[CollectiveRecord]
+    launched_in_backward: int
+
+
+@dataclass
+class Run:
+    """What one rank saw of a run."""
+
+    initial: list[Piece]
+    buckets: int
+    bucket_bytes: int
+    steps: list[Step] = field(default_factory=list)
+    weights: list[Piece] = field(default_factory=list)
+
+
+def gpt_config(row: Row) -> GPTConfig:
+    """Return the model of a row."""
+    return GPTConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        vocab_size=VOCABULARY,
+        attention=AttentionConfig(
+            num_attention_heads=HEADS,
+            num_query_groups=row["groups"],
+            kv_channels=HEAD_DIM,
+            qkv_bias=row["bias"] != "none",
+            output_bias=row["bias"] == "all",
+            qk_norm=row["qk_norm"],
+            dropout=row["dropout"],
+        ),
+        mlp=MLPConfig(
+            ffn_hidden_size=FFN,
+            gated=row["gated"],
+            activation="silu" if row["gated"] else "gelu",
+            bias=row["bias"] == "all",
+        ),
+        norm=NormConfig(kind=row["norm"]),
+        tied=row["tied"],
+        hidden_dropout=row["dropout"],
+    )
+
+
+def lane_data(row: Row, lane: int, step: int) -> list[Microbatch]:
+    """Return the microbatches of one lane in one step."""
+    return [
+        microbatch(
+            seed=SEED,
+            lane=lane,
+            index=step * row["accumulation"] + i,
+            batch=BATCH,
+            sequence=SEQUENCE,
+            vocabulary=VOCABULARY,
+        )
+        for i in range(row["accumulation"])
+    ]
+
+
+def train_row(
+    row: Row,
+    groups: ProcessGroupCollection,
+    initial: Mapping[str, torch.Tensor] | None,
+    *,
+    lanes: Sequence[int],
+) -> Run:
+    """Train two SGD steps of `row` on this rank.
+
+    Args:
+        initial: logical weights to start from; None keeps the model's own initial values.
+        lanes: the data lanes whose microbatches this rank works through.
+    """
+    model = GPTModel(
+        gpt_config(row),
+        groups,
+        sequence_parallel=row["sequence_parallel"],
+        seed=SEED,
+        bucket_bytes=BUCKET_BYTES[row["bucket"]],
+    )
+    engine = DataParallel(
+        model.store,
+        groups,
+        config=DataParallelConfig(strategy=row["placement"], overlap_grad_reduce=row["overlap"]),
+    )
+    optimizer = Optimizer(
+        engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0, count_zeros=True)
+    )
+    run = Run(
+        initial=weight_pieces(model.store),
+        buckets=len(engine.buckets),
+        bucket_bytes=sum(entry.gradients.data.nbytes for entry in engine.buckets),
+    )
+    if initial is not None:
+        write_weights(model.store, initial)
+    for step in range(STEPS):
+        data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
+        run.steps.append(_one_step(row, groups, model, engine, optimizer, data))
+    run.weights = weight_pieces(model.store)
+    return run
+
+
+def _one_step(
+    row: Row,
+    groups: ProcessGroupCollection,
+    model: GPTModel,
+    engine: DataParallel,
+    optimizer: Optimizer,
+    data: Sequence[Microbatch],
+) -> Step:
+    """Run the microbatches of one step, and update the weights."""
+    counts = torch.stack([batch.loss_mask.sum() for batch in data])
+    if row["per_token"]:
+        divisors = all_reduce(counts.sum(), groups["lanes"]).expand(len(data))
+    else:
+        divisors = counts / loss_factor(groups.grid, len(data))
+    loss, nll = 0.0, []
+    with trace(groups) as records:
+        engine.begin_step()
+        for i, batch in enumerate(data):
+            part, losses = model.loss(
+                batch.tokens, batch.labels, batch.loss_mask / divisors[i], batch.sample_ids
+            )
+            engine.backward(part, last=i == len(data) - 1)
+            loss += part.item()
+            nll.append(losses.clone())
+        engine.finish()
+        gradients = [
+            Piece(p.box.name, p.box.shape, p.box.offsets, p.of(owned.gradients).clone())
+            for owned in engine.owned()
+            for p in owned.boxes
+        ]
+        result = optimizer.step(LEARNING_RATE)
+        engine.gather_weights()
+    return Step(
+        loss=loss,
+        nll=nll,
+        grad_norm=result.grad_norm,
+        zeros=result.num_zeros,
+        gradients=gradients,
+        records=list(records),
+        launched_in_backward=engine.launched_in_backward,
+    )
+
+
+def weight_pieces(store: WeightStore) -> list[Piece]:
+    """Return a copy of every piece of a logical weight that this rank holds."""
+    found = []
+    for handle in store.handles.values():
+        flat = handle.get().view(-1)
+        for box in store.boxes(handle):
+            values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
+            found.append(Piece(box.name, box.shape, box.offsets, values))
+    return found
+
+
+def write_weights(store: WeightStore, logical: Mapping[str, torch.Tensor]) -> None:
+    """Set this rank's part of every weight from the logical ones."""
+    for handle in store.handles.values():
+        flat = handle.get().view(-1)
+        for box in store.boxes(handle):
+            where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            local = flat[box.start : box.start + box.numel].view(box.sizes)
+            local.copy_(logical[box.name][where])
+
+
+def assembled(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
+    """Put logical tensors together from the pieces of all ranks.
+
+    Raises:
+        AssertionError: an element that no rank holds, or replicas that differ in a bit.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    known: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        tensor = whole.setdefault(piece.name, torch.zeros(piece.shape))
+        seen = known.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.bool))
+        where = tuple(
+            slice(o, o + n) for o, n in zip(piece.offsets, piece.values.shape, strict=True)
+        )
+        again = seen[where]
+        if not torch.equal(tensor[where][again], piece.values[again]):
+            raise AssertionError(f"replicas of {piece.name} differ at {piece.offsets}")
+        tensor[where] = piece.values
+        seen[where] = True
+    for name, seen in known.items():
+        if not bool(seen.all()):
+            raise AssertionError(f"{name}: {int((~seen).sum())} of {seen.numel()} held nowhere")
+    return whole
+
+
+def rank_of_row(
+    rank: int,
+    world: int,
+    row: Row,
+    initial: Mapping[str, torch.Tensor],
+    mutation: Mutation | None = None,
+) -> Run:
+    """Train a row as one of its ranks, with a fault planted if one is given."""
+    if mutation is not None:
+        apply(mutation)
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=row["tp"]), rank=rank)
+    with nan_memory():
+        return train_row(row, groups, initial, lanes=[groups["lanes"].rank])
+
+
+def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
+    """Train a row in this process: one rank that works through the data of all lanes."""
+    with one_thread():
+        return train_row(row, ProcessGroupCollection.single(), initial, lanes=range(row["dp"]))
+
+
+def world_of(row: Row) -> int:
+    """Return the number of ranks of a row."""
+    return math.prod((row["tp"], row["dp"]))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a parallel run agree with the single process in every number, and do as it was told?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tests.parity.traffic import assert_traffic
+from tests.parity.training import SEED, STEPS, Run, assembled, single_run
+from tests.support.closeness import assert_all_close
+from tests.support.covering_array import Row
+from tests.support.inputs import perturbed
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The single process's run of a row, in logical form, and the weights that it started from."""
+
+    own_initial: Mapping[str, torch.Tensor]
+    initial: Mapping[str, torch.Tensor]
+    run: Run
+
+
+def reference_of(row: Row) -> Reference:
+    """Run a row in this process, from initial values of which every one has been moved."""
+    own = assembled(single_run(row, None).initial)
+    moved = perturbed(own, seed=SEED)
+    return Reference(own, moved, single_run(row, moved))
+
+
+def assert_agrees(row: Row, runs: Sequence[Run], ref: Reference) -> float:
+    """Compare everything that the ranks of a row return; return the worst error of a gradient.
+
+    Compared: initial values and replicas, to the bit; per step the loss, the loss of every token,
+    every gradient, the gradient's norm and its zeros; the weights after all steps; and the
+    collectives.
+    """
+    whole = assembled(piece for run in runs for piece in run.initial)
+    for name, values in ref.own_initial.items():
+        if not torch.equal(whole[name], values):
+            raise AssertionError(f"initial values of {name} depend on the layout")
+    worst = 0.0
+    for number in range(STEPS):
+        worst = max(worst, _assert_step_agrees(row, runs, ref, number))
+    after = assembled(piece for run in runs for piece in run.weights)
+    assert_all_close(after, assembled(ref.run.weights))
+    return worst
+
+
+def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: int) -> float:
+    steps, wanted = [run.steps[number] for run in runs], ref.run.steps[number]
+    tp, accumulation = row["tp"], row["accumulation"]
+    lanes = [steps[lane * tp] for lane in range(row["dp"])]
+    for rank, step in enumerate(steps):
+        if step.loss != lanes[rank // tp].loss:
+            raise AssertionError(f"ranks of one lane have losses {[s.loss for s in steps]}")
+    assert_traffic(row, runs, number)
+    scalars, expected = {}, {}
+    scalars["loss"], expected["loss"] = sum(lane.loss for lane in lanes), wanted.loss
+    for rank, step in enumerate(steps):
+        scalars[f"norm on {rank}"], expected[f"norm on {rank}"] = step.grad_norm, wanted.grad_norm
+        if step.zeros != wanted.zeros:
+            raise AssertionError(f"{step.zeros} zeros in the gradient, wanted {wanted.zeros}")
+    for index, nll in enumerate(wanted.nll):
+        name = f"losses of microbatch {index}"
+        scalars[name] = lanes[index // accumulation].nll[index % accumulation]
+        expected[name] = nll
+    assert_all_close(_tensors(scalars), _tensors(expected))
+    gradients = assembled(piece for step in steps for piece in step.gradients)
+    return assert_all_close(gradients, assembled(wanted.gradients))
+
+
+def _tensors(values: Mapping[str, float | torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(v, dtype=torch.float64) for name, v in values.items()}

@@ -9,7 +9,7 @@ import torch
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+MIX = 0x94D049BB133111EB
 _BITS = (1 << 64) - 1
 
 
@@ -32,7 +32,7 @@ def split_mix(state: torch.Tensor) -> torch.Tensor:
     _shift_xor(state, 30, scratch)
     state.mul_(signed(_MIX_1))
     _shift_xor(state, 27, scratch)
-    state.mul_(signed(_MIX_2))
+    state.mul_(signed(MIX))
     return _shift_xor(state, 31, scratch)
 
 
@@ -72,7 +72,7 @@ def mix_rows_and_columns(rows: torch.Tensor, columns: torch.Tensor) -> torch.Ten
     state = rows + columns
     scratch = torch.empty_like(state)
     _shift_xor(state, 32, scratch)
-    state.mul_(signed(_MIX_2))
+    state.mul_(signed(MIX))
     return _shift_xor(state, 29, scratch)
 
 

@@ -26,6 +26,11 @@ def keep_scale(rate: float) -> float:
     return LEVELS / (LEVELS - drop_levels(rate))
 
 
+def column_key(key: int) -> int:
+    """Give the key under which column groups are hashed, unrelated to that of the rows."""
+    return signed(key ^ _COLUMN_SALT)
+
+
 def row_hashes(key: int, *indices: torch.Tensor) -> torch.Tensor:
     """Hash a tuple of broadcastable int64 indices under a key, one after the other."""
     state = None
@@ -56,7 +61,7 @@ def keep_columns(key: int, rows: torch.Tensor, first: int, count: int, rate: flo
     start = first // COLUMNS_PER_HASH
     stop = -(-(first + count) // COLUMNS_PER_HASH)
     groups = torch.arange(start, stop, dtype=torch.int64, device=rows.device)
-    columns = hash_index(signed(key ^ _COLUMN_SALT), groups)  # [g]
+    columns = hash_index(column_key(key), groups)  # [g]
     hashes = mix_rows_and_columns(rows[..., None], columns)  # [..., g]
     levels = hashes.view(torch.int16)  # [..., 4g], uniform over -2^15 .. 2^15 - 1
     offset = first - start * COLUMNS_PER_HASH

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout in Triton: the mask of `reference.py`, bit for bit, made in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron.core.ops.dropout.hashing import MIX, hash_index, signed
+from megatron.core.ops.dropout.reference import (
+    COLUMNS_PER_HASH,
+    column_key,
+    drop_levels,
+    keep_scale,
+    row_hashes,
+)
+
+BLOCK = 1024
+
+
+@triton.jit
+def dropout_kernel(
+    x_ptr,
+    rows_ptr,
+    columns_ptr,
+    out_ptr,
+    features,
+    offset_in_group,
+    threshold,
+    scale,
+    mix,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Drop one block of one row: level = 16 bits of the mixed row and column-group hashes."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < features
+    slot = column + offset_in_group
+    state = tl.load(rows_ptr + row) + tl.load(columns_ptr + slot // GROUP, mask=inside, other=0)
+    # Arithmetic shifts copy the sign: the masks make them logical ones.
+    state = state ^ ((state >> 32) & 0xFFFFFFFF)
+    state = state * mix
+    state = state ^ ((state >> 29) & 0x7FFFFFFFF)
+    level = (state >> (slot % GROUP * 16)) & 0xFFFF
+    # The 16 bits are a signed number in the reference: flipping the top bit orders them alike.
+    keep = (level ^ 0x8000) >= threshold
+    x = tl.load(x_ptr + row * features + column, mask=inside, other=0.0).to(tl.float32)
+    y = tl.where(keep, x * scale, 0.0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * features + column, y, mask=inside)
+
+
+class Dropout(torch.autograd.Function):
+    """y = x * keep / (1 - rate). dgrad: the same function of the gradient. Saves no mask."""
+
+    @staticmethod
+    def forward(ctx, x, rate, key, sample_ids, position_ids, feature_offset):
+        ctx.save_for_backward(sample_ids, position_ids)
+        ctx.site = (rate, key, feature_offset)
+        return dropout_values(x, rate, key, sample_ids, position_ids, feature_offset)
+
+    @staticmethod
+    def backward(ctx, grad):
+        sample_ids, position_ids = ctx.saved_tensors
+        rate, key, feature_offset = ctx.site
+        values = dropout_values(grad, rate, key, sample_ids, position_ids, feature_offset)
+        return values, None, None, None, None, None
+
+
+def dropout_values(
+    x: torch.Tensor,
+    rate: float,
+    key: int,
+    sample_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    feature_offset: int,
+) -> torch.Tensor:
+    """Drop and rescale x [s, b, h/tp]; see `ops.dropout.dropout`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if not x.numel():
+        return out
+    features = x.shape[-1]
+    first = feature_offset // COLUMNS_PER_HASH
+    last = -(-(feature_offset + features) // COLUMNS_PER_HASH)
+    groups = torch.arange(first, last, dtype=torch.int64, device=x.device)
+    rows = row_hashes(key, sample_ids, position_ids[:, None]).contiguous()  # [s, b]
+    dropout_kernel[(rows.numel(), triton.cdiv(features, BLOCK))](
+        x,
+        rows,
+        hash_index(column_key(key), groups),
+        out,
+        features,
+        feature_offset - first * COLUMNS_PER_HASH,
+        drop_levels(rate),
+        keep_scale(rate),
+        signed(MIX),
+        GROUP=COLUMNS_PER_HASH,
+        BLOCK=BLOCK,
+    )
+    return out

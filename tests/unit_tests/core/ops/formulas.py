@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Naive fp64 formulas of the ops, and the comparison that outputs and gradients must pass."""
+
+import math
+
+import torch
+
+from megatron.core.ops.dropout import AttentionDropout
+
+# bf16 keeps 8 bits: each rounding moves a value by at most 2^-9 of itself. The bound allows the
+# rounding of the result and that of the inputs of the last step (grad_out, x, w), with a margin
+# of two; fp32 paths differ from fp64 by the sum's rounding only.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float64: 1e-12}
+
+
+def assert_close(actual, expected, dtype, what):
+    """Hold PROOF's metric: the largest difference over the largest reference value."""
+    assert actual is not None, f"{what}: no gradient"
+    assert torch.isfinite(actual).all(), f"{what}: not finite"
+    error = (actual.double() - expected.double()).abs().max() / expected.abs().max()
+    assert error <= TOLERANCE[dtype], f"{what}: {error:.2e} > {TOLERANCE[dtype]:.2e}"
+
+
+def compare(function, naive, inputs, dtype):
+    """Compare outputs and gradients of `function` in `dtype` with `naive` in fp64."""
+    mine = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+    true = [x.detach().to(torch.float64, copy=True).requires_grad_() for x in mine]
+    outputs, expected = function(*mine), naive(*true)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    generator = torch.Generator().manual_seed(7)
+    pull = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in expected]
+    pull = [g.to(y.dtype) for g, y in zip(pull, outputs, strict=True)]
+    for index, (y, z) in enumerate(zip(outputs, expected, strict=True)):
+        assert_close(y, z, dtype, f"output {index}")
+    torch.autograd.backward(outputs, pull)
+    torch.autograd.backward(expected, [g.double() for g in pull])
+    for index, (x, z) in enumerate(zip(mine, true, strict=True)):
+        assert x.grad.dtype == x.dtype
+        assert_close(x.grad, z.grad, dtype, f"gradient of input {index}")
+
+
+def maker():
+    """Return a function that makes fp64 tensors, from a fixed seed."""
+    generator = torch.Generator().manual_seed(1234)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return randn
+
+
+def naive_rms(x, weight, eps=1e-5):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def naive_rope(x, angles, interleaved):
+    """Rotate by complex multiplication."""
+    rotated = 2 * angles.shape[-1]
+    part = x[..., :rotated]
+    pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).mT
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    )
+    turned = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
+    return torch.cat([turned, x[..., rotated:]], -1)
+
+
+def naive_attention(
+    query, key, value, sinks=None, *, causal, scale, window=None, documents=None, keep=None
+):
+    """Softmax attention from its definition, all heads and pairs at once."""
+    queries, keys, heads = query.shape[0], key.shape[0], query.shape[2]
+    repeat = heads // key.shape[2]
+    key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
+    logits = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
+    q = torch.arange(queries)[:, None] + keys - queries
+    k = torch.arange(keys)
+    visible = torch.ones(logits.shape, dtype=torch.bool)
+    if causal:
+        visible &= k <= q
+    if window is not None:
+        visible &= q - k < window
+    if documents is not None:
+        mine = documents[keys - queries :].t()[:, None, :, None]
+        visible &= mine == documents.t()[:, None, None, :]
+    logits = logits.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        extra = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, extra], -1)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse[..., None]).exp()[..., :keys]
+    if keep is not None:
+        weights = weights * keep
+    return torch.einsum("bnqk,kbnd->qbnd", weights, value), lse.detach()
+
+
+ATTENTION_CASES = {
+    "causal": {},
+    "grouped": {"groups": 2},
+    "one key head": {"groups": 1},
+    "bidirectional": {"causal": False},
+    "cross": {"causal": False, "queries": 9, "keys": 5},
+    "cached": {"queries": 3, "keys": 11},
+    "one query": {"queries": 1, "keys": 11, "groups": 2},
+    "long": {"queries": 150, "keys": 301, "window": 40, "groups": 2},
+    "window": {"window": 3, "groups": 2},
+    "window, bidirectional": {"window": 3, "causal": False},
+    "documents": {"documents": True, "groups": 2},
+    "documents, bidirectional": {"documents": True, "causal": False},
+    "documents, cached": {"documents": True, "queries": 4, "keys": 11},
+    "sinks": {"sinks": True, "groups": 2},
+    "all": {"sinks": True, "groups": 2, "window": 5, "documents": True, "scale": 0.3},
+    "dropout": {"dropout": True, "groups": 2, "queries": 5, "keys": 11},
+}
+
+
+def make_attention(make, case):
+    """Build tensors and options of one case: (inputs, options)."""
+    case = dict(case)
+    keys = case.pop("keys", 11)
+    queries, groups = case.pop("queries", keys), case.pop("groups", 4)
+    batch, heads, features = 2, 4, 6
+    inputs = [make(queries, batch, heads, features)]
+    inputs += [make(keys, batch, groups, features) for _ in range(2)]
+    if case.pop("sinks", False):
+        inputs.append(make(heads))
+    options = {"causal": True, "scale": features**-0.5, **case}
+    if options.pop("documents", False):
+        rows = torch.arange(keys)
+        options["document_ids"] = torch.stack([rows // 4, (rows + 1) // 3], -1)
+    if options.pop("dropout", False):
+        options["dropout"] = AttentionDropout(
+            rate=0.3, key=5, sample_ids=torch.tensor([8, 3]), head_offset=2
+        )
+    return inputs, options

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels in Triton's interpreter against the fp64 formulas, on NaN-filled memory.
+
+Run by `test_triton.py` in a process of its own: TRITON_INTERPRET must be set before the first
+import of Triton.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.attention import attention
+from megatron.core.ops.attention import reference as attention_reference
+from megatron.core.ops.attention import triton as attention_triton
+from megatron.core.ops.attention.masking import Mask
+from megatron.core.ops.dropout import dropout
+from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.linear_cross_entropy import (
+    chunk_gradient_,
+    chunk_statistics,
+    linear_cross_entropy,
+)
+from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.swiglu import gated
+from tests.support.nan_memory import nan_memory
+from tests.unit_tests.core.ops.formulas import (
+    ATTENTION_CASES,
+    assert_close,
+    compare,
+    make_attention,
+    maker,
+    naive_attention,
+    naive_rms,
+    naive_rope,
+)
+
+FP32 = torch.float32
+
+
+@pytest.fixture
+def make():
+    """Make fp64 tensors from a fixed seed."""
+    return maker()
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Fill uninitialised memory with NaN."""
+    with nan_memory():
+        yield
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_rms_norm(make, zero_centered):
+    one = 1 if zero_centered else 0
+    options = {"eps": 1e-5, "zero_centered": zero_centered, "implementation": "triton"}
+    compare(
+        lambda x, r, w: rms_norm(x, w, residual=r, **options),
+        lambda x, r, w: (naive_rms(x + r, w + one), x + r),
+        (make(5, 3, 37), make(5, 3, 37), make(37)),
+        FP32,
+    )
+    compare(
+        lambda x, w: rms_norm(x, w, **options),
+        lambda x, w: naive_rms(x, w + one),
+        (make(300, 130), make(130)),  # more rows than programs
+        FP32,
+    )
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_layer_norm(make, with_bias):
+    compare(
+        lambda x, r, w, b=None: layer_norm(
+            x, w, b, eps=1e-5, residual=r, zero_centered=True, implementation="triton"
+        ),
+        lambda x, r, w, b=None: (F.layer_norm(x + r, (37,), w + 1, b, 1e-5), x + r),
+        [make(5, 3, 37), make(5, 3, 37), make(37)] + [make(37)] * with_bias,
+        FP32,
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("features", "rotated"), [(6, 6), (10, 4)])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_rope(make, interleaved, features, rotated, per_sample):
+    positions = torch.arange(7) + 3
+    if per_sample:
+        positions = torch.stack([positions, positions * 2], -1)
+    cos, sin = rotary_table(positions, dim=rotated)
+    angles = positions[..., None].double() * 10000.0 ** (-torch.arange(0, rotated, 2) / rotated)
+    angles = angles[:, :, None] if per_sample else angles[:, None, None]
+    compare(
+        lambda x: apply_rope(x, cos, sin, interleaved=interleaved, implementation="triton"),
+        lambda x: naive_rope(x, angles, interleaved),
+        (make(7, 2, 3, features),),
+        FP32,
+    )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated(make, activation):
+    def naive(x):
+        gate, up = x.chunk(2, -1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    compare(
+        lambda x: gated(x, activation, implementation="triton"),
+        naive,
+        (make(2, 3, 2 * 1030),),
+        FP32,
+    )
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+def test_dropout_drops_what_the_reference_drops(make, offset):
+    x = make(6, 3, 1030).float()
+    grad = make(6, 3, 1030).float()
+    results = []
+    for implementation in ("reference", "triton"):
+        leaf = x.clone().requires_grad_()
+        y = dropout(
+            leaf,
+            rate=0.3,
+            key=-(1 << 61) + 5,
+            sample_ids=torch.tensor([9, 0, 4]),
+            position_ids=torch.arange(6) * 3,
+            feature_offset=offset,
+            implementation=implementation,
+        )
+        y.backward(grad)
+        results.append((y.detach(), leaf.grad))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", [n for n in ATTENTION_CASES if n != "dropout"])
+def test_attention(make, name):
+    inputs, options = make_attention(make, ATTENTION_CASES[name])
+    seen = []
+
+    def mine(q, k, v, sinks=None):
+        out, lse = attention(q, k, v, sinks=sinks, implementation="triton", **options)
+        assert not lse.requires_grad
+        seen.append(lse)
+        return out
+
+    def naive(q, k, v, sinks=None):
+        rest = {x: y for x, y in options.items() if x != "document_ids"}
+        documents = options.get("document_ids")
+        out, lse = naive_attention(q, k, v, sinks, documents=documents, **rest)
+        seen.append(lse)
+        return out
+
+    compare(mine, naive, inputs, FP32)
+    assert_close(seen[0], seen[1], FP32, "lse")
+
+
+def test_attention_takes_slices_of_a_fused_projection(make):
+    fused = make(70, 2, 2, 3 * 24).float()
+    parts = fused.split(24, dim=-1)
+    out, lse = attention(*parts, implementation="triton")
+    expected, expected_lse = attention(*(x.contiguous() for x in parts))
+    assert_close(out, expected, FP32, "out")
+    assert_close(lse, expected_lse, FP32, "lse")
+
+
+def test_attention_backward_takes_the_lse_of_more_keys(make):
+    query, grad = make(5, 2, 4, 6).float(), make(5, 2, 4, 6).float()
+    key, value = make(9, 2, 2, 6).float(), make(9, 2, 2, 6).float()
+    out, lse = attention(query, key, value, causal=False)
+    mask = Mask(causal=False)
+    for part in (slice(0, 4), slice(4, 9)):
+        arguments = (grad, query, key[part], value[part], out, lse)
+        mine = attention_triton.attention_backward(*arguments, scale=0.4, mask=mask)
+        other = attention_reference.attention_backward(*arguments, scale=0.4, mask=mask)
+        for x, y in zip(mine, other, strict=True):
+            assert_close(x, y, FP32, "gradient")
+
+
+def test_vocabulary_slices(make):
+    logits = make(6, 12).float()
+    targets, weights = torch.tensor([0, 3, 4, 9, 7, 8]), torch.rand(6)
+    for start, valid in ((0, 12), (4, 7), (0, 0)):
+        pieces = [
+            chunk_statistics(logits, targets, start, valid, implementation=name)
+            for name in ("reference", "triton")
+        ]
+        for mine, other in zip(*pieces, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        lse = logits.logsumexp(-1)
+        grads = [
+            chunk_gradient_(
+                logits.clone(), targets, lse, weights, start, valid, implementation=name
+            )
+            for name in ("reference", "triton")
+        ]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+def test_linear_cross_entropy(make):
+    targets, weights = torch.arange(11) * 5 % 19, torch.linspace(0, 2, 11)
+
+    def mine(h, w):
+        return linear_cross_entropy(
+            h, w, targets, weights, chunk_tokens=4, valid_columns=19, implementation="triton"
+        )[0]
+
+    def naive(h, w):
+        return (F.cross_entropy(h @ w[:19].t(), targets, reduction="none") * weights).sum()
+
+    compare(mine, naive, (make(11, 7), make(2100, 7)[:23]), FP32)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Triton kernel, forward and backward, in Triton's interpreter: one process for all."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+CASES = Path(__file__).with_name("interpreted_cases.py")
+# A case that silently was not collected must fail.
+EXPECTED = 35
+
+
+def test_kernels_agree_with_the_formulas_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for name in [n for n in environment if n.startswith("PYTEST_")]:
+        del environment[name]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed, run.stdout[-2000:]
+    assert int(passed.group(1)) >= EXPECTED

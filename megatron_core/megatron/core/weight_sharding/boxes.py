@@ -1,142 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one weight, its gradient and its optimizer state lie over the grid, and everything that
-follows from it.
-
-A `WeightSharding` is a description, never a tensor. From it and a `RankGrid` alone are derived: the
-local shape with its padding, the boxes of the logical tensors that a rank holds (initial values,
-checkpoint chunks and Hugging Face slices are loops over these), which ranks hold replicas of them,
-who counts them in the gradient norm, the bytes they take, and the gradient plan with its one
-factor.
-
-Vocabulary of this module:
-
-- A *logical tensor* is what a checkpoint names: unfused, unpadded, whole. A fused weight (q|k|v,
-gate|up, the
-  projections of a state-space layer) is one weight with several logical tensors, its *segments*.
-- The *local tensor* is what one rank multiplies with: the `stay` cuts applied, padded so that it
-has one shape
-  on every rank. Its elements in row-major order are the flat space that buckets and shards cut
-  further.
-- A `gather` cut (generalized tensor parallelism, ZeRO-3) and a placement (ZeRO-1/2) are ranges of
-that flat
-  space; a row-aligned range is the same thing with a larger quantum.
-"""
+"""Which boxes of logical tensors lie where in a rank's local tensor, and in any range of it."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
-from typing import Literal
 
-from megatron.core.process_groups import DENSE_AXES, EXPERT_AXES, RankGrid
+from megatron.core.process_groups import RankGrid
+from megatron.core.weight_sharding.description import Cut, Placement, Segment, WeightSharding
 
-GradientKind = Literal["identical", "partial"]
 Coordinates = Mapping[str, int]
-
-_DENSE_LANES = ("gtp", "cp", "dp")
-_EXPERT_LANES = ("egtp", "edp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """One cut of a logical tensor along `dim` over a grid axis.
-
-    Args:
-        axis: the axis, for instance "tp" or "ep".
-        dim: the dimension of the logical tensor; only dimension 0 may be uneven (it is then
-            padded).
-        mode: "stay" is computed on as it lies (tensor or expert parallel); "gather" is storage only
-            and put together again just before use.
-        parts: number of pieces; None means one per rank of the axis. Fewer pieces than ranks (kv
-            heads < tp) leave axis / parts consecutive ranks with the same piece: the replica
-            sub-group.
-    """
-
-    axis: str
-    dim: int
-    mode: Literal["stay", "gather"] = "stay"
-    parts: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """One logical tensor: its checkpoint name, unpadded shape, cuts, and the multiple its local
-    rows pad to."""
-
-    name: str
-    shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
-    row_multiple: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The data axes that shard each role of a weight; an empty tuple means replicated over data."""
-
-    weight: tuple[str, ...] = ()
-    gradient: tuple[str, ...] = ()
-    optimizer: tuple[str, ...] = ()
-
-
-#: The strategies of data parallelism as placements (ZeRO 0, 1, 2, 3: Rajbhandari et al. 2020,
-#: section 5).
-PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
-    {
-        "no_shard": Placement(),
-        "optim": Placement(optimizer=_DENSE_LANES),
-        "optim_grads": Placement(gradient=_DENSE_LANES, optimizer=_DENSE_LANES),
-        "optim_grads_params": Placement(
-            weight=_DENSE_LANES, gradient=_DENSE_LANES, optimizer=_DENSE_LANES
-        ),
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSharding:
-    """Describe one weight as a model multiplies with it.
-
-    Args:
-        name: the weight's own name (a fused one differs from its segments' names).
-        segments: its logical tensors, concatenated along dimension 0 of the local tensor.
-        interleave: number of logical units (kv groups, for instance) that the segments interleave
-            by: the local tensor is unit after unit, each holding its share of every segment. 1 is
-                plain concatenation.
-        gradient: for every axis of size > 1 that does not cut it and sees different inputs or
-            heads: "identical" (each rank computes the whole gradient) or "partial" (each computes
-                an addend).
-        stages: the pipeline stages that own it; a tied weight is one name with several owners.
-        expert: it lies on the expert grid (etp, ep, egtp, edp) instead of the dense one.
-        weight_decay: whether decoupled weight decay applies.
-    """
-
-    name: str
-    segments: tuple[Segment, ...]
-    interleave: int = 1
-    gradient: Mapping[str, GradientKind] = field(default_factory=dict)
-    stages: tuple[int, ...] = ()
-    expert: bool = False
-    weight_decay: bool = True
-
-    @staticmethod
-    def of(
-        name: str, shape: tuple[int, ...], *cuts: Cut, row_multiple: int = 1, **more: object
-    ) -> WeightSharding:
-        """Describe a weight of one logical tensor, which has the weight's own name."""
-        segment = Segment(name=name, shape=shape, cuts=cuts, row_multiple=row_multiple)
-        return WeightSharding(name=name, segments=(segment,), **more)  # type: ignore[arg-type]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return EXPERT_AXES if self.expert else DENSE_AXES
-
-    @property
-    def lane_axes(self) -> tuple[str, ...]:
-        return _EXPERT_LANES if self.expert else _DENSE_LANES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +39,6 @@ class Box:
         return math.prod(self.sizes)
 
 
-# --- shapes and boxes -----------------------------------------------------------------------------
-
-
 def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
     """List what is wrong with a description on this grid; empty if nothing is."""
     found = []
@@ -174,7 +47,7 @@ def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
             if cut.axis not in sharding.axes:
                 found.append(f"{segment.name}: axis {cut.axis!r} is not one of {sharding.axes}")
                 continue
-            size, parts = grid.size(cut.axis), _parts(cut, grid)
+            size, parts = grid.size(cut.axis), cut.pieces(grid)
             if not 0 <= cut.dim < len(segment.shape):
                 found.append(f"{segment.name}: no dimension {cut.dim} in shape {segment.shape}")
             elif size % parts:
@@ -206,9 +79,9 @@ def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
     rows = sum(_local_rows(s, grid) for s in sharding.segments)
     first = sharding.segments[0]
     inner = list(first.shape[1:])
-    for cut in _stay(first):
+    for cut in first.stay_cuts:
         if cut.dim:
-            inner[cut.dim - 1] //= _parts(cut, grid)
+            inner[cut.dim - 1] //= cut.pieces(grid)
     return (rows, *inner)
 
 
@@ -297,7 +170,7 @@ def replica_ranks(
     choices = []
     for axis in sharding.axes:
         size = grid.size(axis)
-        parts = math.prod(_parts(c, grid) for c in _stay(segment) if c.axis == axis)
+        parts = segment.pieces(axis, grid)
         if axis == "pp":
             choices.append(sharding.stages or (at[axis],))
         elif axis in sharded or parts == size:
@@ -333,117 +206,12 @@ def memory_bytes(
     return total
 
 
-# --- the gradient plan ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GradientStep:
-    """Sum the gradient of some logical tensors of a weight over a group.
-
-    Args:
-        group: a name of `process_groups.GROUP_AXES`, or "tp/2": the sub-group of 2 consecutive tp
-            ranks.
-        segments: the logical tensors concerned.
-    """
-
-    group: str
-    segments: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class GradientPlan:
-    """All that happens to a weight's gradient after backward.
-
-    Args:
-        lanes: the group that its buckets are reduced over ("lanes" or "expert_lanes").
-        steps: sums over model axes, in order, after that.
-        lanes_reached: the number of data lanes whose tokens the result holds; the loss factor
-            assumes all.
-    """
-
-    lanes: str
-    steps: tuple[GradientStep, ...]
-    lanes_reached: Fraction
-
-
-def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
-    """Derive the sums that make a weight's gradient whole.
-
-    Raises:
-        ValueError: an axis of size > 1 neither cuts the weight nor has a declared gradient kind, or
-            the sums would not reach every data lane exactly once (the silent factor of ep or etp/tp
-            in experts).
-    """
-    names = tuple(s.name for s in sharding.segments)
-    steps = []
-    for axis in sharding.axes:
-        if axis in sharding.lane_axes or axis == "pp" or grid.size(axis) == 1:
-            continue
-        whole, size = [], grid.size(axis)
-        for segment in sharding.segments:
-            parts = math.prod(_parts(c, grid) for c in _stay(segment) if c.axis == axis)
-            if parts == 1 and not any(c.axis == axis for c in _stay(segment)):
-                whole.append(segment.name)
-            elif parts < size:
-                # Replicas of a piece feed different consumers (other query heads): addends of one
-                # gradient.
-                steps.append(GradientStep(f"{axis}/{size // parts}", (segment.name,)))
-        if whole and axis not in sharding.gradient:
-            raise ValueError(
-                f"{sharding.name}: nothing cuts it over {axis}={size} and its gradient there "
-                'is not declared "identical" or "partial"'
-            )
-        if whole and sharding.gradient[axis] == "partial":
-            steps.append(GradientStep(axis, tuple(whole)))
-    if len(set(sharding.stages)) > 1:
-        steps.append(GradientStep("tied", names))
-    lanes = "expert_lanes" if sharding.expert else "lanes"
-    reached = Fraction(math.prod(grid.size(a) for a in sharding.lane_axes))
-    if sharding.expert:  # dispatch brings the tokens of etp·ep ranks, which are etp·ep/tp lanes
-        reached *= Fraction(grid.size("etp") * grid.ep, grid.tp)
-    every = math.prod(grid.size(a) for a in _DENSE_LANES)
-    if reached != every:
-        raise ValueError(
-            f"{sharding.name}: its gradient would hold {reached} of {every} data lanes; the expert grid "
-            "does not cover the dense one"
-        )
-    return GradientPlan(lanes, tuple(_merge(steps)), reached)
-
-
-def loss_factor(grid: RankGrid, num_microbatches: int) -> float:
-    """Return the factor of a microbatch's mean loss in the step's mean loss: 1 / (dp · gtp ·
-    microbatches).
-
-    The microbatch's own mean is over its tokens on all cp ranks. With it in the loss every gradient
-    sum is a plain sum, for dense and expert weights alike.
-    """
-    return 1.0 / (grid.dp * grid.gtp * num_microbatches)
-
-
-# --- arithmetic -----------------------------------------------------------------------------------
-
-
-def _merge(steps: list[GradientStep]) -> list[GradientStep]:
-    merged: dict[str, tuple[str, ...]] = {}
-    for step in steps:
-        merged[step.group] = merged.get(step.group, ()) + step.segments
-    return [GradientStep(group, segments) for group, segments in merged.items()]
-
-
-def _parts(cut: Cut, grid: RankGrid) -> int:
-    return grid.size(cut.axis) if cut.parts is None else cut.parts
-
-
-def _stay(segment: Segment) -> list[Cut]:
-    return [c for c in segment.cuts if c.mode == "stay"]
-
-
 def _piece(cut: Cut, grid: RankGrid, at: Coordinates) -> int:
-    return at[cut.axis] * _parts(cut, grid) // grid.size(cut.axis)
+    return at[cut.axis] * cut.pieces(grid) // grid.size(cut.axis)
 
 
 def _row_pieces(segment: Segment, grid: RankGrid) -> int:
-    return math.prod(_parts(c, grid) for c in _stay(segment) if c.dim == 0)
+    return math.prod(c.pieces(grid) for c in segment.stay_cuts if c.dim == 0)
 
 
 def _local_rows(segment: Segment, grid: RankGrid) -> int:
@@ -465,11 +233,11 @@ def _origin(
     dimensions."""
     index = 0
     offsets, sizes = [0] * (len(segment.shape) - 1), list(segment.shape[1:])
-    for cut in _stay(segment):  # ordered: an earlier cut is the outer one
+    for cut in segment.stay_cuts:  # ordered: an earlier cut is the outer one
         if cut.dim == 0:
-            index = index * _parts(cut, grid) + _piece(cut, grid, at)
+            index = index * cut.pieces(grid) + _piece(cut, grid, at)
         else:
-            sizes[cut.dim - 1] //= _parts(cut, grid)
+            sizes[cut.dim - 1] //= cut.pieces(grid)
             offsets[cut.dim - 1] += _piece(cut, grid, at) * sizes[cut.dim - 1]
     return index * _local_rows(segment, grid), tuple(offsets), tuple(sizes)
 
@@ -486,9 +254,7 @@ def _replica_index(
             owners = sharding.stages or (at[axis],)
             index = index * len(owners) + (owners.index(at[axis]) if at[axis] in owners else 0)
             continue
-        replicas = grid.size(axis) // math.prod(
-            _parts(c, grid) for c in _stay(segment) if c.axis == axis
-        )
+        replicas = grid.size(axis) // segment.pieces(axis, grid)
         index = index * replicas + at[axis] % replicas
     return index
 

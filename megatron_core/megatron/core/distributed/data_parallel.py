@@ -5,8 +5,8 @@ A step, as its caller sees it:
 
     engine.begin_step()
     for each microbatch:  engine.backward(loss, last=...)
-    engine.finish()                     gradients are whole: on every rank, or each rank's shard of
-    them ... the optimizer writes weight shards ...
+    engine.finish()           # gradients are whole: on every rank, or each rank's shard of them
+    ...                       # the optimizer writes weight shards
     engine.gather_weights()
 
 All scaling is in the loss, so every reduction is a plain sum. In the last microbatch a bucket is

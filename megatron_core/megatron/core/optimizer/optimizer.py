@@ -3,12 +3,10 @@
 
 A range is a few contiguous pieces (with and without weight decay), so a step is a handful of fused
 kernels whatever the number of weights. Where weights are fp32 they are their own masters. Unscaling
-and clipping cost
-no pass of their own: they are one factor handed to the update.
+and clipping cost no pass of their own: they are one factor handed to the update.
 
 The norm counts every weight once: pieces that are replicas of another model-parallel rank's are
-    left out, and
-the sum runs over the data lanes only if they hold different ranges.
+left out, and the sum runs over the data lanes only if they hold different ranges.
 """
 
 from __future__ import annotations

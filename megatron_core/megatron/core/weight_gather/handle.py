@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WeightHandle: how a layer computes with a weight, and how the weight's gradient reaches its slot.
+"""WeightHandle: how a layer computes with a weight, and how its gradient reaches its slot.
 
 The functional ops take the handle's parameter as an *anchor*: it makes the output require a
 gradient, its backward returns None for it, and `.grad` stays None. The gradient goes straight into
@@ -7,8 +7,7 @@ the handle's slot, a view of a flat fp32 buffer, so the optimizer and the reduct
 parameters.
 
 This handle is resident: the whole local weight is always there. A gathering handle differs only in
-    what
-`get()` does.
+what `get()` does.
 """
 
 from __future__ import annotations

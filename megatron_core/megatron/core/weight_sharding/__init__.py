@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one weight, its gradient and its optimizer state lie over the grid, and everything that
-follows from it.
+"""How a weight, its gradient and its optimizer state lie over the grid, and what follows from it.
 
 A `WeightSharding` is a description, never a tensor. From it and a `RankGrid` alone are derived: the
 local shape with its padding, the boxes of the logical tensors that a rank holds (initial values,
@@ -8,14 +7,16 @@ checkpoint chunks and Hugging Face slices are loops over these), which ranks hol
 who counts them in the gradient norm, the bytes they take, and the gradient plan with its one
 factor.
 
-Vocabulary of this module:
+Vocabulary of this package:
 
 - A *logical tensor* is what a checkpoint names: unfused, unpadded, whole. A fused weight (q|k|v,
-gate|up, the
-  projections of a state-space layer) is one weight with several logical tensors, its *segments*.
+  gate|up, the projections of a state-space layer) is one weight with several logical tensors, its
+  *segments*.
 - The *local tensor* is what one rank multiplies with: the `stay` cuts applied, padded so that it
-has one shape
-  on every rank. Its elements in row-major order are the flat space that buckets and shards cut
+  has one shape on every rank. Its elements in row-major order are the flat space that buckets and
+  shards cut further.
+- A `gather` cut (generalized tensor parallelism, ZeRO-3) and a placement (ZeRO-1/2) are ranges of
+  that flat space; a row-aligned range is the same thing with a larger quantum.
 """
 
 from megatron.core.weight_sharding.boxes import (

@@ -18,6 +18,7 @@ import copy
 import gc
 import hashlib
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def apply(mutation: Mutation) -> None:
     ]
     exchanged = 0
     for found in gc.get_objects():
-        if isinstance(found, FunctionType) and found.__code__.co_filename == path:
+        if type(found) is FunctionType and found.__code__.co_filename == path:
             for old, new in pairs:
                 if (found.__code__.co_qualname, found.__code__.co_firstlineno) == (
                     old.co_qualname,
@@ -116,6 +117,7 @@ def planted(module: str, function: str, before: str, after: str) -> Mutation:
     """Return the mutation that replaces the snippet `before`, which occurs once in `function`.
 
     Args:
+        module: where the function is defined, or a package that exports it or its class.
         function: qualified name in the module, such as "Class.method".
 
     Raises:
@@ -123,6 +125,9 @@ def planted(module: str, function: str, before: str, after: str) -> Mutation:
         changed, and the
             fault must be written anew.
     """
+    exported = vars(importlib.import_module(module)).get(function.partition(".")[0])
+    if exported is not None:
+        module = exported.__module__
     text, _ = source_of(module)
     for name, node in _definitions(ast.parse(text)):
         if name == function:
@@ -177,6 +182,15 @@ _WORDS = {
 _COLLECTIVES = frozenset(
     {"all_reduce", "all_gather", "reduce_scatter", "copy_to_group", "reduce_from_group"}
 )
+
+
+def modules_of(name: str) -> list[str]:
+    """Return the modules of a package, or the module itself if it is none."""
+    module = importlib.import_module(name)
+    if module.__spec__ is None or module.__spec__.submodule_search_locations is None:
+        return [name]
+    inner = pkgutil.iter_modules(module.__path__)
+    return [name] + [found for entry in inner for found in modules_of(f"{name}.{entry.name}")]
 
 
 def mutations(module: str) -> list[Mutation]:

@@ -11,6 +11,7 @@ from tests.support.mutants import (
     Verdict,
     apply,
     lines_run,
+    modules_of,
     mutations,
     planted,
     sample,
@@ -153,3 +154,15 @@ def test_the_survey_names_survivors(victim):
     first, second, *_ = mutations("victim_module")
     report = survey([Verdict(first, "loss differs"), Verdict(second, None)])
     assert report == f"1 of 2 mutants noticed\nsurvived: {second}"
+
+
+def test_packages_are_searched_and_seen_through(tmp_path, monkeypatch):
+    package = tmp_path / "victim_package"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("from victim_package.inner import f\n")
+    (package / "inner.py").write_text("def f():\n    return 1\n")
+    (package / "deep" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ["victim_package", "victim_package.deep", "victim_package.inner"]
+    assert modules_of("victim_package") == names
+    assert planted("victim_package", "f", "1", "2").module == "victim_package.inner"

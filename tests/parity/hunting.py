@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run rows with a fault planted in their ranks, and tell how it was noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tests.parity.training import rank_of_row, world_of
+from tests.parity.verdict import Reference, assert_agrees, reference_of
+from tests.support.covering_array import Row
+from tests.support.mutants import Lines, Mutation, Verdict, lines_run
+from tests.support.ranks import run_ranks
+
+#: Seconds after which a mutant that hangs counts as noticed.
+HANG_SECONDS = 30.0
+
+#: The row that others are written as changes of.
+PLAIN_ROW: Mapping[str, object] = {
+    "tp": 2,
+    "dp": 1,
+    "sequence_parallel": False,
+    "placement": "no_shard",
+    "bucket": "large",
+    "overlap": True,
+    "accumulation": 1,
+    "per_token": False,
+    "tied": False,
+    "groups": 4,
+    "norm": "RMSNorm",
+    "qk_norm": False,
+    "bias": "none",
+    "gated": True,
+    "dropout": 0.0,
+}
+
+
+def row_with(**changes: object) -> Row:
+    """Return the plain row with some settings changed."""
+    return {**PLAIN_ROW, **changes}
+
+
+class Hunt:
+    """Rows to notice faults by, with their references."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self._references: dict[int, Reference] = {}
+
+    def reference(self, index: int) -> Reference:
+        """Return the single process's run of row `index`, made once."""
+        if index not in self._references:
+            self._references[index] = reference_of(self.rows[index])
+        return self._references[index]
+
+    def check(self, index: int, mutation: Mutation | None = None) -> None:
+        """Run a row on its ranks. Raises AssertionError if anything differs."""
+        row, ref = self.rows[index], self.reference(index)
+        runs = run_ranks(
+            rank_of_row, world_of(row), row, ref.initial, mutation, timeout=HANG_SECONDS
+        )
+        assert_agrees(row, runs, ref)
+
+    def verdict(self, mutation: Mutation) -> Verdict:
+        """Run row after row until one notices the mutation."""
+        for index in range(len(self.rows)):
+            try:
+                self.check(index, mutation)
+            except AssertionError as error:
+                return Verdict(mutation, str(error).strip().splitlines()[-1][:200])
+        return Verdict(mutation, None)
+
+    def lines(self, modules: Sequence[str]) -> Lines:
+        """Return the lines of `modules` that any rank of any row executes."""
+        ran: Lines = {module: set() for module in modules}
+        for index, row in enumerate(self.rows):
+            initial = self.reference(index).initial
+            for found in run_ranks(_traced_rank, world_of(row), row, initial, tuple(modules)):
+                for module, numbers in found.items():
+                    ran[module] |= numbers
+        return ran
+
+
+def _traced_rank(
+    rank: int,
+    world: int,
+    row: Row,
+    initial: Mapping[str, torch.Tensor],
+    modules: tuple[str, ...],
+) -> Lines:
+    return lines_run(modules, lambda: rank_of_row(rank, world, row, initial))

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parity tests notice faults: a list of planted ones, all, and random ones, nine in ten.
+
+Planted are mistakes that people make in this kind of code; the last ones change no number and leave
+a feature off, which only the trace of collectives shows. Random mutants are small edits, drawn by a
+seed, of the lines that the rows execute in the modules that move and cut tensors.
+"""
+
+import pytest
+
+from tests.parity.hunting import Hunt, row_with
+from tests.support.mutants import modules_of, mutations, planted, sample, survey
+from tests.support.ranks import RankFailure
+
+CORE = "megatron.core"
+
+#: name: (module, function, code, faulty code, what a row must have for the fault to show)
+FAULTS = {
+    "gradient of a copied input is not summed over tp": (
+        "comm.conjugates",
+        "_Copy.backward",
+        "all_reduce(grad, ctx.group)",
+        "grad.clone()",
+        {},
+    ),
+    "gradient of a gathered sequence is cut instead of reduce-scattered": (
+        "comm.conjugates",
+        "_Gather.backward",
+        "reduce_scatter(grad, ctx.group)",
+        "own_rows(grad, ctx.group).contiguous()",
+        {"sequence_parallel": True},
+    ),
+    "a rank takes the rows of its neighbour": (
+        "comm.conjugates",
+        "own_rows",
+        "x[group.rank * rows : (group.rank + 1) * rows]",
+        "x.roll(rows, 0)[group.rank * rows : (group.rank + 1) * rows]",
+        {"sequence_parallel": True, "dropout": 0.1},
+    ),
+    "kv heads held by several ranks keep their own gradients": (
+        "weight_sharding",
+        "gradient_plan",
+        "elif parts < size:",
+        "elif parts > size:",
+        {"groups": 1},
+    ),
+    "norm weights see a part of the sequence, and nobody sums them": (
+        "tensor_parallel.region",
+        "TensorParallelRegion.replicated_gradient",
+        '"partial" if self.scatters else "identical"',
+        '"identical"',
+        {"sequence_parallel": True},
+    ),
+    "q/k norm weights see a part of the heads, and nobody sums them": (
+        "transformer.attention",
+        "SelfAttention.__init__",
+        '"gradient": "partial"',
+        '"gradient": "identical"',
+        {"qk_norm": True},
+    ),
+    "a tied weight is reduced before its second gradient": (
+        "distributed.data_parallel",
+        "DataParallel._on_put",
+        "!= handle.uses",
+        "!= 1",
+        {"tp": 1, "dp": 2, "tied": True, "bucket": "small"},
+    ),
+    "gradients of the last step are kept": (
+        "distributed.data_parallel",
+        "DataParallel.begin_step",
+        "handle.fresh = True",
+        "handle.fresh = handle.fresh",
+        {"tp": 1, "dp": 2},
+    ),
+    "a microbatch overwrites the gradient of the one before": (
+        "weight_gather.handle",
+        "WeightHandle._run_linear",
+        "overwrite=self.fresh",
+        "overwrite=True",
+        {"tp": 1, "dp": 2, "accumulation": 3},
+    ),
+    "buckets are reduced in the first microbatch": (
+        "distributed.data_parallel",
+        "DataParallel.accumulate",
+        "self._last = last",
+        "self._last = True",
+        {"tp": 1, "dp": 2, "accumulation": 3, "bucket": "small"},
+    ),
+    "the mean forgets the number of microbatches": (
+        "weight_sharding",
+        "loss_factor",
+        "grid.gtp * num_microbatches",
+        "grid.gtp",
+        {"tp": 1, "dp": 2, "accumulation": 3},
+    ),
+    "padding of the vocabulary takes part in the softmax": (
+        "tensor_parallel.cross_entropy",
+        "_CrossEntropy.forward",
+        "min(rows, vocab_size - first)",
+        "rows",
+        {},
+    ),
+    "embeddings of the other ranks' tokens are not masked": (
+        "tensor_parallel.embedding",
+        "VocabParallelEmbedding.forward",
+        "self.weight.embedding(local.where(valid, 0), valid)",
+        "self.weight.embedding(local.where(valid, 0))",
+        {},
+    ),
+    "all ranks drop the attention of the first heads": (
+        "transformer.attention",
+        "SelfAttention.__init__",
+        "group.rank * self.heads",
+        "0 * self.heads",
+        {"dropout": 0.1},
+    ),
+    "replicas count twice in the norm of the gradient": (
+        "weight_gather.owned",
+        "owned_range",
+        "if box.counted:",
+        "if True:",
+        {},
+    ),
+    "each rank starts from the values of the first": (
+        "weight_gather.store",
+        "WeightStore._initialize",
+        "offsets=box.offsets",
+        "offsets=tuple(0 for _ in box.offsets)",
+        {},
+    ),
+    "updated shards of weights are not gathered": (
+        "distributed.data_parallel",
+        "DataParallel.gather_weights",
+        "if not self.sharded:",
+        "if self.sharded:",
+        {"tp": 1, "dp": 2, "placement": "optim"},
+    ),
+    "feature off: sequence parallelism": (
+        "tensor_parallel.region",
+        "TensorParallelRegion.scatters",
+        "self.sequence_parallel and self.group.size > 1",
+        "False",
+        {"sequence_parallel": True},
+    ),
+    "feature off: reduction during backward": (
+        "distributed.data_parallel",
+        "DataParallel._on_put",
+        "entry.waiting == 0",
+        "entry.waiting < 0",
+        {"tp": 1, "dp": 2},
+    ),
+    "feature off: reduce-scatter of a sharded optimizer": (
+        "distributed.data_parallel",
+        "DataParallel._launch",
+        "BufferPlacement.SHARDED if self.sharded else BufferPlacement.REPLICATED",
+        "BufferPlacement.REPLICATED",
+        {"tp": 1, "dp": 2, "placement": "optim"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_noticed(name):
+    module, function, code, faulty, changes = FAULTS[name]
+    fault = planted(f"{CORE}.{module}", function, code, faulty)
+    with pytest.raises(AssertionError) as caught:
+        Hunt([row_with(**changes)]).check(0, fault)
+    crashed = isinstance(caught.value, RankFailure)
+    assert not crashed, f"noticed by a crash, so it proves nothing:\n{caught.value}"
+
+
+#: Where random mutants live: what moves tensors, cuts them, and decides what is summed where.
+MOVERS = (
+    "comm",
+    "weight_sharding",
+    "sharded_buffer",
+    "distributed",
+    "weight_gather.owned",
+    "tensor_parallel",
+)
+
+#: Rows of four ranks that execute nearly every line of those modules.
+HUNTING_ROWS = [
+    row_with(tp=2, dp=2, sequence_parallel=True, placement="optim", bucket="small", groups=1,
+             accumulation=3, tied=True, norm="LayerNorm", qk_norm=True, bias="all", dropout=0.1),
+    row_with(tp=2, dp=2, per_token=True, bucket="small", bias="all", qk_norm=True, groups=4),
+    row_with(tp=4, dp=1, groups=2, sequence_parallel=True, overlap=False, bias="qkv"),
+]  # fmt: skip
+
+SEED = 20
+
+
+def _survivors(count: int, share: float) -> None:
+    hunt = Hunt(HUNTING_ROWS)
+    modules = [module for mover in MOVERS for module in modules_of(f"{CORE}.{mover}")]
+    found = [mutation for module in modules for mutation in mutations(module)]
+    drawn = sample(found, count, seed=SEED, ran=hunt.lines(modules))
+    assert len(drawn) == count
+    verdicts = [hunt.verdict(mutation) for mutation in drawn]
+    report = survey(verdicts)
+    print(report)
+    noticed = sum(verdict.noticed is not None for verdict in verdicts)
+    assert noticed >= share * count, report
+
+
+def test_a_few_random_mutants_are_noticed():
+    _survivors(8, share=0.85)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nine_in_ten_random_mutants_are_noticed():
+    _survivors(30, share=0.9)

@@ -14,8 +14,11 @@ from megatron.core.ops.attention.kernels import (
 from megatron.core.ops.attention.masking import Mask
 from megatron.core.ops.attention.reference import sink_gradient
 
-# Square tiles of 64 fit the registers of four warps up to 128 features.
+# Square tiles of 64; up to 128 features they fit the registers of four warps forward and (but for
+# 136 bytes of the key gradient's) of eight backward: see test_aot_kernels.py.
 BLOCK = 64
+FORWARD_WARPS = 4
+BACKWARD_WARPS = 8
 
 
 class Attention(torch.autograd.Function):
@@ -64,7 +67,7 @@ def attention_forward(
             lse,
             *_arguments(query, key, value, scale, mask),
             HAS_SINKS=sinks is not None,
-            **_constants(query, mask),
+            **_constants(query, mask, FORWARD_WARPS),
         )
     return out, lse
 
@@ -103,7 +106,7 @@ def attention_backward(
     )
     queries, batch, heads, _ = query.shape
     arguments = _arguments(query, key, value, scale, mask)
-    constants = _constants(query, mask)
+    constants = _constants(query, mask, BACKWARD_WARPS)
     inputs = (query, key, value, grad_out, lse, delta)
     if grad_query.numel():
         query_gradient_kernel[(triton.cdiv(queries, BLOCK), batch * heads)](
@@ -142,7 +145,7 @@ def _arguments(
     )
 
 
-def _constants(query: torch.Tensor, mask: Mask) -> dict[str, object]:
+def _constants(query: torch.Tensor, mask: Mask, warps: int) -> dict[str, object]:
     """Name the compile-time constants that all three kernels share."""
     return {
         "CAUSAL": mask.causal,
@@ -150,6 +153,6 @@ def _constants(query: torch.Tensor, mask: Mask) -> dict[str, object]:
         "HAS_DOCUMENTS": mask.document_ids is not None,
         "FEATURES": max(16, triton.next_power_of_2(query.shape[-1])),
         "BLOCK": BLOCK,
-        "num_warps": 4,
+        "num_warps": warps,
         "num_stages": 2,
     }

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad arguments raise one clear line with the offending values; choices take effect or raise."""
+
+import pytest
+import torch
+
+from megatron.core.ops.attention import attention
+from megatron.core.ops.attention import chunked as attention_chunked
+from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.linear_cross_entropy import chunk_statistics, linear_cross_entropy
+from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.swiglu import activate, gated
+
+X = torch.ones(5, 2, 4, 6)
+TABLE = torch.ones(5, 3)
+BAD = {
+    "norm weight": (lambda: rms_norm(X, torch.ones(5), eps=1e-5), r"\(5,\) must have the shape"),
+    "norm eps": (lambda: rms_norm(X, torch.ones(6), eps=-1.0), r"eps=-1\.0"),
+    "norm residual": (
+        lambda: rms_norm(X, torch.ones(6), eps=0.0, residual=X[:4]),
+        r"residual \(4, 2, 4, 6\)",
+    ),
+    "layer bias": (
+        lambda: layer_norm(X, torch.ones(6), torch.ones(4), eps=0.0),
+        r"bias \(4,\)",
+    ),
+    "odd table": (lambda: rotary_table(torch.arange(3), dim=5), "dim=5 must be positive and even"),
+    "wide table": (lambda: apply_rope(X, torch.ones(5, 4), torch.ones(5, 4)), "8 features"),
+    "table length": (lambda: apply_rope(X[:4], TABLE, TABLE), r"cos \(5, 3\)"),
+    "odd gate": (lambda: gated(X[..., :5]), r"\(5, 2, 4, 5\) must be even"),
+    "gate kind": (lambda: gated(X, "relu"), "activation='relu' is unknown"),
+    "activation": (lambda: activate(X, "tanh"), "kind='tanh' is unknown"),
+    "heads": (lambda: attention(X, X[:, :, :3], X[:, :, :3]), "4 query heads must be a multiple"),
+    "order": (lambda: attention(X, X[:3], X[:3]), "causal with 5 queries and only 3 keys"),
+    "window": (lambda: attention(X, X, X, window=0), "window=0 must be at least 1"),
+    "sinks": (lambda: attention(X, X, X, sinks=torch.ones(3)), r"sinks \(3,\)"),
+    "documents": (lambda: attention(X, X, X, document_ids=torch.ones(5, 2)), "must be integers"),
+    "dtypes": (lambda: attention(X, X.bfloat16(), X), "one dtype"),
+    "vocabulary": (
+        lambda: chunk_statistics(torch.ones(3, 4), torch.arange(3), 0, 5),
+        r"valid_columns=5 must be in \[0, 4\]",
+    ),
+    "targets": (
+        lambda: linear_cross_entropy(
+            torch.ones(3, 4), torch.ones(7, 4), torch.arange(2), torch.ones(3)
+        ),
+        r"targets \(2,\)",
+    ),
+    "implementation": (
+        lambda: rms_norm(X, torch.ones(6), eps=0.0, implementation="cuda"),
+        "implementation='cuda' is unknown",
+    ),
+    "triton fp64": (
+        lambda: gated(X.double(), implementation="triton"),
+        r"needs the triton package|has no float64",
+    ),
+    "triton on a CPU": (
+        lambda: gated(X, implementation="triton"),
+        r"needs the triton package|TRITON_INTERPRET=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_argument(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_chunked_attention_never_holds_all_pairs(monkeypatch):
+    queries, keys = 256, 256
+    sizes = []
+    plain = torch.bmm
+
+    def watched(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        sizes.append(result.shape)
+        return result
+
+    monkeypatch.setattr(torch, "bmm", watched)
+    x = torch.randn(queries, 1, 2, 8, requires_grad=True)
+    out, _ = attention(x, x, x, window=100)
+    out.sum().backward()
+    assert sizes
+    limit = attention_chunked.QUERIES_PER_CHUNK * keys
+    assert max(size[1] * size[2] for size in sizes) <= limit
+    # The window skips keys nobody in the chunk sees.
+    assert max(size[2] for size in sizes) < keys
+
+
+def test_gated_saves_its_input_alone():
+    x = torch.randn(4, 10, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gated(x)
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of sequences long enough that keys and values are packed for the CPU kernel."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.attention import attention, reference
+
+
+def exact(query, key, value):
+    """Causal attention [s, b, n, d] of fp64 tensors by torch's composite formula."""
+    heads = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    return out.permute(2, 0, 1, 3)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_packed_attention_of_strided_parts(dtype, bound):
+    generator = torch.Generator().manual_seed(3)
+    mixed = torch.randn(reference._QUERIES_WORTH_PACKING + 4, 2, 10, 16, generator=generator)
+    grad = torch.randn(mixed.shape[0], 2, 6, 16, generator=generator).to(dtype)
+    leaf = mixed.to(dtype).requires_grad_()
+    out, _ = attention(*leaf.split([6, 2, 2], dim=2))
+    out.backward(grad)
+    wide = leaf.detach().double().requires_grad_()
+    wanted = exact(*wide.split([6, 2, 2], dim=2))
+    wanted.backward(grad.double())
+    assert (out - wanted).abs().max() <= bound * wanted.abs().max()
+    for part, true in zip(
+        leaf.grad.split([6, 2, 2], 2), wide.grad.split([6, 2, 2], 2), strict=True
+    ):
+        assert (part - true).abs().max() <= bound * true.abs().max()
+
+
+def test_keys_are_packed_for_many_queries_only():
+    key = torch.randn(300, 2, 3, 8)
+    packed = reference._packed(key, torch.float32, key)
+    assert packed.is_contiguous()
+    assert torch.equal(packed.permute(2, 0, 1, 3), key)
+    assert reference._packed(key, torch.float32, key[:1]).data_ptr() == key.data_ptr()

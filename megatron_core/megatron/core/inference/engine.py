@@ -15,6 +15,7 @@ another batch size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -131,6 +132,32 @@ def _left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> _Padded
     return _PaddedBatch(torch.tensor(rows, device=device), from_start.clamp(min=0), documents)
 
 
+def _record(
+    completions: Sequence[Completion],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    stop_token: int | None,
+    last: bool,
+) -> None:
+    """Append a step's tokens to the unfinished completions and finish those that end with it."""
+    for place, completion in enumerate(completions):
+        if completion.finish_reason:
+            continue
+        if not math.isfinite(logprobs[place]):
+            raise ValueError(
+                f"the model's logits are not finite at token {len(completion.tokens) + 1} of "
+                f"sequence {place + 1} of the batch: its weights are damaged or its training has "
+                "diverged; take an earlier checkpoint"
+            )
+        completion.tokens.append(tokens[place])
+        completion.logprobs.append(logprobs[place])
+        if tokens[place] == stop_token:
+            completion.finish_reason = "stop"
+        elif last:
+            completion.finish_reason = "length"
+
+
 def stream(
     model: LanguageModel,
     requests: Sequence[Request],
@@ -173,17 +200,8 @@ def stream(
             chosen, logprobs = sample(
                 logits, sampling, sequences=sequences, positions=[n + step for n in lengths]
             )
-        for completion, token, logprob in zip(
-            completions, chosen.tolist(), logprobs.tolist(), strict=True
-        ):
-            if completion.finish_reason:
-                continue
-            completion.tokens.append(token)
-            completion.logprobs.append(logprob)
-            if token == stop_token:
-                completion.finish_reason = "stop"
-            elif step == max_new_tokens - 1:
-                completion.finish_reason = "length"
+        last = step == max_new_tokens - 1
+        _record(completions, chosen.tolist(), logprobs.tolist(), stop_token=stop_token, last=last)
         yield completions
         if all(c.finish_reason for c in completions):
             return

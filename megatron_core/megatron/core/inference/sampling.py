@@ -76,8 +76,9 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         [b, V] fp32. Tokens that tie with the k-th stay; among tokens that tie at the edge of the
         top-p set, those with lower ids stay.
     """
-    # Subtracting the maximum first keeps tiny temperatures from overflowing to inf - inf.
-    scores = (logits - logits.amax(dim=-1, keepdim=True)) / params.temperature
+    # With the maximum at 0 a tiny temperature sends the others to -inf and makes no NaN. Below
+    # 1e-30 that is true of every fp32 difference, and fp32 would round the divisor to 0.
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / max(params.temperature, 1e-30)
     if 0 < params.top_k < scores.shape[-1]:
         kth = scores.topk(params.top_k, dim=-1).values[:, -1:]  # [b, 1]
         scores = scores.masked_fill(scores < kth, -math.inf)
@@ -131,5 +132,6 @@ def sample(
         draw = torch.tensor(draws, dtype=torch.float64, device=logits.device)
         # fp64, so that the sum over a vocabulary of 10^5 loses nothing.
         tokens = invert(filter_logits(logits, params).double().softmax(dim=-1), draw)
+        tokens.clamp_(max=logits.shape[-1] - 1)  # of NaN logits; the log-probability shows them
     chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, chosen - logits.logsumexp(dim=-1)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode loop around a scripted model: padding, positions, stopping, what is counted."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -100,6 +103,19 @@ def test_one_new_token_takes_one_pass() -> None:
     model = NextNumber()
     (done,) = generate(model, requests((4, 5)), max_new_tokens=1, sampling=GREEDY)
     assert (done.tokens, done.finish_reason, len(model.calls)) == ([6], "length", 1)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_k=3)], ids=["greedy", "random"])
+def test_a_diverged_model_is_an_error_and_not_text(params: SamplingParams) -> None:
+    class Diverged(NextNumber):
+        def __call__(self, tokens: torch.Tensor, **context: Any) -> torch.Tensor:
+            logits = super().__call__(tokens, **context)
+            if len(self.calls) == 3:
+                logits[:, 1] = math.nan
+            return logits
+
+    with pytest.raises(ValueError, match="not finite at token 3 of sequence 2 of the batch"):
+        generate(Diverged(), requests((1,), (5,)), max_new_tokens=5, sampling=params)
 
 
 def test_generating_on_from_the_longer_prompt_draws_the_same_tokens() -> None:

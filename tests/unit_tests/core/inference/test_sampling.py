@@ -142,18 +142,32 @@ def test_uniform_depends_on_all_of_its_key() -> None:
     assert uniform(0, 1, 23) != uniform(0, 12, 3)
 
 
-def test_extreme_logits_and_temperatures_stay_finite() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, 3e38, 0.0]])
-    for temperature in (1e-30, 1.0, 1e30):
-        tokens, logprobs = sample(
-            logits,
-            SamplingParams(temperature=temperature, top_p=0.5),
-            sequences=[0, 1],
-            positions=[0, 0],
-        )
-        assert logprobs.isfinite().all() or temperature == 1e30
-        if temperature == 1.0:
-            assert tokens.tolist() == [0, 1]
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-30, 1e-3])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    logits = random_logits()
+    tokens, logprobs = sample(
+        logits, SamplingParams(temperature=temperature), sequences=range(5), positions=range(5)
+    )
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert logprobs.isfinite().all()
+
+
+def test_huge_temperatures_are_uniform() -> None:
+    scores = filter_logits(random_logits(), SamplingParams(temperature=1e30))
+    torch.testing.assert_close(scores.softmax(-1), torch.full_like(scores, 1 / VOCABULARY))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_show_in_the_log_probability(temperature: float) -> None:
+    logits = random_logits(4)
+    logits[0, 3] = math.nan
+    logits[1, 3] = math.inf
+    logits[2] = -math.inf
+    tokens, logprobs = sample(
+        logits, SamplingParams(temperature=temperature), sequences=range(4), positions=range(4)
+    )
+    assert logprobs.isfinite().tolist() == [False, False, False, True]
+    assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
 
 
 @pytest.mark.parametrize(

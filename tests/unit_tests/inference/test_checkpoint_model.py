@@ -17,9 +17,10 @@ from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.inference.generate import main
 from megatron.training.checkpoint_io import weight_chunks
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.tokenizers import ByteTokenizer, train_bpe
 from tests.support.ranks import start_ranks
 
 CONFIG = GPTConfig(
@@ -145,6 +146,23 @@ def test_one_iter_folder_and_bf16_weights(tmp_path: Path) -> None:
     assert code == 0, err
     got = [(r["ids"], r["logprobs"]) for r in json.loads(path.read_text(encoding="utf-8"))]
     assert got == [(c.tokens, c.logprobs) for c in continuations(model)]
+
+
+def test_the_recorded_tokenizer_file_is_used_and_another_one_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, other = tmp_path / "tokenizer.json", tmp_path / "other.json"
+    tokenizer = train_bpe(["low lower lowest"] * 3, 262, path)
+    train_bpe(["wide wider widest"] * 3, 262, other)
+    recorded = {"type": "hf", "model": str(path), "fingerprint": tokenizer.fingerprint}
+    assert choose_tokenizer(recorded, None).tokenize("lower") == tokenizer.tokenize("lower")
+    assert choose_tokenizer(recorded, str(path)).tokenize("lower") == tokenizer.tokenize("lower")
+    assert capsys.readouterr().err == ""
+    assert choose_tokenizer(recorded, str(other)).tokenize("low") != tokenizer.tokenize("low")
+    assert "is not the file that the model was trained with" in capsys.readouterr().err
+    other.replace(path)
+    with pytest.raises(ValueError, match="has changed since"):
+        choose_tokenizer(recorded, None)
 
 
 def changed(**changes: Any) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class LossModel(Protocol):
         tokens: torch.Tensor,
         labels: torch.Tensor,
         token_weights: torch.Tensor,
+        *,
         sample_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s])."""
@@ -110,7 +111,9 @@ class TrainStep:
         try:
             for i, (batch, factor) in enumerate(zip(microbatches, factors, strict=True)):
                 weights = batch.loss_mask * (factor * scale)
-                loss, _ = self.model.loss(batch.tokens, batch.labels, weights, batch.sample_ids)
+                loss, _ = self.model.loss(
+                    batch.tokens, batch.labels, weights, sample_ids=batch.sample_ids
+                )
                 total += loss.detach()
                 self.engine.backward(loss, last=i == len(microbatches) - 1)
             self.engine.finish()
@@ -147,6 +150,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64)
     for batch in microbatches:
         loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask)
-        sums += torch.stack([loss, batch.loss_mask.sum()]).double().cpu()
+        # Where the batch is: a process group of one device kind reduces only tensors that lie there.
+        sums = sums.to(loss.device) + torch.stack([loss, batch.loss_mask.sum()]).double()
     total, tokens = all_reduce(sums, groups["lanes"]).tolist()
     return total / max(tokens, 1.0)

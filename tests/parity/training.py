@@ -172,7 +172,10 @@ def _one_step(
         engine.begin_step()
         for i, batch in enumerate(data):
             part, losses = model.loss(
-                batch.tokens, batch.labels, batch.loss_mask / divisors[i], batch.sample_ids
+                batch.tokens,
+                batch.labels,
+                batch.loss_mask / divisors[i],
+                sample_ids=batch.sample_ids,
             )
             engine.backward(part, last=i == len(data) - 1)
             loss += part.item()

@@ -212,6 +212,7 @@ class GPTModel(nn.Module):
         tokens: torch.Tensor,
         labels: torch.Tensor,
         token_weights: torch.Tensor,
+        *,
         sample_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s]).

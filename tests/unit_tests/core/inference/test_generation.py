@@ -14,7 +14,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Ro
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 
-VOCABULARY, STOP = 61, 17
+VOCABULARY, STOP = 61, 19
 PROMPTS = [(5,), (7, 3, 60, 1, 2, 9, 4), (0, 11, 12), (44, 43, 42, 41, 40)]
 GREEDY = SamplingParams(temperature=0)
 RANDOM = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, seed=9)
@@ -118,6 +118,7 @@ def test_tensor_parallel_ranks_generate_what_one_process_does(name: str, world: 
     ranks = run_ranks(generate_on_a_rank, world, name)
     for rank in ranks:
         assert rank == ranks[0]
+    assert {c.finish_reason for batch in ranks[0] for c in batch} == {"stop", "length"}
     for got, params in zip(ranks[0], (GREEDY, RANDOM), strict=True):
         expected = generate(
             single, requests(PROMPTS), max_new_tokens=9, sampling=params, stop_token=STOP

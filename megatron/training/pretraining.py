@@ -278,7 +278,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         consumed_samples=progress.consumed_samples,
     )
     steps = SessionSteps(session, batches, display)
-    with display:
+    with contextlib.closing(metrics), display:
         display.log(describe(session))
         display.log(start)
         parts = LoopParts(
@@ -296,10 +296,11 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             on_iteration=steps.on_iteration,
         )
         train(parts, progress)
-    peak = torch.tensor(peak_memory_bytes(place.device), dtype=torch.float64, device=place.device)
-    most = all_reduce(peak, place.groups["world"], op="max")
-    metrics.write("end", progress.iteration, {"peak_memory_bytes": float(most)})
-    metrics.close()
+        peak = torch.tensor(
+            peak_memory_bytes(place.device), dtype=torch.float64, device=place.device
+        )
+        most = all_reduce(peak, place.groups["world"], op="max")
+        metrics.write("end", progress.iteration, {"peak_memory_bytes": float(most)})
 
 
 def describe(session: Session) -> str:

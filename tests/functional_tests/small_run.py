@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small pretraining run for tests: its data, its flags, and ranks that carry it out.
+
+Ranks come from the forkserver and call the entry point's own `main`, with the variables of torchrun
+set as it sets them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.dist_checkpointing import read_manifest
+from megatron.training import pretrain_gpt
+from megatron.training.metrics import read_metrics
+from tests.support.ranks import Outcome, RankSet, start_ranks
+
+VOCABULARY = 61
+
+#: 2 layers, grouped queries, odd sizes; 12 steps of 8 samples are two epochs and a part of a third.
+FLAGS = """
+--num-layers 2 --hidden-size 48 --ffn-hidden-size 64 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
+--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0.1
+--hidden-dropout 0.1 --seq-length 24 --micro-batch-size 2 --global-batch-size 8 --train-iters 12
+--lr 5e-3 --lr-warmup-iters 2 --lr-decay-style cosine --eval-interval 6 --eval-iters 2
+--split 90,10 --vocab-size 61 --make-vocab-size-divisible-by 4 --log-interval 1 --progress plain
+"""
+
+
+def write_tokens(prefix: Path, *, seed: int = 5, documents: int = 30) -> Path:
+    """Write token files in which a token mostly follows from the one before it."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        for _ in range(documents):
+            length = int(random.integers(20, 60))
+            tokens = [int(random.integers(VOCABULARY))]
+            while len(tokens) < length:
+                sure = random.random() < 0.9
+                tokens.append((tokens[-1] * 7 + 3 if sure else random.integers(60)) % VOCABULARY)
+            writer.add_documents(np.array(tokens, dtype=np.int64), np.array([length]))
+    return prefix
+
+
+def flags(prefix: Path, more: str = "") -> list[str]:
+    """Return the small run's arguments on the data at `prefix`, and further ones, which win."""
+    return [*FLAGS.split(), "--data-path", str(prefix), *more.split()]
+
+
+def run_here(argv: list[str]) -> int:
+    """Run in this process, as a single rank, and return the exit code."""
+    return pretrain_gpt.main(argv, {})
+
+
+def rank_process(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
+    """Be one rank of a run, and end as the entry point does: with its code, at once."""
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    code = pretrain_gpt.main(argv, environment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def running(world: int, argv: list[str]) -> Iterator[RankSet]:
+    """Start the run on fresh ranks; the store is served here, as torchrun serves it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with start_ranks(rank_process, world, server.port, argv, init=False) as ranks:
+        yield ranks
+    del server
+
+
+def run_on(world: int, argv: list[str], *, timeout: float = 100.0) -> list[Outcome]:
+    """Run to the end and return how every rank ended; on an unexpected failure show the logs."""
+    if world == 1:
+        code = run_here(argv)
+        assert code == 0
+        return [Outcome(0, exit_code=code)]
+    with running(world, argv) as ranks:
+        found = ranks.outcomes(timeout=timeout)
+        logs = "\n".join(f"--- rank {rank}\n{ranks.log(rank)}" for rank in range(world))
+    assert all(o.exit_code == 0 for o in found), f"{found}\n{logs}"
+    return found
+
+
+def losses(metrics: Path, kind: str = "train") -> dict[int, float]:
+    """Return the losses of a run by iteration."""
+    return {e["iteration"]: e["lm_loss"] for e in read_metrics(metrics) if e["kind"] == kind}
+
+
+def timeless(metrics: Path) -> list[dict]:
+    """Return a run's events without what a clock or a memory meter measured."""
+    measured = ("seconds_per_iteration", "tokens_per_second", "peak_memory_bytes")
+    return [{k: v for k, v in e.items() if k not in measured} for e in read_metrics(metrics)]
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 of every tensor in a checkpoint, over its chunks in order."""
+    found = {}
+    for name, tensor in read_manifest(checkpoint).tensors.items():
+        digest = hashlib.sha256()
+        for chunk in tensor.chunks:
+            with (checkpoint / chunk.file).open("rb") as file:
+                file.seek(chunk.begin)
+                digest.update(file.read(chunk.end - chunk.begin))
+        found[name] = digest.hexdigest()
+    return found

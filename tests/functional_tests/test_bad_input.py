@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can get wrong: one line that says what and how to mend it, a code other than 0, no
+loss."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+
+import pytest
+
+from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
+from megatron.training import pretrain_gpt
+from megatron.training.exit_codes import ExitCode
+from tests.functional_tests.small_run import flags, run_here, running, write_tokens
+from tests.support.ranks import start_ranks
+
+SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_tokens(tmp_path / "tokens")
+
+
+def refused(capsys, argv, *texts, code=ExitCode.USER_ERROR):
+    """Run and expect one line on stderr with these texts."""
+    got = run_here(argv)
+    err = capsys.readouterr().err
+    assert got == code, err
+    assert err.startswith("pretrain_gpt: ")
+    assert err.count("\n") == 1, err
+    for text in texts:
+        assert text in err
+    return err
+
+
+def test_impossible_layouts_name_every_violation_before_any_group(prefix, capsys):
+    more = (
+        "--tensor-model-parallel-size 3 --sequence-parallel --seq-length 25 --global-batch-size 7"
+    )
+    refused(
+        capsys,
+        flags(prefix, more),
+        "does not divide the world of 1",
+        "--seq-length 25 is not a multiple",
+        "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
+        "--ffn-hidden-size 64 is not a multiple",
+    )
+
+
+def test_an_unknown_flag_gets_a_suggestion(prefix, capsys):
+    refused(capsys, flags(prefix, "--num-layer 3"), "did you mean --num-layers?")
+
+
+def test_ranks_print_a_fault_of_the_options_once(prefix):
+    with running(2, flags(prefix, "--num-attention-heads 5")) as ranks:
+        found = ranks.outcomes(timeout=60)
+        logs = [ranks.log(rank) for rank in range(2)]
+    assert [o.exit_code for o in found] == [ExitCode.USER_ERROR] * 2
+    assert logs[0].count("\n") == 1
+    assert logs[1] == ""
+
+
+def test_a_damaged_index_or_tokens_file(prefix, capsys):
+    idx, tokens = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
+    whole = idx.read_bytes()
+    idx.write_bytes(b"not" + whole[3:])
+    refused(capsys, flags(prefix, SHORT), str(idx), "magic")
+    idx.write_bytes(whole[:-9])
+    refused(capsys, flags(prefix, SHORT), str(idx))
+    idx.write_bytes(whole)
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-10])
+    refused(capsys, flags(prefix, SHORT), str(tokens), "truncated")
+    tokens.unlink()
+    refused(capsys, flags(prefix, SHORT), str(tokens), "no such file")
+
+
+def test_a_token_outside_the_vocabulary(prefix, capsys):
+    err = refused(
+        capsys, flags(prefix, f"{SHORT} --vocab-size 50"), "document", "vocabulary size 50"
+    )
+    assert "token id" in err
+
+
+def test_an_unknown_vocabulary(prefix, capsys):
+    argv = flags(prefix, SHORT)
+    at = argv.index("--vocab-size")
+    refused(capsys, argv[:at] + argv[at + 2 :], "give --tokenizer-model, or --vocab-size")
+
+
+def test_tokens_of_another_tokenizer(prefix, capsys):
+    described = {"tokenizer": {"fingerprint": "other", "vocab_size": 61, "eod": 0}}
+    prefix.with_suffix(".json").write_text(json.dumps(described))
+    argv = flags(prefix, f"{SHORT} --tokenizer-type byte --vocab-size 300")
+    refused(capsys, argv, "written with another tokenizer")
+
+
+@pytest.fixture
+def saved(prefix, tmp_path, capsys):
+    """Return a folder with one checkpoint, at iteration 2."""
+    folder = tmp_path / "saved"
+    assert run_here(flags(prefix, f"{SHORT} --save {folder}")) == 0
+    capsys.readouterr()
+    return folder
+
+
+def test_a_missing_checkpoint(prefix, saved, capsys):
+    refused(capsys, flags(prefix, f"--load {saved / 'iter_0000009'}"), "no such checkpoint")
+
+
+def test_damaged_checkpoints(prefix, saved, tmp_path, capsys):
+    shard = "iter_0000002/shard-00000.safetensors"
+    content = (saved / shard).read_bytes()
+    for name, damaged in {
+        "flipped": content[:-7] + bytes([content[-7] ^ 4]) + content[-6:],
+        "truncated": content[:-100],
+    }.items():
+        folder = tmp_path / name
+        shutil.copytree(saved, folder)
+        (folder / shard).write_bytes(damaged)
+        argv = flags(prefix, f"--train-iters 4 --eval-interval 0 --load {folder / 'iter_0000002'}")
+        refused(capsys, argv, "shard-00000.safetensors")
+    refused(capsys, flags(prefix, f"--load {tmp_path / 'truncated'}"), "no undamaged checkpoint")
+
+
+def test_a_checkpoint_of_another_model_is_compared_field_by_field(prefix, saved, capsys):
+    more = "--hidden-size 32 --num-layers 3 --qk-layernorm"
+    refused(
+        capsys,
+        flags(prefix, f"{more} --load {saved}"),
+        "is of another model",
+        "hidden_size: 48 in the checkpoint, 32 in the model",
+        "num_layers: 2 in the checkpoint, 3 in the model",
+        "attention.qk_norm",
+    )
+
+
+def test_a_checkpoint_of_other_numbers_or_data(prefix, saved, tmp_path, capsys):
+    refused(capsys, flags(prefix, f"--bf16 --load {saved}"), "bf16: False in", "--no-load-optim")
+    other = write_tokens(tmp_path / "other", seed=6)
+    refused(capsys, flags(other, f"--load {saved}"), "trained on other data", "--finetune")
+    finetune = flags(other, f"--load {saved} --finetune {SHORT} --bf16")
+    assert run_here(finetune) == 0
+    assert "going on at iteration 0" in capsys.readouterr().out
+
+
+def test_a_save_folder_that_cannot_be_written_is_known_before_the_first_step(
+    prefix, tmp_path, capsys
+):
+    (tmp_path / "file").write_text("")
+    argv = flags(prefix, f"{SHORT} --save {tmp_path / 'file' / 'save'}")
+    refused(capsys, argv, "cannot save under", "name a folder that can be written")
+
+
+def test_two_runs_do_not_save_into_one_folder(prefix, tmp_path):
+    save = tmp_path / "save"
+    long = "--train-iters 100000 --eval-interval 0"
+    with running(1, flags(prefix, f"{long} --save {save}")) as first:
+        first.wait_for_line(0, "iteration        1/")
+        with running(1, flags(prefix, f"{SHORT} --save {save}")) as second:
+            found = second.outcomes(timeout=60)
+            text = second.log(0)
+    assert found[0].exit_code == ExitCode.USER_ERROR
+    assert "is in use by another run (pid " in text
+
+
+def _limited(rank: int, world: int, argv: list[str], bytes_left: int) -> int:
+    """Run where no file can grow beyond a size, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, bytes_left))
+    return pretrain_gpt.main(argv, {})
+
+
+def test_a_full_disk_stops_the_run_and_keeps_earlier_checkpoints(prefix, saved):
+    shard = saved / "iter_0000002" / "shard-00000.safetensors"
+    argv = flags(prefix, f"--train-iters 3 --eval-interval 0 --save {saved} --load {saved}")
+    with start_ranks(_limited, 1, argv, shard.stat().st_size // 2, init=False) as ranks:
+        found = ranks.outcomes(timeout=60)
+        text = ranks.log(0)
+    assert found[0].value == ExitCode.SAVE_FAILED, text
+    assert "saving failed: " in text
+    assert "Traceback" not in text
+    assert latest_checkpoint(saved) == saved / "iter_0000002"
+    verify_checkpoint(saved / "iter_0000002")
+    assert [p.name for p in saved.glob("iter_*")] == ["iter_0000002"], "a partial folder is left"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure saving and loading against plain writes and reads, and planning with many tiny chunks.
 
-    python tools/bench/checkpoint.py [--megabytes 500] [--repeats 5] [--folder DIR]
+    python -m tools.bench.checkpoint [--megabytes 500] [--repeats 7] [--folder DIR]
 
-Each row alternates the two ways in one run and compares medians: the disk and the other jobs of a
-machine change from minute to minute, their ratio hardly does. A ratio above 1 means ours is faster.
+Each repeat does both ways, in an order that changes, and a ratio is the median of the repeats'
+ratios: the disk and the other jobs of a machine change from minute to minute.
 """
 
 from __future__ import annotations
@@ -33,45 +33,86 @@ from megatron.core.dist_checkpointing import (
     load_checkpoint,
     save_checkpoint,
 )
+from tools.bench.table import Row, format_table
 
 TENSORS = 50
-WANTED = {"save": 0.9, "load": 0.6}
+
+#: (kind, what it is compared with, least ratio of rates)
+BULK = (("save", "save_file + fsync", ">= 0.9"), ("load", "readinto", ">= 0.6"))
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+Times = dict[str, list[tuple[float, ...]]]
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=500, help="size of the checkpoint")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each way")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each way")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument(
+        "--clock",
+        choices=sorted(CLOCKS),
+        default="wall",
+        help="cpu counts seconds of CPU, for a machine that others use too; a disk takes none",
+    )
     options = parser.parse_args()
-    print(f"{'':38}{'ours s':>9}{'plain s':>9}{'ratio':>8}{'wanted':>8}")
+    clock = options.clock
+    print(format_table(measure(options.megabytes, options.repeats, options.folder, clock=clock)))
+
+
+def rows(quick: bool) -> list[Row]:
+    """Measure for the common table."""
+    return measure(100 if quick else 500, 3 if quick else 7, None)
+
+
+def measure(megabytes: int, repeats: int, folder: Path | None, *, clock: str = "wall") -> list[Row]:
+    """Measure saving and loading with 1 and 2 processes, then planning.
+
+    Args:
+        megabytes: size of the checkpoint.
+        repeats: measurements of each way.
+        folder: where to write; None is the system's temporary folder.
+        clock: "wall" or "cpu".
+    """
+    found: list[Row] = []
     for world in (1, 2):
-        results = _on_ranks(_bulk, world, options.megabytes, options.repeats, options.folder)
-        for kind, plain in (("save", "save_file + fsync"), ("load", "readinto")):
-            ours, other = (_slowest(results, kind, column) for column in (0, 1))
-            label = f"{kind}, {world} process{'es' * (world > 1)}, {plain}"
-            wanted = f"{WANTED[kind]:.1f}"
-            print(f"{label:38}{ours:9.3f}{other:9.3f}{other / ours:8.2f}{wanted:>8}")
+        times = _on_ranks(_bulk, world, (megabytes, repeats, clock), folder)
+        for kind, peer, target in BULK:
+            pairs = times[kind]
+            what = f"{kind} {megabytes} MB, {world} process{'es' * (world > 1)}, MB/s / {peer}"
+            found.append(
+                Row(
+                    bench="checkpoint",
+                    what=what,
+                    ours=megabytes / statistics.median(ours for ours, _ in pairs),
+                    peer=megabytes / statistics.median(plain for _, plain in pairs),
+                    ratio=statistics.median(plain / ours for ours, plain in pairs),
+                    target=target,
+                )
+            )
     for world, count in ((2, 2000), (4, 5000)):
-        results = _on_ranks(_tiny, world, count, options.repeats, options.folder)
-        for kind in ("save", "load"):
-            label = f"{kind}, {world} x {count} tiny chunks"
-            print(f"{label:38}{_slowest(results, kind, 0):9.3f}")
+        times = _on_ranks(_tiny, world, (count, repeats, clock), folder)
+        found += [
+            Row(
+                bench="checkpoint",
+                what=f"{kind} {count} chunks of 16 bytes on {world} ranks, s",
+                ours=statistics.median(seconds for (seconds,) in times[kind]),
+                peer=None,
+                ratio=None,
+                target="",
+            )
+            for kind in ("save", "load")
+        ]
+    return found
 
 
-Times = dict[str, list[tuple[float, ...]]]
-
-
-def _slowest(results: list[Times], kind: str, column: int) -> float:
-    """Return the median over repeats of the slowest rank's seconds."""
-    ranks = [[row[column] for row in times[kind]] for times in results]
-    return statistics.median(max(times) for times in zip(*ranks, strict=True))
-
-
-def _bulk(rank: int, world: int, barrier: Any, coordinator: Coordinator, root: Path, *sizes: int):
+def _bulk(
+    coordinator: Coordinator, barrier: Any, root: Path, megabytes: int, repeats: int, clock: str
+) -> Times:
     """Save and load this rank's share of `megabytes`, in our way and in the plain one."""
-    megabytes, repeats = sizes
+    rank, world = coordinator.rank, coordinator.world_size
     rows = megabytes * 250_000 // TENSORS // 1000 // world
     tensors = {f"w{i}": torch.randn(rows, 1000) for i in range(TENSORS)}
     chunks = [
@@ -106,8 +147,8 @@ def _bulk(rank: int, world: int, barrier: Any, coordinator: Coordinator, root: P
                 for buffer in buffers:
                     file.readinto(buffer)
 
-        times["save"].append(_pair(save, save_plainly, barrier, step))
-        times["load"].append(_pair(load, load_plainly, barrier, step))
+        times["save"].append(_pair(save, save_plainly, barrier, step, clock))
+        times["load"].append(_pair(load, load_plainly, barrier, step, clock))
         plain_file.unlink()
         barrier.wait()
         if rank == 0:
@@ -115,9 +156,11 @@ def _bulk(rank: int, world: int, barrier: Any, coordinator: Coordinator, root: P
     return {kind: rows[1:] for kind, rows in times.items()}
 
 
-def _tiny(rank: int, world: int, barrier: Any, coordinator: Coordinator, root: Path, *sizes: int):
+def _tiny(
+    coordinator: Coordinator, barrier: Any, root: Path, count: int, repeats: int, clock: str
+) -> Times:
     """Save and load many chunks of four elements: only planning, messages and the manifest."""
-    count, repeats = sizes
+    rank, world = coordinator.rank, coordinator.world_size
     chunks = [
         TensorChunk(
             name=f"decoder.blocks.{i}.mlp.gate.weight",
@@ -132,32 +175,33 @@ def _tiny(rank: int, world: int, barrier: Any, coordinator: Coordinator, root: P
     for step in range(repeats):
         for kind in times:
             barrier.wait()
-            begin = time.perf_counter()
+            begin = CLOCKS[clock]()
             if kind == "save":
                 save_checkpoint(root, step, chunks, {}, coordinator=coordinator)
             else:
                 load_checkpoint(root / f"iter_{step:07d}", chunks, coordinator=coordinator)
-            times[kind].append((time.perf_counter() - begin,))
+            times[kind].append((CLOCKS[clock]() - begin,))
     return times
 
 
 def _pair(
-    ours: Callable[[], None], plain: Callable[[], None], barrier: Any, step: int
+    ours: Callable[[], None], plain: Callable[[], None], barrier: Any, step: int, clock: str
 ) -> tuple[float, float]:
     """Time both, in an order that changes from step to step."""
     seconds = {}
     for way in (ours, plain) if step % 2 else (plain, ours):
         os.sync()
         barrier.wait()
-        begin = time.perf_counter()
+        begin = CLOCKS[clock]()
         way()
-        seconds[way] = time.perf_counter() - begin
+        seconds[way] = CLOCKS[clock]() - begin
     return seconds[ours], seconds[plain]
 
 
-def _on_ranks(job: Callable[..., Times], world: int, *arguments: Any) -> list[Times]:
-    """Run `job` on `world` processes that share a folder and a store."""
-    *sizes, folder = arguments
+def _on_ranks(
+    job: Callable[..., Times], world: int, settings: tuple[int, int, str], folder: Path | None
+) -> Times:
+    """Run `job` on `world` processes that share a folder and a store; the slowest rank counts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megatron.core.dist_checkpointing"])
     barrier = context.Barrier(world)
@@ -166,7 +210,8 @@ def _on_ranks(job: Callable[..., Times], world: int, *arguments: Any) -> list[Ti
     with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-bench-") as root:
         ranks = [
             context.Process(
-                target=_rank_main, args=(job, r, world, barrier, queue, store.port, root, sizes)
+                target=_rank_main,
+                args=(job, r, world, barrier, queue, store.port, root, settings),
             )
             for r in range(world)
         ]
@@ -175,25 +220,25 @@ def _on_ranks(job: Callable[..., Times], world: int, *arguments: Any) -> list[Ti
         found = dict(queue.get() for _ in ranks)
         for process in ranks:
             process.join()
-    return [found[rank] for rank in range(world)]
+    return {
+        kind: [
+            tuple(map(max, zip(*ranks, strict=True)))
+            for ranks in zip(*(found[rank][kind] for rank in range(world)), strict=True)
+        ]
+        for kind in found[0]
+    }
 
 
 def _rank_main(
-    job: Callable[..., Times],
-    rank: int,
-    world: int,
-    barrier: Any,
-    queue: Any,
-    port: int,
-    root: str,
-    sizes: list[int],
+    job: Callable[..., Times], rank: int, world: int, barrier: Any, queue: Any, *rest: Any
 ) -> None:
+    port, root, settings = rest
     torch.set_num_threads(1)
     coordinator: Coordinator = Solo()
     if world > 1:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        coordinator = StoreCoordinator(store, rank, world, 300)
-    queue.put((rank, job(rank, world, barrier, coordinator, Path(root), *sizes)))
+        coordinator = StoreCoordinator(store, rank, world, timeout_seconds=300)
+    queue.put((rank, job(coordinator, barrier, Path(root), *settings)))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ ATTENTION_CASES = {
     "cached": {"queries": 3, "keys": 11},
     "one query": {"queries": 1, "keys": 11, "groups": 2},
     "long": {"queries": 150, "keys": 301, "window": 40, "groups": 2},
+    "tiles": {"queries": 70, "keys": 141, "window": 40, "groups": 2},
     "window": {"window": 3, "groups": 2},
     "window, bidirectional": {"window": 3, "causal": False},
     "documents": {"documents": True, "groups": 2},

@@ -144,17 +144,17 @@ class SelfAttention(nn.Module):
         mixed = self.qkv(hidden)  # [s, b, (n + 2g)·d/tp]
         heads, d = self.heads, self.config.kv_channels
         mixed = mixed.view(*mixed.shape[:2], -1, d)  # [s, b, (n + 2g)/tp, d]
-        value = mixed[:, :, heads + self.kv_heads :]  # [s, b, g/tp, d]
+        # Splits and not slices: their backward is one concatenation, not a sum of padded gradients.
+        both, value = mixed.split([heads + self.kv_heads, self.kv_heads], dim=2)
         if self.query_norm is not None:
-            query = self.query_norm(mixed[:, :, :heads])  # [s, b, n/tp, d]
-            key = self.key_norm(mixed[:, :, heads : heads + self.kv_heads])  # [s, b, g/tp, d]
+            query, key = both.split([heads, self.kv_heads], dim=2)
+            query, key = self.query_norm(query), self.key_norm(key)  # [s, b, n/tp or g/tp, d]
             if rope is not None:
                 query, key = self._rotate(query, rope), self._rotate(key, rope)
         else:
-            both = mixed[:, :, : heads + self.kv_heads]  # [s, b, (n + g)/tp, d]
             if rope is not None:
                 both = self._rotate(both, rope)
-            query, key = both[:, :, :heads], both[:, :, heads:]
+            query, key = both.split([heads, self.kv_heads], dim=2)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)  # [s_k, b, g/tp, d]
         out, _ = self.backend.attention(

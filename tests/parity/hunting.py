@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tests.parity.training import rank_of_row, world_of
+from tests.parity.training import Run, rank_of_row, world_of
 from tests.parity.verdict import Reference, assert_agrees, reference_of
 from tests.support.covering_array import Row
 from tests.support.mutants import Lines, Mutation, Verdict, lines_run
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 #: Seconds after which a mutant that hangs counts as noticed.
 HANG_SECONDS = 30.0
@@ -26,6 +26,7 @@ PLAIN_ROW: Mapping[str, object] = {
     "overlap": True,
     "accumulation": 1,
     "per_token": False,
+    "loss_scale": 1.0,
     "tied": False,
     "groups": 4,
     "norm": "RMSNorm",
@@ -54,21 +55,21 @@ class Hunt:
             self._references[index] = reference_of(self.rows[index])
         return self._references[index]
 
-    def check(self, index: int, mutation: Mutation | None = None) -> None:
-        """Run a row on its ranks. Raises AssertionError if anything differs."""
-        row, ref = self.rows[index], self.reference(index)
-        runs = run_ranks(
-            rank_of_row, world_of(row), row, ref.initial, mutation, timeout=HANG_SECONDS
-        )
-        assert_agrees(row, runs, ref)
+    def runs(self, index: int, *faults: Mutation) -> list[Run]:
+        """Run a row on its ranks with faults. Raises RankFailure if it crashes or hangs."""
+        row, initial = self.rows[index], self.reference(index).initial
+        return run_ranks(rank_of_row, world_of(row), row, initial, faults, timeout=HANG_SECONDS)
 
     def verdict(self, mutation: Mutation) -> Verdict:
         """Run row after row until one notices the mutation."""
         for index in range(len(self.rows)):
             try:
-                self.check(index, mutation)
-            except AssertionError as error:
+                runs = self.runs(index, mutation)
+                assert_agrees(self.rows[index], runs, self.reference(index))
+            except RankFailure as error:
                 return Verdict(mutation, str(error).strip().splitlines()[-1][:200])
+            except AssertionError as error:
+                return Verdict(mutation, str(error).strip().splitlines()[0][:200])
         return Verdict(mutation, None)
 
     def lines(self, modules: Sequence[str]) -> Lines:

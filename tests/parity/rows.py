@@ -20,6 +20,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "overlap": (True, False),
     "accumulation": (1, 3),
     "per_token": (False, True),
+    "loss_scale": (1.0, 1024.0),
     "tied": (False, True),
     "groups": (1, 2, 4, 8),
     "norm": ("RMSNorm", "LayerNorm"),
@@ -53,6 +54,7 @@ def rows_of_eight() -> list[Row]:
         "overlap": True,
         "accumulation": 3,
         "per_token": False,
+        "loss_scale": 1024.0,
         "tied": True,
         "groups": 2,
         "norm": "RMSNorm",
@@ -70,6 +72,7 @@ def rows_of_eight() -> list[Row]:
         "overlap": False,
         "accumulation": 1,
         "per_token": True,
+        "loss_scale": 1.0,
         "tied": False,
         "groups": 1,
         "norm": "LayerNorm",
@@ -103,5 +106,6 @@ def label(row: Row) -> str:
         row["norm"],
         f"bias_{row['bias']}",
         *switches,
+        *(["scaled"] if row["loss_scale"] != 1.0 else []),
     ]
     return "-".join(parts + (["dropout"] if row["dropout"] else []))

@@ -57,6 +57,7 @@ ONE_RANK = {
     "bucket": "large",
     "overlap": True,
     "dropout": 0.0,
+    "loss_scale": 1.0,
 }
 
 

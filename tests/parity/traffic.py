@@ -44,7 +44,10 @@ def _launched(row: Row, run: Run, step: Step) -> None:
 
 
 def _over_lanes(row: Row, run: Run, step: Step) -> None:
-    """One reduction per bucket and step, whatever the accumulation; ZeRO-1 gathers weights too."""
+    """One reduction per bucket and step, whatever the accumulation; ZeRO-1 gathers weights too.
+
+    The report's loss, and for a per-token loss the number of tokens, are summed as well.
+    """
     if row["dp"] == 1:
         assert_silent(step.records, group="lanes")
         return
@@ -52,6 +55,8 @@ def _over_lanes(row: Row, run: Run, step: Step) -> None:
     ran = ("reduce_scatter", "all_gather") if sharded else ("all_reduce",)
     for kind in ("reduce_scatter", "all_gather", "all_reduce"):
         count, size = (run.buckets, run.bucket_bytes) if kind in ran else (0, 0)
+        if kind == "all_reduce":  # the loss, fp64, and the number of tokens, fp32
+            count, size = count + 1 + row["per_token"], size + 8 + 4 * row["per_token"]
         assert_active(step.records, kind=kind, group="lanes", exactly=count, exactly_bytes=size)
 
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.comm import CollectiveRecord, all_reduce, trace
+from megatron.core.comm import CollectiveRecord, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer, OptimizerConfig, StepResult
+from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import loss_factor
+from megatron.training.step import TrainStep
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
 from tests.support.mutants import Mutation, apply
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass
 class Step:
-    """What one rank saw of one step; `loss` is the part of its lane."""
+    """What one rank saw of one step."""
 
     loss: float
     nll: list[torch.Tensor]
@@ -116,7 +116,7 @@ def train_row(
     groups: ProcessGroupCollection,
     initial: Mapping[str, torch.Tensor] | None,
     *,
-    lanes: Sequence[int],
+    lanes: Iterable[int],
 ) -> Run:
     """Train two SGD steps of `row` on this rank.
 
@@ -137,7 +137,10 @@ def train_row(
         config=DataParallelConfig(strategy=row["placement"], overlap_grad_reduce=row["overlap"]),
     )
     optimizer = Optimizer(
-        engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0, count_zeros=True)
+        engine.owned(),
+        groups,
+        config=OptimizerConfig(kind="sgd", clip_grad=0.0, count_zeros=True),
+        scaler=ConstantLossScaler(row["loss_scale"]),
     )
     run = Run(
         initial=weight_pieces(model.store),
@@ -148,55 +151,50 @@ def train_row(
         write_weights(model.store, initial)
     for step in range(STEPS):
         data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
-        run.steps.append(_one_step(row, groups, model, engine, optimizer, data))
+        watch = _Watch(model, engine, optimizer)
+        train = TrainStep(
+            watch, engine, optimizer=watch, groups=groups, per_token_loss=row["per_token"]
+        )
+        with trace(groups) as records:
+            report = train(data, lr=LEARNING_RATE, weight_decay=0.0)
+        run.steps.append(
+            Step(
+                loss=report.loss,
+                nll=watch.nll,
+                grad_norm=report.grad_norm,
+                zeros=report.num_zeros,
+                gradients=watch.gradients,
+                records=list(records),
+                launched_in_backward=engine.launched_in_backward,
+            )
+        )
     run.weights = weight_pieces(model.store)
     return run
 
 
-def _one_step(
-    row: Row,
-    groups: ProcessGroupCollection,
-    model: GPTModel,
-    engine: DataParallel,
-    optimizer: Optimizer,
-    data: Sequence[Microbatch],
-) -> Step:
-    """Run the microbatches of one step, and update the weights."""
-    counts = torch.stack([batch.loss_mask.sum() for batch in data])
-    if row["per_token"]:
-        divisors = all_reduce(counts.sum(), groups["lanes"]).expand(len(data))
-    else:
-        divisors = counts / loss_factor(groups.grid, len(data))
-    loss, nll = 0.0, []
-    with trace(groups) as records:
-        engine.begin_step()
-        for i, batch in enumerate(data):
-            part, losses = model.loss(
-                batch.tokens,
-                batch.labels,
-                batch.loss_mask / divisors[i],
-                sample_ids=batch.sample_ids,
-            )
-            engine.backward(part, last=i == len(data) - 1)
-            loss += part.item()
-            nll.append(losses.clone())
-        engine.finish()
-        gradients = [
-            Piece(p.box.name, p.box.shape, p.box.offsets, p.of(owned.gradients).clone())
-            for owned in engine.owned()
+class _Watch:
+    """Stand before a model and an optimizer, and keep what a training step hides between them."""
+
+    def __init__(self, model: GPTModel, engine: DataParallel, optimizer: Optimizer) -> None:
+        self.model, self.engine, self.optimizer = model, engine, optimizer
+        self.scaler = optimizer.scaler
+        self.nll: list[torch.Tensor] = []
+        self.gradients: list[Piece] = []
+
+    def loss(self, *args: torch.Tensor, **named: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the loss of every token."""
+        loss, nll = self.model.loss(*args, **named)
+        self.nll.append(nll.clone())
+        return loss, nll
+
+    def step(self, lr: float, weight_decay: float) -> StepResult:
+        """Keep the gradients, without the loss scale."""
+        self.gradients = [
+            Piece(p.box.name, p.box.shape, p.box.offsets, p.of(owned.gradients) / self.scaler.scale)
+            for owned in self.engine.owned()
             for p in owned.boxes
         ]
-        result = optimizer.step(LEARNING_RATE)
-        engine.gather_weights()
-    return Step(
-        loss=loss,
-        nll=nll,
-        grad_norm=result.grad_norm,
-        zeros=result.num_zeros,
-        gradients=gradients,
-        records=list(records),
-        launched_in_backward=engine.launched_in_backward,
-    )
+        return self.optimizer.step(lr, weight_decay)
 
 
 def weight_pieces(store: WeightStore) -> list[Piece]:
@@ -224,16 +222,17 @@ def assembled(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
     """Put logical tensors together from the pieces of all ranks.
 
     Raises:
-        AssertionError: an element that no rank holds, or replicas that differ in a bit.
+        AssertionError: an element that no rank holds, one outside, or replicas that differ.
     """
     whole: dict[str, torch.Tensor] = {}
     known: dict[str, torch.Tensor] = {}
     for piece in pieces:
         tensor = whole.setdefault(piece.name, torch.zeros(piece.shape))
         seen = known.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.bool))
-        where = tuple(
-            slice(o, o + n) for o, n in zip(piece.offsets, piece.values.shape, strict=True)
-        )
+        stops = [o + n for o, n in zip(piece.offsets, piece.values.shape, strict=True)]
+        if any(stop > size for stop, size in zip(stops, piece.shape, strict=True)):
+            raise AssertionError(f"{piece.name} {piece.shape}: a piece of it ends at {stops}")
+        where = tuple(slice(o, stop) for o, stop in zip(piece.offsets, stops, strict=True))
         again = seen[where]
         if not torch.equal(tensor[where][again], piece.values[again]):
             raise AssertionError(f"replicas of {piece.name} differ at {piece.offsets}")
@@ -250,11 +249,11 @@ def rank_of_row(
     world: int,
     row: Row,
     initial: Mapping[str, torch.Tensor],
-    mutation: Mutation | None = None,
+    faults: Sequence[Mutation] = (),
 ) -> Run:
-    """Train a row as one of its ranks, with a fault planted if one is given."""
-    if mutation is not None:
-        apply(mutation)
+    """Train a row as one of its ranks, with faults planted if any are given."""
+    for fault in faults:
+        apply(fault)
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=row["tp"]), rank=rank)
     with nan_memory():
         return train_row(row, groups, initial, lanes=[groups["lanes"].rank])

@@ -55,6 +55,12 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+#: The group of the first and the last pipeline stage: the owners of a weight that both use. It is
+#: no product of axes; ranks of the stages between have no such group.
+TIED = "tied"
+
+GROUP_NAMES = (*GROUP_AXES, TIED)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
@@ -88,8 +94,7 @@ class RankGrid:
             raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
-        """List everything that makes this layout impossible, each with its mend; empty if it is
-        fine."""
+        """List everything that makes this layout impossible, with its mend; empty if it is fine."""
         degrees = {a: getattr(self, a) for a in ("tp", "gtp", "cp", "pp", "etp", "ep", "egtp")}
         found = [
             f"{axis} size is {size}: use a positive integer"
@@ -143,8 +148,7 @@ class RankGrid:
         return found
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the global rank at the given coordinates of one factorisation; absent axes are
-        0."""
+        """Return the global rank at coordinates of one factorisation; absent axes are 0."""
         rank, stride = 0, 1
         for axis in self._order(tuple(coordinates)):
             index = coordinates.get(axis, 0)
@@ -166,6 +170,14 @@ class RankGrid:
         for fixed in self._points(outer):
             groups.append([self.rank_of(**fixed, **free) for free in self._points(inner)])
         return groups
+
+    def named_ranks(self, name: str) -> list[list[int]]:
+        """List the groups called `name`. Raises ValueError for a name not in `GROUP_NAMES`."""
+        if name == TIED:
+            return [sorted({stages[0], stages[-1]}) for stages in self.ranks(("pp",))]
+        if name not in GROUP_AXES:
+            raise ValueError(f"unknown group {name!r}: one of {', '.join(GROUP_NAMES)}")
+        return self.ranks(GROUP_AXES[name])
 
     def group_of(self, rank: int, axes: tuple[str, ...]) -> list[int]:
         """Return the ranks of the group over `axes` that holds `rank`."""
@@ -253,7 +265,7 @@ class ProcessGroupCollection:
         *,
         rank: int,
         timeout_seconds: float = 600.0,
-        names: tuple[str, ...] = tuple(GROUP_AXES),
+        names: tuple[str, ...] = GROUP_NAMES,
     ) -> ProcessGroupCollection:
         """Create every named group, in the same order on every rank (collective over the world).
 
@@ -265,7 +277,7 @@ class ProcessGroupCollection:
                 1.
             rank: this process's global rank.
             timeout_seconds: how long a collective may wait for a peer before it raises.
-            names: which of `GROUP_AXES` to create; asking for another later is an error.
+            names: which of `GROUP_NAMES` to create; asking for another later is an error.
 
         Raises:
             ValueError: unknown name, or a world of another size than the grid's.
@@ -279,9 +291,7 @@ class ProcessGroupCollection:
         groups: dict[str, Group] = {}
         timeout = datetime.timedelta(seconds=timeout_seconds)
         for name in names:
-            if name not in GROUP_AXES:
-                raise ValueError(f"unknown group {name!r}: one of {', '.join(GROUP_AXES)}")
-            for members in grid.ranks(GROUP_AXES[name]):
+            for members in grid.named_ranks(name):
                 ranks = tuple(sorted(members)) if name == "world" else tuple(members)
                 key = (name == "lanes", ranks)
                 if len(ranks) > 1 and key not in made:
@@ -294,15 +304,16 @@ class ProcessGroupCollection:
         """Create the sub-group of `size` consecutive members of every `name` group (collective).
 
         Used where an axis is larger than what it cuts: kv heads < tp leaves tp / heads replicas
-            each.
-        Returns the one that holds this rank; size 1 creates nothing. Raises ValueError if it does
-        not divide.
+        each. Returns the one that holds this rank; size 1 creates nothing.
+
+        Raises:
+            ValueError: the group does not divide into sub-groups of that size.
         """
         if size < 1 or self[name].size % size:
             raise ValueError(f"{name} of {self[name].size} ranks has no sub-groups of {size}")
         mine = None
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        for members in self.grid.ranks(GROUP_AXES[name]):
+        for members in self.grid.named_ranks(name):
             for start in range(0, len(members), size):
                 ranks = tuple(members[start : start + size])
                 handle = dist.new_group(list(ranks), timeout=timeout) if size > 1 else None

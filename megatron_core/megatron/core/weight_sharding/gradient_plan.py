@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron.core.process_groups import RankGrid
+from megatron.core.process_groups import TIED, RankGrid
 from megatron.core.weight_sharding.description import DENSE_LANES, WeightSharding
 
 
@@ -16,7 +16,7 @@ class GradientStep:
     """Sum the gradient of some logical tensors of a weight over a group.
 
     Args:
-        group: a name of `process_groups.GROUP_AXES`, or "tp/2": the sub-group of 2 consecutive tp
+        group: a name of `process_groups.GROUP_NAMES`, or "tp/2": the sub-group of 2 consecutive tp
             ranks.
         segments: the logical tensors concerned.
     """
@@ -45,9 +45,9 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
     """Derive the sums that make a weight's gradient whole.
 
     Raises:
-        ValueError: an axis of size > 1 neither cuts the weight nor has a declared gradient kind, or
-            the sums would not reach every data lane exactly once (the silent factor of ep or etp/tp
-            in experts).
+        ValueError: an axis of size > 1 neither cuts the weight nor has a declared gradient kind, it
+            is tied between other stages than the first and the last, or the sums would not reach
+            every data lane exactly once (the silent factor of ep or etp/tp in experts).
     """
     names = tuple(s.name for s in sharding.segments)
     steps = []
@@ -71,7 +71,12 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
         if whole and sharding.gradient[axis] == "partial":
             steps.append(GradientStep(axis, tuple(whole)))
     if len(set(sharding.stages)) > 1:
-        steps.append(GradientStep("tied", names))
+        if set(sharding.stages) != {0, grid.pp - 1}:
+            raise ValueError(
+                f"{sharding.name}: owned by stages {sharding.stages} of {grid.pp}; only the first "
+                "and the last share weights"
+            )
+        steps.append(GradientStep(TIED, names))
     lanes = "expert_lanes" if sharding.expert else "lanes"
     reached = Fraction(math.prod(grid.size(a) for a in sharding.lane_axes))
     if sharding.expert:  # dispatch brings the tokens of etp·ep ranks, which are etp·ep/tp lanes

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank grid against enumeration by brute force, and the groups that are made from it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from megatron.core.comm import all_reduce
+from megatron.core.process_groups import (
+    DENSE_AXES,
+    EXPERT_AXES,
+    GROUP_AXES,
+    GROUP_NAMES,
+    Group,
+    ProcessGroupCollection,
+    RankGrid,
+)
+from tests.support.ranks import run_ranks
+
+
+def random_grid(source: random.Random) -> RankGrid:
+    """Draw a grid of up to a few dozen ranks whose dense and expert products both divide."""
+    tp, gtp, cp, dp, pp = (source.choice((1, 1, 2, 3)) for _ in range(5))
+    world = tp * gtp * cp * dp * pp
+    inside = world // pp
+    etp = source.choice([n for n in range(1, inside + 1) if inside % n == 0])
+    ep = source.choice([n for n in range(1, inside // etp + 1) if (inside // etp) % n == 0])
+    left = inside // etp // ep
+    egtp = source.choice([n for n in range(1, left + 1) if left % n == 0])
+    return RankGrid(world_size=world, tp=tp, gtp=gtp, cp=cp, pp=pp, etp=etp, ep=ep, egtp=egtp)
+
+
+def enumerated(grid: RankGrid, order: tuple[str, ...]) -> list[dict[str, int]]:
+    """Number the ranks with nested loops, the first axis of `order` in the innermost."""
+    loops = itertools.product(*(range(grid.size(axis)) for axis in reversed(order)))
+    return [dict(zip(reversed(order), point, strict=True)) for point in loops]
+
+
+def brute_force_groups(grid: RankGrid, axes: tuple[str, ...]) -> set[tuple[int, ...]]:
+    """Group the ranks that agree on every axis outside `axes`."""
+    order = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, point in enumerate(enumerated(grid, order)):
+        groups.setdefault(tuple(point[a] for a in order if a not in axes), []).append(rank)
+    return {tuple(members) for members in groups.values()}
+
+
+def test_grid_equals_brute_force_enumeration():
+    source = random.Random(1)
+    for _ in range(40):
+        grid = random_grid(source)
+        for order in (DENSE_AXES, EXPERT_AXES):
+            for rank, point in enumerate(enumerated(grid, order)):
+                assert {a: grid.coordinates(rank)[a] for a in order} == point
+                assert grid.rank_of(**point) == rank
+            for count in (0, 1, 2, 3):
+                axes = tuple(source.sample(order, count))
+                assert {tuple(g) for g in grid.ranks(axes)} == brute_force_groups(grid, axes)
+
+
+def test_groups_partition_the_world_and_group_of_finds_ones_own():
+    source = random.Random(2)
+    for _ in range(20):
+        grid = random_grid(source)
+        for name, axes in GROUP_AXES.items():
+            groups = grid.ranks(axes)
+            assert sorted(itertools.chain(*groups)) == list(range(grid.world_size)), name
+            assert all(members == sorted(members) for members in groups), name
+            for members in groups:
+                assert len(members) == math.prod(grid.size(a) for a in axes)
+                assert all(grid.group_of(rank, axes) == members for rank in members)
+
+
+def test_worked_example_of_eight_ranks():
+    grid = RankGrid(world_size=8, tp=2, pp=2)
+    assert grid.dp == 2
+    assert grid.ranks(("tp",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sorted(grid.ranks(("dp",))) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert sorted(grid.ranks(("pp",))) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_expert_tensor_parallelism_follows_the_dense_one_unless_given():
+    assert RankGrid(world_size=8, tp=4).etp == 4
+    grid = RankGrid(world_size=8, tp=4, etp=1, ep=4)
+    assert (grid.etp, grid.ep, grid.edp, grid.dp) == (1, 4, 2, 2)
+    assert grid.ranks(("ep",)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_both_factorisations_agree_on_the_pipeline():
+    source = random.Random(3)
+    for _ in range(20):
+        grid = random_grid(source)
+        assert set(map(tuple, grid.ranks(("pp",)))) == {
+            tuple(grid.rank_of(**point, pp=stage) for stage in range(grid.pp))
+            for point in enumerated(grid, EXPERT_AXES[:-1])
+        }
+
+
+def test_every_problem_of_a_layout_is_named_at_once():
+    with pytest.raises(ValueError) as caught:
+        RankGrid(world_size=12, tp=5, cp=2, etp=7)
+    text = str(caught.value)
+    assert "tp=5 x gtp=1 x cp=2 x pp=1 = 10" in text
+    assert "etp=7" in text
+    assert "start a multiple of 10 processes" in text
+    with pytest.raises(ValueError) as caught:
+        RankGrid(world_size=4, tp=0, pp=-1)
+    assert "tp size is 0" in str(caught.value)
+    assert "pp size is -1" in str(caught.value)
+
+
+def test_questions_without_an_answer_are_errors():
+    grid = RankGrid(world_size=4, tp=2)
+    for ask, text in (
+        (lambda: grid.size("xp"), "unknown axis 'xp'"),
+        (lambda: grid.ranks(("tp", "ep")), "mix the dense and the expert grid"),
+        (lambda: grid.coordinates(4), "outside the world of 4"),
+        (lambda: grid.rank_of(tp=2), "tp coordinate 2 is outside"),
+        (lambda: grid.named_ranks("nobody"), "unknown group 'nobody'"),
+        (lambda: Group("tp", (0, 1), 0), "needs a process group"),
+        (lambda: Group("tp", (0,), 1), "local rank 1 of 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ask()
+
+
+def test_tied_groups_are_the_ends_of_each_pipeline():
+    assert RankGrid(world_size=12, tp=2, pp=3).named_ranks("tied") == [
+        [0, 8],
+        [1, 9],
+        [2, 10],
+        [3, 11],
+    ]
+    assert RankGrid(world_size=2, tp=2).named_ranks("tied") == [[0], [1]]
+
+
+def test_a_single_process_has_every_group_and_needs_no_torch_distributed():
+    groups = ProcessGroupCollection.single()
+    for name in GROUP_NAMES:
+        assert (groups[name].size, groups[name].rank, groups[name].handle) == (1, 0, None)
+    assert set(groups.coordinates.values()) == {0}
+    with pytest.raises(ValueError, match="no group 'other': this collection has lanes, dp_cp"):
+        groups["other"]
+
+
+def groups_on_four_ranks(rank: int, world: int) -> None:
+    """Check every group by what a sum over it gives; then sub-groups and refusals."""
+    for grid in (
+        RankGrid(world_size=4, tp=2, pp=2, etp=1, ep=2),
+        RankGrid(world_size=4, tp=2, gtp=2),
+        RankGrid(world_size=4, pp=4),
+    ):
+        groups = ProcessGroupCollection.create(grid, rank=rank)
+        for name, axes in GROUP_AXES.items():
+            members = grid.group_of(rank, axes)
+            assert list(groups[name].ranks) == members
+            assert groups[name].rank == members.index(rank)
+            total = all_reduce(torch.tensor([2.0**rank]), groups[name])
+            assert total.item() == sum(2.0**r for r in members), name
+        stages = grid.group_of(rank, ("pp",))
+        if rank in (stages[0], stages[-1]):
+            total = all_reduce(torch.tensor([2.0**rank]), groups["tied"])
+            assert total.item() == sum(2.0**r for r in {stages[0], stages[-1]})
+        else:
+            with pytest.raises(ValueError, match="no group 'tied'"):
+                groups["tied"]
+        lanes, again = groups["lanes"], groups["dp_cp"]
+        if lanes.ranks == again.ranks and lanes.size > 1:
+            assert lanes.handle is not again.handle  # gradient traffic has a communicator to itself
+    _subgroups_and_refusals(rank)
+
+
+def _subgroups_and_refusals(rank: int) -> None:
+    grid = RankGrid(world_size=4, tp=4)
+    few = ProcessGroupCollection.create(grid, rank=rank, names=("tp",))
+    with pytest.raises(ValueError, match="no group 'dp': this collection has tp"):
+        few["dp"]
+    pair = few.subgroups("tp", 2)
+    assert (pair.name, pair.ranks, pair.rank) == ("tp/2", ((0, 1), (2, 3))[rank // 2], rank % 2)
+    assert all_reduce(torch.tensor([2.0**rank]), pair).item() == (3.0, 12.0)[rank // 2]
+    assert few.subgroups("tp", 1).size == 1
+    with pytest.raises(ValueError, match="tp of 4 ranks has no sub-groups of 3"):
+        few.subgroups("tp", 3)
+    with pytest.raises(ValueError, match="the grid is for 2 ranks but the world has 4"):
+        ProcessGroupCollection.create(RankGrid(world_size=2), rank=0)
+    with pytest.raises(ValueError, match="unknown group 'nobody'"):
+        ProcessGroupCollection.create(grid, rank=rank, names=("nobody",))
+
+
+def test_groups_on_four_ranks():
+    run_ranks(groups_on_four_ranks, 4)

@@ -43,35 +43,53 @@ def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
     """List what is wrong with a description on this grid; empty if nothing is."""
     found = []
     for segment in sharding.segments:
-        for cut in segment.cuts:
-            if cut.axis not in sharding.axes:
-                found.append(f"{segment.name}: axis {cut.axis!r} is not one of {sharding.axes}")
-                continue
-            size, parts = grid.size(cut.axis), cut.pieces(grid)
-            if not 0 <= cut.dim < len(segment.shape):
-                found.append(f"{segment.name}: no dimension {cut.dim} in shape {segment.shape}")
-            elif size % parts:
-                found.append(
-                    f"{segment.name}: {parts} pieces do not divide the {size} ranks of {cut.axis}"
-                )
-            elif cut.dim and segment.shape[cut.dim] % parts:
-                found.append(
-                    f"{segment.name}: dimension {cut.dim} of {segment.shape[cut.dim]} does not "
-                    f"divide by {cut.axis}={parts}"
-                )
-        if segment.shape[1:] != sharding.segments[0].shape[1:]:
+        found += _cut_problems(sharding, segment, grid)
+        first = sharding.segments[0]
+        if segment.shape[1:] != first.shape[1:] or _inner_cuts(segment) != _inner_cuts(first):
             found.append(f"{segment.name}: shape {segment.shape} does not stack in {sharding.name}")
     for axis, kind in sharding.gradient.items():
         if kind not in ("identical", "partial"):
             found.append(f"{sharding.name}: gradient on {axis} is {kind!r}")
     if sharding.interleave > 1 and not found:
         for segment in sharding.segments:
-            rows = _local_rows(segment, grid)
-            if rows * _row_pieces(segment, grid) != segment.shape[0] or rows % _units(
-                sharding, grid
-            ):
-                found.append(f"{segment.name}: {segment.shape[0]} rows do not interleave evenly")
+            rows, pieces = _local_rows(segment, grid), _row_pieces(segment, grid)
+            split = sharding.interleave % pieces and pieces % sharding.interleave
+            uneven = rows * pieces != segment.shape[0] or rows % _units(sharding, grid)
+            if split or uneven:
+                found.append(
+                    f"{segment.name}: {segment.shape[0]} rows in {pieces} pieces do not interleave "
+                    f"by {sharding.interleave} units evenly"
+                )
     return found
+
+
+def _cut_problems(sharding: WeightSharding, segment: Segment, grid: RankGrid) -> list[str]:
+    found = []
+    for cut in segment.cuts:
+        if cut.axis not in sharding.axes:
+            found.append(f"{segment.name}: axis {cut.axis!r} is not one of {sharding.axes}")
+            continue
+        size, parts = grid.size(cut.axis), cut.pieces(grid)
+        if not 0 <= cut.dim < len(segment.shape):
+            found.append(f"{segment.name}: no dimension {cut.dim} in shape {segment.shape}")
+        elif parts < 1 or size % parts:
+            found.append(
+                f"{segment.name}: {parts} pieces do not divide the {size} ranks of {cut.axis}"
+            )
+        elif cut.mode == "stay" and cut.dim and segment.shape[cut.dim] % parts:
+            found.append(
+                f"{segment.name}: dimension {cut.dim} of {segment.shape[cut.dim]} does not "
+                f"divide by {cut.axis}={parts}"
+            )
+    axes = [cut.axis for cut in segment.stay_cuts]
+    for axis in sorted(set(axes)):
+        if axes.count(axis) > 1:
+            found.append(f"{segment.name}: cut {axes.count(axis)} times over {axis}")
+    return found
+
+
+def _inner_cuts(segment: Segment) -> list[Cut]:
+    return [cut for cut in segment.stay_cuts if cut.dim]
 
 
 def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
@@ -140,11 +158,10 @@ def range_boxes(boxes: Sequence[Box], start: int, stop: int) -> list[Box]:
 
 
 def shard_range(numel: int, parts: int, index: int, *, quantum: int = 1) -> tuple[int, int]:
-    """Return the element range [start, stop) of shard `index`: equal shards, each a multiple of
-    `quantum`.
+    """Return the element range [start, stop) of shard `index` of `parts` equal ones.
 
-    The last ones may reach past `numel`: that is padding, and the caller allocates parts × shard
-    elements.
+    Each is a multiple of `quantum`. The last ones may reach past `numel`: that is padding, and the
+    caller allocates parts × shard elements.
     """
     part = -(-numel // (parts * quantum)) * quantum
     return index * part, (index + 1) * part
@@ -158,22 +175,25 @@ def replica_ranks(
     rank: int,
     sharded: tuple[str, ...] = (),
 ) -> tuple[int, ...]:
-    """List the global ranks that hold the same boxes of a segment as `rank`, itself included,
-    ascending.
+    """List the global ranks that hold the same boxes of a segment as `rank`, itself included.
 
     Args:
-        sharded: data axes over which the role in question is cut (they then hold different
-            elements).
+        sharded: axes of the placement over which the role in question is cut (ranks along them hold
+            different elements).
+
+    Returns:
+        Global ranks, ascending.
     """
     segment = next(s for s in sharding.segments if s.name == segment_name)
     at = grid.coordinates(rank)
+    cut_lanes = sharding.lanes_of(sharded)
     choices = []
     for axis in sharding.axes:
         size = grid.size(axis)
         parts = segment.pieces(axis, grid)
         if axis == "pp":
             choices.append(sharding.stages or (at[axis],))
-        elif axis in sharded or parts == size:
+        elif axis in cut_lanes or parts == size:
             choices.append((at[axis],))
         else:
             replicas = size // parts
@@ -192,8 +212,12 @@ def memory_bytes(
     gradient_bytes: int = 4,
     optimizer_bytes: int = 12,
 ) -> Fraction:
-    """Return the bytes one rank keeps for a weight: weight + gradient + optimizer state (masters
-    included)."""
+    """Return the bytes one rank keeps for a weight, its gradient and its optimizer state.
+
+    Args:
+        weight_bytes, gradient_bytes, optimizer_bytes: per element of the local tensor; the
+            optimizer's include the fp32 master.
+    """
     numel = math.prod(local_shape(sharding, grid))
     total = Fraction(0)
     for axes, size in (
@@ -201,8 +225,7 @@ def memory_bytes(
         (placement.gradient, gradient_bytes),
         (placement.optimizer, optimizer_bytes),
     ):
-        lanes = sharding.lane_axes if axes else ()
-        total += Fraction(numel * size, math.prod(grid.size(a) for a in lanes))
+        total += Fraction(numel * size, math.prod(grid.size(a) for a in sharding.lanes_of(axes)))
     return total
 
 
@@ -221,16 +244,14 @@ def _local_rows(segment: Segment, grid: RankGrid) -> int:
 
 
 def _units(sharding: WeightSharding, grid: RankGrid) -> int:
-    """Number of interleaved units in one local tensor (1 where a rank holds a fraction of a
-    unit)."""
+    """Return the number of units in one local tensor (1 where a rank holds part of a unit)."""
     return max(1, sharding.interleave // _row_pieces(sharding.segments[0], grid))
 
 
 def _origin(
     segment: Segment, grid: RankGrid, at: Coordinates
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the first logical row of a rank's piece, and the offsets and sizes of its inner
-    dimensions."""
+    """Return the first logical row of a rank's piece, and its inner offsets and sizes."""
     index = 0
     offsets, sizes = [0] * (len(segment.shape) - 1), list(segment.shape[1:])
     for cut in segment.stay_cuts:  # ordered: an earlier cut is the outer one
@@ -262,8 +283,7 @@ def _replica_index(
 def _rectangles(
     sizes: tuple[int, ...], low: int, high: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Split elements [low, high) of a row-major array into boxes (offsets, sizes, first
-    element)."""
+    """Split elements [low, high) of a row-major array into (offsets, sizes, first element)."""
     if low >= high:
         return []
     if len(sizes) == 1:

@@ -44,8 +44,14 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One logical tensor: its checkpoint name, unpadded shape, cuts, and the multiple its local
-    rows pad to."""
+    """One logical tensor.
+
+    Args:
+        name: as a checkpoint spells it.
+        shape: whole and unpadded.
+        cuts: in order, the outer one first.
+        row_multiple: local rows are padded to a multiple of this.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -93,7 +99,7 @@ class WeightSharding:
         segments: its logical tensors, concatenated along dimension 0 of the local tensor.
         interleave: number of logical units (kv groups, for instance) that the segments interleave
             by: the local tensor is unit after unit, each holding its share of every segment. 1 is
-                plain concatenation.
+            plain concatenation.
         gradient: for every axis of size > 1 that does not cut it and sees different inputs or
             heads: "identical" (each rank computes the whole gradient) or "partial" (each computes
                 an addend).
@@ -125,3 +131,11 @@ class WeightSharding:
     @property
     def lane_axes(self) -> tuple[str, ...]:
         return EXPERT_LANES if self.expert else DENSE_LANES
+
+    def lanes_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the data axes of a placement as axes of this weight's own grid."""
+        if not self.expert:
+            return axes
+        # The expert grid has no cp: its ranks are among those of edp.
+        wanted = {{"gtp": "egtp"}.get(axis, "edp") for axis in axes}
+        return tuple(axis for axis in EXPERT_LANES if axis in wanted)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat storage of many tensors over a group of ranks: a layout, a placement, and `redistribute`
-between them.
+"""Flat storage of many tensors over a group of ranks: a layout, a placement, moves between them.
 
 One bucket of a data-parallel engine is a pair of these with one layout: the weights and their
 gradients. All of ZeRO is a choice of placement:
@@ -29,8 +28,7 @@ from megatron.core.weight_sharding import shard_range
 
 
 class BufferPlacement(Enum):
-    """What this rank's storage means: the whole, an addend of the whole, or this rank's range of
-    it."""
+    """What this rank's storage means: the whole, an addend of it, or this rank's range of it."""
 
     REPLICATED = "replicated"
     PARTIAL = "partial"
@@ -52,8 +50,7 @@ class Member:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where each member lies in a flat buffer of `numel` elements that `parts` ranks can share
-    equally."""
+    """Where each member lies in a flat buffer [numel] that `parts` ranks share evenly."""
 
     members: tuple[Member, ...]
     numel: int
@@ -92,8 +89,7 @@ class BufferLayout:
 
 @dataclass
 class ShardedBuffer:
-    """A flat tensor [numel] (or [numel/size] when SHARDED) with its layout, its group and its
-    placement."""
+    """A flat tensor [numel] (one shard: [numel/size]) with its layout, group and placement."""
 
     layout: BufferLayout
     group: Group
@@ -150,20 +146,20 @@ class ShardedBuffer:
         Raises:
             ValueError: there is no such movement, or the storage holds one shard only.
         """
-        before, self.placement = self.placement, placement
+        before = self.placement
         if self.data.numel() != self.layout.numel:
             raise ValueError("redistribute in place needs the whole storage")
+        if placement is BufferPlacement.PARTIAL and before is not placement:
+            raise ValueError(f"no way from {before.value} to {placement.value}")
+        self.placement = placement
         start, stop = self.shard_range
         own = self.data[start:stop]
         if before is placement or self.group.size == 1:
-            return Pending(self.data)
-        if before is BufferPlacement.PARTIAL and placement is BufferPlacement.REPLICATED:
+            return Pending(own if placement is BufferPlacement.SHARDED else self.data)
+        if placement is BufferPlacement.REPLICATED and before is BufferPlacement.PARTIAL:
             return all_reduce_async(self.data, self.group, out=self.data)
-        if before is BufferPlacement.PARTIAL and placement is BufferPlacement.SHARDED:
-            return reduce_scatter_async(self.data, self.group, out=own)
-        if before is BufferPlacement.SHARDED and placement is BufferPlacement.REPLICATED:
+        if placement is BufferPlacement.REPLICATED:
             return all_gather_async(own, self.group, out=self.data)
-        if before is BufferPlacement.REPLICATED and placement is BufferPlacement.SHARDED:
-            return Pending(own)
-        self.placement = before
-        raise ValueError(f"no way from {before.value} to {placement.value}")
+        if before is BufferPlacement.PARTIAL:
+            return reduce_scatter_async(self.data, self.group, out=own)
+        return Pending(own)

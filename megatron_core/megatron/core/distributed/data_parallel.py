@@ -108,8 +108,7 @@ class DataParallel:
         return bool(self.placement.optimizer)
 
     def owned(self) -> list[OwnedRange]:
-        """Return what this rank's optimizer updates: one range of weights and gradients per
-        bucket."""
+        """Return what this rank's optimizer updates, one range per bucket."""
         return [
             owned_range(
                 self.store,
@@ -145,19 +144,24 @@ class DataParallel:
         loss.backward()
 
     def accumulate(self, *, last: bool) -> None:
-        """Say whether the puts that follow are the step's last ones (for callers that split
-        backward)."""
+        """Say whether the step's last puts follow, for callers that split backward."""
         self._last = last
 
     def finish(self) -> None:
-        """Make every gradient whole: reduce what is left, wait, then sum over the model axes."""
+        """Make every gradient whole: reduce what is left, wait, then sum over the model axes.
+
+        Raises:
+            ValueError: no step has begun: its sums would be taken twice.
+        """
+        if not self._in_step:
+            raise ValueError("finish outside a step: call begin_step() first")
         for entry in self.buckets:
             for handle, member in zip(
                 entry.bucket.handles, entry.bucket.layout.members, strict=True
             ):
                 if handle.fresh and handle.trainable:  # not used in this step
                     entry.gradients.data[member.start : member.stop].zero_()
-            if not entry.launched:
+            if entry.trainable and not entry.launched:
                 self._launch(entry)
         for entry in self.buckets:
             if entry.pending is not None:
@@ -178,12 +182,13 @@ class DataParallel:
         self._in_step = False
 
     def gather_weights(self) -> None:
-        """Gather the weights that the optimizer has written shard by shard (nothing to do for
-        no_shard)."""
+        """Gather the weights that the optimizer has written shard by shard, if it has."""
         if not self.sharded:
             return
         pending = []
         for entry in self.buckets:
+            if not entry.trainable:
+                continue
             entry.bucket.weights.placement = BufferPlacement.SHARDED
             pending.append(entry.bucket.weights.redistribute(BufferPlacement.REPLICATED))
         for transfer in pending:
@@ -215,6 +220,11 @@ class DataParallel:
         if not (self._last and self.config.overlap_grad_reduce):
             return
         self._puts[handle.name] += 1
+        if self._puts[handle.name] > handle.uses:
+            raise ValueError(
+                f"{handle.name} got more gradients than its {handle.uses} declared uses, some "
+                "perhaps after its reduction had begun: declare it once per use"
+            )
         if self._puts[handle.name] != handle.uses:
             return
         entry = self._bucket_of[handle.name]
@@ -229,8 +239,7 @@ class DataParallel:
         entry.pending = entry.gradients.redistribute(target)
 
     def _model_sums(self) -> list[tuple[Group, list[torch.Tensor]]]:
-        """Collect, per group of the gradient plans, the gradient ranges that still have to be
-        summed over it."""
+        """Collect, per group of the gradient plans, the ranges that have to be summed over it."""
         views: dict[str, list[torch.Tensor]] = {}
         for entry in self.buckets:
             low, high = self._span(entry.bucket)

@@ -129,8 +129,16 @@ class WeightStore:
         return local_boxes(handle.sharding, self.groups.grid, self.groups.coordinates)
 
     def freeze(self, *names: str) -> None:
-        """Exclude weights from training; before a data-parallel engine is built over the store."""
+        """Exclude weights from training; before a data-parallel engine is built over the store.
+
+        Raises:
+            ValueError: a name that no layer declared, or a weight that has a gradient buffer.
+        """
         for name in names:
+            if name not in self.handles:
+                raise ValueError(f"no weight {name!r} to freeze: see the names in store.handles")
+            if self.handles[name].slot is not None:
+                raise ValueError(f"{name}: freeze it before building DataParallel over its store")
             self.handles[name].anchor.requires_grad_(False)
 
     @contextmanager

@@ -150,7 +150,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64)
     for batch in microbatches:
         loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask)
-        # Where the batch is: a process group of one device kind reduces only tensors that lie there.
+        # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
         sums = sums.to(loss.device) + torch.stack([loss, batch.loss_mask.sum()]).double()
     total, tokens = all_reduce(sums, groups["lanes"]).tolist()
     return total / max(tokens, 1.0)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over one `Group`, on dimension 0, never touching their input unless it is passed as
-output.
+"""Collectives over one `Group` on dimension 0; the input changes only if it is passed as output.
 
 The identity on a group of one rank. Only SUM and MAX: AVG on gloo is silently SUM before torch
 2.10, so all scaling is done by the caller, before the sum. Method names of the process group that
@@ -24,8 +23,7 @@ _OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.M
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective that ran: its kind, its group's name and size, and the bytes of its larger
-    side."""
+    """One collective that ran: its kind, its group's name and size, the bytes of its wide side."""
 
     kind: str
     group: str
@@ -152,8 +150,7 @@ def reduce_scatter_async(
 
 
 def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor:
-    """Overwrite `x` (contiguous, passed as output) with that of the group's rank `source`;
-    return it."""
+    """Overwrite `x` (contiguous) with that of the group's rank `source`, and return it."""
     if group.size > 1:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0

@@ -57,8 +57,7 @@ def reduce_scatter_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def own_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return a view of this rank's share of dimension 0. Raises ValueError if it does not
-    divide."""
+    """Return a view of this rank's share of dimension 0. Raises ValueError if it is uneven."""
     if x.shape[0] % group.size:
         raise ValueError(
             f"{x.shape[0]} rows do not divide over the {group.size} ranks of {group.name}: "

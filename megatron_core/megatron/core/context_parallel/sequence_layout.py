@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SequenceLayout: positions, documents and samples of one microbatch, made once and shared by
-all layers."""
+"""SequenceLayout: positions, documents and samples of one microbatch, shared by all layers."""
 
 from __future__ import annotations
 

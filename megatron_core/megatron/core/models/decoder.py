@@ -60,8 +60,10 @@ class DecoderConfig:
 
 
 class HiddenDropout(nn.Module):
-    """Dropout of [s, b, h] activations outside tensor-parallel blocks: a function of sample and
-    position."""
+    """Dropout of [s, b, h] activations outside tensor-parallel blocks.
+
+    What is dropped is a function of sample and position.
+    """
 
     def __init__(self, name: str, rate: float, *, build: LayerBuild) -> None:
         super().__init__()
@@ -98,8 +100,7 @@ class Block(nn.Module):
         layout: SequenceLayout,
         **context: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add delta to the stream and return (this block's delta, the stream), each [s/tp, b,
-        h]."""
+        """Add delta to the stream; return (this block's delta, the stream), each [s/tp, b, h]."""
         if stream is None:
             normed, stream = self.norm(delta), delta
         else:
@@ -148,8 +149,10 @@ class Decoder(nn.Module):
         rope: RopeTable | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Return the normalised stream [s, b, h] from embeddings [s, b, h] ([s/tp, b, h] with
-        sp)."""
+        """Return the normalised stream [s, b, h] from embeddings [s, b, h].
+
+        Both are [s/tp, b, h] under sequence parallelism.
+        """
         delta, stream = hidden, None
         for block in self.blocks:
             delta, stream = block(delta, stream, layout, rope=rope, cache=cache)

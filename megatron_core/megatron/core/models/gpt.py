@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: token embedding, a decoder of attention and MLP blocks, and a (tied or own) vocabulary
-head."""
+"""GPT: token embedding, a decoder of attention and MLP blocks, a tied or own vocabulary head."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ class StepResult:
 
 
 class RangeState:
-    """The optimizer's tensors for one owned range: the fp32 master and the moments, all flat
-    [k]."""
+    """The optimizer's tensors for one owned range: the fp32 master and the moments, flat [k]."""
 
     def __init__(self, owned: OwnedRange, config: OptimizerConfig) -> None:
         self.owned = owned
@@ -130,18 +129,16 @@ class Optimizer:
         return StepResult(True, norm, zeros)
 
     def grad_norm(self) -> float:
-        """Return the L2 norm of all gradients, each weight counted once (loss scale still in
-        it)."""
+        """Return the L2 norm of all gradients, each weight counted once, loss scale included."""
         return math.sqrt(self._total(lambda flat: torch.linalg.vector_norm(flat).double() ** 2))
 
     def count_zeros(self) -> int:
-        """Return the number of gradient elements that are exactly zero, each weight counted
-        once."""
+        """Return the number of gradient elements that are exactly zero, each counted once."""
         return int(self._total(lambda flat: (flat == 0).sum().double()))
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """Return the L2 norm of the fp32 weights, each counted once."""
+        """Return the L2 norm of the fp32 weights that are trained, each counted once."""
         return math.sqrt(
             self._total(lambda flat: torch.linalg.vector_norm(flat).double() ** 2, of_weights=True)
         )

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose weights are cut over the tensor-parallel group, with or without sequence
-parallelism."""
+"""Layers whose weights are cut over the tensor-parallel group, sequence parallel or not."""
 
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding

@@ -53,8 +53,7 @@ def vocab_parallel_cross_entropy(
 def combine_statistics(
     maximum: torch.Tensor, sum_exp: torch.Tensor, target_logit: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log-sum-exp, target logit) over the whole vocabulary from each rank's slice, all
-    fp32 [t]."""
+    """Return (log-sum-exp, target logit), fp32 [t], of the whole vocabulary from its slices."""
     top = all_reduce(maximum, group, op="max")
     sums = torch.stack([sum_exp * torch.exp(maximum - top), target_logit])  # [2, t]
     all_reduce(sums, group, out=sums)
@@ -62,8 +61,7 @@ def combine_statistics(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """forward loss, and both gradients if they are wanted; backward scales them. Saves d_hidden
-    and dW."""
+    """forward loss, and both gradients if wanted; backward scales them. Saves d_hidden and dW."""
 
     @staticmethod
     def forward(ctx, hidden, anchor, handle, targets, token_weights, group, vocab_size, training):

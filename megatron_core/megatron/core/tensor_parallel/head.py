@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VocabParallelHead: hidden states to logits or straight to the loss, over a vocabulary cut by
-tp."""
+"""VocabParallelHead: hidden states to logits or to the loss, over a vocabulary cut by tp."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from megatron.core.weight_sharding import WeightSharding
 
 
 class VocabParallelHead(nn.Module):
-    """Project to the vocabulary. Declared with the embedding's sharding it is tied to the
-    embedding."""
+    """Project to the vocabulary. Declared with the embedding's sharding it is tied to it."""
 
     def __init__(
         self,
@@ -34,8 +32,7 @@ class VocabParallelHead(nn.Module):
         self.weight = store.declare(sharding, init)
 
     def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden [s, b, h] whole on every rank; the gradient that comes back is
-        partial(tp)."""
+        """Return hidden [s, b, h] whole on every rank; its gradient comes back partial(tp)."""
         if self.region.scatters:
             return gather_from_group(hidden, self.region.group, partial_gradient=True)
         return copy_to_group(hidden, self.region.group)

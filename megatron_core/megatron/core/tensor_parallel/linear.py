@@ -91,8 +91,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = reduce(x Wᵀ) + b, cut by input features; the bias is whole and added once, after the
-    sum."""
+    """y = reduce(x Wᵀ) + b, cut by input features; the whole bias is added once, after the sum."""
 
     def __init__(
         self,
@@ -136,8 +135,7 @@ class RowParallelLinear(nn.Module):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """forward y = gather(x) Wᵀ + b; dgrad reduce(dy W); wgrad dyᵀ gather(x). Saves x as it came
-    in."""
+    """forward y = gather(x) Wᵀ + b; dgrad reduce(dy W); wgrad dyᵀ gather(x). Saves x as it came."""
 
     @staticmethod
     def forward(ctx, x, anchor, bias_anchor, handle, bias, region):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorParallelRegion: the tp group, and whether activations between regions are cut along the
-sequence."""
+"""TensorParallelRegion: the tp group, and whether the sequence is cut over it between blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm: RMSNorm or LayerNorm over the last dimension, with the residual addition that precedes
-it."""
+"""Norm: RMSNorm or LayerNorm over the last dimension, with the residual addition before it."""
 
 from __future__ import annotations
 

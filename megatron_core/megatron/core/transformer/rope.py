@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RopeTable: the cosines and sines of a microbatch's positions, made once and shared by all
-layers."""
+"""RopeTable: the cosines and sines of a microbatch's positions, shared by all layers."""
 
 from __future__ import annotations
 

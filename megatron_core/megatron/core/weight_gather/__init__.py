@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight handles, the only way a layer sees a weight, and the store that declares and lays them
-out.
+"""Weight handles, the only way a layer sees a weight, and the store that lays them out.
 
 A layer declares a weight and keeps its handle; it computes by `handle.linear(x)`,
 `handle.embedding(ids)`, `handle.use()`. Where the weight and its gradient lie is decided after the

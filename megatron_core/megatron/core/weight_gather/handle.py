@@ -56,14 +56,16 @@ class WeightHandle:
     # --- what a layer calls -----------------------------------------------------------------------
 
     def get(self) -> torch.Tensor:
-        """Return the local weight for immediate use; it must not outlive the op that asked for
-        it."""
+        """Return the local weight for immediate use; it must not outlive the asking op."""
         return self.anchor.detach()
 
     @property
     def anchor(self) -> nn.Parameter:
-        """The leaf that the functional ops differentiate through. Raises ValueError before
-        materialising."""
+        """The leaf that the functional ops differentiate through.
+
+        Raises:
+            ValueError: the store is not materialised.
+        """
         if self.param is None:
             raise ValueError(f"{self.name} has no storage yet: call materialize() on its store")
         return self.param

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary and the data of a run: where they come from, and what identifies them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.process_groups import Group
+from megatron.training.data_sets import (
+    build_data_sets,
+    compare_identity,
+    training_batches,
+    validation_batches,
+)
+from megatron.training.resolve import Run, resolve
+from megatron.training.vocabulary import Vocabulary, read_vocabulary
+from tests.unit_tests.training.small_config import small_config
+
+VOCABULARY = Vocabulary(size=300, eod=0, tokenizer={})
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype("<u2")) as writer:
+        for document in range(20):
+            tokens = np.arange(document, document + 51, dtype=np.int64)
+            tokens[-1] = 0
+            writer.add_documents(tokens, np.array([51]))
+    return str(tmp_path / "tokens")
+
+
+def _run(prefix: str, flags: str = "") -> Run:
+    text = f"--data-path {prefix} --split 80,20 --global-batch-size 6 --eval-iters 2 {flags}"
+    return resolve(small_config(text), 1)
+
+
+def _tokens(batches, count):
+    return [next(batches).tokens.tolist() for _ in range(count)]
+
+
+def test_training_goes_on_where_it_stopped(prefix):
+    run = _run(prefix)
+    data = build_data_sets(run, VOCABULARY)
+    lanes = Group.single("lanes")
+    whole = _tokens(training_batches(data, run, lanes=lanes, consumed_samples=0), 8)
+    rest = _tokens(training_batches(data, run, lanes=lanes, consumed_samples=12), 4)
+    assert rest == whole[4:]
+    assert len(data.train) >= run.train_samples
+
+
+def test_every_validation_sees_the_same_samples_and_none_of_training(prefix):
+    run = _run(prefix)
+    data = build_data_sets(run, VOCABULARY)
+    lanes = Group.single("lanes")
+    first, second = (_tokens(validation_batches(data, run, lanes=lanes), 4) for _ in range(2))
+    assert first == second
+    trained = _tokens(training_batches(data, run, lanes=lanes, consumed_samples=0), 20)
+    highest = max(max(max(row) for row in batch) for batch in trained)
+    assert highest < 16 + 50 <= max(max(max(row) for row in batch) for batch in first) + 1
+
+
+def test_no_validation_needs_no_data_for_it(prefix):
+    run = _run(prefix, "--eval-interval 0 --split 1")
+    assert build_data_sets(run, VOCABULARY).validation is None
+
+
+def test_cyclic_permutes_every_epoch(prefix):
+    run = _run(prefix, "--dataloader-type cyclic --train-iters 40")
+    data = build_data_sets(run, VOCABULARY)
+    size = len(data.train)
+    batches = training_batches(data, run, lanes=Group.single("lanes"), consumed_samples=0)
+    rows = [tuple(row) for batch in _tokens(batches, -(-2 * size // 3)) for row in batch]
+    assert sorted(rows[:size]) == sorted(rows[size : 2 * size])
+    assert rows[:size] != rows[size : 2 * size]
+
+
+def test_end_of_document_tokens_can_be_left_out_of_the_loss(prefix):
+    plain, masked = _run(prefix), _run(prefix, "--eod-mask-loss")
+    for run, expected in ((plain, 0), (masked, 1)):
+        data = build_data_sets(run, VOCABULARY)
+        batches = training_batches(data, run, lanes=Group.single("lanes"), consumed_samples=0)
+        batch = next(batches)
+        zeros = int((batch.loss_mask == 0).sum())
+        assert zeros == expected * int((batch.input_ids == 0).sum())
+
+
+def test_a_missing_file_is_a_user_error(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        build_data_sets(_run(str(tmp_path / "absent")), VOCABULARY)
+
+
+def test_identity_is_of_the_content_not_of_the_path_or_the_length_of_the_run(prefix, tmp_path):
+    here = build_data_sets(_run(prefix), VOCABULARY).identity
+    for ending in (".bin", ".idx"):
+        shutil.copy(prefix + ending, tmp_path / f"moved{ending}")
+    moved = _run(str(tmp_path / "moved"), "--train-iters 20")
+    there = build_data_sets(moved, VOCABULARY).identity
+    assert compare_identity(json.loads(json.dumps(here)), there) == []
+    other = build_data_sets(_run(prefix, "--seed 7 --split 90,10"), VOCABULARY).identity
+    differences = compare_identity(here, other)
+    assert len(differences) == 2
+    assert "seed: 1234 in the checkpoint, 7 now" in differences
+
+
+def _written(prefix: str, **description) -> None:
+    with open(f"{prefix}.json", "w") as file:
+        json.dump({"tokenizer": description}, file)
+
+
+def test_a_vocabulary_from_the_tokenizer(prefix):
+    found = read_vocabulary(small_config("--tokenizer-type byte").tokenizer, [prefix])
+    assert (found.size, found.eod, found.tokenizer["type"]) == (257, 256, "byte")
+    larger = read_vocabulary(
+        small_config("--tokenizer-type byte --vocab-size 300").tokenizer, [prefix]
+    )
+    assert larger.size == 300
+    null = read_vocabulary(
+        small_config("--tokenizer-type null --vocab-size 300").tokenizer, [prefix]
+    )
+    assert (null.size, null.eod, null.tokenizer["vocab_size"]) == (301, 300, 300)
+    with pytest.raises(ValueError, match="--vocab-size 100 is less than the tokenizer's 257"):
+        read_vocabulary(small_config("--tokenizer-type byte --vocab-size 100").tokenizer, [prefix])
+
+
+def test_a_vocabulary_from_the_token_files(prefix):
+    _written(prefix, vocab_size=211, eod=3, fingerprint="f")
+    found = read_vocabulary(small_config().tokenizer, [prefix])
+    assert (found.size, found.eod) == (211, 3)
+    with pytest.raises(ValueError, match="less than the 211 of the token files"):
+        read_vocabulary(small_config("--vocab-size 100").tokenizer, [prefix])
+    with pytest.raises(ValueError, match="written with another tokenizer"):
+        read_vocabulary(small_config("--tokenizer-type byte").tokenizer, [prefix])
+
+
+def test_no_vocabulary_and_a_damaged_description(prefix):
+    with pytest.raises(ValueError, match="give --tokenizer-model, or --vocab-size"):
+        read_vocabulary(small_config().tokenizer, [prefix])
+    with open(f"{prefix}.json", "w") as file:
+        file.write("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        read_vocabulary(small_config("--vocab-size 300").tokenizer, [prefix])

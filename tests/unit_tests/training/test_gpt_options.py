@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of model, optimizer, schedule and loss scale reaches the core, and changes it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler
+from megatron.training.gpt_options import (
+    data_parallel_config,
+    gpt_config,
+    learning_rate_schedule,
+    loss_scaler,
+    optimizer_config,
+    weight_decay_schedule,
+    weight_dtype,
+)
+from megatron.training.resolve import resolve
+from tests.unit_tests.training.small_config import small_config
+
+
+def _gpt(flags: str = "") -> GPTConfig:
+    return gpt_config(resolve(small_config(flags), 1).config, 61)
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "value"),
+    [
+        ("--num-layers 3", "num_layers", 3),
+        ("--hidden-size 96", "hidden_size", 96),
+        ("--num-attention-heads 3", "attention.num_attention_heads", 3),
+        ("--group-query-attention --num-query-groups 2", "attention.num_query_groups", 2),
+        ("--kv-channels 10", "attention.kv_channels", 10),
+        ("--ffn-hidden-size 50", "mlp.ffn_hidden_size", 50),
+        ("--swiglu", "mlp.gated", True),
+        ("--swiglu", "mlp.activation", "silu"),
+        ("--normalization RMSNorm", "norm.kind", "RMSNorm"),
+        ("--norm-epsilon 1e-6", "norm.epsilon", 1e-6),
+        ("--qk-layernorm", "attention.qk_norm", True),
+        ("--disable-bias-linear", "mlp.bias", False),
+        ("--disable-bias-linear", "attention.output_bias", False),
+        ("--disable-bias-linear", "attention.qkv_bias", False),
+        ("--disable-bias-linear --add-qkv-bias", "attention.qkv_bias", True),
+        ("--disable-bias-linear --add-qkv-bias", "attention.output_bias", False),
+        ("--untie-embeddings-and-output-weights", "tied", False),
+        ("--attention-dropout 0.2", "attention.dropout", 0.2),
+        ("--hidden-dropout 0.2", "hidden_dropout", 0.2),
+        ("--init-method-std 0.01", "init_std", 0.01),
+        ("--rotary-base 500000", "rope.base", 500000.0),
+        ("--rotary-percent 0.5", "rope.percent", 0.5),
+        ("--rotary-seq-len-interpolation-factor 4", "rope.scaling.kind", "linear"),
+        ("--rotary-seq-len-interpolation-factor 4", "rope.scaling.factor", 4.0),
+        ("--use-rope-scaling", "rope.scaling.kind", "llama3"),
+        ("--use-rope-scaling --rope-scaling-factor 32", "rope.scaling.factor", 32.0),
+        ("--position-embedding-type none", "rope", None),
+    ],
+)
+def test_a_flag_reaches_the_model(flags, path, value):
+    def look(config):
+        for name in path.split("."):
+            config = getattr(config, name)
+        return config
+
+    assert look(_gpt(flags)) == value
+    assert _gpt(flags) != _gpt()
+    changed = _gpt(flags)
+    assert GPTConfig.from_json(changed.to_json()) == changed
+
+
+def test_llama_scaling_context():
+    flags = "--use-rope-scaling --rope-scaling-original-max-position 4096"
+    assert _gpt(flags).rope.scaling.original_max_position == 4096
+
+
+def test_dtypes():
+    assert weight_dtype(small_config()) == torch.float32
+    assert weight_dtype(small_config("--bf16")) == torch.bfloat16
+    assert weight_dtype(small_config("--fp16")) == torch.float16
+
+
+def test_optimizer():
+    flags = (
+        "--optimizer sgd --sgd-momentum 0.5 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 "
+        "--clip-grad 0.5 --log-num-zeros-in-grad"
+    )
+    assert dataclasses.asdict(optimizer_config(small_config(flags))) == {
+        "kind": "sgd",
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.95,
+        "adam_eps": 1e-6,
+        "sgd_momentum": 0.5,
+        "clip_grad": 0.5,
+        "count_zeros": True,
+    }
+
+
+def test_loss_scales():
+    assert loss_scaler(small_config("--bf16")) == ConstantLossScaler(1.0)
+    assert loss_scaler(small_config("--fp16 --loss-scale 128")) == ConstantLossScaler(128.0)
+    flags = (
+        "--fp16 --initial-loss-scale 1024 --min-loss-scale 2 --loss-scale-window 7 --hysteresis 3"
+    )
+    dynamic = loss_scaler(small_config(flags))
+    assert isinstance(dynamic, DynamicLossScaler)
+    config = dynamic.config
+    assert (config.initial_scale, config.min_scale) == (1024.0, 2.0)
+    assert (config.growth_interval, config.hysteresis) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "samples", "rate"),
+    [
+        ("--lr-decay-style constant", 30, 1.0),
+        ("--lr-decay-style linear", 30, 0.55),
+        ("--lr-decay-style cosine", 30, 0.55),
+        ("--lr-decay-style linear --lr-decay-iters 20", 30, 0.775),
+        ("--lr-warmup-iters 5 --lr-warmup-init 0.5", 15, 0.75),
+        ("--lr-warmup-fraction 0.5", 15, 0.5),
+        ("--lr-decay-style inverse-square-root --lr-warmup-iters 2", 48, 0.5),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style linear", 36, 1.0),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style linear", 48, 0.55),
+    ],
+)
+def test_learning_rates(flags, samples, rate):
+    more = f"--lr 1.0 --min-lr 0.1 --global-batch-size 6 {flags}"
+    run = resolve(small_config(more), 1)
+    assert learning_rate_schedule(run).lr(samples) == pytest.approx(rate)
+
+
+def test_weight_decay():
+    flags = "--start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style linear"
+    schedule = weight_decay_schedule(resolve(small_config(f"{flags} --global-batch-size 6"), 1))
+    assert schedule.weight_decay(30) == pytest.approx(0.2)
+    plain = weight_decay_schedule(resolve(small_config("--weight-decay 0.4"), 1))
+    assert plain.weight_decay(3) == 0.4
+
+
+def test_data_parallel():
+    run = resolve(small_config("--use-distributed-optimizer --overlap-grad-reduce"), 2)
+    config = data_parallel_config(run.config)
+    assert (config.strategy, config.overlap_grad_reduce) == ("optim", True)
+    config = data_parallel_config(resolve(small_config(), 2).config)
+    assert (config.strategy, config.overlap_grad_reduce) == ("no_shard", False)

@@ -35,7 +35,7 @@ class QuickstartOptions:
 
     output_dir: str = "runs/quickstart"
     """Folder for everything it makes."""
-    train_iters: int = 360
+    train_iters: int = 345
     """Optimizer steps of 4,096 tokens."""
     nproc: int = 2
     """Processes to train with, as tensor parallel ranks."""
@@ -86,7 +86,7 @@ class Folder:
 
 
 def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, Any]:
-    """Return the options of the training run, by name: 5.2 million parameters, 1.5 million
+    """Return the options of the training run, by name: 5.2 million parameters, 1.4 million
     tokens."""
     iterations = options.train_iters
     return {
@@ -115,8 +115,8 @@ def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, An
         "lr-warmup-iters": max(1, iterations // 20),
         "weight-decay": 0.1,
         "adam-beta2": 0.95,
-        "eval-interval": max(1, iterations // 6),
-        "eval-iters": 8,
+        "eval-interval": max(1, iterations // 5),
+        "eval-iters": 4,
         "tokenizer-type": "hf",
         "tokenizer-model": str(folder.tokenizer),
         "data-path": (str(folder.tokens),),
@@ -124,7 +124,7 @@ def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, An
         "save": str(folder.checkpoints),
         "load": str(folder.checkpoints),
         "save-interval": max(1, iterations // 3),
-        "log-interval": max(1, iterations // 36),
+        "log-interval": max(1, iterations // 34),
         "log-throughput": True,
         "tensorboard-dir": str(folder.root / "tensorboard"),
         "metrics-file": str(folder.metrics),

@@ -192,7 +192,7 @@ def replica_ranks(
         size = grid.size(axis)
         parts = segment.pieces(axis, grid)
         if axis == "pp":
-            choices.append(sharding.stages or (at[axis],))
+            choices.append(tuple(sorted(set(sharding.stages))) or (at[axis],))
         elif axis in cut_lanes or parts == size:
             choices.append((at[axis],))
         else:

@@ -96,6 +96,8 @@ def attention_forward_kernel(
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         maximum = tl.zeros([BLOCK], dtype=tl.float32) + sink
         total += 1.0
+    k_base = k_ptr + sample * k_stride_b + group * k_stride_g
+    v_base = v_ptr + sample * v_stride_b + group * v_stride_g
     result = tl.zeros([BLOCK, FEATURES], dtype=tl.float32)
     low = 0
     high = keys
@@ -106,15 +108,10 @@ def attention_forward_kernel(
     for start in range(low, high, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         column_mask = columns < keys
-        kt = tl.load(
-            k_ptr
-            + sample * k_stride_b
-            + group * k_stride_g
-            + columns.to(tl.int64)[None, :] * k_stride_s
-            + feature[:, None],
-            mask=(feature < features)[:, None] & column_mask[None, :],
-            other=0.0,
-        )
+        wide_columns = columns.to(tl.int64)
+        place = k_base + wide_columns[None, :] * k_stride_s + feature[:, None]
+        across = (feature < features)[:, None] & column_mask[None, :]
+        kt = tl.load(place, mask=across, other=0.0)
         logits = tl.dot(q, kt, input_precision="ieee") * scale
         other = 0
         if HAS_DOCUMENTS:
@@ -138,15 +135,9 @@ def attention_forward_kernel(
         weights = tl.exp(logits - offset[:, None])
         decay = tl.exp(maximum - offset)
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(
-            v_ptr
-            + sample * v_stride_b
-            + group * v_stride_g
-            + columns.to(tl.int64)[:, None] * v_stride_s
-            + feature[None, :],
-            mask=column_mask[:, None] & (feature < features)[None, :],
-            other=0.0,
-        )
+        place = v_base + wide_columns[:, None] * v_stride_s + feature[None, :]
+        along = column_mask[:, None] & (feature < features)[None, :]
+        v = tl.load(place, mask=along, other=0.0)
         result = result * decay[:, None]
         result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         maximum = larger

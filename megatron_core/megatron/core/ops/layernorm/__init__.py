@@ -40,7 +40,7 @@ def layer_norm(
     Raises:
         ValueError: shapes, dtypes or `eps` that do not fit.
     """
-    check_norm("layer_norm", x, weight, residual, eps)
+    check_norm("layer_norm", x, weight, residual, eps=eps)
     if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
         raise ValueError(
             f"layer_norm: bias {tuple(bias.shape)} {bias.dtype} must match"

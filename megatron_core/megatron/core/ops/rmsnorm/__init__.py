@@ -37,7 +37,7 @@ def rms_norm(
     Raises:
         ValueError: shapes, dtypes or `eps` that do not fit.
     """
-    check_norm("rms_norm", x, weight, residual, eps)
+    check_norm("rms_norm", x, weight, residual, eps=eps)
     if choose(implementation, x, "rms_norm") == "triton":
         from megatron.core.ops.rmsnorm import triton as kernels
 
@@ -53,6 +53,7 @@ def check_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor | None,
+    *,
     eps: float,
 ) -> None:
     """Raise ValueError unless the arguments of a normalisation fit together."""

@@ -109,9 +109,9 @@ def attention_forward_kernel(
         columns = start + tl.arange(0, BLOCK)
         column_mask = columns < keys
         wide_columns = columns.to(tl.int64)
-        place = k_base + wide_columns[None, :] * k_stride_s + feature[:, None]
+        kt_place = k_base + wide_columns[None, :] * k_stride_s + feature[:, None]
         across = (feature < features)[:, None] & column_mask[None, :]
-        kt = tl.load(place, mask=across, other=0.0)
+        kt = tl.load(kt_place, mask=across, other=0.0)
         logits = tl.dot(q, kt, input_precision="ieee") * scale
         other = 0
         if HAS_DOCUMENTS:
@@ -135,9 +135,9 @@ def attention_forward_kernel(
         weights = tl.exp(logits - offset[:, None])
         decay = tl.exp(maximum - offset)
         total = total * decay + tl.sum(weights, 1)
-        place = v_base + wide_columns[:, None] * v_stride_s + feature[None, :]
+        v_place = v_base + wide_columns[:, None] * v_stride_s + feature[None, :]
         along = column_mask[:, None] & (feature < features)[None, :]
-        v = tl.load(place, mask=along, other=0.0)
+        v = tl.load(v_place, mask=along, other=0.0)
         result = result * decay[:, None]
         result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         maximum = larger

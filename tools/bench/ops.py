@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import swiglu
+from tools.bench.table import Row, format_table
 
 # batch, sequence, hidden, ffn, heads, key heads, vocabulary: the peers' shapes
 SHAPES = {
@@ -148,6 +149,43 @@ def measure(ours: Step, theirs: Step, rounds: int) -> tuple[float, float]:
     return statistics.median(times[0]), statistics.median(times[1])
 
 
+def rows(quick: bool) -> list[Row]:
+    """Measure every op for the common table, as runs per second."""
+    return compare("S" if quick else "M", ("float32", "bfloat16"), rounds=7 if quick else 21)
+
+
+def compare(
+    shape: str, dtypes: Sequence[str], *, rounds: int, only: str | None = None
+) -> list[Row]:
+    """Measure each op at one shape.
+
+    Args:
+        shape: a key of `SHAPES`.
+        dtypes: names of torch dtypes.
+        rounds: timed runs of each side.
+        only: part of the names of the ops to run; None runs all.
+    """
+    torch.manual_seed(0)
+    found = []
+    for name in dtypes:
+        for pairs in (norm_pairs, attention_pairs, mlp_pairs):
+            for op, ours, theirs in pairs(SHAPES[shape], getattr(torch, name)):
+                if only is not None and only not in op:
+                    continue
+                mine, peer = measure(ours, theirs, rounds)
+                found.append(
+                    Row(
+                        bench="ops",
+                        what=f"{op}, {name}, {shape}: runs/s / transformers",
+                        ours=1e3 / mine,
+                        peer=1e3 / peer,
+                        ratio=peer / mine,
+                        target="",
+                    )
+                )
+    return found
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -156,15 +194,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--op", help="run only the ops whose name contains this")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    print(f"shape {args.shape}, {torch.get_num_threads()} threads, forward + backward, median ms")
-    print(f"{'op':22} {'dtype':9} {'ours':>9} {'theirs':>9} {'ratio':>6}")
-    for name in ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,):
-        for pairs in (norm_pairs, attention_pairs, mlp_pairs):
-            for op, ours, theirs in pairs(SHAPES[args.shape], getattr(torch, name)):
-                if args.op is None or args.op in op:
-                    mine, peer = measure(ours, theirs, args.rounds)
-                    print(f"{op:22} {name:9} {mine:9.3f} {peer:9.3f} {peer / mine:6.2f}")
+    dtypes = ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,)
+    print(f"{torch.get_num_threads()} threads, forward + backward, medians")
+    print(format_table(compare(args.shape, dtypes, rounds=args.rounds, only=args.op)))
 
 
 if __name__ == "__main__":

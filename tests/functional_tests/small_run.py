@@ -105,9 +105,10 @@ def losses(metrics: Path, kind: str = "train") -> dict[int, float]:
 
 
 def timeless(metrics: Path) -> list[dict]:
-    """Return a run's events without what a clock or a memory meter measured."""
-    measured = ("seconds_per_iteration", "tokens_per_second", "peak_memory_bytes")
-    return [{k: v for k, v in e.items() if k not in measured} for e in read_metrics(metrics)]
+    """Return a run's events without what a clock measured, and without those of a process's end."""
+    measured = ("seconds_per_iteration", "tokens_per_second")
+    events = [event for event in read_metrics(metrics) if event["kind"] != "end"]
+    return [{k: v for k, v in event.items() if k not in measured} for event in events]
 
 
 def digests(checkpoint: Path) -> dict[str, str]:

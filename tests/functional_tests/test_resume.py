@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing import read_extra
 from megatron.training.metrics import read_metrics
 from tests.functional_tests.small_run import digests, flags, run_on, timeless, write_tokens
 
@@ -80,3 +81,27 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     }
     assert digests(cut / "iter_0000010") == expected
     assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--fp16 --initial-loss-scale 4e6 --loss-scale-window 2 --dataloader-type cyclic",
+        "--optimizer sgd --calculate-per-token-loss --start-weight-decay 0 --end-weight-decay 0.1 "
+        "--weight-decay-incr-style cosine --eval-interval 2",
+    ],
+)
+def test_every_state_goes_through_a_checkpoint(tmp_path, more):
+    """Save in the middle of a log window and of everything that has a state; one process."""
+    prefix = write_tokens(tmp_path / "tokens")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    common = f"--train-iters 8 --save-interval 3 --log-interval 4 --eval-interval 0 {more}"
+    run_on(1, flags(prefix, f"{common} --save {whole}"))
+    run_on(1, flags(prefix, f"{common} --save {cut} --exit-interval 3"))
+    assert not (cut / "iter_0000006").exists()
+    run_on(1, flags(prefix, f"{common} --save {cut} --load {cut}"))
+    assert digests(cut / "iter_0000008") == digests(whole / "iter_0000008")
+    assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
+    first, second = (read_extra(folder / "iter_0000008") for folder in (whole, cut))
+    for part in ("progress", "optimizer", "window", "data", "model"):
+        assert first[part] == second[part], part

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computing through weight handles against autograd in fp64; gradients in slots, split or not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.initialize import InitSpec
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_gather import WeightHandle, WeightStore
+from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
+from megatron.core.weight_sharding import WeightSharding
+from tests.support.closeness import assert_close_by_metric
+from tests.support.inputs import generator
+from tests.support.nan_memory import nan_memory
+
+#: Operands are rounded to bf16 (2^-9) before and results after each product, then summed in fp32.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1.5e-2}
+SHAPES = {"table": (11, 6), "weight": (5, 6), "bias": (5,), "scale": (6,)}
+
+
+def built(dtype: torch.dtype = torch.float32, *, slots: bool = True) -> WeightStore:
+    """Return a store of four weights; slots hold NaN, so what is not written first shows."""
+    store = WeightStore(ProcessGroupCollection.single(), seed=4, dtype=dtype)
+    for name, shape in SHAPES.items():
+        store.declare(WeightSharding.of(name, shape), InitSpec.normal(0.7))
+    store.materialize()
+    for handle in store.handles.values():
+        if slots:
+            handle.slot = torch.full(handle.shape, torch.nan)
+    return store
+
+
+def values(*shape: int, key: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normal values."""
+    return torch.randn(shape, generator=generator(6, key, *shape)).to(dtype)
+
+
+def reference_weights(store: WeightStore) -> dict[str, torch.Tensor]:
+    """Return fp64 leaves of the same values."""
+    return {n: h.get().double().requires_grad_(True) for n, h in store.handles.items()}
+
+
+def network(store: WeightStore, ids: torch.Tensor, valid: torch.Tensor, x: torch.Tensor):
+    """Use every entry point, the table twice: [4, 3, 11]."""
+    use = store.handles
+    rows = use["table"].embedding(ids, valid) + x
+    hidden = rows * use["scale"].use(torch.float32).to(x.dtype)
+    inner = use["weight"].linear(hidden, use["bias"])
+    return use["table"].linear(F.pad(torch.tanh(inner), (0, 1), value=0.5))
+
+
+def plain_network(weights, ids, valid, x):
+    """The same with autograd alone."""
+    rows = F.embedding(ids, weights["table"]) * valid.unsqueeze(-1) + x
+    hidden = rows * weights["scale"]
+    inner = F.linear(hidden, weights["weight"], weights["bias"])
+    return F.linear(F.pad(torch.tanh(inner), (0, 1), value=0.5), weights["table"])
+
+
+def inputs(dtype: torch.dtype, key: int):
+    """Return ids with repetitions, a mask, activations and an output gradient."""
+    ids = torch.randint(0, 11, (4, 3), generator=generator(key))
+    valid = torch.rand(4, 3, generator=generator(key, 1)) > 0.3
+    return ids, valid, values(4, 3, 6, key=key, dtype=dtype), values(4, 3, 11, key=key, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_equal_autograd_over_two_microbatches(dtype: torch.dtype):
+    store, bound = built(dtype), BOUNDS[dtype]
+    weights = reference_weights(store)
+    with nan_memory():
+        for key in (1, 2):  # the first put of each slot overwrites, all later ones add
+            ids, valid, x, grad = inputs(dtype, key)
+            x.requires_grad_(True)
+            out = network(store, ids, valid, x)
+            out.backward(grad)
+            wide = x.detach().double().requires_grad_(True)
+            reference = plain_network(weights, ids, valid.double(), wide)
+            reference.backward(grad.double())
+            assert out.dtype is dtype
+            assert_close_by_metric("output", out, reference, bound=bound)
+            assert_close_by_metric("input gradient", x.grad, wide.grad, bound=bound)
+    for name, handle in store.handles.items():
+        assert not handle.fresh
+        assert handle.anchor.grad is None
+        assert handle.slot.dtype is torch.float32
+        assert_close_by_metric(name, handle.slot, weights[name].grad, bound=bound)
+
+
+@pytest.mark.parametrize("name", ["table", "weight", "bias", "scale"])
+def test_first_put_of_a_step_overwrites_and_later_ones_add(name: str):
+    store = built()
+
+    def put() -> torch.Tensor:
+        ids, valid, x, grad = inputs(torch.float32, 5)
+        network(store, ids, valid, x).backward(grad)
+        return store.handles[name].slot.clone()
+
+    once = put()
+    assert_close_by_metric("twice", put(), 2 * once, bound=1e-6)
+    for handle in store.handles.values():
+        handle.fresh = True
+    assert torch.equal(put(), once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_backward_is_bitwise_the_unsplit_one(dtype: torch.dtype):
+    whole, split = built(dtype), built(dtype)
+    for key in (1, 2):
+        ids, valid, x, grad = inputs(dtype, key)
+        a, b = x.clone().requires_grad_(True), x.clone().requires_grad_(True)
+        network(whole, ids, valid, a).backward(grad)
+        loss = network(split, ids, valid, b)
+        with split.defer() as queue:
+            loss.backward(grad)
+        assert len(queue) == 5, "table twice, weight, bias, scale"
+        assert torch.equal(a.grad, b.grad)
+        if key == 1:
+            assert all(h.slot.isnan().all() for h in split.handles.values()), "put at once"
+        queue.drain()
+        assert len(queue) == 0
+    for name, handle in whole.handles.items():
+        assert torch.equal(handle.slot, split.handles[name].slot), name
+
+
+def test_outside_of_defer_puts_run_at_once_again():
+    store = built()
+    with pytest.raises(KeyError), store.defer():
+        raise KeyError
+    assert all(handle.queue is None for handle in store.handles.values())
+
+
+class _Holds(torch.autograd.Function):
+    """The identity, whose node keeps an object alive."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Kept:
+    """Something that a weak reference can watch."""
+
+
+def test_waiting_gradients_keep_no_graph_alive():
+    store = built()
+    ids, valid, x, grad = inputs(torch.float32, 3)
+    kept = _Kept()
+    watched = weakref.ref(kept)
+    out = network(store, ids, valid, _Holds.apply(x.requires_grad_(True), kept))
+    with store.defer() as queue:
+        out.backward(grad)
+    del kept, out, x
+    gc.collect()
+    assert len(queue) == 5
+    assert watched() is None
+    queue.drain()
+
+
+def test_slots_do_not_alias_the_gradients_that_were_put():
+    store = built()
+    handle, given = store.handles["scale"], values(6)
+    copy_of = handle.use()
+    copy_of.backward(given)
+    handle.slot.zero_()
+    assert given.abs().sum() > 0
+    before = handle.get().clone()
+    with torch.no_grad():
+        copy_of.zero_()
+    assert torch.equal(handle.get(), before), "use() must give a private copy"
+
+
+@pytest.mark.parametrize("frozen", ["table", "weight", "bias", "scale"])
+def test_frozen_weights_pass_gradients_on_and_get_none(frozen: str):
+    store, reference = built(), built()
+    handle = store.handles[frozen]
+    handle.anchor.requires_grad_(False)
+    handle.slot = None
+    ids, valid, x, grad = inputs(torch.float32, 7)
+    a, b = x.clone().requires_grad_(True), x.clone().requires_grad_(True)
+    network(store, ids, valid, a).backward(grad)
+    network(reference, ids, valid, b).backward(grad)
+    assert torch.equal(a.grad, b.grad)
+    for name, other in store.handles.items():
+        if name != frozen:
+            assert torch.equal(other.slot, reference.handles[name].slot)
+
+
+def test_a_frozen_model_builds_no_graph_and_a_frozen_linear_saves_nothing():
+    store = built(slots=False)
+    store.freeze(*SHAPES)
+    ids, valid, x, _ = inputs(torch.float32, 7)
+    assert not network(store, ids, valid, x).requires_grad
+    out = store.handles["weight"].linear(x.requires_grad_(True))
+    assert out.grad_fn.saved_tensors == (None,)
+
+
+def test_use_before_materialising_and_backward_without_an_engine_say_what_to_do():
+    store = WeightStore(ProcessGroupCollection.single())
+    handle = store.declare(WeightSharding.of("w", (3, 2)), InitSpec.constant(1.0))
+    x = torch.ones(4, 2)
+    for use in (lambda: handle.linear(x), handle.use, handle.get):
+        with pytest.raises(ValueError, match=r"w has no storage yet: call materialize\(\)"):
+            use()
+    store.materialize()
+    out = handle.linear(x)
+    with pytest.raises(ValueError, match="w has no gradient buffer: build a DataParallel engine"):
+        out.sum().backward()
+
+
+def test_the_engine_is_told_of_every_put():
+    store, told = built(), []
+    for handle in store.handles.values():
+        handle.on_put = lambda h: told.append((h.name, h.fresh))
+    ids, valid, x, grad = inputs(torch.float32, 2)
+    network(store, ids, valid, x).backward(grad)
+    # The order of the graph, which is the same in every run.
+    assert sorted(told) == sorted((n, False) for n in ("table", "weight", "bias", "scale", "table"))
+    again = copy.copy(told)
+    told.clear()
+    network(store, ids, valid, x).backward(grad)
+    assert told == again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrix_products(dtype: torch.dtype):
+    bound = BOUNDS[dtype]
+    x, weight, bias = (values(*s, key=9, dtype=dtype) for s in ((2, 7, 6), (5, 6), (5,)))
+    grad = values(2, 7, 5, key=9, dtype=dtype)
+    wide = [t.double() for t in (x, weight, bias, grad)]
+    out = linear_forward(x, weight, bias=bias)
+    assert out.dtype is dtype
+    assert_close_by_metric("y", out, F.linear(*wide[:3]), bound=bound)
+    assert_close_by_metric("dx", linear_dgrad(grad, weight), wide[3] @ wide[1], bound=bound)
+    product = wide[3].flatten(0, 1).t() @ wide[0].flatten(0, 1)
+    slot = torch.full((5, 6), torch.nan)
+    linear_wgrad_(slot, grad, x, overwrite=True)
+    assert_close_by_metric("dW", slot, product, bound=1e-6 if dtype is torch.float32 else bound)
+    linear_wgrad_(slot, grad, x, overwrite=False)
+    assert_close_by_metric("2 dW", slot, 2 * product, bound=1e-6 if dtype.itemsize > 2 else bound)
+
+
+def test_weight_gradients_of_bf16_are_summed_in_fp32():
+    """One large and many small terms: a bf16 sum would lose the small ones."""
+    store = built(torch.bfloat16)
+    handle: WeightHandle = store.handles["weight"]
+    x = torch.ones(1, 6, dtype=torch.bfloat16)
+    for gradient in (256.0, *(0.5,) * 32):
+        handle.wgrad(torch.full((1, 5), gradient).bfloat16(), x)
+    assert torch.equal(handle.slot, torch.full((5, 6), 272.0))

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.commit import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.coordinator import Coordinator
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     Manifest,
     StoredChunk,
@@ -36,6 +37,7 @@ from megatron.core.dist_checkpointing.planner import (
     plan_shard,
 )
 from megatron.core.dist_checkpointing.shard_writer import write_shard
+from megatron.core.dist_checkpointing.verify import verify_checkpoint
 
 #: Bytes under one digest: what a partial read must read at least to be verified.
 BLOCK_BYTES = 1 << 20
@@ -114,9 +116,7 @@ class _Save:
         self.coordinator.begin(f"saving {folder.name}")
         try:
             name = self.coordinator.agree("plan", self.plan, self.open)
-            if name is None:
-                self.coordinator.say(f"{folder} exists already: it is kept and not saved again")
-            else:
+            if name is not None:
                 self.coordinator.agree("write", lambda: self.write(name), self.commit)
         except BaseException:
             if self.temporary is not None:
@@ -134,7 +134,9 @@ class _Save:
 
     def open(self, plans: list[dict[str, Any]]) -> str | None:
         """Check all layouts together and create the folder to write into; None is "skip"."""
-        if self.skip_existing and checkpoint_folder(self.root, self.iteration).is_dir():
+        folder = checkpoint_folder(self.root, self.iteration)
+        if self.skip_existing and folder.is_dir():
+            self.coordinator.say(f"{folder} exists already{_damage(folder)}; it is not saved again")
             return None
         check_replicas(plans)
         check_coverage(group_by_tensor([c for plan in plans for c in decode_chunks(plan)]))
@@ -170,6 +172,15 @@ class _Save:
         )
         publish(self.temporary, manifest)
         write_tracker(self.root, self.iteration)
+
+
+def _damage(folder: Path) -> str:
+    """Return what to add about a folder that is kept: nothing if it is whole."""
+    try:
+        verify_checkpoint(folder, digests=False)
+    except CheckpointError as error:
+        return f" but is damaged ({error}): remove it"
+    return " and is kept"
 
 
 def _stored(

@@ -22,7 +22,10 @@ from megatron.core.dist_checkpointing.boxes import Box, boxes_of_range, flat_ind
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile, digest
 from megatron.core.dist_checkpointing.shard_header import DTYPES, LENGTH_BYTES, decode_length
-from megatron.core.dist_checkpointing.shard_writer import PIECE_BYTES, as_bytes
+from megatron.core.dist_checkpointing.shard_writer import as_bytes
+
+#: Small enough to stay in a core's cache between its arrival and its digest.
+PIECE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,9 +116,15 @@ class ShardReader:
             for want, span in zip(request.wants, spans, strict=True)
         ]
         whole = request.chunk.end - request.chunk.begin
+        start, stop = (position * itemsize for position in spans[0])
         for begin in range(first * self._block_bytes, last, self._block_bytes):
             end = min(begin + self._block_bytes, whole)
-            self._read_block(request, begin, end, spans, direct)
+            if len(spans) == 1 and direct[0] is not None and start <= begin and end <= stop:
+                # The common case, without looking for who else wants a part of this block.
+                target = direct[0][begin - start : end - start]
+                self._read_bytes(request.name, request.chunk, begin, target)
+            else:
+                self._read_block(request, begin, end, spans, direct)
 
     def verify(self, name: str, chunk: StoredChunk) -> None:
         """Read a whole stored chunk and compare its digests."""
@@ -166,24 +175,25 @@ class ShardReader:
 
     def _read_bytes(self, name: str, chunk: StoredChunk, begin: int, target: memoryview) -> None:
         """Read a chunk's bytes from `begin` into `target` and compare the block's digest."""
-        hasher = xxhash.xxh3_64() if self._verify else None
+        size = len(target)
+        offset = chunk.begin + begin
+        hasher = xxhash.xxh3_64()
+        step = PIECE_BYTES if self._verify else size
         position = 0
-        while position < len(target):
-            piece = target[position : position + PIECE_BYTES]
-            got = self._pread(piece, chunk.begin + begin + position, name)
-            if hasher:
+        while position < size:
+            piece = target[position : position + step]
+            got = self._pread(piece, offset + position, name)
+            if self._verify:
                 hasher.update(piece[:got])
             position += got
-        self.bytes_read += len(target)
-        if hasher:
-            block = begin // self._block_bytes
-            if hasher.hexdigest() != chunk.xxh3[block]:
+        self.bytes_read += size
+        if self._verify:
+            if hasher.hexdigest() != chunk.xxh3[begin // self._block_bytes]:
                 raise CheckpointError(
                     f"{self._path} is damaged: {name}{chunk.box} does not match its digest in "
-                    f"bytes [{chunk.begin + begin}, {chunk.begin + begin + len(target)}); use "
-                    "another checkpoint"
+                    f"bytes [{offset}, {offset + size}); use another checkpoint"
                 )
-            self.bytes_verified += len(target)
+            self.bytes_verified += size
 
     def _pread(self, target: memoryview, offset: int, name: str) -> int:
         try:

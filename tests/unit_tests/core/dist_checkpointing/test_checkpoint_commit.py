@@ -34,7 +34,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def save(root: Path, iteration: int, **options) -> Path:
     tensors = {"w": torch.full((3,), float(iteration))}
-    return save_checkpoint(root, iteration, whole(tensors), {}, coordinator=Solo(), **options)
+    options.setdefault("coordinator", Solo())
+    return save_checkpoint(root, iteration, whole(tensors), {}, **options)
 
 
 def names(root: Path) -> set[str]:
@@ -105,9 +106,12 @@ def test_a_step_is_never_saved_over(tmp_path):
     assert folder == save_checkpoint(
         tmp_path, 1, tensors, {}, coordinator=Solo(lines.append), existing="skip"
     )
-    assert len(lines) == 1
-    assert "exists already" in lines[0]
     assert (folder / "manifest.json").stat() == before
+    os.truncate(folder / "shard-00000.safetensors", 3)
+    save(tmp_path, 1, existing="skip", coordinator=Solo(lines.append))
+    assert len(lines) == 2
+    assert "exists already and is kept" in lines[0]
+    assert re.search("exists already but is damaged .*has 3 bytes.*remove it", lines[1])
     assert names(tmp_path) == {"iter_0000001", TRACKER}
     (tmp_path / "iter_0000002").mkdir()  # rename would replace an empty folder
     with pytest.raises(CheckpointError, match=r"iter_0000002 exists already"):

@@ -8,7 +8,6 @@ import random
 import re
 import resource
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -284,32 +283,25 @@ def state_of(iteration: int) -> dict[str, torch.Tensor]:
 
 def save_for_ever(rank: int, world: int, root: str) -> None:
     with SaveFolderClaim(root):
-        latest = latest_checkpoint(root, say=lambda line: None)
-        iteration = int(latest.name[5:]) if latest else 0
+        # The newest folder, not the tracker's, so that every life adds a checkpoint.
+        iteration = max((int(folder.name[5:]) for folder in list_checkpoints(root)), default=0)
         while True:
             iteration += 1
-            save_checkpoint(
-                root,
-                iteration,
-                whole(state_of(iteration)),
-                {"iteration": iteration},
-                coordinator=Solo(),
-                existing="skip",
-            )
+            extra = {"iteration": iteration}
+            save_checkpoint(root, iteration, whole(state_of(iteration)), extra, coordinator=Solo())
             print("saved", flush=True)
 
 
 def test_kill_at_random_moments_never_loses_a_checkpoint(tmp_path):
     rng = random.Random(os.getpid())
-    leftovers = kills = 0
+    leftovers = 0
     seen = 0
-    for _ in range(12):
+    for _ in range(8):
         with start_ranks(save_for_ever, 1, str(tmp_path), init=False) as ranks:
             ranks.wait_for_line(0, "saved")
             time.sleep(rng.uniform(0, 0.05))
             ranks.kill(0)
             ranks.processes[0].join()
-            kills += 1
         leftovers += len(list(tmp_path.glob("*.tmp-*")))
         lines: list[str] = []
         latest = latest_checkpoint(tmp_path, digests=True, say=lines.append)
@@ -322,6 +314,5 @@ def test_kill_at_random_moments_never_loses_a_checkpoint(tmp_path):
             targets = {name: torch.zeros_like(t) for name, t in state_of(step).items()}
             load_checkpoint(folder, whole(targets))
             assert all(torch.equal(targets[name], t) for name, t in state_of(step).items())
-    assert seen >= 6  # a kill between rename and tracker makes the next run skip a step
-    print(f"{kills} kills, {leftovers} partial folders, {seen} checkpoints", file=sys.stderr)
+    assert seen >= 7  # the last life may have been killed between rename and tracker
     assert leftovers  # some kill did hit a save, else this test proves nothing

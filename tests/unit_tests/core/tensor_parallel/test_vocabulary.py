@@ -46,10 +46,11 @@ def build_for(vocabulary: int, *, tied: bool, multiple: int = 1):
 def data(vocabulary: int):
     """Return ids (some in every slice), targets [s, b] and token weights with zeros among them."""
     spread = torch.linspace(0, vocabulary - 1, S * B).long()
-    ids = spread[torch.randperm(S * B, generator=generator(1))].view(S, B)
+    order = torch.randperm(S * B, generator=generator(1))
+    ids = spread[order].view(S, B)
     targets = torch.randint(0, vocabulary, (S, B), generator=generator(2))
-    weights = torch.rand(S, B, generator=generator(3))
-    weights[weights < 0.3] = 0.0
+    weights = torch.rand(S, B, generator=generator(3)) + 0.1
+    weights[order.view(S, B) % 4 == 1] = 0.0  # never all ids of one slice
     targets[0, 0], targets[0, 1] = vocabulary - 1, 0  # both ends
     return ids, targets, weights
 

@@ -37,12 +37,16 @@ BUCKET_BYTES = {"small": 5_000, "large": 10**9}
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a logical tensor of shape `shape`, starting at `offsets`."""
+    """A box of a logical tensor of shape `shape`, starting at `offsets`.
+
+    `holders` are the ranks that hold the same box, as far as this rank knows.
+    """
 
     name: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     values: torch.Tensor
+    holders: tuple[int, ...] = ()
 
 
 @dataclass
@@ -181,16 +185,30 @@ class _Watch:
         self.nll: list[torch.Tensor] = []
         self.gradients: list[Piece] = []
 
-    def loss(self, *args: torch.Tensor, **named: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the loss of every token."""
-        loss, nll = self.model.loss(*args, **named)
+    def loss(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        token_weights: torch.Tensor,
+        *,
+        sample_ids: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the loss of every token; move the loss scale from the weights behind the model."""
+        scale = self.scaler.scale
+        loss, nll = self.model.loss(tokens, labels, token_weights / scale, sample_ids=sample_ids)
         self.nll.append(nll.clone())
-        return loss, nll
+        return (loss if scale == 1.0 else loss * scale), nll
 
     def step(self, lr: float, weight_decay: float) -> StepResult:
         """Keep the gradients, without the loss scale."""
         self.gradients = [
-            Piece(p.box.name, p.box.shape, p.box.offsets, p.of(owned.gradients) / self.scaler.scale)
+            Piece(
+                p.box.name,
+                p.box.shape,
+                p.box.offsets,
+                p.of(owned.gradients) / self.scaler.scale,
+                p.replica_ranks,
+            )
             for owned in self.engine.owned()
             for p in owned.boxes
         ]

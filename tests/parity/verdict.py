@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.parity.traffic import assert_traffic
-from tests.parity.training import SEED, STEPS, Run, assembled, single_run
+from tests.parity.training import SEED, STEPS, Run, Step, assembled, single_run
 from tests.support.closeness import assert_all_close
 from tests.support.covering_array import Row
 from tests.support.inputs import perturbed
@@ -64,6 +64,7 @@ def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: i
     lanes = [steps[lane * tp] for lane in range(row["dp"])]
     gradients = assembled(piece for step in steps for piece in step.gradients)
     worst = assert_all_close(gradients, assembled(wanted.gradients))
+    _assert_holders_known(steps)
     scalars, expected = {}, {}
     for rank, step in enumerate(steps):
         scalars[f"loss on {rank}"], expected[f"loss on {rank}"] = step.loss, wanted.loss
@@ -76,6 +77,19 @@ def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: i
         expected[name] = nll
     assert_all_close(_tensors(scalars), _tensors(expected))
     return worst
+
+
+def _assert_holders_known(steps: Sequence[Step]) -> None:
+    """Fail unless each rank knows which ranks own the same piece of optimizer state as it does."""
+    holders: dict[tuple[object, ...], list[int]] = {}
+    for rank, step in enumerate(steps):
+        for piece in step.gradients:
+            holders.setdefault((piece.name, piece.offsets, piece.values.shape), []).append(rank)
+    for step in steps:
+        for piece in step.gradients:
+            actual = tuple(holders[piece.name, piece.offsets, piece.values.shape])
+            if piece.holders != actual:
+                raise AssertionError(f"{piece.name} is on {actual}, told to be on {piece.holders}")
 
 
 def _tensors(values: Mapping[str, float | torch.Tensor]) -> dict[str, torch.Tensor]:

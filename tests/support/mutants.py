@@ -18,6 +18,7 @@ import copy
 import gc
 import hashlib
 import importlib
+import itertools
 import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,8 +27,10 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-#: Lines that ran, by module name.
-Lines = dict[str, set[int]]
+#: First and last character of a piece of source text.
+Span = tuple[int, int]
+#: Where the instructions lie that ran, by module name.
+Ran = dict[str, set[Span]]
 
 
 @dataclass(frozen=True)
@@ -223,17 +226,16 @@ def mutations(module: str) -> list[Mutation]:
     return found
 
 
-def sample(
-    found: Iterable[Mutation], count: int, *, seed: int, ran: Lines | None = None
-) -> list[Mutation]:
-    """Draw `count` mutations, only of lines that `ran` if that is given.
+def sample(found: Iterable[Mutation], count: int, *, seed: int) -> list[Mutation]:
+    """Draw `count` mutations.
 
     The draw goes by a hash of (seed, edit), so it stays nearly the same when other code changes.
     """
-    eligible = [m for m in found if ran is None or m.line in ran.get(m.module, ())]
-    return sorted(eligible, key=lambda m: hashlib.sha256(f"{seed}|{m.key}".encode()).hexdigest())[
-        :count
-    ]
+
+    def drawn(mutation: Mutation) -> str:
+        return hashlib.sha256(f"{seed}|{mutation.key}".encode()).hexdigest()
+
+    return sorted(found, key=drawn)[:count]
 
 
 def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -329,33 +331,42 @@ def _other_constant(node: ast.Constant) -> Iterator[tuple[str, str]]:
 
 def _span(text: str, node: ast.expr | ast.stmt) -> tuple[int, int]:
     """Return where a node starts and ends in the text (ast counts columns in UTF-8 bytes)."""
-    lines = text.splitlines(keepends=True)
-
-    def offset(line: int, column: int) -> int:
-        within = lines[line - 1].encode()[:column].decode()
-        return sum(len(earlier) for earlier in lines[: line - 1]) + len(within)
-
+    offset = _offsets(text)
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
 
 
-# --- which lines run, and what became of the mutants
+def _offsets(text: str) -> Callable[[int, int], int]:
+    """Return the function from (line, column in UTF-8 bytes) to the index in the text."""
+    lines = text.splitlines(keepends=True)
+    starts = [0, *itertools.accumulate(len(line) for line in lines)]
+
+    def offset(line: int, column: int) -> int:
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    return offset
+
+
+# --- what runs, and what became of the mutants
 # ------------------------------------------------
 
 
-def lines_run(modules: Collection[str], run: Callable[[], Any]) -> Lines:
-    """Call `run` and return the lines of `modules` that were executed in this thread."""
+def spans_run(modules: Collection[str], run: Callable[[], Any]) -> Ran:
+    """Call `run` and return where the instructions lie that this thread executed in `modules`."""
     names = {source_of(module)[1]: module for module in modules}
-    ran: Lines = {module: set() for module in modules}
+    seen: dict[str, set[tuple[CodeType, int]]] = {module: set() for module in modules}
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            ran[names[frame.f_code.co_filename]].add(frame.f_lineno)
+        if event == "opcode":
+            seen[names[frame.f_code.co_filename]].add((frame.f_code, frame.f_lasti))
         return local
 
     def enter(frame: FrameType, _: str, __: Any) -> Any:
-        return local if frame.f_code.co_filename in names else None
+        if frame.f_code.co_filename not in names:
+            return None
+        frame.f_trace_opcodes = True
+        return local
 
     before = sys.gettrace()
     sys.settrace(enter)
@@ -363,7 +374,51 @@ def lines_run(modules: Collection[str], run: Callable[[], Any]) -> Lines:
         run()
     finally:
         sys.settrace(before)
-    return ran
+    return {module: _spans_of(source_of(module)[0], found) for module, found in seen.items()}
+
+
+def _spans_of(text: str, instructions: Iterable[tuple[CodeType, int]]) -> set[Span]:
+    """Return where instructions, each a code object and an offset in bytes, lie in the text."""
+    offset = _offsets(text)
+    by_code: dict[CodeType, set[int]] = {}
+    for code, at in instructions:
+        by_code.setdefault(code, set()).add(at // 2)
+    spans = set()
+    for code, chosen in by_code.items():
+        for index, (line, end_line, column, end_column) in enumerate(code.co_positions()):
+            if index in chosen and None not in (line, end_line, column, end_column):
+                spans.add((offset(line, column), offset(end_line, end_column)))
+    return spans
+
+
+def _all_spans(text: str) -> set[Span]:
+    """Return where all instructions of a source text lie."""
+    waiting = [compile(text, "text", "exec", dont_inherit=True)]
+    instructions = []
+    while waiting:
+        code = waiting.pop()
+        instructions += [(code, at) for at in range(0, len(code.co_code), 2)]
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return _spans_of(text, instructions)
+
+
+def executed(found: Iterable[Mutation], ran: Ran) -> list[Mutation]:
+    """Return the mutations of expressions that ran.
+
+    An expression ran if an instruction inside of it did. One without instructions of its own, such
+    as a folded constant, ran if the innermost instruction around it did.
+    """
+    kept = []
+    possible = {module: _all_spans(source_of(module)[0]) for module in ran}
+    for mutation in found:
+        everything = possible.get(mutation.module, set())
+        inside = {s for s in everything if mutation.start <= s[0] and s[1] <= mutation.stop}
+        if not inside:
+            around = [s for s in everything if s[0] <= mutation.start and mutation.stop <= s[1]]
+            inside = {min(around, key=lambda s: s[1] - s[0])} if around else set()
+        if inside & ran.get(mutation.module, set()):
+            kept.append(mutation)
+    return kept
 
 
 @dataclass(frozen=True)

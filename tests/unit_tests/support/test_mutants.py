@@ -10,12 +10,13 @@ import pytest
 from tests.support.mutants import (
     Verdict,
     apply,
-    lines_run,
+    executed,
     modules_of,
     mutations,
     planted,
     sample,
     source_of,
+    spans_run,
     survey,
 )
 
@@ -134,20 +135,24 @@ def test_samples_are_stable_when_other_code_changes(victim, tmp_path):
     drawn = sample(found, 5, seed=1)
     assert drawn == sample(reversed(found), 5, seed=1)
     assert drawn != sample(found, 5, seed=2)
-    ran = {"victim_module": {found[0].line}}
-    assert {m.line for m in sample(found, 5, seed=1, ran=ran)} == {found[0].line}
     path = tmp_path / "victim_module.py"
     path.write_text("# another line\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
     assert [m.key for m in sample(mutations("victim_module"), 5, seed=1)] == [m.key for m in drawn]
 
 
-def test_the_lines_that_ran_are_known(victim):
-    ran = lines_run(["victim_module"], lambda: victim.mean([1]))["victim_module"]
-    text = source_of("victim_module")[0].splitlines()
-    executed = {text[line - 1].strip() for line in ran}
-    assert "total += value" in executed
-    assert "return x * group" not in executed
-    assert not any(line.startswith("raise") for line in executed)
+def test_only_expressions_that_ran_count(victim):
+    everything = mutations("victim_module")
+
+    def what(run):
+        ran = spans_run(["victim_module"], run)
+        return {m.what for m in executed(everything, ran)}
+
+    assert what(lambda: None) == set()
+    mean = what(lambda: victim.mean([1]))
+    assert mean == {m.what for m in everything if m.function == "mean"}
+    alone, together = what(lambda: victim.Box.own(3, 1)), what(lambda: victim.Box.own(3, 2))
+    assert "group > 1: to GtE" in alone
+    assert "all_reduce(x, group): skipped" in together - alone
 
 
 def test_the_survey_names_survivors(victim):

@@ -8,10 +8,11 @@ import json
 import resource
 import shutil
 import signal
+import time
 
 import pytest
 
-from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
+from megatron.core.dist_checkpointing import SaveFolderClaim, latest_checkpoint, verify_checkpoint
 from megatron.training import pretrain_gpt
 from megatron.training.exit_codes import ExitCode
 from tests.functional_tests.small_run import flags, run_here, running, write_tokens
@@ -156,16 +157,19 @@ def test_a_save_folder_that_cannot_be_written_is_known_before_the_first_step(
     refused(capsys, argv, "cannot save under", "name a folder that can be written")
 
 
-def test_two_runs_do_not_save_into_one_folder(prefix, tmp_path):
-    save = tmp_path / "save"
-    long = "--train-iters 100000 --eval-interval 0"
-    with running(1, flags(prefix, f"{long} --save {save}")) as first:
-        first.wait_for_line(0, "iteration        1/")
-        with running(1, flags(prefix, f"{SHORT} --save {save}")) as second:
-            found = second.outcomes(timeout=60)
-            text = second.log(0)
-    assert found[0].exit_code == ExitCode.USER_ERROR
-    assert "is in use by another run (pid " in text
+def _hold(rank: int, world: int, folder: str) -> None:
+    """Hold a save folder as a run does, until the end of the process."""
+    claim = SaveFolderClaim(folder)
+    print("held", flush=True)
+    while claim:
+        time.sleep(1.0)
+
+
+def test_two_runs_do_not_save_into_one_folder(prefix, tmp_path, capsys):
+    with start_ranks(_hold, 1, str(tmp_path / "save"), init=False) as ranks:
+        ranks.wait_for_line(0, "held")
+        argv = flags(prefix, f"{SHORT} --save {tmp_path / 'save'}")
+        refused(capsys, argv, f"is in use by another run (pid {ranks.processes[0].pid} on ")
 
 
 def _limited(rank: int, world: int, argv: list[str], bytes_left: int) -> int:

@@ -47,6 +47,8 @@ def assert_same_numbers(row: Row, runs: Sequence[Run], ref: Reference) -> float:
     collectives.
     """
     whole = assembled(piece for run in runs for piece in run.initial)
+    if whole.keys() != ref.own_initial.keys():
+        raise AssertionError(f"not everywhere: {sorted(whole.keys() ^ ref.own_initial.keys())}")
     for name, values in ref.own_initial.items():
         if not torch.equal(whole[name], values):
             raise AssertionError(f"initial values of {name} depend on the layout")

@@ -111,6 +111,9 @@ def test_every_dtype_survives_and_opens_with_the_safetensors_library(tmp_path):
     for name, tensor in tensors.items():
         assert same_bits(opened[name], tensor), name
         assert same_bits(targets[name], tensor), name
+    for name, stored in read_manifest(folder).tensors.items():
+        # aligned, so that readers that map the file can use it in place
+        assert stored.chunks[0].begin % tensors[name].itemsize == 0, name
 
 
 def test_parts_are_named_by_their_offsets_for_other_readers(tmp_path):

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small network over weight handles, different data for every lane, and a plain reference."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.initialize import InitSpec
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_sharding import WeightSharding
+from tests.support.inputs import generator
+
+VOCABULARY, HIDDEN = 13, 6
+SHAPES = {
+    "table": (VOCABULARY, HIDDEN),
+    "first": (HIDDEN, HIDDEN),
+    "first.bias": (HIDDEN,),
+    "scale": (HIDDEN,),
+    "spare": (3, HIDDEN),
+}
+
+
+class SmallModel:
+    """Embedding, a biased layer, a scale, and the embedding again as the head; `spare` is optional.
+
+    Args:
+        bucket_bytes: small ones make a bucket per weight.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroupCollection,
+        *,
+        bucket_bytes: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.store = WeightStore(groups, seed=9, dtype=dtype)
+        for name in ("table", "first", "first.bias", "scale", "spare", "table"):
+            sharding = WeightSharding.of(
+                name,
+                SHAPES[name],
+                gradient={"tp": "identical"},
+                weight_decay=len(SHAPES[name]) > 1,
+            )
+            self.store.declare(sharding, InitSpec.normal(0.6))
+        self.store.materialize(bucket_bytes=bucket_bytes)
+
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor, *, spare: bool = True) -> torch.Tensor:
+        """Return the summed loss of ids and targets [t]."""
+        use = self.store.handles
+        hidden = use["first"].linear(use["table"].embedding(ids), use["first.bias"])
+        hidden = torch.tanh(hidden) * use["scale"].use()
+        if spare:
+            hidden = hidden + torch.sin(use["spare"].use()).sum(0)
+        logits = use["table"].linear(hidden)
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def plain_loss(weights: dict[str, torch.Tensor], ids, targets, *, spare: bool = True):
+    """Return the same with autograd alone."""
+    hidden = F.linear(F.embedding(ids, weights["table"]), weights["first"], weights["first.bias"])
+    hidden = torch.tanh(hidden) * weights["scale"]
+    if spare:
+        hidden = hidden + torch.sin(weights["spare"]).sum(0)
+    return F.cross_entropy(F.linear(hidden, weights["table"]), targets, reduction="sum")
+
+
+def tokens(lane: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (ids, targets) of one lane's microbatch, other ones for every (lane, index)."""
+    drawn = torch.randint(0, VOCABULARY, (2, 7), generator=generator(5, lane, index))
+    return drawn[0], drawn[1]
+
+
+def leaves(store: WeightStore) -> dict[str, torch.Tensor]:
+    """Return fp64 leaves of a store's whole weights."""
+    return {n: h.get().double().requires_grad_(True) for n, h in store.handles.items()}
+
+
+def reference_gradients(
+    store: WeightStore, batches: list[tuple[int, int]], *, spare: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the fp64 gradients of the sum over (lane, index) microbatches."""
+    weights = leaves(store)
+    for lane, index in batches:
+        plain_loss(weights, *tokens(lane, index), spare=spare).backward()
+    return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
+
+
+def bucket_numel(bucket) -> int:
+    """Return the elements of a bucket, alignment and shard padding included."""
+    at = 0
+    for handle in bucket.handles:
+        at = math.ceil(at / 32) * 32 + math.prod(handle.shape)
+    shard = 32 * bucket.group.size
+    return math.ceil(at / shard) * shard

@@ -18,6 +18,7 @@ from megatron.training.errors import run_entry_point
 from megatron.training.flags import CommandLine, parse_command_line, show_config
 from megatron.training.launch import Launch
 from megatron.training.resolve import Run, resolve
+from megatron.training.termination import block_sigterm, exit_on_sigterm
 
 if TYPE_CHECKING:
     from megatron.training.peers import PeerWatch
@@ -59,7 +60,6 @@ def start_watch(launch: Launch, timeout_seconds: float) -> PeerWatch | None:
     if launch.world_size == 1:
         return None
     from megatron.training.peers import PeerWatch
-    from megatron.training.termination import exit_on_sigterm
 
     watches: list[PeerWatch] = []
 
@@ -112,6 +112,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     def work() -> None:
         launch = Launch.from_environment(environment)
         launches.append(launch)
+        if launch.world_size > 1:
+            block_sigterm()
         run = read_run(argv, launch)
         watch = start_watch(launch, run.config.parallel.distributed_timeout_minutes * 60.0)
         if watch is not None:

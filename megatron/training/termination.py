@@ -16,16 +16,23 @@ from collections.abc import Callable
 from megatron.training.exit_codes import ExitCode
 
 
+def block_sigterm() -> None:
+    """Keep SIGTERM waiting until `exit_on_sigterm`; call it before any library starts threads.
+
+    Threads inherit the mask, so the signal can then only reach the thread that waits for it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
 def exit_on_sigterm(explain: Callable[[], str | None]) -> None:
-    """Start the thread that waits for SIGTERM; call it in the main thread before any other thread.
+    """Start the thread that waits for SIGTERM and ends the process.
 
     Nothing is lost by ending at any moment: a checkpoint appears whole or not at all.
 
     Args:
         explain: returns the line to print, or None for no line.
     """
-    # Threads made later inherit the mask, so the signal can only reach the one that waits for it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    block_sigterm()
 
     def wait() -> None:
         signal.sigwait({signal.SIGTERM})

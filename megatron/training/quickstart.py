@@ -266,11 +266,15 @@ def summarise(folder: Folder, seconds: float) -> dict[str, Any]:
     return summary
 
 
-def show(folder: Folder, summary: Mapping[str, Any]) -> None:
-    """Print continuations and numbers."""
+def show_continuations(folder: Folder) -> None:
+    """Print the continuations of an earlier call."""
     say("\nContinuations")
     for result in json.loads(folder.continuations.read_text(encoding="utf-8")):
         say(f"\n  prompt:       {result['prompt']!r}\n  continuation: {result['text']!r}")
+
+
+def show_summary(folder: Folder, summary: Mapping[str, Any]) -> None:
+    """Print the numbers of the run."""
     first, last = summary["first_validation_loss"], summary["last_validation_loss"]
     say("\nSummary")
     say(f"  validation loss  {first:.4f} -> {last:.4f} ({last / first:.0%} of the first)")
@@ -299,13 +303,16 @@ def run(options: QuickstartOptions) -> None:
     stage(3, "encode the text", done=encoded, work=lambda: make_tokens(folder))
     final = folder.checkpoints / f"iter_{options.train_iters:07d}"
     stage(4, "train the model", done=final.exists(), work=lambda: train(options, folder))
-    stage(5, "continue prompts", done=folder.continuations.exists(), work=lambda: generate(folder))
+    continued = folder.continuations.exists()
+    stage(5, "continue prompts", done=continued, work=lambda: generate(folder))
     from megatron.training.plot import plot_loss
 
     plot_loss(
         folder.metrics, folder.curve, title="Quickstart: 5 M parameter GPT on Python's own text"
     )
-    show(folder, summarise(folder, time.monotonic() - start))
+    if continued:  # otherwise they have just been printed
+        show_continuations(folder)
+    show_summary(folder, summarise(folder, time.monotonic() - start))
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ import torch
 from tests.parity.training import Run, rank_of_row, world_of
 from tests.parity.verdict import Reference, assert_agrees, reference_of
 from tests.support.covering_array import Row
-from tests.support.mutants import Mutation, Ran, Verdict, spans_run
+from tests.support.executed import Ran, spans_run
+from tests.support.mutants import Mutation, Verdict
 from tests.support.ranks import RankFailure, run_ranks
 
 #: Seconds after which a mutant that hangs counts as noticed.

@@ -10,7 +10,10 @@ import pytest
 
 from tests.parity.hunting import Hunt, row_with
 from tests.parity.verdict import assert_agrees, assert_same_numbers
-from tests.support.mutants import executed, modules_of, mutations, planted, sample, survey
+from tests.support.executed import executed
+from tests.support.mutants import planted, survey
+from tests.support.mutation_operators import mutations, sample
+from tests.support.source_text import modules_of
 
 CORE = "megatron.core"
 

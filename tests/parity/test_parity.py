@@ -17,6 +17,7 @@ from tests.parity.training import (
     LAYERS,
     LEARNING_RATE,
     STEPS,
+    WEIGHT_DECAY,
     assembled,
     lane_data,
     rank_of_row,
@@ -61,6 +62,12 @@ ONE_RANK = {
 }
 
 
+def _updated(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a weight after a step of SGD; norms and biases do not decay."""
+    decay = WEIGHT_DECAY if weight.dim() == 2 else 0.0
+    return weight - LEARNING_RATE * (gradient + decay * weight)
+
+
 @pytest.mark.parametrize("model", covering_array(MODELS), ids=lambda model: str(model["groups"]))
 def test_the_single_process_trains_as_the_definition(model):
     row = {**ONE_RANK, **model}
@@ -86,7 +93,7 @@ def test_the_single_process_trains_as_the_definition(model):
         assert_close_by_metric("loss", torch.tensor(step.loss), loss)
         assert_all_close(assembled(step.gradients), gradients)
         weights = {
-            name: (w - LEARNING_RATE * gradients[name]).detach().requires_grad_()
+            name: _updated(w.detach(), gradients[name]).requires_grad_()
             for name, w in weights.items()
         }
     assert_all_close(assembled(ref.run.weights), weights)

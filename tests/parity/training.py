@@ -30,7 +30,7 @@ from tests.support.nan_memory import nan_memory
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN, VOCABULARY = 2, 36, 8, 6, 52, 61
 BATCH, SEQUENCE = 3, 12
-STEPS, LEARNING_RATE = 2, 0.3
+STEPS, LEARNING_RATE, WEIGHT_DECAY = 2, 0.3, 0.1
 SEED = 7
 BUCKET_BYTES = {"small": 5_000, "large": 10**9}
 
@@ -160,7 +160,7 @@ def train_row(
             watch, engine, optimizer=watch, groups=groups, per_token_loss=row["per_token"]
         )
         with trace(groups) as records:
-            report = train(data, lr=LEARNING_RATE, weight_decay=0.0)
+            report = train(data, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         run.steps.append(
             Step(
                 loss=report.loss,

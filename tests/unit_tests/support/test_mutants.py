@@ -7,18 +7,10 @@ import textwrap
 
 import pytest
 
-from tests.support.mutants import (
-    Verdict,
-    apply,
-    executed,
-    modules_of,
-    mutations,
-    planted,
-    sample,
-    source_of,
-    spans_run,
-    survey,
-)
+from tests.support.executed import executed, spans_run
+from tests.support.mutants import Verdict, apply, planted, survey
+from tests.support.mutation_operators import mutations, sample
+from tests.support.source_text import modules_of, source_of
 
 VICTIM = '''
 """A module to be mutated."""

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where things lie in the source text of a module."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import pkgutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+#: First character of a piece of source text, and the one behind its last.
+Span = tuple[int, int]
+
+
+def source_of(module: str) -> tuple[str, str]:
+    """Return the source text of a module and the path that it came from."""
+    path = importlib.import_module(module).__file__
+    assert path is not None
+    return Path(path).read_text(encoding="utf-8"), path
+
+
+def modules_of(name: str) -> list[str]:
+    """Return the modules of a package, or the module itself if it is none."""
+    module = importlib.import_module(name)
+    if module.__spec__ is None or module.__spec__.submodule_search_locations is None:
+        return [name]
+    inner = pkgutil.iter_modules(module.__path__)
+    return [name] + [found for entry in inner for found in modules_of(f"{name}.{entry.name}")]
+
+
+def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions of a module and of its classes with their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from definitions(node, f"{prefix}{node.name}.")
+
+
+def span(text: str, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    """Return where a node starts and ends in the text (ast counts columns in UTF-8 bytes)."""
+    offset = offsets(text)
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
+
+
+def offsets(text: str) -> Callable[[int, int], int]:
+    """Return the function from (line, column in UTF-8 bytes) to the index in the text."""
+    lines = text.splitlines(keepends=True)
+    starts = [0, *itertools.accumulate(len(line) for line in lines)]
+
+    def offset(line: int, column: int) -> int:
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    return offset

@@ -29,6 +29,7 @@ PLAIN_ROW: Mapping[str, object] = {
     "per_token": False,
     "loss_scale": 1.0,
     "tied": False,
+    "vocabulary": 61,
     "groups": 4,
     "norm": "RMSNorm",
     "qk_norm": False,

@@ -225,7 +225,7 @@ HUNTING_ROWS = [
              accumulation=3, tied=True, norm="LayerNorm", qk_norm=True, bias="all", dropout=0.1),
     row_with(tp=2, dp=2, per_token=True, loss_scale=1024.0, bucket="small", bias="all",
              qk_norm=True, groups=4),
-    row_with(tp=4, dp=1, groups=2, sequence_parallel=True, overlap=False, bias="qkv"),
+    row_with(tp=4, dp=1, groups=2, sequence_parallel=True, overlap=False, bias="qkv", vocabulary=9),
 ]  # fmt: skip
 
 SEED = 20

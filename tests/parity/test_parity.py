@@ -59,6 +59,7 @@ ONE_RANK = {
     "overlap": True,
     "dropout": 0.0,
     "loss_scale": 1.0,
+    "vocabulary": 61,
 }
 
 

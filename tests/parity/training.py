@@ -28,7 +28,7 @@ from tests.support.inputs import Microbatch, microbatch, one_thread
 from tests.support.mutants import Mutation, apply
 from tests.support.nan_memory import nan_memory
 
-LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN, VOCABULARY = 2, 36, 8, 6, 52, 61
+LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
 BATCH, SEQUENCE = 3, 12
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 2, 0.3, 0.1
 SEED = 7
@@ -78,7 +78,7 @@ def gpt_config(row: Row) -> GPTConfig:
     return GPTConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
-        vocab_size=VOCABULARY,
+        vocab_size=row["vocabulary"],
         attention=AttentionConfig(
             num_attention_heads=HEADS,
             num_query_groups=row["groups"],
@@ -109,7 +109,7 @@ def lane_data(row: Row, lane: int, step: int) -> list[Microbatch]:
             index=step * row["accumulation"] + i,
             batch=BATCH,
             sequence=SEQUENCE,
-            vocabulary=VOCABULARY,
+            vocabulary=row["vocabulary"],
         )
         for i in range(row["accumulation"])
     ]

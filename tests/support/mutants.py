@@ -99,8 +99,7 @@ def planted(module: str, function: str, before: str, after: str) -> Mutation:
 
     Raises:
         ValueError: no such function, or the snippet is not there exactly once: the code has
-        changed, and the
-            fault must be written anew.
+            changed, and the fault must be written anew.
     """
     exported = vars(importlib.import_module(module)).get(function.partition(".")[0])
     if exported is not None:

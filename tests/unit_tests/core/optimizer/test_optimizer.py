@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer against torch's own over several steps, and its norms over ranks counted once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.initialize import InitSpec
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.optimizer.loss_scaler import ConstantLossScaler
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import generator
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
+
+ROWS = Cut(axis="tp", dim=0)
+#: Logical tensors of the weights below.
+SHAPES = {
+    "table": (13, 6),
+    "norm": (6,),
+    "q": (8, 6),
+    "k": (3, 6),
+    "down": (6, 8),
+    "down.bias": (6,),
+    "experts": (8, 6),
+}
+
+
+def shardings() -> list[WeightSharding]:
+    """Return weights cut by rows (padded) and columns, whole, with one kv head, and of experts."""
+    one = (Cut(axis="tp", dim=0, parts=1),)
+    return [
+        WeightSharding.of("table", SHAPES["table"], ROWS, row_multiple=4),
+        WeightSharding.of("norm", (6,), gradient={"tp": "partial"}, weight_decay=False),
+        WeightSharding(
+            name="qk",
+            segments=(
+                Segment(name="q", shape=SHAPES["q"], cuts=(ROWS,)),
+                Segment(name="k", shape=SHAPES["k"], cuts=one),
+            ),
+        ),
+        WeightSharding.of("down", SHAPES["down"], Cut(axis="tp", dim=1)),
+        WeightSharding.of("down.bias", (6,), gradient={"tp": "identical"}, weight_decay=False),
+        WeightSharding.of(
+            "experts",
+            SHAPES["experts"],
+            Cut(axis="ep", dim=0),
+            Cut(axis="etp", dim=1),
+            expert=True,
+        ),
+    ]
+
+
+class Training:
+    """A store, an engine and an optimizer whose gradients are given in logical form."""
+
+    def __init__(
+        self,
+        groups: ProcessGroupCollection,
+        config: OptimizerConfig,
+        *,
+        strategy: str = "no_shard",
+        dtype: torch.dtype = torch.float32,
+        scale: float = 1.0,
+    ) -> None:
+        self.groups, self.scale = groups, scale
+        self.store = WeightStore(groups, seed=2, dtype=dtype)
+        for sharding in shardings():
+            self.store.declare(sharding, InitSpec.normal(0.8))
+        self.store.materialize(bucket_bytes=300)
+        self.engine = DataParallel(self.store, groups, config=DataParallelConfig(strategy=strategy))
+        scaler = ConstantLossScaler(scale)
+        self.optimizer = Optimizer(self.engine.owned(), groups, config=config, scaler=scaler)
+
+    def step(self, gradients: dict[str, torch.Tensor], *, fault: float = 0.0, **options: float):
+        """Put this rank's addend of every gradient (plus a fault), then step.
+
+        A lane's share and, where the plan sums over tp, the rank's share of it are uneven.
+        """
+        tp = self.groups["tp"]
+        self.engine.begin_step()
+        self.engine.accumulate(last=True)
+        for handle in self.store.handles.values():
+            grid = "expert_lanes" if handle.sharding.expert else "lanes"
+            group = self.groups[grid]
+            local = torch.zeros(handle.shape).view(-1)
+            for box in self.store.boxes(handle):
+                piece = gradients[box.name] * self.scale
+                for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                    piece = piece.narrow(dim, first, size)
+                part = _share(group.rank, group.size)
+                if box.name in ("norm", "k"):
+                    part *= _share(tp.rank, tp.size)
+                local[box.start : box.start + box.numel] = (piece * part).flatten()
+            if handle.name == "down":
+                local[-1] += fault
+            handle.add_gradient(local.view(handle.shape))
+        self.engine.finish()
+        result = self.optimizer.step(**options)
+        self.engine.gather_weights()
+        return result
+
+    def pieces(self) -> list[tuple]:
+        """Return (name, offsets, values) of this rank's weights."""
+        found = []
+        for handle in self.store.handles.values():
+            flat = handle.get().view(-1)
+            for box in self.store.boxes(handle):
+                values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
+                found.append((box.name, box.offsets, values))
+        return found
+
+    def logical(self) -> dict[str, torch.Tensor]:
+        """Return whole weights; a single process only."""
+        return {name: values for name, _, values in self.pieces()}
+
+
+def _share(rank: int, size: int) -> float:
+    """Return uneven shares that add up to one, exact in binary."""
+    return 1.0 if size == 1 else (0.25, 0.75)[rank] if size == 2 else 1.0 / size
+
+
+def drawn(step: int) -> dict[str, torch.Tensor]:
+    """Return logical gradients of one step, a tenth of the elements exactly zero."""
+    found = {}
+    for name, shape in SHAPES.items():
+        source = generator(11, step, *name.encode())
+        values = torch.randn(shape, generator=source)
+        values[torch.rand(shape, generator=source) < 0.1] = 0.0
+        found[name] = values
+    return found
+
+
+def torch_optimizer(config: OptimizerConfig, weights: dict[str, torch.Tensor], decay: float):
+    """Return torch's optimizer with a group without decay."""
+    plain = [weights[n] for n in ("norm", "down.bias")]
+    decayed = [w for n, w in weights.items() if n not in ("norm", "down.bias")]
+    groups = [
+        {"params": decayed, "weight_decay": decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    if config.kind == "sgd":
+        return torch.optim.SGD(groups, lr=1.0, momentum=config.sgd_momentum)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=config.adam_eps)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4096.0])
+@pytest.mark.parametrize("clip", [0.0, 2.5, 1e6])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "adam", "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-5},
+        {"kind": "sgd"},
+        {"kind": "sgd", "sgd_momentum": 0.9},
+    ],
+    ids=["adam", "sgd", "momentum"],
+)
+def test_steps_equal_those_of_torch(settings: dict, clip: float, scale: float):
+    config = OptimizerConfig(**settings, clip_grad=clip)
+    training = Training(ProcessGroupCollection.single(), config, scale=scale)
+    weights = {n: w.double().requires_grad_(True) for n, w in training.logical().items()}
+    reference = torch_optimizer(config, weights, decay=0.1)
+    for step in range(4):
+        gradients, lr = drawn(step), 0.1 / (1 + step)
+        with nan_memory():
+            result = training.step(gradients, lr=lr, weight_decay=0.1)
+        for name, weight in weights.items():
+            weight.grad = gradients[name].double()
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), clip or math.inf)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        assert result.applied
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        assert_all_close(training.logical(), weights, bound=2e-6)
+    assert training.optimizer.steps == 4
+    norm = math.sqrt(sum(float(w.detach().square().sum()) for w in weights.values()))
+    assert training.optimizer.params_norm() == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_low_precision_weights_follow_their_masters(kind: str):
+    """Steps far below a bf16 rounding step must add up in the masters."""
+    config = OptimizerConfig(kind=kind, clip_grad=0.0)
+    training = Training(ProcessGroupCollection.single(), config, dtype=torch.bfloat16)
+    weights = {n: w.float().requires_grad_(True) for n, w in training.logical().items()}
+    reference = torch_optimizer(config, weights, decay=0.0)
+    for group in reference.param_groups:
+        group["lr"] = 1e-4
+    for _ in range(20):
+        training.step(drawn(0), lr=1e-4)
+        for name, weight in weights.items():
+            weight.grad = drawn(0)[name]
+        reference.step()
+    masters = {}
+    for state in training.optimizer.ranges:
+        assert state.master.dtype is torch.float32
+        assert set(state.named_tensors()) >= {"master"}
+        for placed in state.owned.boxes:
+            masters[placed.box.name] = placed.of(state.master)
+    assert_all_close(masters, weights, bound=2e-6)
+    for name, weight in training.logical().items():
+        assert torch.equal(weight, masters[name].bfloat16()), name
+
+
+def test_masters_can_be_taken_from_the_weights():
+    config = OptimizerConfig(kind="sgd", clip_grad=0.0)
+    training = Training(ProcessGroupCollection.single(), config, dtype=torch.bfloat16)
+    for state in training.optimizer.ranges:
+        state.owned.weights.fill_(3.0)
+        state.reload_master()
+        assert (state.master == 3.0).all()
+    full = Training(ProcessGroupCollection.single(), config)
+    for state in full.optimizer.ranges:
+        assert state.master.data_ptr() == state.owned.weights.data_ptr()
+        assert state.named_tensors() == {}
+
+
+def layouts() -> list[RankGrid]:
+    """Return the layouts of four ranks."""
+    return [
+        RankGrid(world_size=4, tp=2),
+        RankGrid(world_size=4, tp=2, etp=1, ep=2),
+        RankGrid(world_size=4, tp=2, etp=1, ep=4),
+        RankGrid(world_size=4, tp=2, cp=2),
+    ]
+
+
+def four_ranks(rank: int, world: int) -> list[dict]:
+    """Run every layout and strategy with Adam, clipping, and a NaN that one rank alone sees."""
+    found = []
+    for grid in layouts():
+        groups = ProcessGroupCollection.create(grid, rank=rank)
+        for strategy in ("no_shard", "optim"):
+            config = OptimizerConfig(clip_grad=2.5, count_zeros=True)
+            training = Training(groups, config, strategy=strategy, scale=8.0)
+            results = [training.step(drawn(0), lr=0.1, weight_decay=0.1)]
+            before = _state(training)
+            for culprit in range(world):
+                fault = math.nan if rank == culprit else 0.0
+                skipped = training.step(drawn(1), fault=fault, lr=0.1, weight_decay=0.1)
+                assert not skipped.applied
+                assert math.isnan(skipped.grad_norm)
+                after = _state(training)
+                assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+                assert training.optimizer.steps == 1
+            results.append(training.step(drawn(2), lr=0.1, weight_decay=0.1))
+            norm = training.optimizer.params_norm()
+            found.append({"results": results, "norm": norm, "pieces": training.pieces()})
+    return found
+
+
+def _state(training: Training) -> list[torch.Tensor]:
+    """Return copies of everything that a step changes."""
+    found = [bucket.weights.data.clone() for bucket in training.store.buckets]
+    for state in training.optimizer.ranges:
+        found += [tensor.clone() for tensor in state.named_tensors().values()]
+    return found
+
+
+def test_four_ranks_count_every_weight_once_and_skip_together():
+    config = OptimizerConfig(clip_grad=2.5, count_zeros=True)
+    single = Training(ProcessGroupCollection.single(), config, scale=8.0)
+    wanted = [single.step(drawn(step), lr=0.1, weight_decay=0.1) for step in (0, 2)]
+    zeros = [sum(int((g == 0).sum()) for g in drawn(step).values()) for step in (0, 2)]
+    weights = single.logical()
+    for found in run_ranks(four_ranks, 4):
+        assert len(found) == 2 * len(layouts())
+        for one in found:
+            for got, ref, count in zip(one["results"], wanted, zeros, strict=True):
+                assert got.applied
+                assert got.num_zeros == ref.num_zeros == count
+                assert got.grad_norm == pytest.approx(ref.grad_norm, rel=1e-6)
+            assert one["norm"] == pytest.approx(single.optimizer.params_norm(), rel=1e-6)
+            for name, offsets, values in one["pieces"]:
+                ref = weights[name]
+                for dim, (first, size) in enumerate(zip(offsets, values.shape, strict=True)):
+                    ref = ref.narrow(dim, first, size)
+                assert (values - ref).abs().max() <= 2e-6 * weights[name].abs().max(), name
+
+
+def test_infinite_gradients_skip_and_tell_the_scaler():
+    class Told:
+        scale = 2.0
+
+        def __init__(self) -> None:
+            self.updates: list[bool] = []
+
+        def update(self, found_inf: bool) -> None:
+            self.updates.append(found_inf)
+
+    training = Training(ProcessGroupCollection.single(), OptimizerConfig())
+    scaler = training.optimizer.scaler = Told()  # type: ignore[assignment]
+    assert training.step(drawn(0), lr=0.1).applied
+    assert not training.step(drawn(1), fault=math.inf, lr=0.1).applied
+    assert scaler.updates == [False, True]
+
+
+def test_every_setting_out_of_range_is_named_at_once():
+    with pytest.raises(ValueError) as caught:
+        OptimizerConfig(
+            kind="adagrad",
+            adam_beta1=1.0,
+            adam_beta2=-0.1,
+            adam_eps=0.0,
+            sgd_momentum=math.nan,
+            clip_grad=-1.0,
+        )
+    text = str(caught.value)
+    assert "optimizer 'adagrad': use one of adam, sgd" in text
+    for name in ("adam_beta1 is 1.0", "adam_beta2 is -0.1", "adam_eps is 0.0", "clip_grad is -1.0"):
+        assert name in text
+    assert "sgd_momentum is nan" in text

@@ -79,7 +79,8 @@ def test_every_flag_is_read_as_tyro_reads_it(option):
 def test_spellings_are_megatrons_and_each_option_has_a_doc():
     names = {o.name for o in options(Config)}
     assert not set(MEGATRON_FLAGS.split()) - names
-    assert all(option_docs(Config)[name] for name in names)
+    docs = option_docs(Config)
+    assert all(docs[name] for name in names)
 
 
 def test_switches_lists_and_equals():

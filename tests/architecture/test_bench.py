@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks' own arithmetic: ratios by round, verdicts, and workers that take turns."""
+
+import importlib
+import math
+
+import pytest
+
+from tools.bench.__main__ import BENCHES
+from tools.bench.shapes import SHAPES
+from tools.bench.table import Row, format_table, verdict
+from tools.bench.turns import Variant, ratio, take_turns
+
+WORKER = """
+import sys, time
+from tools.bench.turns import serve
+def build():
+    print("a library's chatter")
+    return lambda: time.sleep({seconds}) or {value}
+serve(build)
+"""
+
+
+def row(ratio_, target, ours=1.0):
+    return Row(bench="b", what="w", ours=ours, peer=None, ratio=ratio_, target=target)
+
+
+def test_verdicts():
+    assert [verdict(row(r, ">= 1.05")) for r in (1.04, 1.05, 2.0)] == ["no", "yes", "yes"]
+    assert [verdict(row(r, "<= 1.0")) for r in (0.9, 1.0, 1.1)] == ["yes", "yes", "no"]
+    assert [verdict(row(None, "<= 0.5", ours=o)) for o in (0.4, 0.6, None)] == ["yes", "no", ""]
+    assert verdict(row(1.0, "")) == ""
+    with pytest.raises(ValueError, match="target '= 1"):
+        verdict(row(1.0, "= 1.05"))
+
+
+def test_the_table_is_aligned():
+    lines = format_table([row(1.25, ">= 1.0", ours=12345.6), row(None, "")]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert "12,346" in lines[2]
+    assert "1.250" in lines[2]
+
+
+def test_a_ratio_compares_within_rounds():
+    # The machine halves its speed between the rounds: each still says that ours is 2 times faster.
+    ours = Variant("ours", rounds=[[1.0, 1.0], [2.0, 2.0], [2.0, 9.0, 2.0]])
+    peer = Variant("peer", rounds=[[2.0, 2.0], [4.0, 4.0], [4.0, 4.0, 4.0]])
+    assert ratio(ours, peer) == 2.0
+
+
+def test_workers_take_turns_and_a_broken_one_is_left_out(capfd):
+    commands = {
+        "fast": ["-c", WORKER.format(seconds=0.01, value=3.5)],
+        "broken": ["-c", "raise SystemExit(7)"],
+        "slow": ["-c", WORKER.format(seconds=0.05, value=1.5)],
+    }
+    found = take_turns(commands, rounds=3, steps=2, warmup=1)
+    assert list(found) == ["fast", "slow"]
+    assert [len(steps) for steps in found["fast"].rounds] == [2, 2, 2]
+    assert found["slow"].values == [1.5] * 6
+    assert min(s for steps in found["slow"].rounds for s in steps) >= 0.05
+    assert found["fast"].peak_memory_bytes > 1 << 20
+    assert "broken ended with exit code 7; left out" in capfd.readouterr().err
+
+
+def test_cpu_seconds_do_not_count_waiting():
+    commands = {"idle": ["-c", WORKER.format(seconds=0.05, value=0.0)]}
+    idle = take_turns(commands, rounds=1, steps=2, warmup=0, clock="cpu")["idle"]
+    assert idle.seconds() < 0.04
+
+
+def test_the_shapes_are_the_published_ones():
+    assert SHAPES["S"].parameters == pytest.approx(5.2e6, rel=0.01)
+    assert SHAPES["M"].parameters == pytest.approx(33.6e6, rel=0.01)
+    assert math.prod((SHAPES["M"].batch, SHAPES["M"].sequence)) == SHAPES["M"].tokens == 2048
+
+
+@pytest.mark.parametrize("name", [b for b in BENCHES if b != "ops"])  # ops needs transformers
+def test_every_bench_returns_rows(name):
+    assert callable(importlib.import_module(f"tools.bench.{name}").rows)

@@ -19,7 +19,12 @@ from megatron.core.ops.linear_cross_entropy import (
 )
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import WeightHandle
-from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
+from megatron.core.weight_gather.matmul import (
+    linear_dgrad,
+    linear_forward,
+    linear_wgrad_,
+    product_dtype,
+)
 
 
 def vocab_parallel_cross_entropy(
@@ -76,10 +81,14 @@ class _CrossEntropy(torch.autograd.Function):
         if want_weight:
             d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
         nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        # Where the device multiplies in a wider dtype: once, not once a chunk, and the logits stay
+        # in it, unrounded.
+        matrix = weight.to(product_dtype(hidden))
         step = tokens_per_chunk(rows)
         for start in range(0, targets.shape[0], step):
             part = slice(start, start + step)
-            logits = linear_forward(hidden[part], weight)  # [t, V/tp]
+            chunk = hidden[part].to(matrix.dtype)  # [t, h]
+            logits = linear_forward(chunk, matrix)  # [t, V/tp]
             statistics = chunk_statistics(logits, targets[part], first, valid)
             lse, target_logit = combine_statistics(*statistics, group)
             nll[part] = lse - target_logit
@@ -88,9 +97,9 @@ class _CrossEntropy(torch.autograd.Function):
                     logits, targets[part], lse, token_weights[part], first, valid
                 )
                 if d_hidden is not None:
-                    d_hidden[part] = linear_dgrad(grad, weight)
+                    d_hidden[part] = linear_dgrad(grad, matrix)
                 if d_weight is not None:
-                    linear_wgrad_(d_weight, grad, hidden[part], overwrite=start == 0)
+                    linear_wgrad_(d_weight, grad, chunk, overwrite=start == 0)
         ctx.handle = handle
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(nll)

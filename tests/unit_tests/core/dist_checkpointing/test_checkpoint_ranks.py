@@ -115,6 +115,23 @@ def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(
     verify_checkpoint(tmp_path / "iter_0000001")
 
 
+def test_a_save_is_repeated_with_the_same_coordinators_after_it_failed(tmp_path):
+    """The second attempt must not take the answers of the first for its own."""
+    (tmp_path / "iter_0000001").mkdir()
+    parts = [[part(r, (2 * r, 0), ROW.expand(2, 3))] for r in range(2)]
+
+    def save_twice(rank, coordinator):
+        with pytest.raises(CheckpointError, match="exists already"):
+            save_checkpoint(tmp_path, 1, parts[rank], {}, coordinator=coordinator)
+        if rank == 0:
+            (tmp_path / "iter_0000001").rmdir()
+            time.sleep(0.1)  # rank 1 asks before rank 0 has an answer
+        return save_checkpoint(tmp_path, 1, parts[rank], {}, coordinator=coordinator)
+
+    raise_errors(on_threads(2, save_twice))
+    verify_checkpoint(tmp_path / "iter_0000001")
+
+
 def test_an_error_while_loading_reaches_every_rank(tmp_path):
     parts = [[part(r, (2 * r, 0), ROW.expand(2, 3))] for r in range(2)]
     raise_errors(save_parts(tmp_path, parts))

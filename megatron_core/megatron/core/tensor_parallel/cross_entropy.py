@@ -73,7 +73,10 @@ class _CrossEntropy(torch.autograd.Function):
         weight = handle.get()
         rows = weight.shape[0]
         first = group.rank * rows
-        valid = max(0, min(rows, vocab_size - first))
+        columns = {
+            "vocab_start": first,
+            "valid_columns": max(0, min(rows, vocab_size - first)),
+        }
         want_hidden = training and ctx.needs_input_grad[0]
         want_weight = training and ctx.needs_input_grad[1]
         d_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -89,13 +92,11 @@ class _CrossEntropy(torch.autograd.Function):
             part = slice(start, start + step)
             chunk = hidden[part].to(matrix.dtype)  # [t, h]
             logits = linear_forward(chunk, matrix)  # [t, V/tp]
-            statistics = chunk_statistics(logits, targets[part], first, valid)
+            statistics = chunk_statistics(logits, targets[part], **columns)
             lse, target_logit = combine_statistics(*statistics, group)
             nll[part] = lse - target_logit
             if want_hidden or want_weight:
-                grad = chunk_gradient_(
-                    logits, targets[part], lse, token_weights[part], first, valid
-                )
+                grad = chunk_gradient_(logits, targets[part], lse, token_weights[part], **columns)
                 if d_hidden is not None:
                     d_hidden[part] = linear_dgrad(grad, matrix)
                 if d_weight is not None:

@@ -185,17 +185,16 @@ def test_vocabulary_slices(make):
     logits = make(6, 12).float()
     targets, weights = torch.tensor([0, 3, 4, 9, 7, 8]), torch.rand(6)
     for start, valid in ((0, 12), (4, 7), (0, 0)):
+        columns = {"vocab_start": start, "valid_columns": valid}
         pieces = [
-            chunk_statistics(logits, targets, start, valid, implementation=name)
+            chunk_statistics(logits, targets, **columns, implementation=name)
             for name in ("reference", "triton")
         ]
         for mine, other in zip(*pieces, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
         lse = logits.logsumexp(-1)
         grads = [
-            chunk_gradient_(
-                logits.clone(), targets, lse, weights, start, valid, implementation=name
-            )
+            chunk_gradient_(logits.clone(), targets, lse, weights, **columns, implementation=name)
             for name in ("reference", "triton")
         ]
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)

@@ -38,7 +38,7 @@ BAD = {
     "documents": (lambda: attention(X, X, X, document_ids=torch.ones(5, 2)), "must be integers"),
     "dtypes": (lambda: attention(X, X.bfloat16(), X), "one dtype"),
     "vocabulary": (
-        lambda: chunk_statistics(torch.ones(3, 4), torch.arange(3), 0, 5),
+        lambda: chunk_statistics(torch.ones(3, 4), torch.arange(3), vocab_start=0, valid_columns=5),
         r"valid_columns=5 must be in \[0, 4\]",
     ),
     "targets": (

@@ -212,7 +212,7 @@ def test_vocabulary_slices_make_the_whole(make, dtype):
     valid = [4, 4, 2, 0]
     pieces = [logits[:, :4], logits[:, 4:8], logits[:, 8:], logits[:, :4]]
     statistics = [
-        chunk_statistics(piece, targets, 4 * i, n)
+        chunk_statistics(piece, targets, vocab_start=4 * i, valid_columns=n)
         for i, (piece, n) in enumerate(zip(pieces, valid, strict=True))
     ]
     top = torch.stack([m for m, _, _ in statistics]).amax(0)
@@ -223,7 +223,7 @@ def test_vocabulary_slices_make_the_whole(make, dtype):
     assert_close(lse - target, nll, torch.float32, "nll")
     (expected,) = torch.autograd.grad((nll * weights).sum(), true)
     gradients = [
-        chunk_gradient_(piece.clone(), targets, lse, weights, 4 * i, n)
+        chunk_gradient_(piece.clone(), targets, lse, weights, vocab_start=4 * i, valid_columns=n)
         for i, (piece, n) in enumerate(zip(pieces, valid, strict=True))
     ]
     gradient = torch.cat(gradients[:3], -1)

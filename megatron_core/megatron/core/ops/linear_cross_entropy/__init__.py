@@ -14,9 +14,9 @@ __all__ = ["chunk_gradient_", "chunk_statistics", "linear_cross_entropy", "token
 def chunk_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
+    *,
     vocab_start: int,
     valid_columns: int,
-    *,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute what one slice of the vocabulary adds to the softmax of its tokens.
@@ -50,9 +50,9 @@ def chunk_gradient_(
     targets: torch.Tensor,
     lse: torch.Tensor,
     weights: torch.Tensor,
+    *,
     vocab_start: int,
     valid_columns: int,
-    *,
     implementation: str | None = None,
 ) -> torch.Tensor:
     """Overwrite logits by the gradient of sum(weights * nll): (softmax - onehot) * weight.

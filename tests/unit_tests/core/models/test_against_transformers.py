@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT against the models of transformers in fp64: logits, loss and every gradient.
+
+Among them Llama, Qwen 2 and 3, StarCoder 2 (LayerNorm, plain MLP, biases) and StableLM (partial
+rotary).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.ops.rope import RopeScaling
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import generator, microbatch, one_thread, perturbed
+from tests.support.nan_memory import nan_memory
+
+LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN, VOCABULARY = 2, 24, 4, 8, 40, 53
+SEQUENCE = 40
+
+BASE = GPTConfig(
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    vocab_size=VOCABULARY,
+    attention=AttentionConfig(num_attention_heads=HEADS, num_query_groups=2, kv_channels=HEAD_DIM),
+    mlp=MLPConfig(ffn_hidden_size=FFN),
+    norm=NormConfig(epsilon=1e-3),
+    rope=RopeConfig(base=500.0),
+)
+
+
+def changed(*, groups: int = 2, attention=(), **changes) -> GPTConfig:
+    """Return the base configuration with other parts."""
+    layer = dataclasses.replace(BASE.attention, num_query_groups=groups, **dict(attention))
+    return dataclasses.replace(BASE, attention=layer, **changes)
+
+
+PLAIN_MLP = MLPConfig(ffn_hidden_size=FFN, gated=False, activation="gelu_tanh", bias=True)
+LAYER_NORM = NormConfig(kind="LayerNorm", epsilon=1e-3)
+ALL_BIASES = {"qkv_bias": True, "output_bias": True}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+#: name: (our configuration, class in transformers, what its configuration has beside the shape)
+CASES = {
+    "llama-grouped": (BASE, "Llama", {}),
+    "llama-multi-query-tied": (changed(groups=1, tied=True), "Llama", {}),
+    "llama-multi-head-biases": (
+        changed(groups=4, attention=ALL_BIASES, mlp=MLPConfig(ffn_hidden_size=FFN, bias=True)),
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "llama3-scaling": (
+        changed(
+            rope=RopeConfig(
+                base=500.0, scaling=RopeScaling(kind="llama3", original_max_position=16, **LLAMA3)
+            )
+        ),
+        "Llama",
+        {"scaling": {"rope_type": "llama3", "original_max_position_embeddings": 16, **LLAMA3}},
+    ),
+    "qwen2-tied": (changed(attention={"qkv_bias": True}, tied=True), "Qwen2", {}),
+    "qwen3": (changed(attention={"qk_norm": True}), "Qwen3", {}),
+    "starcoder2": (
+        changed(attention=ALL_BIASES, mlp=PLAIN_MLP, norm=LAYER_NORM, tied=True),
+        "Starcoder2",
+        {"use_bias": True, "norm_epsilon": 1e-3, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "stablelm": (
+        changed(
+            groups=4,
+            attention={"qkv_bias": True},
+            norm=LAYER_NORM,
+            rope=RopeConfig(base=500.0, percent=0.5),
+        ),
+        "StableLm",
+        {"use_qkv_bias": True, "layer_norm_eps": 1e-3, "partial_rotary_factor": 0.5},
+    ),
+}
+
+PLACES = {
+    "model.embed_tokens": "embedding",
+    "model.norm": "decoder.final_norm",
+    "lm_head": "head",
+    "input_layernorm": (0, "norm"),
+    "self_attn.q_proj": (0, "attention.query"),
+    "self_attn.k_proj": (0, "attention.key"),
+    "self_attn.v_proj": (0, "attention.value"),
+    "self_attn.o_proj": (0, "attention.output"),
+    "self_attn.q_norm": (0, "attention.query_norm"),
+    "self_attn.k_norm": (0, "attention.key_norm"),
+    "post_attention_layernorm": (1, "norm"),
+    "mlp.gate_proj": (1, "mlp.gate"),
+    "mlp.up_proj": (1, "mlp.up"),
+    "mlp.down_proj": (1, "mlp.down"),
+    "mlp.c_fc": (1, "mlp.up"),
+    "mlp.c_proj": (1, "mlp.down"),
+}
+
+
+def our_name(theirs: str) -> str:
+    """Translate the name of a weight."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", theirs)
+    if layer:
+        half, place = PLACES[layer[2]]
+        return f"decoder.blocks.{2 * int(layer[1]) + half}.{place}.{layer[3]}"
+    module, _, kind = theirs.rpartition(".")
+    return f"{PLACES[module]}.{kind}"
+
+
+def their_model(config: GPTConfig, kind: str, extra: dict) -> torch.nn.Module:
+    """Build the model of transformers in fp64, every weight moved off its initial value."""
+    transformers = pytest.importorskip("transformers")
+    extra = dict(extra)
+    rope = {"rope_type": "default", "rope_theta": config.rope.base, **extra.pop("scaling", {})}
+    if "partial_rotary_factor" in extra:
+        rope["partial_rotary_factor"] = extra["partial_rotary_factor"]
+    if kind != "StableLm":  # which derives it
+        extra["head_dim"] = HEAD_DIM
+    norm = {} if config.norm.kind == "LayerNorm" else {"rms_norm_eps": config.norm.epsilon}
+    made = getattr(transformers, f"{kind}Config")(
+        hidden_size=HEADS * HEAD_DIM if kind in ("StableLm", "Qwen2", "Starcoder2") else HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=config.attention.num_query_groups,
+        intermediate_size=FFN,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=config.tied,
+        rope_parameters=rope,
+        attention_dropout=0.0,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        **norm,
+        **extra,
+    )
+    made._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(made).double().eval()
+    moved = perturbed(dict(model.named_parameters()), seed=1, scale=0.2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(moved[name])
+    return model
+
+
+def pieces(model: GPTModel, flat_of) -> dict[str, torch.Tensor]:
+    """Return views of whole logical tensors in each handle's flat storage."""
+    found = {}
+    for handle in model.store.handles.values():
+        flat = flat_of(handle).view(-1)
+        for box in model.store.boxes(handle):
+            found[box.name] = flat[box.start : box.start + box.numel].view(box.sizes)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients(case: str):
+    config, kind, extra = CASES[case]
+    with one_thread():
+        theirs = their_model(config, kind, extra)
+        config = dataclasses.replace(config, hidden_size=theirs.config.hidden_size)
+        ours = GPTModel(config, ProcessGroupCollection.single(), initialize=False)
+        weights = {our_name(n): w for n, w in theirs.named_parameters()}
+        targets = pieces(ours, lambda handle: handle.get())
+        assert targets.keys() == weights.keys()
+        for name, weight in weights.items():
+            targets[name].copy_(weight.detach())
+            weight.data.copy_(targets[name])  # the same values, rounded to fp32
+        data = microbatch(
+            seed=2, lane=1, index=0, batch=2, sequence=SEQUENCE, vocabulary=VOCABULARY
+        )
+        token_weights = data.loss_mask * torch.rand(2, SEQUENCE, generator=generator(3))
+
+        logits = theirs(data.tokens, use_cache=False).logits  # [b, s, v]
+        nll = F.cross_entropy(logits.transpose(1, 2), data.labels, reduction="none")
+        loss = (nll * token_weights).sum()
+        loss.backward()
+
+        engine = DataParallel(ours.store, ours.groups)
+        with nan_memory():
+            with torch.no_grad():
+                got_logits = ours.full_logits(data.tokens).transpose(0, 1)
+            engine.begin_step()
+            got_loss, got_nll = ours.loss(data.tokens, data.labels, token_weights)
+            engine.backward(got_loss, last=True)
+            engine.finish()
+    assert_all_close(
+        {"logits": got_logits, "loss": got_loss.detach(), "nll": got_nll},
+        {"logits": logits.detach(), "loss": loss.detach(), "nll": nll.detach()},
+    )
+    gradients = pieces(ours, lambda handle: handle.slot)
+    assert_all_close(gradients, {name: weight.grad for name, weight in weights.items()})

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT: its configuration, its weights' names and initial values, its inputs, and dropout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.distributed import DataParallel
+from megatron.core.models.decoder import DecoderConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.ops.rope import RopeScaling
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from tests.support.closeness import assert_close_by_metric
+from tests.support.inputs import microbatch, one_thread
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
+
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=24,
+    vocab_size=37,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=8),
+    mlp=MLPConfig(ffn_hidden_size=20),
+)
+DROPPING = dataclasses.replace(
+    CONFIG,
+    hidden_dropout=0.2,
+    attention=dataclasses.replace(CONFIG.attention, dropout=0.3),
+)
+SINGLE = ProcessGroupCollection.single()
+
+
+def data(index: int = 0):
+    """Return a microbatch of 3 sequences of 8."""
+    return microbatch(seed=4, lane=0, index=index, batch=3, sequence=8, vocabulary=37)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        dataclasses.replace(DROPPING, rope=None, tied=True, norm=NormConfig(kind="LayerNorm")),
+        dataclasses.replace(
+            CONFIG,
+            rope=RopeConfig(
+                base=5e5,
+                percent=0.5,
+                scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position=64),
+            ),
+        ),
+    ],
+)
+def test_a_configuration_survives_json(config: GPTConfig):
+    text = json.dumps(config.to_json())
+    assert GPTConfig.from_json(json.loads(text)) == config
+
+
+def test_json_of_another_model_is_refused():
+    good = CONFIG.to_json()
+    for spoil in (
+        lambda d: d.pop("mlp"),
+        lambda d: d.update(experts=4),
+        lambda d: d["norm"].update(kinds=1),
+        lambda d: d["rope"].pop("scaling"),
+        lambda d: d.update(attention=None),
+    ):
+        bad = json.loads(json.dumps(good))
+        spoil(bad)
+        with pytest.raises(ValueError, match="not the configuration of a GPT of this version"):
+            GPTConfig.from_json(bad)
+
+
+def test_every_problem_of_a_configuration_is_named_at_once():
+    config = dataclasses.replace(
+        CONFIG,
+        num_layers=0,
+        hidden_size=-1,
+        vocab_size=2,
+        hidden_dropout=1.0,
+        attention=AttentionConfig(
+            num_attention_heads=6, num_query_groups=4, kv_channels=8, dropout=-0.1
+        ),
+        mlp=MLPConfig(ffn_hidden_size=18, activation="tanh"),
+        rope=RopeConfig(percent=0.4),
+    )
+    text = "\n".join(config.problems(tp=4))
+    for part in (
+        "num_layers is 0",
+        "hidden_size is -1",
+        "vocab_size 2 is less than tensor-model-parallel-size 4",
+        "hidden-dropout 1.0 must be in [0, 1)",
+        "num-query-groups 4 must divide num-attention-heads 6",
+        "num-attention-heads 6 must divide by tensor-model-parallel-size 4",
+        "attention-dropout -0.1 must be in [0, 1)",
+        "activation 'tanh': use one of silu, gelu",
+        "ffn-hidden-size 18 must be a positive multiple of tensor-model-parallel-size 4",
+        "0.4 of 8 features per head is 3",
+    ):
+        assert part in text
+    with pytest.raises(ValueError, match=r"num_layers is 0.*hidden_size is -1"):
+        GPTModel(config, SINGLE)
+    assert CONFIG.problems(tp=4) == []
+    assert CONFIG.attention.problems(3) == [
+        "num-attention-heads 4 must divide by tensor-model-parallel-size 3",
+        "num-query-groups 2 must divide tensor-model-parallel-size 3 or be a multiple of it",
+    ]
+
+
+def test_layer_patterns_and_rates_are_checked():
+    shared = {"attention": CONFIG.attention, "mlp": CONFIG.mlp, "norm": CONFIG.norm}
+    for pattern in ("", "*x-"):
+        with pytest.raises(ValueError, match="must be one or more of"):
+            DecoderConfig(pattern=pattern, **shared)
+    with pytest.raises(ValueError, match=r"hidden-dropout 1.0 must be in \[0, 1\)"):
+        DecoderConfig(pattern="*", hidden_dropout=1.0, **shared)
+
+
+def test_initial_values_by_kind_and_number_of_parameters():
+    config = dataclasses.replace(
+        CONFIG, hidden_size=128, mlp=MLPConfig(ffn_hidden_size=256), init_std=0.05
+    )
+    model = GPTModel(config, SINGLE)
+    h, d, f, v = 128, 8, 256, 37
+    per_layer = 4 * d * h + 2 * 2 * d * h + 4 * d * h + 3 * f * h + 2 * h
+    assert model.store.num_parameters == 2 * v * h + 2 * per_layer + h
+    for name, handle in model.store.handles.items():
+        weight = handle.get()
+        if "norm" in name:
+            assert (weight == 1.0).all()
+            continue
+        scaled = name.endswith(("output.weight", "down.weight"))
+        std = 0.05 / math.sqrt(2 * 2) if scaled else 0.05
+        assert float(weight.std()) == pytest.approx(std, rel=0.05), name
+        assert abs(float(weight.mean())) < 5 * std / math.sqrt(weight.numel())
+    tied = GPTModel(dataclasses.replace(config, tied=True), SINGLE)
+    assert tied.store.num_parameters == model.store.num_parameters - v * h
+    assert tied.store.handles["embedding.weight"].uses == 2
+
+
+def test_the_future_changes_nothing_and_the_past_does():
+    model = GPTModel(CONFIG, SINGLE)
+    tokens = data().tokens
+    with torch.no_grad():
+        before = model.full_logits(tokens)
+        changed = tokens.clone()
+        changed[:, 5] = (changed[:, 5] + 1) % 37
+        after = model.full_logits(changed)
+    assert torch.equal(before[:5], after[:5])
+    assert ((before[5:] - after[5:]).abs().amax(-1) > 0).all()
+
+
+def test_documents_do_not_see_each_other():
+    model = GPTModel(CONFIG, SINGLE)
+    first, second = data(0).tokens[:, :3], data(1).tokens[:, :5]
+    packed = torch.cat([first, second], 1)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    documents = torch.tensor([0] * 3 + [1] * 5).unsqueeze(1).expand(8, 3)
+    with torch.no_grad():
+        got = model.full_logits(packed, positions=positions, document_ids=documents)
+        wanted = torch.cat([model.full_logits(first), model.full_logits(second)])
+        alone = model.full_logits(packed)
+    assert_close_by_metric("logits", got, wanted, bound=2e-6)
+    assert (alone - wanted).abs().max() > 1e-3
+
+
+def test_without_rope_there_are_no_positions():
+    model = GPTModel(dataclasses.replace(CONFIG, rope=None), SINGLE)
+    tokens = torch.full((1, 6), 3)
+    with torch.no_grad():
+        logits = model.full_logits(tokens)
+    assert_close_by_metric("logits", logits, logits[:1].expand_as(logits), bound=2e-6)
+
+
+def trained(groups: ProcessGroupCollection, config: GPTConfig, *, sequence_parallel: bool = False):
+    """Return nll and logical gradient pieces of one microbatch with dropout."""
+    model = GPTModel(config, groups, sequence_parallel=sequence_parallel, seed=5)
+    engine = DataParallel(model.store, groups)
+    batch = data()
+    engine.begin_step()
+    with nan_memory():
+        loss, nll = model.loss(
+            batch.tokens, batch.labels, batch.loss_mask, sample_ids=batch.sample_ids
+        )
+        engine.backward(loss, last=True)
+        engine.finish()
+    found = {}
+    for handle in model.store.handles.values():
+        flat = handle.slot.view(-1)
+        for box in model.store.boxes(handle):
+            values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
+            found[box.name, box.offsets] = values
+    return nll, found
+
+
+def dropout_on_ranks(rank: int, world: int) -> list:
+    """Run with and without sequence parallelism."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    return [trained(groups, DROPPING, sequence_parallel=sp) for sp in (False, True)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropout_is_the_same_on_every_layout(world: int):
+    with one_thread():
+        nll, gradients = trained(SINGLE, DROPPING)
+        plain, _ = trained(SINGLE, CONFIG)
+    assert (nll - plain).abs().max() > 1e-2, "nothing was dropped"
+    for found in run_ranks(dropout_on_ranks, world):
+        for got_nll, pieces in found:
+            assert_close_by_metric("nll", got_nll, nll)
+            for (name, offsets), values in pieces.items():
+                whole = gradients[name, (0,) * len(offsets)]
+                ref = whole
+                for dim, (first, size) in enumerate(zip(offsets, values.shape, strict=True)):
+                    ref = ref.narrow(dim, first, size)
+                assert (values - ref).abs().max() <= 1e-5 * whole.abs().max(), name
+
+
+def test_dropout_is_off_without_sample_numbers_and_differs_between_samples():
+    batch = data()
+    with torch.no_grad():
+        model, plain = GPTModel(DROPPING, SINGLE, seed=5), GPTModel(CONFIG, SINGLE, seed=5)
+        shared = (batch.tokens, batch.labels, batch.loss_mask)
+        assert torch.equal(model.loss(*shared)[1], plain.loss(*shared)[1])
+        first = model.loss(*shared, sample_ids=torch.arange(3))[1]
+        again = model.loss(*shared, sample_ids=torch.arange(3))[1]
+        other = model.loss(*shared, sample_ids=torch.arange(3) + 3)[1]
+        seeded = GPTModel(DROPPING, SINGLE, seed=6)
+        assert torch.equal(first, again)
+        assert ((first - other).abs() > 0).any(1).all()
+        assert not torch.equal(seeded.loss(*shared, sample_ids=torch.arange(3))[1], first)
+
+
+def test_hidden_dropout_keeps_the_expectation():
+    model = GPTModel(dataclasses.replace(CONFIG, hidden_dropout=0.25), SINGLE)
+    samples = 400
+    layout = SequenceLayout.dense(8, sample_ids=torch.arange(samples))
+    x = torch.ones(8, samples, 24)
+    for drop in (model.embedding_dropout, model.decoder.blocks[0].drop):
+        out = drop(x, layout)
+        kept = out != 0
+        assert float((out[kept] - 1 / 0.75).abs().max()) < 1e-6
+        share = kept.float().mean(1)  # [s, h]: every position and feature has its own draws
+        assert float(share.mean()) == pytest.approx(0.75, abs=0.005)
+        assert float((share - 0.75).abs().max()) < 5 * math.sqrt(0.75 * 0.25 / samples)
+    places = [model.embedding_dropout(x, layout), model.decoder.blocks[1].drop(x, layout)]
+    assert not torch.equal(*places), "two places drop alike"
+
+
+def bad_sequence(rank: int, world: int) -> None:
+    """Check the message about a sequence that does not divide over tp."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    model = GPTModel(CONFIG, groups, sequence_parallel=True)
+    with pytest.raises(ValueError, match="7 rows do not divide by 2 ranks"):
+        model(data().tokens[:, :7])
+
+
+def test_a_sequence_that_does_not_divide_over_tp_is_refused():
+    run_ranks(bad_sequence, 2)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norm, MLP, rope tables and attention against formulas, gradients included."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.backend import LOCAL
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.distributed import DataParallel
+from megatron.core.initialize import InitSpec
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.tensor_parallel import TensorParallelRegion
+from megatron.core.transformer import (
+    MLP,
+    AttentionConfig,
+    LayerBuild,
+    MLPConfig,
+    Norm,
+    NormConfig,
+    RopeConfig,
+    RopeTable,
+    SelfAttention,
+)
+from megatron.core.weight_gather import WeightStore
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import generator
+from tests.support.nan_memory import nan_memory
+
+S, B, H = 5, 2, 12
+
+
+def surroundings() -> LayerBuild:
+    """Return a build in a single process with a fresh store."""
+    groups = ProcessGroupCollection.single()
+    return LayerBuild(
+        store=WeightStore(groups, seed=1),
+        region=TensorParallelRegion(groups["tp"]),
+        backend=LOCAL,
+        hidden_size=H,
+        init=InitSpec.normal(0.4),
+        output_init=InitSpec.normal(0.3),
+        seed=3,
+    )
+
+
+def logical(store: WeightStore, flat_of) -> dict[str, torch.Tensor]:
+    """Return views of whole logical tensors in each handle's storage."""
+    found = {}
+    for handle in store.handles.values():
+        flat = flat_of(handle).view(-1)
+        for box in store.boxes(handle):
+            found[box.name] = flat[box.start : box.start + box.numel].view(box.sizes)
+    return found
+
+
+def values(*shape: int, key: int = 0) -> torch.Tensor:
+    """Return normal values."""
+    return torch.randn(shape, generator=generator(2, key, *shape))
+
+
+def compare(build: LayerBuild, run, formula, *inputs: torch.Tensor) -> None:
+    """Compare output, input gradients and weight gradients of a layer with an fp64 formula.
+
+    Args:
+        run: inputs to outputs (one or a tuple).
+        formula: (logical fp64 weights, fp64 inputs) to the same.
+    """
+    store = build.store
+    store.materialize()
+    weights = logical(store, lambda handle: handle.get())
+    for name, weight in weights.items():  # off ones and zeros
+        weight += 0.3 * values(*weight.shape, key=len(name))
+    engine = DataParallel(store, store.groups)
+    leaves = {n: w.double().requires_grad_(True) for n, w in weights.items()}
+    ours = [x.clone().requires_grad_(True) for x in inputs]
+    theirs = [x.double().requires_grad_(True) for x in inputs]
+    engine.begin_step()
+    with nan_memory():
+        got = run(*ours)
+        wanted = formula(leaves, *theirs)
+        got = got if isinstance(got, tuple) else (got,)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        factors = [values(*out.shape, key=50 + i) for i, out in enumerate(wanted)]
+        engine.backward(sum((o * f).sum() for o, f in zip(got, factors, strict=True)), last=True)
+        engine.finish()
+    sum((o * f).sum() for o, f in zip(wanted, factors, strict=True)).backward()
+    results = {f"output {i}": out for i, out in enumerate(got)}
+    results |= {f"input gradient {i}": x.grad for i, x in enumerate(ours)}
+    results |= logical(store, lambda handle: handle.slot)
+    reference = {f"output {i}": out for i, out in enumerate(wanted)}
+    reference |= {f"input gradient {i}": x.grad for i, x in enumerate(theirs)}
+    reference |= {n: leaf.grad for n, leaf in leaves.items()}
+    assert_all_close(results, reference, bound=5e-6)
+
+
+def normalised(config: NormConfig, weights, x: torch.Tensor) -> torch.Tensor:
+    """Return the norm by its formula."""
+    if config.kind == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    weight = weights["n.weight"] + (1.0 if config.zero_centered else 0.0)
+    out = x / (x.square().mean(-1, keepdim=True) + config.epsilon).sqrt() * weight
+    return out + weights["n.bias"] if "n.bias" in weights else out
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norm(kind: str, zero_centered: bool, residual: bool):
+    config = NormConfig(kind=kind, epsilon=0.1, zero_centered=zero_centered)
+    build = surroundings()
+    norm = Norm("n", H, config=config, build=build)
+
+    def formula(weights, x, stream=None):
+        if stream is None:
+            return normalised(config, weights, x)
+        return normalised(config, weights, x + stream), x + stream
+
+    streams = (values(S, B, H, key=1),) if residual else ()
+    compare(build, norm, formula, values(S, B, H), *streams)
+
+
+def test_a_new_norm_does_not_scale():
+    for zero_centered in (False, True):
+        build = surroundings()
+        norm = Norm("n", H, config=NormConfig(zero_centered=zero_centered), build=build)
+        build.store.materialize()
+        x = values(S, B, H)
+        with torch.no_grad():
+            rms = norm(x).square().mean(-1).sqrt()
+        assert float((rms - 1.0).abs().max()) < 1e-3
+
+
+FORMULAS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("gated", "activation"),
+    [(True, "silu"), (True, "gelu")] + [(False, name) for name in FORMULAS],
+)
+def test_mlp(gated: bool, activation: str, bias: bool):
+    build = surroundings()
+    config = MLPConfig(ffn_hidden_size=10, gated=gated, activation=activation, bias=bias)
+    mlp = MLP("m", config=config, build=build)
+    layout = SequenceLayout.dense(S)
+    act = FORMULAS["gelu_tanh" if gated and activation == "gelu" else activation]
+
+    def formula(weights, x):
+        inner = F.linear(x, weights["m.up.weight"], weights.get("m.up.bias"))
+        if gated:
+            gate = F.linear(x, weights["m.gate.weight"], weights.get("m.gate.bias"))
+            inner = act(gate) * inner
+        else:
+            inner = act(inner)
+        return F.linear(inner, weights["m.down.weight"], weights.get("m.down.bias"))
+
+    compare(build, lambda x: mlp(x, layout), formula, values(S, B, H))
+
+
+def rotated(x: torch.Tensor, base: float, features: int, *, interleaved: bool) -> torch.Tensor:
+    """Rotate the first features of [s, b, n, d] as complex numbers."""
+    half = features // 2
+    angle = torch.arange(x.shape[0]).double()[:, None] * base ** (
+        -torch.arange(half).double() / half
+    )
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None, None]  # [s, 1, 1, r/2]
+    head, rest = x[..., :features], x[..., features:]
+    pairs = head.unflatten(-1, (half, 2)) if interleaved else head.unflatten(-1, (2, half)).mT
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    turned = turned if interleaved else turned.mT
+    return torch.cat([turned.flatten(-2), rest], -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("groups", "qk_norm", "percent"), [(4, False, 1.0), (2, True, 0.5)])
+def test_attention(groups: int, qk_norm: bool, percent: float, interleaved: bool):
+    n, d = 4, 8
+    build = surroundings()
+    config = AttentionConfig(
+        num_attention_heads=n,
+        num_query_groups=groups,
+        kv_channels=d,
+        qkv_bias=True,
+        output_bias=True,
+        qk_norm=qk_norm,
+    )
+    norm = NormConfig(epsilon=0.1)
+    attention = SelfAttention("a", 0, config=config, norm=norm, build=build)
+    layout = SequenceLayout.dense(S)
+    rope_config = RopeConfig(base=30.0, percent=percent, interleaved=interleaved)
+    rope = RopeTable.of(rope_config, layout.positions, d)
+
+    def heads(weights, part, x):
+        out = F.linear(x, weights[f"a.{part}.weight"], weights[f"a.{part}.bias"])
+        out = out.unflatten(-1, (-1, d))  # [s, b, heads, d]
+        if qk_norm and part != "value":
+            weight = {"n.weight": weights[f"a.{part}_norm.weight"]}
+            out = normalised(norm, weight, out)
+        if part != "value":
+            out = rotated(out, 30.0, int(d * percent), interleaved=interleaved)
+        return out.repeat_interleave(n // out.shape[2], 2)
+
+    def formula(weights, x):
+        query, key, value = (heads(weights, part, x) for part in ("query", "key", "value"))
+        scores = torch.einsum("sbnd,tbnd->bnst", query, key) / math.sqrt(d)
+        scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), -math.inf)
+        mixed = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).flatten(2)
+        return F.linear(mixed, weights["a.output.weight"], weights["a.output.bias"])
+
+    compare(build, lambda x: attention(x, layout, rope=rope), formula, values(S, B, H))
+
+
+def test_what_cannot_be_built_says_why():
+    shape = {"num_attention_heads": 4, "num_query_groups": 3, "kv_channels": 8}
+    with pytest.raises(ValueError, match="num-query-groups 3 must divide num-attention-heads 4"):
+        SelfAttention(
+            "a", 0, config=AttentionConfig(**shape), norm=NormConfig(), build=surroundings()
+        )
+    with pytest.raises(ValueError, match="use >= 1"):
+        SelfAttention(
+            "a",
+            0,
+            config=AttentionConfig(**{**shape, "num_query_groups": 0}),
+            norm=NormConfig(),
+            build=surroundings(),
+        )
+    with pytest.raises(ValueError, match="activation 'swish': use one of"):
+        MLP("m", config=MLPConfig(ffn_hidden_size=8, activation="swish"), build=surroundings())
+    with pytest.raises(ValueError, match="normalization 'BatchNorm': use one of RMSNorm"):
+        NormConfig(kind="BatchNorm")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="norm epsilon is 0.0: use a positive number"):
+        NormConfig(epsilon=0.0)
+    for wrong in ({"base": 1.0}, {"percent": 0.0}, {"percent": 1.5}):
+        with pytest.raises(ValueError, match="rotary base .* must be above 1 and rotary percent"):
+            RopeConfig(**wrong)
+    with pytest.raises(ValueError, match="0.3 of 10 features per head is 3: rotary position"):
+        RopeConfig(percent=0.3).rotary_features(10)

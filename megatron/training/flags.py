@@ -12,6 +12,7 @@ time, as is usual for scripts that append overrides.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -144,8 +145,12 @@ def _negative(name: str) -> str:
 
 def _with_invocation(schema: type) -> type:
     """Return a schema that also has the options about options, for help and completion."""
+    hints = typing.get_type_hints(schema)
+    sections = [(f.name, hints[f.name]) for f in dataclasses.fields(schema)]
+    if not all(dataclasses.is_dataclass(hint) for _, hint in sections):
+        sections = [("program", schema)]
     return dataclasses.make_dataclass(
-        "Options", [("invocation", Invocation), ("run", schema)], frozen=True, kw_only=True
+        "Options", [("general", Invocation), *sections], frozen=True, kw_only=True
     )
 
 

@@ -169,9 +169,10 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
         else:
             with pytest.raises(ValueError, match="no group 'tied'"):
                 groups["tied"]
-        lanes, again = groups["lanes"], groups["dp_cp"]
-        if lanes.ranks == again.ranks and lanes.size > 1:
-            assert lanes.handle is not again.handle  # gradient traffic has a communicator to itself
+        if grid.gtp > 1:  # gradient traffic has a communicator to itself, other equal groups share
+            assert groups["lanes"].ranks == groups["gtp"].ranks
+            assert groups["lanes"].handle is not groups["gtp"].handle
+            assert groups["tp"].handle is groups["tp_cp"].handle
     _subgroups_and_refusals(rank)
 
 

@@ -239,10 +239,10 @@ def test_what_cannot_be_built_says_why():
         MLP("m", config=MLPConfig(ffn_hidden_size=8, activation="swish"), build=surroundings())
     with pytest.raises(ValueError, match="normalization 'BatchNorm': use one of RMSNorm"):
         NormConfig(kind="BatchNorm")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="norm epsilon is 0.0: use a positive number"):
+    with pytest.raises(ValueError, match=r"norm epsilon is 0.0: use a positive number"):
         NormConfig(epsilon=0.0)
     for wrong in ({"base": 1.0}, {"percent": 0.0}, {"percent": 1.5}):
-        with pytest.raises(ValueError, match="rotary base .* must be above 1 and rotary percent"):
+        with pytest.raises(ValueError, match=r"rotary base .* must be above 1 and rotary percent"):
             RopeConfig(**wrong)
-    with pytest.raises(ValueError, match="0.3 of 10 features per head is 3: rotary position"):
+    with pytest.raises(ValueError, match=r"0.3 of 10 features per head is 3: rotary position"):
         RopeConfig(percent=0.3).rotary_features(10)

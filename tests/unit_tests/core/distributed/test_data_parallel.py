@@ -233,6 +233,27 @@ def test_what_the_plan_sums_over_tp_is_summed_once():
     run_ranks(two_axes, 4)
 
 
+def tied_stages(rank: int, world: int) -> int:
+    """Sum a tied weight's gradient over its two stages; return the elements counted here."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=2), rank=rank)
+    store = WeightStore(groups)
+    tied = WeightSharding.of("table", (5, 3), stages=(0, 1))
+    handle = store.declare(tied, InitSpec.constant(1.0))
+    store.materialize()
+    engine = DataParallel(store, groups)
+    engine.begin_step()
+    engine.backward(handle.use().sum() * (1.0 + 10.0 * rank), last=True)
+    engine.finish()
+    assert (handle.slot == 12.0).all()
+    (owned,) = engine.owned()
+    assert [placed.replica_ranks for placed in owned.boxes] == [(0, 1)]
+    return sum(stop - start for start, stop in owned.counted)
+
+
+def test_a_weight_of_two_stages_is_summed_over_them_and_counted_once():
+    assert run_ranks(tied_stages, 2) == [15, 0]
+
+
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_one_process_sends_nothing_and_equals_autograd(strategy: str):
     groups = ProcessGroupCollection.single()

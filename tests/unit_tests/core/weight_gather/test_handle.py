@@ -110,6 +110,15 @@ def test_first_put_of_a_step_overwrites_and_later_ones_add(name: str):
     assert torch.equal(put(), once)
 
 
+def test_an_embedding_that_comes_first_writes_every_row():
+    handle = built().handles["table"]
+    ids, grad = torch.tensor([3, 7, 3]), values(3, 6)
+    wanted = torch.zeros(11, 6).index_add_(0, ids, grad)
+    for factor in (1.0, 2.0):
+        (handle.embedding(ids) * grad).sum().backward()
+        assert torch.equal(handle.slot, factor * wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_split_backward_is_bitwise_the_unsplit_one(dtype: torch.dtype):
     whole, split = built(dtype), built(dtype)

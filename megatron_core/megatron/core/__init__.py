@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core: the self-contained library of parallel layers, data parallelism, optimizers and checkpoints.
+"""The self-contained library of parallel layers, data parallelism, optimizers and checkpoints.
 
 Importing this package imports nothing else: name the module you need, for instance
 `megatron.core.models.gpt` or `megatron.core.process_groups`.

@@ -24,7 +24,7 @@ from megatron.training.errors import RunStopped, run_entry_point
 from megatron.training.exit_codes import ExitCode
 from megatron.training.flags import parse_command_line
 
-PROMPTS = ("def __init__(self, ", "import os\nimport sys\n\n", "The following ")
+PROMPTS = ("def __init__(self,", "import os\nimport sys\n", "The following functions")
 VOCABULARY = 4096
 SEQUENCE = 256
 

@@ -35,7 +35,7 @@ class QuickstartOptions:
 
     output_dir: str = "runs/quickstart"
     """Folder for everything it makes."""
-    train_iters: int = 345
+    train_iters: int = 240
     """Optimizer steps of 4,096 tokens."""
     nproc: int = 2
     """Processes to train with, as tensor parallel ranks."""

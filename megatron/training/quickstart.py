@@ -86,8 +86,7 @@ class Folder:
 
 
 def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, Any]:
-    """Return the options of the training run, by name: 5.2 million parameters, 1.4 million
-    tokens."""
+    """Return the options of the training run, by name: 5.2 million parameters, 1 million tokens."""
     iterations = options.train_iters
     return {
         "num-layers": 4,

@@ -222,11 +222,14 @@ def two_axes(rank: int, world: int) -> None:
             norm_handle.slot.fill_(torch.nan)
             loss = norm_handle.use().sum() * (1.0 + 10.0 * lane + 100.0 * tp)
             engine.backward(loss + bias_handle.use().sum() * (1.0 + 10.0 * lane), last=True)
-            engine.finish()
-            for owned in engine.owned():
-                for placed in owned.boxes:
-                    value = 224.0 if placed.box.name == "norm" else 12.0
-                    assert (placed.of(owned.gradients) == value).all(), placed.box.name
+            with trace(groups) as records:
+                engine.finish()
+            boxes = [(p, p.of(o.gradients)) for o in engine.owned() for p in o.boxes]
+            for placed, gradient in boxes:
+                value = 224.0 if placed.box.name == "norm" else 12.0
+                assert (gradient == value).all(), placed.box.name
+            summed = sum(g.nbytes for placed, g in boxes if placed.box.name == "norm")
+            assert_active(records, group="tp", exactly=1, exactly_bytes=summed)
 
 
 def test_what_the_plan_sums_over_tp_is_summed_once():

@@ -16,7 +16,13 @@ from megatron.core.models.decoder import DecoderConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from megatron.core.transformer import (
+    AttentionConfig,
+    MLPConfig,
+    NormConfig,
+    RopeConfig,
+    RopeTable,
+)
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import microbatch, one_thread
 from tests.support.nan_memory import nan_memory
@@ -235,6 +241,24 @@ def test_dropout_is_off_without_sample_numbers_and_differs_between_samples():
         assert torch.equal(first, again)
         assert ((first - other).abs() > 0).any(1).all()
         assert not torch.equal(seeded.loss(*shared, sample_ids=torch.arange(3))[1], first)
+
+
+def test_dropout_acts_on_embedding_blocks_and_attention():
+    hidden_only = dataclasses.replace(CONFIG, hidden_dropout=0.2)
+    model = GPTModel(hidden_only, SINGLE, seed=5)
+    tokens = data().tokens
+    layout = SequenceLayout.dense(8, sample_ids=torch.arange(3))
+    rope = RopeTable.of(RopeConfig(), layout.positions, 8)
+    with torch.no_grad():
+        stream = model.embedding_dropout(model.embedding(tokens.t()), layout)
+        for block in model.decoder.blocks:
+            mixed = block.mixer(block.norm(stream), layout, rope=rope)
+            stream = stream + block.drop(mixed, layout)
+        wanted = model.decoder.final_norm(stream)
+        assert_close_by_metric("hidden", model(tokens, layout=layout), wanted, bound=2e-6)
+        attention_only = dataclasses.replace(CONFIG, attention=DROPPING.attention)
+        model = GPTModel(attention_only, SINGLE, seed=5)
+        assert not torch.allclose(model(tokens, layout=layout), model(tokens), rtol=1e-3)
 
 
 def test_hidden_dropout_keeps_the_expectation():

@@ -37,14 +37,14 @@ class Bigram:
         self.samples: list[object] = []
 
     def loss(self, tokens, labels, token_weights, *, sample_ids=None):
-        """Return (weighted sum, nll [b, s]); token 0 of batch 0 equal to -1 stands for overflow."""
+        """Return (weighted sum, nll [b, s]); a token of -1 stands for overflow."""
         self.samples.append(None if sample_ids is None else sample_ids.tolist())
         use = self.store.handles
         logits = use["head"].linear(torch.tanh(use["table"].embedding(tokens.clamp(min=0))))
         nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         nll = nll.view(labels.shape)
         if bool((tokens < 0).any()):
-            nll = nll * math.inf
+            nll = nll + math.inf  # the gradient stays finite: the loss alone says that it is bad
         return (nll * token_weights).sum(), nll.detach()
 
 

@@ -6,8 +6,10 @@ from itertools import islice
 
 import numpy as np
 
+from megatron.core.datasets.chat_dataset import ChatDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.index_cache import IndexCache, digest_of
+from megatron.core.datasets.token_rows import TokenRows
 
 _STEPS_AT_ONCE = 1 << 16
 
@@ -95,7 +97,7 @@ def check_weights(weights: Sequence[float]) -> list[float]:
 
 
 class BlendedDataset:
-    """Several GPT data sets read as one.
+    """Several data sets of one kind read as one.
 
     Args:
         datasets: parts, of one sequence length; at most 32767.
@@ -109,7 +111,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[GPTDataset] | Sequence[ChatDataset],
         *,
         weights: Sequence[float] | None = None,
         num_samples: int | None = None,
@@ -171,6 +173,17 @@ class BlendedDataset:
             int64 [b, s + 1].
 
         Raises:
+            IndexError, ValueError: see `read`.
+        """
+        return self.read(indices).tokens
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> TokenRows:
+        """Read several samples with all that training needs of them.
+
+        Args:
+            indices: sample numbers, 0 <= index < len(self), [b].
+
+        Raises:
             IndexError: there is no such sample.
             ValueError: a token id is outside the vocabulary.
         """
@@ -181,19 +194,8 @@ class BlendedDataset:
                 f"{len(self)}"
             )
         parts, samples = self.dataset_index[indices], self.dataset_sample_index[indices]
-        rows = np.empty((len(indices), self.config.sequence_length + 1), dtype=np.int64)
+        pieces = []
         for part in np.unique(parts).tolist():
-            chosen = parts == part
-            rows[chosen] = self.datasets[part].batch(samples[chosen])
-        return rows
-
-    def loss_mask(self, rows: np.ndarray) -> np.ndarray:
-        """Say where the loss counts; see `GPTDataset.loss_mask`.
-
-        Args:
-            rows: int64 [b, s + 1], from `batch`.
-
-        Returns:
-            float32 [b, s].
-        """
-        return self.datasets[0].loss_mask(rows)
+            places = np.flatnonzero(parts == part)
+            pieces.append((places, self.datasets[part].read(samples[places])))
+        return TokenRows.merge(len(indices), pieces)

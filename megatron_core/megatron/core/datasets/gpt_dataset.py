@@ -15,6 +15,7 @@ from megatron.core.datasets.sample_index import (
     build_shuffle_index,
     plan_epochs,
 )
+from megatron.core.datasets.token_rows import TokenRows, documents_between, positions_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,14 @@ class GPTDatasetConfig:
         sequence_length: s, tokens a model sees at once.
         seed: order of documents and samples.
         vocab_size: token ids must be smaller; None leaves them unchecked.
-        eod_token: id of the end-of-document token; needed by `eod_mask_loss` only.
+        eod_token: id of the end-of-document token; needed by the next three only.
         eod_mask_loss: no loss where the input is `eod_token` (what follows it is unrelated).
+        reset_position_ids: count positions anew behind each `eod_token`.
+        reset_attention_mask: tokens see only their own document, up to its `eod_token`.
         cache_dir: folder for index arrays, local to the node; None builds them in memory.
 
     Raises:
-        ValueError: a value is out of range, or `eod_mask_loss` has no token.
+        ValueError: a value is out of range, or what needs `eod_token` has none.
     """
 
     sequence_length: int
@@ -38,6 +41,8 @@ class GPTDatasetConfig:
     vocab_size: int | None = None
     eod_token: int | None = None
     eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -46,8 +51,9 @@ class GPTDatasetConfig:
             raise ValueError(f"sequence_length {self.sequence_length}: must be 1 or more")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"data seed {self.seed}: must be between 0 and 2^32 - 1")
-        if self.eod_mask_loss and self.eod_token is None:
-            raise ValueError("eod_mask_loss needs eod_token: the tokenizer must have one")
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if vars(self)[name] and self.eod_token is None:
+                raise ValueError(f"{name} needs eod_token: the tokenizer must have one")
 
 
 class GPTSample(NamedTuple):
@@ -62,6 +68,30 @@ class GPTSample(NamedTuple):
     tokens: np.ndarray
     labels: np.ndarray
     loss_mask: np.ndarray
+
+
+def rows_of(tokens: np.ndarray, config: GPTDatasetConfig) -> TokenRows:
+    """Say what `config` makes of the end-of-document tokens in some rows.
+
+    Args:
+        tokens: int64 [b, s + 1].
+        config: which of loss, positions and attention they end.
+    """
+    inputs = tokens[:, :-1]
+    mask = np.ones(inputs.shape, dtype=np.float32)
+    if config.eod_mask_loss:
+        mask = (inputs != config.eod_token).astype(np.float32)
+    documents = positions = None
+    if config.reset_position_ids or config.reset_attention_mask:
+        assert config.eod_token is not None  # checked by the config
+        documents = documents_between(inputs, config.eod_token)
+        positions = positions_within(documents) if config.reset_position_ids else None
+    return TokenRows(
+        tokens=tokens,
+        loss_mask=mask,
+        positions=positions,
+        document_ids=documents if config.reset_attention_mask else None,
+    )
 
 
 class GPTDataset:
@@ -223,9 +253,18 @@ class GPTDataset:
         Returns:
             float32 [b, s].
         """
-        if not self.config.eod_mask_loss:
-            return np.ones((rows.shape[0], rows.shape[1] - 1), dtype=np.float32)
-        return (rows[:, :-1] != self.config.eod_token).astype(np.float32)
+        return rows_of(rows, self.config).loss_mask
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> TokenRows:
+        """Read several samples with all that training needs of them.
+
+        Args:
+            indices: sample numbers, 0 <= index < len(self), [b].
+
+        Raises:
+            IndexError, ValueError: see `batch`.
+        """
+        return rows_of(self.batch(indices), self.config)
 
     def __getitem__(self, index: int) -> GPTSample:
         """Return one sample.

@@ -2,16 +2,19 @@
 """Index arrays kept on the node's own disk: found by content, written atomically, never trusted.
 
 The files of one entry share the name `<digest>-<kind>`, where the digest is that of a JSON
-description of everything the arrays depend on. The arrays are a pure function of it, so writers
-need no lock and no rank has to wait for another one: whoever comes first writes, all others write
-the same bytes or read them. Each node may have a folder of its own.
+description of everything the arrays depend on. The arrays are a pure function of it, so any number
+of writers would write the same bytes; a lock only saves the work and the memory of the others, who
+wait for the first one of their node and map what it wrote. The kernel gives the lock back when its
+holder dies, so it cannot go stale. Each node may have a folder of its own.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,8 @@ import numpy as np
 from megatron.core.datasets.atomic_file import atomic_write
 
 logger = logging.getLogger(__name__)
+
+_DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError)
 
 # Raise it when the same description comes to mean other arrays.
 FORMAT = 1
@@ -63,7 +68,8 @@ class IndexCache:
     ) -> dict[str, np.ndarray]:
         """Return the arrays of an entry, from the disk if they are there and whole.
 
-        A damaged entry, and a folder that cannot be written, cost a log line and nothing else.
+        Processes that ask at the same time build it once. A damaged entry, and a folder that cannot
+        be written, cost a log line and nothing else.
 
         Args:
             kind: what a person looks for in the folder, for instance "GPTDataset-train".
@@ -71,7 +77,7 @@ class IndexCache:
             build: makes the arrays by name; must be deterministic.
 
         Returns:
-            The arrays by name; mapped read-only if they came from the disk.
+            The arrays by name; mapped read-only where there is a file of them.
         """
         if self.folder is None:
             return build()
@@ -79,19 +85,40 @@ class IndexCache:
         stem = f"{digest_of(description)}-{kind}"
         try:
             found = self._load(stem, text)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            logger.warning(
-                "index cache %s/%s is damaged (%s): rebuilding", self.folder, stem, error
-            )
-            found = None
+        except _DAMAGED:
+            found = None  # another process may be mending it: told below
         if found is not None:
             return found
-        arrays = build()
-        try:
-            self._store(stem, text, arrays)
-        except OSError as error:
-            logger.warning("index cache %s cannot be written (%s): in memory", self.folder, error)
-        return arrays
+        with self._alone(stem):
+            try:
+                found = self._load(stem, text)
+            except _DAMAGED as error:
+                logger.warning(
+                    "index cache %s/%s is damaged (%s): rebuilding", self.folder, stem, error
+                )
+            if found is not None:
+                return found
+            arrays = build()
+            try:
+                self._store(stem, text, arrays)
+                # The files and not the arrays: one copy in the page cache serves the whole node.
+                return self._load(stem, text) or arrays
+            except _DAMAGED as error:
+                logger.warning(
+                    "index cache %s cannot be written (%s): in memory", self.folder, error
+                )
+                return arrays
+
+    @contextlib.contextmanager
+    def _alone(self, stem: str) -> Iterator[None]:
+        """Hold the lock of an entry; a folder that cannot have one is used without."""
+        assert self.folder is not None
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                stream = held.enter_context((self.folder / f"{stem}.lock").open("ab"))
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
 
     def _load(self, stem: str, text: str) -> dict[str, np.ndarray] | None:
         manifest_path = self.folder / f"{stem}.json"

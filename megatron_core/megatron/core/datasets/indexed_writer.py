@@ -2,20 +2,18 @@
 """Writer of Megatron's `.bin/.idx` pair: streaming, checked, and visible only when complete."""
 
 import os
+import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
 
-from megatron.core.datasets.atomic_file import (
-    publish,
-    sync_folder,
-    temporary_path,
-)
+from megatron.core.datasets.atomic_file import publish, sync_folder
 from megatron.core.datasets.indexed_dataset import (
     HEADER,
     MAGIC,
@@ -28,23 +26,50 @@ from megatron.core.datasets.indexed_dataset import (
 
 # A block of int64 tokens, checked, converted and written while it is in the cache.
 _CONVERTED_AT_ONCE = 1 << 16
+_COPIED_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """How much of a data set is written; what a draft can be taken up from.
+
+    Args:
+        tokens, sequences, documents: counts.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+    documents: int = 0
 
 
 class IndexedDatasetWriter:
-    """Write token sequences as they come; memory holds lengths only, never tokens.
+    """Write token sequences as they come; memory holds none of them, nor their lengths.
 
     Use it as a context manager. Leaving the block publishes `<prefix>.bin`, then `<prefix>.idx`;
     an exception in the block leaves nothing behind and an older pair untouched.
 
+    Long work that must survive a kill names its `draft`: the files of a draft have fixed names.
+    `commit` brings them to the disk; after a kill, a writer with the same draft and what `commit`
+    returned takes up from there.
+
     Args:
         prefix: path without `.bin` or `.idx`; its folder must exist.
         dtype: token type, one of TOKEN_TYPES (see `token_type_for`).
+        draft: part of the names of unfinished files; None means one that no other writer uses.
+        written: how much of an earlier writer's draft to keep; None starts anew.
 
     Raises:
-        ValueError: the format has no such token type.
+        ValueError: the format has no such token type, or the draft holds less than `written`.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype | type,
+        *,
+        draft: str | None = None,
+        written: Written | None = None,
+    ) -> None:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in TOKEN_TYPES.items() if known == self._dtype]
         if not codes:
@@ -53,14 +78,18 @@ class IndexedDatasetWriter:
                 f"token type {np.dtype(dtype)} cannot be stored; choose one of {names}"
             )
         self._code = codes[0]
-        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        self._lengths: list[np.ndarray] = []
-        self._documents: list[np.ndarray] = [np.zeros(1, dtype="<i8")]
-        self.num_sequences = 0
-        self.num_tokens = 0
-        self._temporary = temporary_path(self._bin)
-        self._temporary_index = temporary_path(self._idx)
-        self._stream = open(self._temporary, "xb")  # noqa: SIM115 - closed by close() or abort()
+        self._prefix = prefix
+        self._draft = secrets.token_hex(6) if draft is None else draft
+        paths = _draft_paths(prefix, self._draft)
+        kept = written or Written()
+        self.num_sequences = kept.sequences
+        self.num_documents = kept.documents
+        self.num_tokens = kept.tokens
+        # The lengths and documents wait in files of their own: an index has them in one piece each.
+        self._stream = _open_draft(paths.tokens, written, kept.tokens * self._dtype.itemsize)
+        self._lengths = _open_draft(paths.lengths, written, kept.sequences * 4)
+        self._documents = _open_draft(paths.documents, written, kept.documents * 8)
+        self._paths = paths
 
     def __enter__(self) -> "IndexedDatasetWriter":
         """Return the writer itself."""
@@ -77,11 +106,6 @@ class IndexedDatasetWriter:
             self.close()
         else:
             self.abort()
-
-    @property
-    def num_documents(self) -> int:
-        """Return the number of documents written so far."""
-        return sum(len(block) for block in self._documents) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] = ()) -> None:
         """Append one document.
@@ -134,9 +158,11 @@ class IndexedDatasetWriter:
                 "0 and 2147483647 tokens; split the document"
             )
         self._append(np.asarray(tokens))
-        self._lengths.append(lengths.astype("<i4"))
-        self._documents.append(self.num_sequences + np.cumsum(per_document))
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        ends = self.num_sequences + np.cumsum(per_document)
+        self._documents.write(ends.astype("<i8").tobytes())
         self.num_sequences += len(lengths)
+        self.num_documents += len(per_document)
         self.num_tokens += len(tokens)
 
     def _append(self, tokens: np.ndarray) -> None:
@@ -173,11 +199,25 @@ class IndexedDatasetWriter:
                 "one tokenizer only"
             )
         with open(bin_path(prefix), "rb") as source:
-            shutil.copyfileobj(source, self._stream, 1 << 22)
-        self._lengths.append(np.array(other.lengths))
-        self._documents.append(other.documents[1:] + self.num_sequences)
+            shutil.copyfileobj(source, self._stream, _COPIED_AT_ONCE)
+        self._lengths.write(other.lengths.tobytes())
+        self._documents.write((other.documents[1:] + self.num_sequences).tobytes())
         self.num_sequences += len(other)
+        self.num_documents += other.num_documents
         self.num_tokens += other.num_tokens
+
+    def commit(self) -> Written:
+        """Bring everything so far to the disk, so that a draft can be taken up from here.
+
+        Returns:
+            What a later writer of this draft is given.
+        """
+        for stream in (self._stream, self._lengths, self._documents):
+            stream.flush()
+            os.fsync(stream.fileno())
+        return Written(
+            tokens=self.num_tokens, sequences=self.num_sequences, documents=self.num_documents
+        )
 
     def prepare(self) -> None:
         """Bring both files to the disk under temporary names: only renames remain to be done.
@@ -188,44 +228,113 @@ class IndexedDatasetWriter:
             return
         self._stream.flush()
         os.fsync(self._stream.fileno())
-        self._stream.close()
-        with open(self._temporary_index, "xb") as stream:
+        self.keep()
+        with open(self._paths.index, "wb") as stream:
             self._write_index(stream)
             stream.flush()
             os.fsync(stream.fileno())
 
     def close(self) -> None:
-        """Flush both files to the disk and give them their names.
-
-        An older pair loses its index first and gains the new one last, so at no moment does an
-        index describe the tokens of the other pair.
-        """
+        """Flush both files to the disk and give them their names."""
         try:
             self.prepare()
-            if self._idx.exists():
-                self._idx.unlink()
-                sync_folder(self._idx.parent)
-            publish(self._temporary, self._bin)
-            publish(self._temporary_index, self._idx)
+            publish_draft(self._prefix, self._draft)
         except BaseException:
             self.abort()
             raise
 
     def _write_index(self, stream: BinaryIO) -> None:
-        lengths = np.concatenate(self._lengths) if self._lengths else np.empty(0, "<i4")
-        documents = np.concatenate(self._documents).astype("<i8")
-        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
-        offsets = ends - lengths.astype(np.int64) * self._dtype.itemsize
-        stream.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
-        for array in (lengths, offsets.astype("<i8"), documents):
-            stream.write(array.tobytes())
+        stream.write(
+            HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1)
+        )
+        with open(self._paths.lengths, "rb") as lengths:
+            shutil.copyfileobj(lengths, stream, _COPIED_AT_ONCE)
+            lengths.seek(0)
+            end = 0
+            while block := lengths.read(_COPIED_AT_ONCE):
+                sizes = np.frombuffer(block, "<i4").astype(np.int64) * self._dtype.itemsize
+                ends = end + np.cumsum(sizes)
+                stream.write((ends - sizes).astype("<i8").tobytes())
+                end = int(ends[-1])
+        stream.write(np.zeros(1, dtype="<i8").tobytes())
+        with open(self._paths.documents, "rb") as documents:
+            shutil.copyfileobj(documents, stream, _COPIED_AT_ONCE)
+
+    def keep(self) -> None:
+        """Close the files and leave them as a draft, to be taken up from its last `commit`."""
+        for stream in (self._stream, self._lengths, self._documents):
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
+                stream.close()
 
     def abort(self) -> None:
         """Drop what was written; the target files are left as they were."""
-        with suppress(OSError):  # closing flushes, which fails again on a full disk
-            self._stream.close()
-        self._temporary.unlink(missing_ok=True)
-        self._temporary_index.unlink(missing_ok=True)
+        self.keep()
+        drop_draft(self._prefix, self._draft)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DraftPaths:
+    """The unfinished files of a data set."""
+
+    tokens: Path
+    lengths: Path
+    documents: Path
+    index: Path
+
+
+def _draft_paths(prefix: str | Path, draft: str) -> _DraftPaths:
+    return _DraftPaths(
+        tokens=Path(f"{bin_path(prefix)}.{draft}.tmp"),
+        lengths=Path(f"{idx_path(prefix)}.lengths.{draft}.tmp"),
+        documents=Path(f"{idx_path(prefix)}.documents.{draft}.tmp"),
+        index=Path(f"{idx_path(prefix)}.{draft}.tmp"),
+    )
+
+
+def _open_draft(path: Path, written: Written | None, size: int) -> BinaryIO:
+    """Open an unfinished file for more, cut to what counts; a new one without `written`."""
+    if written is None:
+        return open(path, "wb")
+    found = path.stat().st_size if path.exists() else -1
+    if found < size:
+        raise ValueError(f"{path} is gone or shorter than the {size} bytes that were written")
+    stream = open(path, "r+b")  # noqa: SIM115 - the writer closes it
+    stream.truncate(size)
+    stream.seek(size)
+    return stream
+
+
+def publish_draft(prefix: str | Path, draft: str) -> None:
+    """Give the prepared files of a draft their names; done again after a kill, it ends the same.
+
+    An older pair loses its index first and gains the new one last, so at no moment does an index
+    describe the tokens of the other pair.
+
+    Args:
+        prefix: of the data set.
+        draft: of a writer that has been through `prepare`.
+    """
+    paths = _draft_paths(prefix, draft)
+    if paths.tokens.exists():
+        idx = idx_path(prefix)
+        if idx.exists():
+            idx.unlink()
+            sync_folder(idx.parent)
+        publish(paths.tokens, bin_path(prefix))
+    if paths.index.exists():
+        publish(paths.index, idx_path(prefix))
+    drop_draft(prefix, draft)
+
+
+def drop_draft(prefix: str | Path, draft: str) -> None:
+    """Remove what is left of a draft.
+
+    Args:
+        prefix: of the data set.
+        draft: of a writer.
+    """
+    for path in vars(_draft_paths(prefix, draft)).values():
+        path.unlink(missing_ok=True)
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output_prefix: str | Path) -> None:

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron.core.datasets.token_rows import TokenRows, cumulative_lengths
+
 
 class SampleOrder(Protocol):
     """The order in which the samples of a data set are consumed."""
@@ -68,10 +70,11 @@ class CyclicOrder:
         return None
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if self._drawn is None or self._drawn[0] != epoch:
+        drawn = self._drawn  # read once: threads that read ahead may be in different epochs
+        if drawn is None or drawn[0] != epoch:
             random = np.random.RandomState([self._seed, epoch])
-            self._drawn = (epoch, random.permutation(self._num_samples))
-        return self._drawn[1]
+            self._drawn = drawn = (epoch, random.permutation(self._num_samples))
+        return drawn[1]
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Return sample numbers, int64 [stop - start]."""
@@ -106,16 +109,13 @@ def lane_samples(
 
 
 class TokenSource(Protocol):
-    """What GPTBatches reads: GPTDataset and BlendedDataset are two."""
+    """What GPTBatches reads: GPTDataset, BlendedDataset, ChatDataset and MockDataset are four."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Return int64 [b, s + 1]."""
-
-    def loss_mask(self, rows: np.ndarray) -> np.ndarray:
-        """Return float32 [b, s]."""
+    def read(self, indices: np.ndarray) -> TokenRows:
+        """Return samples [b]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +126,15 @@ class GPTBatch:
         tokens: int64 [b, s + 1], inputs and labels in one.
         loss_mask: float32 [b, s].
         sample_ids: int64 [b], places in the order of consumption: what dropout is a function of.
+        positions: int64 [b, s], or None for 0 .. s - 1.
+        document_ids: int32 [b, s], or None for one document a row; see `TokenRows`.
     """
 
     tokens: torch.Tensor
     loss_mask: torch.Tensor
     sample_ids: torch.Tensor
+    positions: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -141,6 +145,13 @@ class GPTBatch:
     def labels(self) -> torch.Tensor:
         """Return a view, int64 [b, s]."""
         return self.tokens[:, 1:]
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """Return where documents start, int32 [b, d + 1]; see `cumulative_lengths`."""
+        if self.document_ids is None:
+            return None
+        return torch.from_numpy(cumulative_lengths(self.document_ids.numpy()))
 
 
 class GPTBatches(Iterator[GPTBatch]):
@@ -176,7 +187,7 @@ class GPTBatches(Iterator[GPTBatch]):
         self._lanes_rank = lanes_rank
         self._lanes_size = lanes_size
         self._consumed_samples = consumed_samples
-        self._next_samples()  # checks the numbers
+        self.places()  # checks the numbers
         if self._order.end is not None and consumed_samples > self._order.end:
             raise ValueError(
                 f"{consumed_samples} samples are consumed already but the data has only "
@@ -188,13 +199,38 @@ class GPTBatches(Iterator[GPTBatch]):
         """Samples consumed by all lanes together; what a checkpoint keeps."""
         return self._consumed_samples
 
-    def _next_samples(self) -> range:
+    def places(self, ahead: int = 0) -> range:
+        """Return the places in the order of the microbatch that comes after `ahead` more."""
         return lane_samples(
-            self._consumed_samples,
+            self._consumed_samples + ahead * self._stride,
             micro_batch_size=self._micro_batch_size,
             lanes_rank=self._lanes_rank,
             lanes_size=self._lanes_size,
         )
+
+    @property
+    def _stride(self) -> int:
+        return self._micro_batch_size * self._lanes_size
+
+    def has(self, ahead: int = 0) -> bool:
+        """Say whether there is a microbatch after `ahead` more, the same on all lanes."""
+        end = self._order.end
+        return end is None or self._consumed_samples + (ahead + 1) * self._stride <= end
+
+    def read(self, samples: range) -> GPTBatch:
+        """Read the microbatch at some places; any thread may."""
+        rows = self._dataset.read(self._order.indices(samples.start, samples.stop))
+        return GPTBatch(
+            tokens=torch.from_numpy(rows.tokens),
+            loss_mask=torch.from_numpy(rows.loss_mask),
+            sample_ids=torch.arange(samples.start, samples.stop),
+            positions=None if rows.positions is None else torch.from_numpy(rows.positions),
+            document_ids=None if rows.document_ids is None else torch.from_numpy(rows.document_ids),
+        )
+
+    def skip(self) -> None:
+        """Go on to the next microbatch."""
+        self._consumed_samples += self._stride
 
     def __next__(self) -> GPTBatch:
         """Return the next microbatch.
@@ -202,14 +238,8 @@ class GPTBatches(Iterator[GPTBatch]):
         Raises:
             StopIteration: fewer than b * lanes samples are left, on all lanes alike.
         """
-        consumed = self._consumed_samples + self._micro_batch_size * self._lanes_size
-        if self._order.end is not None and consumed > self._order.end:
+        if not self.has():
             raise StopIteration
-        samples = self._next_samples()
-        rows = self._dataset.batch(self._order.indices(samples.start, samples.stop))
-        self._consumed_samples = consumed
-        return GPTBatch(
-            tokens=torch.from_numpy(rows),
-            loss_mask=torch.from_numpy(self._dataset.loss_mask(rows)),
-            sample_ids=torch.arange(samples.start, samples.stop),
-        )
+        batch = self.read(self.places())
+        self.skip()
+        return batch

@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 
 from megatron.core.datasets.blend import BlendedDataset, check_weights
+from megatron.core.datasets.chat_dataset import ChatDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-SPLIT_NAMES = ("train", "valid", "test")
 # Spare samples of each part of a blend: rounding must not leave one short.
 BLEND_SURPLUS = 1.005
 
@@ -104,6 +104,17 @@ def split_ranges(num_sequences: int, shares: Sequence[float]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(borders)]
 
 
+def has_split(sources: Sequence[IndexedDataset], shares: Sequence[float], which: int) -> bool:
+    """Say whether a share holds a sequence of every data set.
+
+    Args:
+        sources: the data sets of a path.
+        shares: of each data set, see `parse_split`.
+        which: the share.
+    """
+    return all(len(split_ranges(len(source), shares)[which]) for source in sources)
+
+
 def build_split(
     path: DataPath,
     config: GPTDatasetConfig,
@@ -112,7 +123,9 @@ def build_split(
     shares: Sequence[float] = (1.0, 0.0, 0.0),
     which: int = 0,
     num_samples: int | None = None,
-) -> GPTDataset | BlendedDataset:
+    dataset_type: type[GPTDataset] | type[ChatDataset] = GPTDataset,
+    sources: Sequence[IndexedDataset] | None = None,
+) -> GPTDataset | ChatDataset | BlendedDataset:
     """Build one split of a data path.
 
     Args:
@@ -122,6 +135,8 @@ def build_split(
         shares: of each data set, see `parse_split`.
         which: the share to take.
         num_samples: samples needed; None means one pass over everything, without weights.
+        dataset_type: what samples are made of.
+        sources: the data sets of `path`, if they are open already.
 
     Returns:
         The data set; a blend if there are several prefixes.
@@ -130,10 +145,11 @@ def build_split(
         ValueError: weights without a number of samples, a share without sequences, or one of the
             errors of `GPTDataset` and `IndexedDataset`.
     """
-    sources = [IndexedDataset(prefix) for prefix in path.prefixes]
+    if sources is None:
+        sources = [IndexedDataset(prefix) for prefix in path.prefixes]
     ranges = [split_ranges(len(source), shares)[which] for source in sources]
     if len(sources) == 1:
-        return GPTDataset(
+        return dataset_type(
             sources[0], config, sequences=ranges[0], num_samples=num_samples, name=name
         )
     weights, needed = path.weights, [None] * len(sources)
@@ -148,36 +164,7 @@ def build_split(
         weights = check_weights(weights)
         needed = [max(1, math.ceil(math.ceil(num_samples * w) * BLEND_SURPLUS)) for w in weights]
     parts = [
-        GPTDataset(source, config, sequences=cut, num_samples=count, name=name)
+        dataset_type(source, config, sequences=cut, num_samples=count, name=name)
         for source, cut, count in zip(sources, ranges, needed, strict=True)
     ]
     return BlendedDataset(parts, weights=weights, num_samples=num_samples, name=name)
-
-
-def build_splits(
-    path: DataPath,
-    config: GPTDatasetConfig,
-    *,
-    shares: Sequence[float],
-    num_samples: Sequence[int | None],
-) -> list[GPTDataset | BlendedDataset | None]:
-    """Build training, validation and test data from one data path.
-
-    Args:
-        path: data sets and proportions.
-        config: what all samples have in common.
-        shares: see `parse_split`.
-        num_samples: samples needed of each split; 0 leaves a split out.
-
-    Returns:
-        A data set for each split, None where it was left out.
-
-    Raises:
-        ValueError: see `build_split`.
-    """
-    return [
-        None
-        if count == 0
-        else build_split(path, config, name=name, shares=shares, which=which, num_samples=count)
-        for which, (name, count) in enumerate(zip(SPLIT_NAMES, num_samples, strict=True))
-    ]

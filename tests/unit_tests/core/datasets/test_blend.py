@@ -85,7 +85,7 @@ def test_rows_come_from_the_chosen_part(parts):
         np.testing.assert_array_equal(row, parts[part].batch([number])[0])
     assert rows.min() < 1000 < rows.max()
     assert len(blend) == 80
-    assert blend.loss_mask(rows).shape == (80, 4)
+    assert blend.read(np.arange(80)).loss_mask.shape == (80, 4)
     again = BlendedDataset(parts, weights=[1, 3], num_samples=80)
     assert blend.fingerprint == again.fingerprint
     other = BlendedDataset(parts, weights=[3, 1], num_samples=80)

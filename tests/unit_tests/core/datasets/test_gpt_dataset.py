@@ -68,6 +68,30 @@ def test_loss_is_masked_where_the_input_ends_a_document(source):
     assert masked > 0
 
 
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("attention", [False, True])
+def test_documents_end_where_asked(source, positions, attention):
+    config = dataclasses.replace(
+        CONFIG, eod_token=EOD, reset_position_ids=positions, reset_attention_mask=attention
+    )
+    data = GPTDataset(source, config, sequences=range(40), num_samples=100)
+    rows = data.read(np.arange(100))
+    assert (rows.positions is not None, rows.document_ids is not None) == (positions, attention)
+    ends = rows.tokens[:, :-2] == EOD  # the next input begins a document
+    assert ends.any()
+    if attention:
+        np.testing.assert_array_equal(np.diff(rows.document_ids, axis=1), ends)
+    if positions:
+        np.testing.assert_array_equal(np.diff(rows.positions, axis=1)[~ends], 1)
+        assert (rows.positions[:, 0] == 0).all()
+        assert (rows.positions[:, 1:][ends] == 0).all()
+    batch = next(GPTBatches(data, micro_batch_size=100))
+    assert (batch.cu_seqlens is not None) == attention
+    if attention:
+        np.testing.assert_array_equal(batch.document_ids.numpy(), rows.document_ids)
+        assert batch.cu_seqlens.shape == (100, ends.sum(1).max() + 2)
+
+
 def test_lanes_together_read_the_samples_in_order(source):
     config = dataclasses.replace(CONFIG, eod_token=EOD, eod_mask_loss=True)
     data = GPTDataset(source, config, sequences=range(40), num_samples=24)
@@ -140,6 +164,8 @@ def test_impossible_requests_are_refused(source, tmp_path):
         GPTDatasetConfig(sequence_length=0, seed=1)
     with pytest.raises(ValueError, match="data seed -1"):
         GPTDatasetConfig(sequence_length=1, seed=-1)
+    with pytest.raises(ValueError, match="reset_attention_mask needs eod_token"):
+        dataclasses.replace(CONFIG, reset_attention_mask=True)
     with pytest.raises(ValueError, match="eod_mask_loss needs eod_token"):
         GPTDatasetConfig(sequence_length=1, seed=1, eod_mask_loss=True)
     with IndexedDatasetWriter(tmp_path / "float", np.float32) as writer:

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def one(folder: Path, ending: str) -> Path:
 
 def test_second_use_reads_what_the_first_wrote(tmp_path):
     build, cache = Builder(), IndexCache(tmp_path / "new" / "folder")
-    check(cache.load_or_build("kind", DESCRIPTION, build))
+    first = cache.load_or_build("kind", DESCRIPTION, build)
+    check(first)
+    assert not first["rows"].flags.writeable  # mapped: the builder keeps no copy of its own
     check(cache.load_or_build("kind", DESCRIPTION, build))
     assert build.calls == 1
     assert not list(cache.folder.glob("*.tmp"))
@@ -153,11 +156,38 @@ def test_a_folder_that_cannot_be_written_costs_a_log_line(tmp_path, caplog):
     assert "cannot be written" in caplog.text
 
 
-def test_many_builders_at_once_agree(tmp_path, caplog):
-    cache = IndexCache(tmp_path)
+class SlowBuilder(Builder):
+    """Take long enough for others to come while it builds."""
+
+    def __call__(self) -> dict[str, np.ndarray]:
+        time.sleep(0.05)
+        return super().__call__()
+
+
+def test_many_builders_at_once_build_once(tmp_path, caplog):
+    build = SlowBuilder()
     with ThreadPoolExecutor(8) as pool:
-        uses = [pool.submit(cache.load_or_build, "kind", DESCRIPTION, Builder()) for _ in range(40)]
+        uses = [
+            pool.submit(IndexCache(tmp_path).load_or_build, "kind", DESCRIPTION, build)
+            for _ in range(40)
+        ]
     for use in uses:
         check(use.result())
+    assert build.calls == 1
     assert not caplog.records
-    assert len(list(tmp_path.iterdir())) == 4
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_damaged_entry_is_mended_and_told_once(tmp_path, caplog):
+    IndexCache(tmp_path).load_or_build("kind", DESCRIPTION, Builder())
+    truncate(one(tmp_path, "rows.npy"))
+    build = SlowBuilder()
+    with ThreadPoolExecutor(4) as pool:
+        uses = [
+            pool.submit(IndexCache(tmp_path).load_or_build, "kind", DESCRIPTION, build)
+            for _ in range(4)
+        ]
+    for use in uses:
+        check(use.result())
+    assert build.calls == 1
+    assert len(caplog.records) == 1

@@ -127,7 +127,7 @@ def test_an_interrupted_writer_leaves_the_older_pair_alone(tmp_path):
     def interrupted() -> None:
         with IndexedDatasetWriter(prefix, np.uint16) as writer:
             writer.add_document(range(100_000 % 65536))
-            assert len(files_in(tmp_path)) == 3
+            assert len(files_in(tmp_path)) > len(before)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, SingleOrder, lane_samples
+from megatron.core.datasets.token_rows import TokenRows
 
 
 class Numbers:
@@ -19,13 +20,11 @@ class Numbers:
     def __len__(self) -> int:
         return self.size
 
-    def batch(self, indices: np.ndarray) -> np.ndarray:
+    def read(self, indices: np.ndarray) -> TokenRows:
         assert indices.dtype == np.int64
         assert ((indices >= 0) & (indices < self.size)).all()
-        return np.repeat(indices[:, None], 3, axis=1)
-
-    def loss_mask(self, rows: np.ndarray) -> np.ndarray:
-        return (rows[:, :-1] % 2 == 0).astype(np.float32)
+        rows = np.repeat(indices[:, None], 3, axis=1)
+        return TokenRows(tokens=rows, loss_mask=(rows[:, :-1] % 2 == 0).astype(np.float32))
 
 
 def order_of(kind: str, size: int):

@@ -6,11 +6,12 @@ import pytest
 
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.datasets.splits import (
     DataPath,
     build_split,
-    build_splits,
+    has_split,
     parse_data_path,
     parse_split,
     split_ranges,
@@ -64,10 +65,9 @@ def prefixes(tmp_path):
 
 
 def test_splits_of_one_data_set_share_no_token(prefixes):
-    train, valid, test = build_splits(
-        DataPath(prefixes[:1], None), CONFIG, shares=parse_split("80,20,0"), num_samples=[90, 5, 0]
-    )
-    assert test is None
+    path, shares = DataPath(prefixes[:1], None), parse_split("80,20,0")
+    train = build_split(path, CONFIG, shares=shares, num_samples=90)
+    valid = build_split(path, CONFIG, name="valid", shares=shares, which=1, num_samples=5)
     assert len(train) >= 90
     assert len(valid) >= 5
     assert (train.name, valid.name) == ("train", "valid")
@@ -75,13 +75,12 @@ def test_splits_of_one_data_set_share_no_token(prefixes):
 
 
 def test_a_split_without_documents_is_refused(prefixes):
+    path, shares = DataPath(prefixes[:1], None), parse_split("99,1,0")
     with pytest.raises(ValueError, match=r"the test split .*larger share"):
-        build_splits(
-            DataPath(prefixes[:1], None),
-            CONFIG,
-            shares=parse_split("99,1,0"),
-            num_samples=[1, 0, 1],
-        )
+        build_split(path, CONFIG, name="test", shares=shares, which=2, num_samples=1)
+    sources = [IndexedDataset(prefixes[0])]
+    assert [has_split(sources, shares, which) for which in range(3)] == [True, False, False]
+    assert has_split(sources, parse_split("90,5,5"), 2)
 
 
 def test_blend_by_weight_and_by_size(prefixes):

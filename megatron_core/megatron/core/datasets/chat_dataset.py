@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning samples: conversations packed into rows of s + 1 tokens, learnt where a mask says.
+
+Two `.bin/.idx` pairs hold the same sequences: PREFIX the token ids, PREFIX.mask a 1 for each token
+that is learnt. A conversation sees only itself, with positions from 0; padding is a document of its
+own without loss. A conversation of more than s + 1 tokens keeps its first s + 1; one of which
+nothing (then) is learnt is left out. Both are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.index_cache import IndexCache, digest_of
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.packing import pack_epoch
+from megatron.core.datasets.token_rows import TokenRows, positions_within
+
+
+def mask_prefix(prefix: str) -> str:
+    """Return the prefix of the mask that belongs to a chat data set."""
+    return f"{prefix}.mask"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatStatistics:
+    """What became of the conversations of a data set, in one pass.
+
+    Args:
+        conversations: in the split.
+        truncated: longer than a row.
+        left_out: without anything to learn.
+        rows: of all passes.
+        filled: share of the places of the rows that hold conversations.
+    """
+
+    conversations: int
+    truncated: int
+    left_out: int
+    rows: int
+    filled: float
+
+
+class ChatDataset:
+    """Packed conversations of a range of sequences of one data set.
+
+    Args:
+        source: the token ids.
+        config: length, seed and checks.
+        sequences: range of sequence numbers, a conversation each.
+        num_samples: rows needed; the conversations are repeated until they suffice. None means one
+            pass.
+        name: of the split, for cache files and messages.
+
+    Raises:
+        ValueError: there is no mask, it belongs to other tokens, or nothing is to be learnt.
+    """
+
+    def __init__(
+        self,
+        source: IndexedDataset,
+        config: GPTDatasetConfig,
+        *,
+        sequences: range,
+        num_samples: int | None = None,
+        name: str = "train",
+    ) -> None:
+        if not 0 <= sequences.start < sequences.stop <= len(source):
+            raise ValueError(
+                f"the {name} split is conversations {sequences.start} to {sequences.stop} of "
+                f"{source.prefix}, which has {len(source)}; give this split a larger share"
+            )
+        self.source, self.config, self.name = source, config, name
+        self.mask = _mask_of(source)
+        self._sequences, self._requested = sequences, num_samples
+        arrays = IndexCache(config.cache_dir).load_or_build(
+            f"ChatDataset-{name}", self.description, self._build
+        )
+        self.members, self.row_starts = arrays["members"], arrays["row_starts"]
+        self._counts = arrays["counts"]
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Everything the order and content of the samples depend on, as JSON values."""
+        return {
+            "class": "ChatDataset",
+            "source": self.source.fingerprint,
+            "mask": self.mask.fingerprint,
+            "sequences": [self._sequences.start, self._sequences.stop],
+            "num_samples": self._requested,
+            "sequence_length": self.config.sequence_length,
+            "seed": self.config.seed,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Name of the sequence of samples: equal fingerprints, equal training data."""
+        return digest_of(self.description)
+
+    @property
+    def statistics(self) -> ChatStatistics:
+        """Return what became of the conversations."""
+        truncated, left_out, tokens = self._counts.tolist()
+        places = len(self) * (self.config.sequence_length + 1)
+        return ChatStatistics(
+            conversations=len(self._sequences),
+            truncated=truncated,
+            left_out=left_out,
+            rows=len(self),
+            filled=tokens / places,
+        )
+
+    def _build(self) -> dict[str, np.ndarray]:
+        capacity, seed = self.config.sequence_length + 1, self.config.seed
+        lengths = self.source.lengths[self._sequences.start : self._sequences.stop]
+        lengths = lengths.astype(np.int64)
+        learnt = self._learnt(lengths, capacity)
+        kept = np.flatnonzero(learnt)
+        if not len(kept):
+            raise ValueError(
+                f"{self.source.prefix}, {self.name} split: nothing is to be learnt from its "
+                f"{len(lengths)} conversations: no assistant token among the first {capacity}; "
+                "raise --seq-length or give other data"
+            )
+        shortened = np.minimum(lengths[kept], capacity)
+        members, starts = [], [np.zeros(1, np.int64)]
+        rows = epoch = 0
+        while rows == 0 or (self._requested is not None and rows < self._requested):
+            packed, ends = pack_epoch(shortened, capacity, seed=seed, epoch=epoch)
+            members.append(kept[packed] + self._sequences.start)
+            starts.append(ends[1:] + epoch * len(kept))
+            rows, epoch = rows + len(ends) - 1, epoch + 1
+        counts = [int((lengths > capacity).sum()), len(lengths) - len(kept)]
+        return {
+            "members": np.concatenate(members),
+            "row_starts": np.concatenate(starts),
+            "counts": np.array([*counts, int(shortened.sum()) * epoch], dtype=np.int64),
+        }
+
+    def _learnt(self, lengths: np.ndarray, capacity: int) -> np.ndarray:
+        """Count the tokens learnt of each conversation: no row has the first as a label."""
+        found = np.zeros(len(lengths), dtype=np.int64)
+        for i, length in enumerate(lengths.tolist()):
+            begin = self._begin(self.mask, self._sequences.start + i)
+            found[i] = np.count_nonzero(self.mask.tokens[begin + 1 : begin + min(length, capacity)])
+        return found
+
+    @staticmethod
+    def _begin(data: IndexedDataset, sequence: int) -> int:
+        return data.byte_offsets.item(sequence) // data.dtype.itemsize
+
+    def __len__(self) -> int:
+        """Return the number of rows; at least as many as requested."""
+        return len(self.row_starts) - 1
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> TokenRows:
+        """Read several rows.
+
+        Args:
+            indices: row numbers, 0 <= index < len(self), [b].
+
+        Raises:
+            IndexError: there is no such row.
+            ValueError: a token id is negative or not below `vocab_size`.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(
+                f"rows {indices.min()} to {indices.max()} of the {self.name} split, which has "
+                f"{len(self)}"
+            )
+        capacity, padding = self.config.sequence_length + 1, self.config.eod_token or 0
+        tokens = np.full((len(indices), capacity), padding, dtype=np.int64)
+        learnt = np.zeros((len(indices), capacity), dtype=np.float32)
+        documents = np.zeros((len(indices), capacity), dtype=np.int32)
+        for row, index in enumerate(indices.tolist()):
+            start, stop = self.row_starts[index : index + 2].tolist()
+            at = 0
+            for number, sequence in enumerate(self.members[start:stop].tolist()):
+                end = min(at + self.source.lengths.item(sequence), capacity)
+                for data, into in ((self.source, tokens), (self.mask, learnt)):
+                    begin = self._begin(data, sequence)
+                    into[row, at:end] = data.tokens[begin : begin + end - at]
+                self._check(tokens[row, at:end], sequence)
+                learnt[row, at] = 0  # nothing of this conversation foretells its first token
+                documents[row, at:end] = number
+                at = end
+            documents[row, at:] = stop - start
+        documents = documents[:, :-1]
+        return TokenRows(
+            tokens=tokens,
+            loss_mask=learnt[:, 1:],
+            positions=positions_within(documents),
+            document_ids=documents,
+        )
+
+    def _check(self, tokens: np.ndarray, sequence: int) -> None:
+        limit = self.config.vocab_size
+        if limit is None or not len(tokens) or tokens.view(np.uint64).max() < limit:
+            return
+        place = int(np.argmax((tokens < 0) | (tokens >= limit)))
+        raise ValueError(
+            f"{self.source.prefix}: token id {tokens[place]} at position {place} of conversation "
+            f"{sequence} is not below the vocabulary size {limit}; use the tokenizer the data was "
+            "written with"
+        )
+
+
+def _mask_of(source: IndexedDataset) -> IndexedDataset:
+    """Open the mask of a chat data set and compare it with the tokens."""
+    try:
+        mask = IndexedDataset(mask_prefix(source.prefix))
+    except ValueError as error:
+        raise ValueError(
+            f"{source.prefix} is no chat data set, {error} Write it with "
+            "python -m megatron.training.preprocess_data --chat"
+        ) from None
+    if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, source.lengths):
+        raise ValueError(
+            f"{mask.prefix} holds {len(mask)} sequences of {mask.dtype}, {source.prefix} "
+            f"{len(source)}: the mask is of other tokens; write both again"
+        )
+    return mask

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of a row by hand: their numbers, positions and borders."""
+
+import numpy as np
+
+from megatron.core.datasets.token_rows import (
+    cumulative_lengths,
+    documents_between,
+    positions_within,
+)
+
+END = 9
+TOKENS = np.array([[1, 2, END, 3, END, END, 4, 5], [END, 1, 2, 3, 4, 5, 6, END], [1] * 8])
+DOCUMENTS = [[0, 0, 0, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1], [0] * 8]
+
+
+def test_a_document_keeps_the_token_that_ends_it():
+    found = documents_between(TOKENS, END)
+    assert found.dtype == np.int32
+    assert found.tolist() == DOCUMENTS
+
+
+def test_positions_start_anew_with_each_document():
+    found = positions_within(np.array(DOCUMENTS))
+    assert found.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, *range(7)], list(range(8))]
+
+
+def test_cumulative_lengths_are_borders_and_then_the_length():
+    found = cumulative_lengths(np.array(DOCUMENTS))
+    assert found.dtype == np.int32
+    assert found.tolist() == [[0, 3, 5, 6, 8], [0, 1, 8, 8, 8], [0, 8, 8, 8, 8]]

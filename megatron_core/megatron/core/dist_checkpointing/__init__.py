@@ -9,6 +9,7 @@ pickled, and the shards open with any safetensors reader.
 """
 
 from megatron.core.dist_checkpointing.architecture import compare_architecture
+from megatron.core.dist_checkpointing.checkpoint_reader import CheckpointReader
 from megatron.core.dist_checkpointing.chunk import TensorChunk
 from megatron.core.dist_checkpointing.claim import SaveFolderClaim
 from megatron.core.dist_checkpointing.commit import checkpoint_folder
@@ -26,6 +27,7 @@ from megatron.core.dist_checkpointing.verify import VerifyReport, verify_checkpo
 
 __all__ = [
     "CheckpointError",
+    "CheckpointReader",
     "Coordinator",
     "LoadReport",
     "Manifest",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,9 @@ class TensorChunk:
         offsets: where the box starts in it.
         tensor: the box itself, [*sizes]: any strides, dtype and device. Loading writes into it.
         replica_ranks: ascending global ranks that hold an identical copy, this one included.
+        pieces: for saving what is too large for memory: called once, it yields the box's bytes in
+            row-major order, each piece valid until the next; `tensor` then lies on the meta device
+            and says shape and dtype only.
 
     Attribute `box` is the box in logical coordinates.
 
@@ -38,6 +42,7 @@ class TensorChunk:
     offsets: tuple[int, ...]
     tensor: torch.Tensor
     replica_ranks: tuple[int, ...]
+    pieces: Callable[[], Iterator[memoryview]] | None = None
     box: Box = field(init=False)
 
     def __post_init__(self) -> None:

@@ -79,7 +79,9 @@ def load_checkpoint(
                 f"{folder} was saved without digests and cannot be verified; load it with "
                 "verify=False"
             )
-        tensors, absent = _wanted(manifest, chunks, missing, convert_dtype)
+        tensors, absent = wanted_tensors(
+            manifest, chunks, missing=missing, convert_dtype=convert_dtype
+        )
         reads = plan_reads(tensors, chunks)
         bytes_read, bytes_verified = _carry_out(folder, manifest, reads, verify)
         reports.append(
@@ -105,10 +107,14 @@ def load_checkpoint(
     return reports[0]
 
 
-def _wanted(
-    manifest: Manifest, chunks: Sequence[TensorChunk], missing: str, convert_dtype: bool
+def wanted_tensors(
+    manifest: Manifest, chunks: Sequence[TensorChunk], *, missing: str, convert_dtype: bool
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """Return the stored tensors that `chunks` name, and the names that are absent."""
+    """Return the stored tensors that `chunks` name, and the names that are absent.
+
+    Raises:
+        CheckpointError: a shape or a dtype differs, or a name is absent and `missing` is "error".
+    """
     tensors: dict[str, StoredTensor] = {}
     absent: set[str] = set()
     problems: dict[str, str] = {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: what a checkpoint holds and where, as JSON that vouches for itself.
 
-`manifest.json` is one JSON object whose first field is the xxh3-64 digest of all bytes after that
-field, so that an edited or damaged manifest is refused. It names the files with their sizes, and
-for every logical tensor its boxes with their byte ranges and one digest per block.
+`manifest.json` is one JSON object whose first field, named by its kind, is the digest of all bytes
+after that field, so that an edited or damaged manifest is refused. It names the files with their
+sizes, and for every logical tensor its boxes with their byte ranges and one digest per block.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import xxhash
-
 from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.digests import BLAKE2B, XXH3, digest
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.shard_header import (
     DTYPES,
@@ -30,8 +29,8 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = "megatron.core.dist_checkpointing"
 VERSION = 1
 
-_HEAD = b'{"xxh3":"%s",\n'
-_HEAD_BYTES = len(_HEAD % (b"0" * 16))
+_HEAD = b'{"%s":"%s",\n'
+_HEX_DIGITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +79,6 @@ class Manifest:
     xxh3: str = ""
 
 
-def digest(data: bytes | memoryview) -> str:
-    """Return the xxh3-64 digest of `data`, 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
 def check_json(value: Any, where: str) -> None:
     """Raise ValueError, naming the place, for what JSON would not give back equal."""
     if isinstance(value, dict):
@@ -131,7 +125,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
         f'"extra":{_dump(manifest.extra)}',
     ]
     body = (",\n".join(fields) + "\n}\n").encode()
-    return _HEAD % digest(body).encode() + body
+    found = digest(body)
+    kind = BLAKE2B if found.startswith(BLAKE2B) else XXH3
+    return _HEAD % (kind.encode(), found[-_HEX_DIGITS:].encode()) + body
 
 
 def read_manifest(folder: Path | str) -> Manifest:
@@ -149,14 +145,12 @@ def read_manifest(folder: Path | str) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    found = raw[_HEAD_BYTES - 19 : _HEAD_BYTES - 3]
-    if raw[:_HEAD_BYTES] != _HEAD % found:
-        raise CheckpointError(f"{path} is not a manifest written by this library, or it is damaged")
-    wanted = digest(memoryview(raw)[_HEAD_BYTES:])
-    if found.decode(errors="replace") != wanted:
+    kind, found, body = _split_head(raw, path)
+    wanted = digest(body, kind)[-_HEX_DIGITS:]
+    if found != wanted:
         raise CheckpointError(
             f"{path} has changed since it was written (its digest is {wanted}, not "
-            f"{found.decode(errors='replace')}): use another checkpoint"
+            f"{found}): use another checkpoint"
         )
     try:
         fields = json.loads(raw)
@@ -164,6 +158,16 @@ def read_manifest(folder: Path | str) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} cannot be understood ({reason})") from error
+
+
+def _split_head(raw: bytes, path: Path) -> tuple[str, str, memoryview]:
+    """Return the kind of digest a manifest starts with, its digits, and the bytes after it."""
+    for kind in (XXH3, BLAKE2B):
+        length = len(_HEAD % (kind.encode(), b"0" * _HEX_DIGITS))
+        found = raw[length - _HEX_DIGITS - 3 : length - 3]
+        if raw[:length] == _HEAD % (kind.encode(), found):
+            return kind, found.decode(errors="replace"), memoryview(raw)[length:]
+    raise CheckpointError(f"{path} is not a manifest written by this library, or it is damaged")
 
 
 def read_extra(folder: Path | str) -> Mapping[str, Any]:

@@ -12,12 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from megatron.core.dist_checkpointing.boxes import Box, first_overlap
 from megatron.core.dist_checkpointing.chunk import TensorChunk, chunk_key
+from megatron.core.dist_checkpointing.digests import digest
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import digest
 from megatron.core.dist_checkpointing.shard_header import (
     dtype_name,
     encode_header,
@@ -39,7 +37,7 @@ class PlannedChunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardPlan:
-    """The file one rank writes: its header, then `tensors`, which lie as `chunks` say.
+    """The file one rank writes: its header, then the data of `held`, which lies as `chunks` say.
 
     `total_bytes` is the file's size. A rank without anything to write has no chunks and no file.
     `shared` sums up what this rank declares to hold together with others.
@@ -49,7 +47,7 @@ class ShardPlan:
     header: bytes
     total_bytes: int
     chunks: tuple[PlannedChunk, ...]
-    tensors: tuple[torch.Tensor, ...]
+    held: tuple[TensorChunk, ...]
     shared: tuple[tuple[Any, ...], ...]
 
 
@@ -144,7 +142,7 @@ def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
         header=header,
         total_bytes=begin,
         chunks=tuple(planned),
-        tensors=tuple(chunk.tensor.detach() for chunk in mine),
+        held=tuple(mine),
         shared=tuple(_summary(*item) for item in sets.items() if len(item[0]) > 1),
     )
 

@@ -65,7 +65,7 @@ def save_checkpoint(
         chunks: what this rank holds.
         extra: JSON to keep beside the tensors; rank 0's is stored.
         coordinator: connects the ranks; `Solo()` for one process.
-        digests: whether to store xxh3-64 digests, which loading verifies.
+        digests: whether to store digests, which loading verifies.
         existing: what to do if this step has been saved already: raise, or say so in one line
             and leave folder and tracker as they are.
         block_bytes: bytes under one digest, a multiple of 16.

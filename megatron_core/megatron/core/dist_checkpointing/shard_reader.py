@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-import xxhash
 
 from megatron.core.dist_checkpointing.boxes import Box, boxes_of_range, flat_index, intersect
+from megatron.core.dist_checkpointing.digests import digest, kind_of, new_hasher, text_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile, digest
+from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile
 from megatron.core.dist_checkpointing.shard_header import DTYPES, LENGTH_BYTES, decode_length
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
 
@@ -177,18 +177,19 @@ class ShardReader:
         """Read a chunk's bytes from `begin` into `target` and compare the block's digest."""
         size = len(target)
         offset = chunk.begin + begin
-        hasher = xxhash.xxh3_64()
+        wanted = chunk.xxh3[begin // self._block_bytes] if self._verify else ""
+        hasher = new_hasher(kind_of(wanted)) if self._verify else None
         step = PIECE_BYTES if self._verify else size
         position = 0
         while position < size:
             piece = target[position : position + step]
             got = self._pread(piece, offset + position, name)
-            if self._verify:
+            if hasher is not None:
                 hasher.update(piece[:got])
             position += got
         self.bytes_read += size
-        if self._verify:
-            if hasher.hexdigest() != chunk.xxh3[begin // self._block_bytes]:
+        if hasher is not None:
+            if text_of(hasher, kind_of(wanted)) != wanted:
                 raise CheckpointError(
                     f"{self._path} is damaged: {name}{chunk.box} does not match its digest in "
                     f"bytes [{offset}, {offset + size}); use another checkpoint"
@@ -220,7 +221,8 @@ class ShardReader:
                 f"{self._path} is damaged: it announces a header of {announced} bytes, the "
                 f"manifest says {self._file.header_bytes}"
             )
-        if self._verify and digest(header) != self._file.header_xxh3:
+        wanted = self._file.header_xxh3
+        if self._verify and digest(header, kind_of(wanted)) != wanted:
             raise CheckpointError(f"{self._path} is damaged: its header has changed")
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import xxhash
 
+from megatron.core.dist_checkpointing.digests import new_hasher, text_of, written_kind
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.planner import ShardPlan
 
@@ -39,15 +39,21 @@ def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool)
             output.write(memoryview(plan.header))
             found = []
             scratch = torch.empty(0, dtype=torch.uint8)
-            for tensor in plan.tensors:
-                if not _is_plain(tensor) and not scratch.numel():
+            for chunk, planned in zip(plan.held, plan.chunks, strict=True):
+                tensor = chunk.tensor.detach()
+                if chunk.pieces is None and not _is_plain(tensor) and not scratch.numel():
                     scratch = torch.empty(PIECE_BYTES, dtype=torch.uint8)
                 digester = _BlockDigester(block_bytes)
-                for piece in _pieces(tensor, scratch):
+                for piece in chunk.pieces() if chunk.pieces else _pieces(tensor, scratch):
                     if digests:
                         digester.update(piece)
                     output.write(piece)
                 found.append(digester.finish())
+                if output.position != planned.end:
+                    raise CheckpointError(
+                        f"{planned.name} ends at byte {output.position} of {path}, not at "
+                        f"{planned.end}: its pieces do not fit its shape"
+                    )
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -70,7 +76,8 @@ class _BlockDigester:
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._left = block_bytes
-        self._hash = xxhash.xxh3_64()
+        self._kind = written_kind()
+        self._hash = new_hasher(self._kind)
         self._found: list[str] = []
 
     def update(self, piece: memoryview) -> None:
@@ -88,8 +95,8 @@ class _BlockDigester:
         return self._found
 
     def _close_block(self) -> None:
-        self._found.append(self._hash.hexdigest())
-        self._hash.reset()
+        self._found.append(text_of(self._hash, self._kind))
+        self._hash = new_hasher(self._kind)
         self._left = self._block_bytes
 
 
@@ -98,7 +105,7 @@ class _Output:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._position = 0
+        self.position = 0
         self._started = 0
 
     def write(self, data: memoryview) -> None:
@@ -106,13 +113,13 @@ class _Output:
         while len(data):
             count = os.write(self._fd, data)
             data = data[count:]
-            self._position += count
-        waiting = self._position - self._started
+            self.position += count
+        waiting = self.position - self._started
         if waiting >= WRITEBACK_BYTES:
             # On Linux this starts to write dirty pages and drops clean ones; the pages of this
             # range are on their way to the disk and stay in memory.
             os.posix_fadvise(self._fd, self._started, waiting, os.POSIX_FADV_DONTNEED)
-            self._started = self._position
+            self._started = self.position
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,10 @@ block's norm, which reads both anyway, so the stream is read and written once a 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,9 +28,12 @@ from megatron.core.transformer import (
     MLPConfig,
     Norm,
     NormConfig,
+    Recompute,
     RopeTable,
     SelfAttention,
 )
+from megatron.core.transformer.recompute import recomputed, remade
+from megatron.core.weight_gather.handle import WeightHandle
 
 ATTENTION, DENSE = "*", "-"
 
@@ -62,7 +68,7 @@ class DecoderConfig:
 class HiddenDropout(nn.Module):
     """Dropout of [s, b, h] activations outside tensor-parallel blocks.
 
-    What is dropped is a function of sample and position.
+    What is dropped is a function of sample and place in its row.
     """
 
     def __init__(self, name: str, rate: float, *, build: LayerBuild) -> None:
@@ -74,7 +80,8 @@ class HiddenDropout(nn.Module):
         """Return x [s, b, h] ([s/tp, b, h] under sequence parallelism) with elements dropped."""
         if self.rate == 0.0 or layout.sample_ids is None:
             return x
-        positions = layout.positions
+        # Not the positions: those of a row's documents repeat, and would drop the same features.
+        positions = layout.positions if layout.places is None else layout.places
         if self.region.scatters:
             positions = own_rows(positions, self.region.group)  # [s/tp]
         return dropout(
@@ -87,11 +94,25 @@ class HiddenDropout(nn.Module):
 
 
 class Block(nn.Module):
-    """One mixer with its norm and dropout."""
+    """One mixer with its norm and dropout.
 
-    def __init__(self, name: str, norm: Norm, mixer: nn.Module, drop: HiddenDropout) -> None:
+    Attributes:
+        handles: of its weights.
+        remakes: compute the normalised stream again in backward instead of keeping it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        norm: Norm,
+        *,
+        mixer: nn.Module,
+        drop: HiddenDropout,
+        handles: Sequence[WeightHandle],
+    ) -> None:
         super().__init__()
         self.name, self.norm, self.mixer, self.drop = name, norm, mixer, drop
+        self.handles, self.remakes = tuple(handles), False
 
     def forward(
         self,
@@ -105,7 +126,12 @@ class Block(nn.Module):
             normed, stream = self.norm(delta), delta
         else:
             normed, stream = self.norm(delta, stream)
-        return self.drop(self.mixer(normed, layout, **context), layout), stream
+        if not (self.remakes and torch.is_grad_enabled()):
+            return self.drop(self.mixer(normed, layout, **context), layout), stream
+        source = stream.detach()  # the norm keeps it as well
+        with remade(normed, lambda: self.norm(source)):
+            mixed = self.mixer(normed, layout, **context)
+        return self.drop(mixed, layout), stream
 
 
 class Decoder(nn.Module):
@@ -134,12 +160,32 @@ class Decoder(nn.Module):
             else:
                 mixer = MLP(f"{prefix}.mlp", config=config.mlp, build=build)
             drop = HiddenDropout(prefix, config.hidden_dropout, build=build)
-            blocks.append(Block(prefix, norm, mixer, drop))
+            handles = [h for n, h in build.store.handles.items() if n.startswith(f"{prefix}.")]
+            blocks.append(Block(prefix, norm, mixer=mixer, drop=drop, handles=handles))
         self.blocks = nn.ModuleList(blocks)
         self.num_attention_layers = attentions
         self.final_norm = Norm(
             f"{name}.final_norm", build.hidden_size, config=config.norm, build=build
         )
+        self.set_recompute(Recompute())
+
+    def set_recompute(self, recompute: Recompute) -> None:
+        """Choose what is computed again in backward; it changes no value.
+
+        An attention block and the MLP behind it are one layer, any other block is one by itself.
+
+        Raises:
+            ValueError: more layers than there are.
+        """
+        ends = [0] + [found.end() for found in re.finditer(r"\*-|.", self.config.pattern)]
+        self.runs = [
+            (ends[first], ends[last], again) for first, last, again in recompute.runs(len(ends) - 1)
+        ]
+        selective = recompute.granularity == "selective"
+        for block in self.blocks:
+            block.remakes = selective
+            if isinstance(block.mixer, MLP):
+                block.mixer.remakes = selective
 
     def forward(
         self,
@@ -154,8 +200,25 @@ class Decoder(nn.Module):
         Both are [s/tp, b, h] under sequence parallelism.
         """
         delta, stream = hidden, None
-        for block in self.blocks:
-            delta, stream = block(delta, stream, layout, rope=rope, cache=cache)
-        if stream is None:
-            return self.final_norm(delta)
+        for first, last, again in self.runs:
+            blocks = list(self.blocks)[first:last]
+            run = partial(_through, blocks, layout=layout, rope=rope, cache=cache)
+            if again and cache is None and torch.is_grad_enabled():
+                anchors = [handle.anchor for block in blocks for handle in block.handles]
+                delta, stream = recomputed(run, delta, stream, anchors=anchors)
+            else:
+                delta, stream = run(delta, stream)
         return self.final_norm(delta, stream)[0]
+
+
+def _through(
+    blocks: Sequence[nn.Module],
+    delta: torch.Tensor,
+    stream: torch.Tensor | None,
+    **context: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return delta and stream, each [s/tp, b, h], behind one block or more."""
+    for block in blocks:
+        delta, stream = block(delta, stream, **context)
+    assert stream is not None
+    return delta, stream

@@ -213,6 +213,8 @@ class GPTModel(nn.Module):
         token_weights: torch.Tensor,
         *,
         sample_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s]).
 
@@ -220,8 +222,16 @@ class GPTModel(nn.Module):
             tokens, labels: int64 [b, s].
             token_weights: fp32 [b, s], the factor of each token's loss; 0 masks it.
             sample_ids: int64 [b], global sample numbers; None turns dropout off.
+            positions: int64 [b, s], position of each token in its document; None is 0 … s-1.
+            document_ids: int [b, s]; tokens see only their own document. None is one a row.
         """
-        layout = SequenceLayout.dense(tokens.shape[1], sample_ids=sample_ids, device=tokens.device)
+        layout = SequenceLayout.packed(
+            tokens.shape[1],
+            positions=positions,
+            document_ids=document_ids,
+            sample_ids=sample_ids,
+            device=tokens.device,
+        )
         hidden = self(tokens, layout=layout)
         loss, nll = self.head.loss(hidden, labels.t(), token_weights.t())
         return loss, nll.t()

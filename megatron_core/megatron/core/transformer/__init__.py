@@ -5,6 +5,7 @@ from megatron.core.transformer.attention import AttentionConfig, KeyValueCache, 
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.mlp import MLP, MLPConfig
 from megatron.core.transformer.norm import Norm, NormConfig
+from megatron.core.transformer.recompute import Recompute
 from megatron.core.transformer.rope import RopeConfig, RopeTable
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "MLPConfig",
     "Norm",
     "NormConfig",
+    "Recompute",
     "RopeConfig",
     "RopeTable",
     "SelfAttention",

@@ -15,6 +15,7 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.ops.swiglu import activate, gated
 from megatron.core.ops.swiglu.reference import ACTIVATIONS, GATES
 from megatron.core.transformer.build import LayerBuild
+from megatron.core.transformer.recompute import remade
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +50,19 @@ class MLPConfig:
 
 
 class MLP(nn.Module):
-    """The feed-forward mixer of one block."""
+    """The feed-forward mixer of one block.
+
+    Attributes:
+        remakes: compute the activated features again in backward instead of keeping them. A relu
+            keeps them all the same.
+    """
 
     def __init__(self, name: str, *, config: MLPConfig, build: LayerBuild) -> None:
         super().__init__()
         problems = config.problems(build.region.group.size)
         if problems:
             raise ValueError("; ".join(problems))
-        self.config = config
+        self.config, self.remakes = config, False
         f = config.ffn_hidden_size
         parts = ["gate", "up"] if config.gated else ["up"]
         shared = {"store": build.store, "region": build.region, "bias": config.bias}
@@ -78,8 +84,14 @@ class MLP(nn.Module):
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout, **_: object) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
-        if self.config.gated:
-            inner = gated(inner, self.config.activation)  # [s, b, f/tp]
-        else:
-            inner = activate(inner, self.config.activation)
-        return self.down(inner)
+        active = self._activate(inner)  # [s, b, f/tp]
+        if not (self.remakes and torch.is_grad_enabled()):
+            return self.down(active)
+        source = inner.detach()
+        with remade(active, lambda: self._activate(source)):
+            return self.down(active)
+
+    def _activate(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, f/tp] from the input projection's [s, b, 2f/tp] or [s, b, f/tp]."""
+        apply = gated if self.config.gated else activate
+        return apply(inner, self.config.activation)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation recompute (Chen et al. 2016): keep less until backward and compute it again there.
+
+Weights come from handles and dropout has no state, so what is computed again is equal to the last
+bit, and so are all gradients. Collectives inside are issued again, in one order on all ranks.
+
+| granularity | keeps | computes again |
+|---|---|---|
+| full | the inputs of a run of layers, 2 · [s, b, h] | everything inside, once |
+| selective | all but what one cheap pass makes for a matrix product | norms, MLP activations |
+
+Selective recompute of the core attention would free nothing here: attention saves no [s, s] matrix
+but its inputs, its log-sum-exp and its output, which the output projection needs as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What is computed again in backward; nothing by default.
+
+    Args:
+        granularity: "full" whole layers, "selective" norms and MLP activations, None nothing.
+        method: of full: "uniform" cuts all layers into runs of `num_layers`, the last one perhaps
+            shorter; "block" takes the first `num_layers` layers, each alone.
+        num_layers: see `method`.
+
+    Raises:
+        ValueError: values that do not go together.
+    """
+
+    granularity: Literal["full", "selective"] | None = None
+    method: Literal["uniform", "block"] | None = None
+    num_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        full = self.granularity == "full"
+        if full and (self.method is None or self.num_layers is None or self.num_layers < 1):
+            raise ValueError(
+                "full recompute needs recompute-method uniform or block and recompute-num-layers "
+                f"above 0: they are {self.method} and {self.num_layers}"
+            )
+        if not full and (self.method is not None or self.num_layers is not None):
+            raise ValueError(
+                "recompute-method and recompute-num-layers have no effect without "
+                "recompute-granularity full"
+            )
+
+    def runs(self, num_layers: int) -> list[tuple[int, int, bool]]:
+        """Cut layers 0 … num_layers - 1 into [first, last) runs, each to be recomputed or not.
+
+        Raises:
+            ValueError: a run longer than the model.
+        """
+        if self.granularity != "full":
+            return [(0, num_layers, False)]
+        assert self.num_layers is not None
+        size = self.num_layers
+        if size > num_layers:
+            raise ValueError(
+                f"recompute-num-layers {size} is more than the {num_layers} layers there are"
+            )
+        if self.method == "uniform":
+            starts = range(0, num_layers, size)
+            return [(first, min(first + size, num_layers), True) for first in starts]
+        single = [(layer, layer + 1, True) for layer in range(size)]
+        return single + ([(size, num_layers, False)] if size < num_layers else [])
+
+
+def recomputed(
+    run: Callable[[torch.Tensor, torch.Tensor | None], Pair],
+    delta: torch.Tensor,
+    stream: torch.Tensor | None,
+    *,
+    anchors: Sequence[torch.Tensor],
+) -> Pair:
+    """Return run(delta, stream), keeping these two inputs alone until backward.
+
+    Args:
+        run: a function of its arguments and of weights; the same values each time.
+        delta, stream: [s, b, h] ([s/tp, b, h] under sequence parallelism).
+        anchors: of the weights inside. One that is trained makes the result require a gradient
+            even if no input does, as behind a frozen embedding.
+    """
+    anchor = next((anchor for anchor in anchors if anchor.requires_grad), None)
+    return _Recompute.apply(delta, stream, anchor, run)
+
+
+class _Recompute(torch.autograd.Function):
+    """forward run(delta, stream) without a graph; backward runs it with one and goes through that.
+
+    dgrad: of delta and stream. wgrad: put by the weights' handles on the way. Saves the inputs.
+    """
+
+    @staticmethod
+    def forward(ctx, delta, stream, anchor, run):
+        ctx.run = run
+        ctx.save_for_backward(delta, stream)
+        ctx.set_materialize_grads(False)
+        return run(delta, stream)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        inputs = [
+            None if x is None else x.detach().requires_grad_(needed)
+            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
+        ]
+        with torch.enable_grad():
+            outputs = ctx.run(*inputs)
+        pairs = [
+            (y, grad)
+            for y, grad in zip(outputs, grads, strict=True)
+            if y.requires_grad and grad is not None
+        ]
+        # Not autograd.grad: it would leave out the weights, which are on no way to the inputs.
+        torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
+        return *(None if x is None else x.grad for x in inputs), None, None
+
+
+def remade(
+    x: torch.Tensor, make: Callable[[], torch.Tensor]
+) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which ops that save `x` save `make` instead, which computes it again.
+
+    Args:
+        x: must live until the context ends.
+        make: returns the values of x again, from tensors that are saved anyway; must not hold x.
+    """
+    address, shape = x.data_ptr(), x.shape
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
+        return make if saved.data_ptr() == address and saved.shape == shape else saved
+
+    def unpack(packed: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        with torch.no_grad():
+            return packed()
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several documents in a row: each as if it were alone, on one process and tensor parallel."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from tests.support.inputs import generator
+from tests.support.ranks import run_ranks
+
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=24,
+    vocab_size=37,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=8),
+    mlp=MLPConfig(ffn_hidden_size=20),
+    init_std=0.3,
+)
+DROPPING = dataclasses.replace(
+    CONFIG,
+    hidden_dropout=0.2,
+    attention=dataclasses.replace(CONFIG.attention, dropout=0.3),
+)
+#: Borders of the documents in each of three rows of 14.
+BORDERS = [[0, 5, 6, 11, 14], [0, 14], [0, 7, 14]]
+
+
+def model_of(config: GPTConfig, groups: ProcessGroupCollection, **options) -> GPTModel:
+    return GPTModel(config, groups, seed=3, dtype=torch.float64, **options)
+
+
+def packed() -> dict[str, torch.Tensor]:
+    """Return tokens, labels, weights, positions and document ids, each [3, 14]."""
+    text = torch.randint(0, 37, (3, 15), generator=generator(8))
+    text[2, 7:14] = text[2, :7]  # one document twice
+    positions, documents = torch.zeros(3, 14).long(), torch.zeros(3, 14, dtype=torch.int32)
+    for row, borders in enumerate(BORDERS):
+        for number, (first, last) in enumerate(itertools.pairwise(borders)):
+            positions[row, first:last] = torch.arange(last - first)
+            documents[row, first:last] = number
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "token_weights": torch.rand(3, 14, generator=generator(9)),
+        "positions": positions,
+        "document_ids": documents,
+    }
+
+
+def test_documents_in_a_row_are_as_documents_alone():
+    model = model_of(CONFIG, ProcessGroupCollection.single())
+    batch = packed()
+    with torch.no_grad():
+        _, nll = model.loss(**batch)
+        alone = torch.zeros_like(nll)
+        for row, borders in enumerate(BORDERS):
+            for first, last in itertools.pairwise(borders):
+                part = [batch[k][row : row + 1, first:last] for k in ("tokens", "labels")]
+                weights = torch.ones(1, last - first)
+                alone[row, first:last] = model.loss(*part, weights)[1]
+        dense = model.loss(batch["tokens"], batch["labels"], batch["token_weights"])[1]
+    torch.testing.assert_close(nll, alone, rtol=1e-6, atol=1e-6)  # rounded to fp32
+    assert (dense - alone).abs().max() > 0.1
+
+
+def test_another_document_changes_no_bit_of_the_others():
+    model = model_of(CONFIG, ProcessGroupCollection.single())
+    batch = packed()
+    changed = {**batch, "tokens": batch["tokens"].clone()}
+    changed["tokens"][0, 6:11] = (changed["tokens"][0, 6:11] + 1) % 37
+    with torch.no_grad():
+        before, after = (model.loss(**b)[1] for b in (batch, changed))
+    same = before == after
+    assert not same[0, 6:11].any()
+    same[0, 6:11] = True
+    assert same.all()
+
+
+def test_positions_reach_the_rotation_without_a_mask_too():
+    """Under a mask only differences of positions count, so this needs the documents to meet."""
+    model = model_of(CONFIG, ProcessGroupCollection.single())
+    batch = {k: v for k, v in packed().items() if k != "document_ids"}
+    with torch.no_grad():
+        _, nll = model.loss(**batch)
+        logits = model.full_logits(batch["tokens"], positions=batch["positions"].t())  # [s, b, V]
+        wanted = F.cross_entropy(
+            logits.float().flatten(0, 1), batch["labels"].t().flatten(), reduction="none"
+        ).view(14, 3)
+        del batch["positions"]
+        plain = model.loss(**batch)[1]
+    torch.testing.assert_close(nll, wanted.t(), rtol=1e-5, atol=1e-5)
+    assert (plain - nll).abs().max() > 1e-2
+
+
+def test_dropout_differs_between_equal_documents_of_a_row():
+    model = model_of(
+        dataclasses.replace(CONFIG, hidden_dropout=0.2), ProcessGroupCollection.single()
+    )
+    batch = packed()
+    with torch.no_grad():
+        _, plain = model.loss(**batch)
+        _, dropped = model.loss(**batch, sample_ids=torch.arange(3))
+    torch.testing.assert_close(plain[2, :6], plain[2, 7:13], rtol=1e-6, atol=1e-6)
+    assert ((dropped[2, :6] - dropped[2, 7:13]).abs() > 1e-6).all()
+
+
+def _tensor_parallel(rank: int, world: int, sequence_parallel: bool) -> torch.Tensor:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    model = model_of(DROPPING, groups, sequence_parallel=sequence_parallel)
+    with torch.no_grad():
+        return model.loss(**packed(), sample_ids=torch.arange(3) + 5)[1]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_agree_with_one_process(sequence_parallel):
+    one = model_of(DROPPING, ProcessGroupCollection.single())
+    with torch.no_grad():
+        _, wanted = one.loss(**packed(), sample_ids=torch.arange(3) + 5)
+    for found in run_ranks(_tensor_parallel, 2, sequence_parallel):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)

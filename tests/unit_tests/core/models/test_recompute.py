@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recompute keeps every bit of losses and gradients, and frees what its formula says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
+from tests.support.inputs import microbatch, one_thread, perturbed
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
+
+LAYERS, HIDDEN, HEADS, GROUPS, DIM, FFN = 3, 24, 4, 2, 8, 20
+BATCH, SEQUENCE = 3, 8
+CONFIG = GPTConfig(
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    vocab_size=37,
+    attention=AttentionConfig(
+        num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=DIM, dropout=0.3
+    ),
+    mlp=MLPConfig(ffn_hidden_size=FFN),
+    hidden_dropout=0.2,
+)
+BIASED = dataclasses.replace(
+    CONFIG,
+    attention=dataclasses.replace(
+        CONFIG.attention, qkv_bias=True, output_bias=True, qk_norm=True, dropout=0.0
+    ),
+    mlp=MLPConfig(ffn_hidden_size=FFN, gated=False, activation="gelu", bias=True),
+    norm=NormConfig(kind="LayerNorm"),
+    tied=True,
+)
+SINGLE = ProcessGroupCollection.single()
+NOTHING = Recompute()
+SETTINGS = [
+    Recompute(granularity="full", method="uniform", num_layers=1),
+    Recompute(granularity="full", method="uniform", num_layers=2),
+    Recompute(granularity="full", method="block", num_layers=2),
+    Recompute(granularity="selective"),
+]
+
+
+def name_of(recompute: Recompute) -> str:
+    """Name a setting."""
+    return "-".join(str(v) for v in dataclasses.astuple(recompute) if v is not None)
+
+
+def model_of(
+    config: GPTConfig,
+    recompute: Recompute,
+    groups: ProcessGroupCollection = SINGLE,
+    *,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> GPTModel:
+    """Return a model off its initial values, and what it recomputes set."""
+    model = GPTModel(config, groups, sequence_parallel=sequence_parallel, seed=5, dtype=dtype)
+    moved = perturbed({n: h.get() for n, h in model.store.handles.items()}, seed=groups.rank)
+    for name, handle in model.store.handles.items():
+        if groups["tp"].size == 1 or "norm" not in name:
+            handle.get().copy_(moved[name])
+    model.decoder.set_recompute(recompute)
+    return model
+
+
+def count_runs(model: GPTModel) -> list[int]:
+    """Return a list to which every forward of a block appends its number."""
+    ran: list[int] = []
+    for i, block in enumerate(model.decoder.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: ran.append(i))
+    return ran
+
+
+def trained(
+    model: GPTModel, *, microbatches: int = 2, deferred: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the losses and every gradient of a step."""
+    engine = DataParallel(model.store, model.groups)
+    found = {}
+    engine.begin_step()
+    with nan_memory():
+        for i in range(microbatches):
+            data = microbatch(
+                seed=4, lane=0, index=i, batch=BATCH, sequence=SEQUENCE, vocabulary=37
+            )
+            loss, nll = model.loss(
+                data.tokens, data.labels, data.loss_mask, sample_ids=data.sample_ids
+            )
+            last = i == microbatches - 1
+            found[f"loss {i}"], found[f"nll {i}"] = loss.detach().clone(), nll.detach().clone()
+            if deferred:
+                with model.store.defer() as queue:
+                    engine.backward(loss, last=last)
+                assert len(queue)
+                queue.drain()
+            else:
+                engine.backward(loss, last=last)
+        engine.finish()
+    slots = {n: h.slot for n, h in model.store.handles.items() if h.slot is not None}
+    return found | {name: slot.clone() for name, slot in slots.items()}
+
+
+def assert_equal_bits(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Fail on the first name whose values differ in a bit, or are all zero."""
+    assert got.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert values.abs().max() > 0, name
+        assert torch.equal(got[name], values), name
+
+
+@pytest.mark.parametrize("recompute", SETTINGS, ids=name_of)
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(CONFIG, torch.bfloat16), (BIASED, torch.float32)],
+    ids=["gated", "biased"],
+)
+def test_losses_and_gradients_keep_every_bit(config, recompute, dtype):
+    with one_thread():
+        wanted = trained(model_of(config, NOTHING, dtype=dtype))
+        model = model_of(config, recompute, dtype=dtype)
+        ran = count_runs(model)
+        assert_equal_bits(trained(model), wanted)
+        deferred = trained(model_of(config, recompute, dtype=dtype), deferred=True)
+        assert_equal_bits(deferred, wanted)
+    again = {"uniform": LAYERS, "block": 2, None: 0}[recompute.method]
+    assert len(ran) == 2 * (2 * LAYERS + 2 * again), "a recomputed block runs twice"
+
+
+def ranks(rank: int, world: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Train without and with every setting; one list a model."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    return [
+        [
+            trained(model_of(config, recompute, groups, sequence_parallel=sequence_parallel))
+            for recompute in (NOTHING, *SETTINGS)
+        ]
+        for config, sequence_parallel in ((BIASED, False), (CONFIG, True))
+    ]
+
+
+def test_two_ranks_keep_every_bit_with_and_without_sequence_parallelism():
+    for models in run_ranks(ranks, 2):
+        for wanted, *found in models:
+            for got in found:
+                assert_equal_bits(got, wanted)
+
+
+@pytest.mark.parametrize("recompute", SETTINGS, ids=name_of)
+def test_a_frozen_embedding_leaves_the_layers_their_gradients(recompute):
+    def frozen(recompute: Recompute) -> dict[str, torch.Tensor]:
+        model = model_of(CONFIG, recompute)
+        model.store.freeze("embedding.weight", "decoder.blocks.0.norm.weight")
+        return trained(model)
+
+    with one_thread():
+        wanted = frozen(NOTHING)
+        assert "embedding.weight" not in wanted
+        assert_equal_bits(frozen(recompute), wanted)
+
+
+def test_layers_without_a_trained_weight_are_not_run_again():
+    model = model_of(CONFIG, SETTINGS[0])
+    names = [n for n in model.store.handles if n.startswith(("embedding", "decoder.blocks.0"))]
+    model.store.freeze(*names, *(n for n in model.store.handles if ".blocks.1." in n))
+    ran = count_runs(model)
+    trained(model, microbatches=1)
+    assert ran == [0, 1, 2, 3, 4, 5, 4, 5, 2, 3], "the first layer has nothing to train"
+
+
+def test_evaluation_and_generation_recompute_nothing():
+    tokens = torch.arange(12).view(2, 6)
+    for recompute in SETTINGS:
+        model = model_of(CONFIG, recompute)
+        plain = model_of(CONFIG, NOTHING)
+        ran = count_runs(model)
+        with torch.no_grad():
+            assert torch.equal(model.full_logits(tokens), plain.full_logits(tokens))
+        assert ran == list(range(2 * LAYERS))
+
+
+def test_layers_are_cut_into_runs():
+    uniform, block, selective = SETTINGS[1:]
+    assert NOTHING.runs(3) == selective.runs(3) == [(0, 3, False)]
+    assert uniform.runs(5) == [(0, 2, True), (2, 4, True), (4, 5, True)]
+    assert block.runs(5) == [(0, 1, True), (1, 2, True), (2, 5, False)]
+    assert block.runs(2) == [(0, 1, True), (1, 2, True)]
+    with pytest.raises(ValueError, match="recompute-num-layers 2 is more than the 1 layers"):
+        model_of(dataclasses.replace(CONFIG, num_layers=1), uniform)
+    for wrong in ({"granularity": "full"}, {"granularity": "full", "method": "block"}):
+        with pytest.raises(ValueError, match="full recompute needs recompute-method"):
+            Recompute(**wrong)
+    for wrong in ({"method": "block"}, {"granularity": "selective", "num_layers": 1}):
+        with pytest.raises(ValueError, match="no effect without recompute-granularity full"):
+            Recompute(**wrong)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def memory(recompute: Recompute) -> tuple[int, int]:
+    """Return the bytes that a forward leaves allocated, and the most that it and backward hold."""
+    model = model_of(CONFIG, recompute)
+    engine = DataParallel(model.store, SINGLE)
+    data = microbatch(seed=4, lane=0, index=0, batch=BATCH, sequence=SEQUENCE, vocabulary=37)
+    engine.begin_step()
+    held, kept, peak = 0, 0, 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        loss, _ = model.loss(data.tokens, data.labels, data.loss_mask, sample_ids=data.sample_ids)
+        with torch.profiler.record_function("backward begins"):
+            engine.backward(loss, last=True)
+    events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    for event in events:
+        if event.name() == "backward begins":
+            kept = held
+        elif event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return kept, peak
+
+
+def test_what_a_forward_keeps_falls_by_the_formula():
+    """Numbers a token and layer, fp32: h, f, n·d … as in the layers' docstrings."""
+    tokens, h = BATCH * SEQUENCE, HIDDEN
+    norms = 2 * (h + h + 1)  # input, output and 1 / rms of each
+    attention = (HEADS + 2 * GROUPS) * DIM + (HEADS + GROUPS) * DIM + HEADS * DIM + HEADS
+    layer = norms + attention + 3 * FFN
+    cut = {
+        # Layers recomputed, less the two inputs of each run; the first has one.
+        name_of(SETTINGS[0]): 3 * layer - 5 * h,
+        name_of(SETTINGS[1]): 3 * layer - 3 * h,
+        name_of(SETTINGS[2]): 2 * layer - 3 * h,
+        name_of(SETTINGS[3]): LAYERS * (2 * h + FFN),
+    }
+    weights = {0: 3, 1: 3, 2: 2, 3: 0}  # layers whose two norms keep a copy of their weight
+    with one_thread():
+        memory(NOTHING)  # what is made once
+        kept, peak = memory(NOTHING)
+        for i, recompute in enumerate(SETTINGS):
+            name = name_of(recompute)
+            less, lower = memory(recompute)
+            assert kept - less == 4 * (tokens * cut[name] + 2 * h * weights[i]), name
+            assert lower < 0.9 * peak, name

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from megatron.core.optimizer.weight_groups import NameFactors, factor_problems
+
 KINDS = ("adam", "sgd")
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+#: A running average moves by (1 - beta) of itself. bf16 rounds to 8 bits: where that share is
+#: below 2^-7, up to all of a move is lost and the average cannot fall any more.
+LEAST_BF16_MOVE = 2.0**-7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +23,12 @@ class OptimizerConfig:
     Args:
         kind: "adam" (AdamW, decoupled weight decay) or "sgd" (with momentum).
         adam_beta1, adam_beta2, adam_eps: Adam's constants.
+        exp_avg_dtype, exp_avg_sq_dtype: how Adam's moments are kept between steps, fp32 or bf16;
+            every update computes in fp32 and rounds to nearest when it stores.
+        lr_factors: (pattern of logical weight names, factor of the learning rate) in order, the
+            first match wins.
+        decay_factors: the same for weight decay, in place of the rule that biases and norms have
+            none.
         sgd_momentum: SGD's momentum; 0 keeps no state.
         clip_grad: largest L2 norm of the whole gradient; 0 does not clip.
         count_zeros: count gradient elements that are exactly zero, at every step.
@@ -27,6 +41,10 @@ class OptimizerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    lr_factors: NameFactors = ()
+    decay_factors: NameFactors = ()
     sgd_momentum: float = 0.0
     clip_grad: float = 1.0
     count_zeros: bool = False
@@ -42,5 +60,23 @@ class OptimizerConfig:
             found.append(f"adam_eps is {self.adam_eps}: use a positive number")
         if not self.clip_grad >= 0.0:
             found.append(f"clip_grad is {self.clip_grad}: use 0 (no clipping) or a positive norm")
+        found += self._state_problems()
+        found += factor_problems(self.lr_factors, what="learning rate of")
+        found += factor_problems(self.decay_factors, what="weight decay of")
         if found:
             raise ValueError("; ".join(found))
+
+    def _state_problems(self) -> list[str]:
+        found = []
+        for moment, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
+            dtype, decay = getattr(self, f"{moment}_dtype"), getattr(self, beta)
+            if dtype not in STATE_DTYPES:
+                found.append(f"{moment}_dtype is {dtype}: use torch.float32 or torch.bfloat16")
+            elif dtype is not torch.float32 and self.kind != "adam":
+                found.append(f"{moment}_dtype is {dtype}: optimizer {self.kind} has no {moment}")
+            elif dtype is torch.bfloat16 and 1.0 - decay < LEAST_BF16_MOVE:
+                found.append(
+                    f"{moment} in bf16 with {beta} {decay}: rounding loses its moves: use {beta} "
+                    f"up to {1.0 - LEAST_BF16_MOVE:.4g}, or fp32"
+                )
+        return found

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer: AdamW or SGD over flat ranges of weights, with fp32 masters.
 
-A range is a few contiguous pieces (with and without weight decay), so a step is a handful of fused
-kernels whatever the number of weights. Where weights are fp32 they are their own masters. Unscaling
-and clipping cost no pass of their own: they are one factor handed to the update.
+A range is a few contiguous pieces (with and without weight decay, and what patterns of names set
+apart), so a step is a handful of fused kernels whatever the number of weights. Where weights are
+fp32 they are their own masters. Unscaling and clipping cost no pass of their own: they are one
+factor handed to the update. Moments kept in bf16 are widened one range at a time.
 
 The norm counts every weight once: pieces that are replicas of another model-parallel rank's are
 left out, and the sum runs over the data lanes only if they hold different ranges.
@@ -12,7 +13,7 @@ left out, and the sum runs over the data lanes only if they hold different range
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from torch.optim.sgd import sgd
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, LossScaler
+from megatron.core.optimizer.weight_groups import UpdateRanges, check_patterns, update_ranges
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather.owned import OwnedRange
 
@@ -42,18 +44,20 @@ class StepResult:
 
 
 class RangeState:
-    """The optimizer's tensors for one owned range: the fp32 master and the moments, flat [k]."""
+    """The optimizer's tensors for one owned range: the fp32 master and the moments, flat [k], and
+    what is updated alike."""
 
     def __init__(self, owned: OwnedRange, config: OptimizerConfig) -> None:
         self.owned = owned
         own_master = owned.weights.dtype != torch.float32
         self.master = owned.weights.float() if own_master else owned.weights
         self.writes_back = own_master
+        self.updates = update_ranges(owned, lr=config.lr_factors, weight_decay=config.decay_factors)
         self.moments: dict[str, torch.Tensor] = {}
         if config.kind == "adam":
             self.moments = {
-                "exp_avg": torch.zeros_like(self.master),
-                "exp_avg_sq": torch.zeros_like(self.master),
+                "exp_avg": torch.zeros_like(self.master, dtype=config.exp_avg_dtype),
+                "exp_avg_sq": torch.zeros_like(self.master, dtype=config.exp_avg_sq_dtype),
             }
         elif config.sgd_momentum:
             self.moments = {"momentum": torch.zeros_like(self.master)}
@@ -77,6 +81,11 @@ class Optimizer:
         owned: what a data-parallel engine's `owned()` returns.
         groups: for the sums of the norm.
         scaler: the loss scaler whose scale is in the gradients.
+        names: logical names of the whole model's weights; every pattern of the config must match
+            one. None: those of `owned`, which on one rank of many need not be all.
+
+    Raises:
+        ValueError: a pattern that matches no weight.
 
     Attributes:
         steps: updates applied so far (Adam's bias correction; saved and restored by the caller).
@@ -89,8 +98,13 @@ class Optimizer:
         *,
         config: OptimizerConfig | None = None,
         scaler: LossScaler | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
         self.config = config or OptimizerConfig()
+        if names is None:
+            names = {placed.box.name for one in owned for placed in one.boxes}
+        check_patterns(self.config.lr_factors, names, what="learning rate groups")
+        check_patterns(self.config.decay_factors, names, what="weight decay groups")
         self.groups = groups
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.ranges = [RangeState(o, self.config) for o in owned]
@@ -101,7 +115,7 @@ class Optimizer:
         """Clip and apply one update, or skip it on all ranks alike.
 
         Args:
-            lr: learning rate of this step.
+            lr: learning rate of this step, where no pattern gives a factor.
             weight_decay: decoupled decay of this step, for the ranges that take any.
 
         Returns:
@@ -118,12 +132,8 @@ class Optimizer:
         divisor = scale * max(1.0, (norm + 1e-6) / clip) if clip > 0.0 else scale
         self.steps += 1
         for state in self.ranges:
-            for ranges, decay in (
-                (state.owned.decayed, weight_decay),
-                (state.owned.undecayed, 0.0),
-            ):
-                if ranges:
-                    self._update(state, ranges, lr=lr, decay=decay, divisor=divisor)
+            for alike in state.updates:
+                self._update(state, alike, lr=lr, decay=weight_decay, divisor=divisor)
             if state.writes_back:
                 state.owned.weights.copy_(state.master)
         return StepResult(True, norm, zeros)
@@ -158,7 +168,7 @@ class Optimizer:
     def _update(
         self,
         state: RangeState,
-        ranges: tuple[tuple[int, int], ...],
+        alike: UpdateRanges,
         *,
         lr: float,
         decay: float,
@@ -168,42 +178,61 @@ class Optimizer:
         first."""
 
         def pieces(flat: torch.Tensor) -> list[torch.Tensor]:
-            return [flat[start:stop] for start, stop in ranges]
+            return [flat[start:stop] for start, stop in alike.ranges]
 
         masters, gradients = pieces(state.master), pieces(state.owned.gradients)
+        moments = {name: pieces(flat) for name, flat in state.moments.items()}
+        # the same tensors where they are fp32
+        wide = {name: [one.float() for one in kept] for name, kept in moments.items()}
+        lr, decay = lr * alike.lr_factor, decay * alike.decay_factor
         if self.config.kind == "adam":
-            device = state.master.device
-            adamw(
+            self._adam(masters, gradients, wide, lr=lr, decay=decay, divisor=divisor)
+        else:
+            if divisor != 1.0:
+                torch._foreach_div_(gradients, divisor)
+            sgd(
                 masters,
                 gradients,
-                pieces(state.moments["exp_avg"]),
-                pieces(state.moments["exp_avg_sq"]),
-                [],
-                # the kernel adds one before it corrects the bias
-                [torch.tensor(self.steps - 1.0, device=device) for _ in ranges],
-                fused=True,
-                grad_scale=None if divisor == 1.0 else torch.tensor(divisor, device=device),
-                amsgrad=False,
-                beta1=self.config.adam_beta1,
-                beta2=self.config.adam_beta2,
-                lr=lr,
+                wide.get("momentum", [None] * len(masters)),
+                foreach=True,
                 weight_decay=decay,
-                eps=self.config.adam_eps,
+                momentum=self.config.sgd_momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
                 maximize=False,
             )
-            return
-        if divisor != 1.0:
-            torch._foreach_div_(gradients, divisor)
-        momentum = pieces(state.moments["momentum"]) if state.moments else [None] * len(ranges)
-        sgd(
+        for name, kept in moments.items():
+            if state.moments[name].dtype != torch.float32:
+                torch._foreach_copy_(kept, wide[name])
+
+    def _adam(
+        self,
+        masters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        moments: dict[str, list[torch.Tensor]],
+        *,
+        lr: float,
+        decay: float,
+        divisor: float,
+    ) -> None:
+        """Run AdamW in place on flat fp32 pieces."""
+        device = masters[0].device
+        adamw(
             masters,
             gradients,
-            momentum,
-            foreach=True,
-            weight_decay=decay,
-            momentum=self.config.sgd_momentum,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            [],
+            # the kernel adds one before it corrects the bias
+            [torch.tensor(self.steps - 1.0, device=device) for _ in masters],
+            fused=True,
+            grad_scale=None if divisor == 1.0 else torch.tensor(divisor, device=device),
+            amsgrad=False,
+            beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2,
             lr=lr,
-            dampening=0.0,
-            nesterov=False,
+            weight_decay=decay,
+            eps=self.config.adam_eps,
             maximize=False,
         )

@@ -140,13 +140,29 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory held so far: allocated on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Not ru_maxrss: on Linux a new program inherits the peak of the process that started it.
-        lines = status.read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    # Not ru_maxrss: on Linux a new program inherits the peak of the process that started it.
+    peak = _process_bytes("VmHWM")
+    if peak is not None:
+        return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory held now: allocated on a GPU, resident in this process on a CPU (where
+    only the peak is known, that)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _process_bytes("VmRSS") or peak_memory_bytes(device)
+
+
+def _process_bytes(field: str) -> int | None:
+    """Return a field of Linux's account of this process, in bytes; None elsewhere."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    lines = status.read_text().splitlines()
+    return next((int(s.split()[1]) * 1024 for s in lines if s.startswith(f"{field}:")), None)
 
 
 def memory_info(device: torch.device) -> MemoryInfo:

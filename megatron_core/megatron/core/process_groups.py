@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -201,14 +202,15 @@ class Group:
     `rank` and `size` are local to the group; `ranks` are global. A group of size 1 has no handle,
     and every collective of `megatron.core.comm` is the identity on it, so one process runs the same
     code as many. `observers` (shared by the groups of one collection) are called with a record of
-    every collective.
+    every collective before it starts; what they return, if not None, is entered as a context while
+    its caller waits.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    observers: list[Callable[[object], None]] = field(
+    observers: list[Callable[[object], Any]] = field(
         default_factory=list, repr=False, compare=False
     )
 
@@ -239,7 +241,7 @@ class ProcessGroupCollection:
     grid: RankGrid
     rank: int
     groups: Mapping[str, Group]
-    observers: list[Callable[[object], None]] = field(
+    observers: list[Callable[[object], Any]] = field(
         default_factory=list, repr=False, compare=False
     )
 
@@ -286,7 +288,7 @@ class ProcessGroupCollection:
             raise ValueError(
                 f"the grid is for {grid.world_size} ranks but the world has {dist.get_world_size()}"
             )
-        observers: list[Callable[[object], None]] = []
+        observers: list[Callable[[object], Any]] = []
         made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
         groups: dict[str, Group] = {}
         timeout = datetime.timedelta(seconds=timeout_seconds)

@@ -9,8 +9,8 @@ differ between versions of torch are chosen in `_gather_method` and `_scatter_me
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -23,29 +23,46 @@ _OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.M
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective that ran: its kind, its group's name and size, the bytes of its wide side."""
+    """One collective that ran: its kind, its group's name and size, the bytes of its wide side.
+
+    What follows tells equal ones apart and takes no part in comparisons: the group's global ranks,
+    this rank's tensor on the wide side, and what is done with it (`sum`, `max`, or `from 0` for a
+    broadcast).
+    """
 
     kind: str
     group: str
     size: int
     bytes: int
+    ranks: tuple[int, ...] = field(default=(), compare=False)
+    shape: tuple[int, ...] = field(default=(), compare=False)
+    dtype: str = field(default="", compare=False)
+    how: str = field(default="", compare=False)
 
 
 @dataclass
 class Pending:
     """A collective under way; `wait()` returns its output and may be called again.
 
-    `source` keeps the input alive and untouched until the transfer is done.
+    `source` keeps the input alive and untouched until the transfer is done. Each of `waits` is
+    entered while the caller waits for that.
     """
 
     output: torch.Tensor
     work: dist.Work | None = None
     source: torch.Tensor | None = None
+    waits: tuple[AbstractContextManager[object], ...] = ()
 
     def wait(self) -> torch.Tensor:
         """Block until the output is valid (on a GPU: until the current stream may read it)."""
         if self.work is not None:
-            self.work.wait()
+            if self.waits:
+                with ExitStack() as stack:
+                    for context in self.waits:
+                        stack.enter_context(context)
+                    self.work.wait()
+            else:
+                self.work.wait()
             self.work = self.source = None
         return self.output
 
@@ -92,8 +109,8 @@ def all_reduce_async(
         out.copy_(x)
     options = dist.AllreduceOptions()
     options.reduceOp = _OPERATIONS[op]
-    _observe("all_reduce", group, out)
-    return Pending(out, _handle(group).allreduce([out], options))
+    waits = _observe("all_reduce", group, out, how=op)
+    return Pending(out, _handle(group).allreduce([out], options), waits=waits)
 
 
 def all_gather(x: torch.Tensor, group: Group, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,8 +131,8 @@ def all_gather_async(x: torch.Tensor, group: Group, *, out: torch.Tensor | None 
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    _observe("all_gather", group, out)
-    return Pending(out, _gather_method(_handle(group))(out, x), x)
+    waits = _observe("all_gather", group, out)
+    return Pending(out, _gather_method(_handle(group))(out, x), x, waits)
 
 
 def reduce_scatter(
@@ -145,8 +162,8 @@ def reduce_scatter_async(
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    _observe("reduce_scatter", group, x)
-    return Pending(out, _scatter_method(_handle(group))(out, x), x)
+    waits = _observe("reduce_scatter", group, x, how="sum")
+    return Pending(out, _scatter_method(_handle(group))(out, x), x, waits)
 
 
 def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor:
@@ -154,8 +171,8 @@ def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor
     if group.size > 1:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        _observe("broadcast", group, x)
-        _handle(group).broadcast([x], options).wait()
+        waits = _observe("broadcast", group, x, how=f"from {source}")
+        Pending(x, _handle(group).broadcast([x], options), waits=waits).wait()
     return x
 
 
@@ -164,9 +181,24 @@ def _handle(group: Group) -> dist.ProcessGroup:
     return group.handle
 
 
-def _observe(kind: str, group: Group, wide: torch.Tensor) -> None:
-    for observer in group.observers:
-        observer(CollectiveRecord(kind, group.name, group.size, wide.numel() * wide.element_size()))
+def _observe(
+    kind: str, group: Group, wide: torch.Tensor, *, how: str = ""
+) -> tuple[AbstractContextManager[object], ...]:
+    """Tell every observer of a collective that is about to start, and return what they want entered
+    while its caller waits for it."""
+    if not group.observers:
+        return ()
+    record = CollectiveRecord(
+        kind,
+        group.name,
+        group.size,
+        wide.numel() * wide.element_size(),
+        group.ranks,
+        tuple(wide.shape),
+        str(wide.dtype).removeprefix("torch."),
+        how,
+    )
+    return tuple(w for observer in group.observers if (w := observer(record)) is not None)
 
 
 # The functions of torch.distributed cost 33-86 us a call, the group's own methods 27.

@@ -16,7 +16,7 @@ another batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -137,7 +137,7 @@ def _record(
     tokens: Sequence[int],
     logprobs: Sequence[float],
     *,
-    stop_token: int | None,
+    stop_tokens: Collection[int],
     last: bool,
 ) -> None:
     """Append a step's tokens to the unfinished completions and finish those that end with it."""
@@ -152,7 +152,7 @@ def _record(
             )
         completion.tokens.append(tokens[place])
         completion.logprobs.append(logprobs[place])
-        if tokens[place] == stop_token:
+        if tokens[place] in stop_tokens:
             completion.finish_reason = "stop"
         elif last:
             completion.finish_reason = "length"
@@ -164,7 +164,7 @@ def stream(
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
-    stop_token: int | None = None,
+    stop_tokens: Collection[int] = (),
     device: torch.device | str = "cpu",
 ) -> Iterator[list[Completion]]:
     """Generate for one batch, yielding the growing completions after every token.
@@ -177,7 +177,7 @@ def stream(
         requests: the batch; any mix of prompt lengths.
         max_new_tokens: tokens to generate for each at most.
         sampling: how tokens are chosen.
-        stop_token: id that ends a sequence; None never stops early.
+        stop_tokens: ids that end a sequence.
         device: where the model is.
 
     Yields:
@@ -201,7 +201,7 @@ def stream(
                 logits, sampling, sequences=sequences, positions=[n + step for n in lengths]
             )
         last = step == max_new_tokens - 1
-        _record(completions, chosen.tolist(), logprobs.tolist(), stop_token=stop_token, last=last)
+        _record(completions, chosen.tolist(), logprobs.tolist(), stop_tokens=stop_tokens, last=last)
         yield completions
         if all(c.finish_reason for c in completions):
             return
@@ -218,7 +218,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
-    stop_token: int | None = None,
+    stop_tokens: Collection[int] = (),
     device: torch.device | str = "cpu",
 ) -> list[Completion]:
     """Generate for one batch and return the finished completions; arguments as for `stream`."""
@@ -227,7 +227,7 @@ def generate(
         requests,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        stop_token=stop_token,
+        stop_tokens=stop_tokens,
         device=device,
     )
     return completions

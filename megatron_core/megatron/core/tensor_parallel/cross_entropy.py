@@ -87,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
         # Where the device multiplies in a wider dtype: once, not once a chunk, and the logits stay
         # in it, unrounded.
         matrix = weight.to(product_dtype(hidden))
-        step = tokens_per_chunk(rows)
+        step = tokens_per_chunk(rows, weight.device)
         for start in range(0, targets.shape[0], step):
             part = slice(start, start + step)
             chunk = hidden[part].to(matrix.dtype)  # [t, h]

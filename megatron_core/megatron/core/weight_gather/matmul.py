@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.dispatch import cpu_matmul_dtype
+from megatron.core.ops.wide_product import add_product_
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
@@ -54,12 +55,4 @@ def linear_wgrad_(
     """
     grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
     dtype = product_dtype(x)
-    grad, x = grad.to(dtype), x.to(dtype)
-    if dtype is slot.dtype and overwrite:
-        torch.mm(grad.t(), x, out=slot)
-    elif dtype is slot.dtype:
-        slot.addmm_(grad.t(), x)
-    elif overwrite:
-        slot.copy_(grad.t() @ x)
-    else:
-        slot.add_(grad.t() @ x)
+    add_product_(slot, grad.to(dtype).t(), x.to(dtype), overwrite=overwrite)

@@ -128,6 +128,10 @@ class WeightStore:
         """List the boxes of logical tensors that this rank's local weight holds."""
         return local_boxes(handle.sharding, self.groups.grid, self.groups.coordinates)
 
+    def logical_names(self) -> list[str]:
+        """Return the names of all logical weights, the same on every rank."""
+        return [s.name for handle in self.handles.values() for s in handle.sharding.segments]
+
     def freeze(self, *names: str) -> None:
         """Exclude weights from training; before a data-parallel engine is built over the store.
 

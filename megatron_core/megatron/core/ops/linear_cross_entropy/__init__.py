@@ -84,9 +84,10 @@ def chunk_gradient_(
     return reference.chunk_gradient_(logits, targets, lse, weights, vocab_start, valid_columns)
 
 
-def tokens_per_chunk(vocabulary: int) -> int:
+def tokens_per_chunk(vocabulary: int, device: torch.device) -> int:
     """Give how many tokens' fp32 logits make one chunk, a multiple of 64."""
-    tokens = fused.CHUNK_BYTES // (4 * max(vocabulary, 1))
+    size = fused.GPU_CHUNK_BYTES if device.type == "cuda" else fused.CHUNK_BYTES
+    tokens = size // (4 * max(vocabulary, 1))
     return max(64, tokens // 64 * 64)
 
 
@@ -121,7 +122,8 @@ def linear_cross_entropy(
         ValueError: shapes, `chunk_tokens` or `valid_columns` that do not fit.
     """
     valid_columns = weight.shape[0] if valid_columns is None else valid_columns
-    chunk_tokens = tokens_per_chunk(weight.shape[0]) if chunk_tokens is None else chunk_tokens
+    if chunk_tokens is None:
+        chunk_tokens = tokens_per_chunk(weight.shape[0], weight.device)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"linear_cross_entropy: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"

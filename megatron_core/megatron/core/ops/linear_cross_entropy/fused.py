@@ -6,10 +6,12 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype, cpu_matmul_dtype
+from megatron.core.ops.wide_product import add_product_
 
 # Bytes of one chunk of fp32 logits: small against the model, large enough for the matmul and for
-# the weight gradient, which is read and written once a chunk.
-CHUNK_BYTES = 16 << 20
+# the weight gradient, which is read and written once a chunk. A GPU wants thousands of rows in a
+# product, and has the memory.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 16 << 20, 512 << 20
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -44,10 +46,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             if needs_hidden:
                 grad_hidden[part] = torch.mm(logits, matrix).mul_(factor)
             scaled = (rows * factor).to(fast)
-            if needs_weight and fast == wide:
-                grad_weight.addmm_(logits.t(), scaled)
-            elif needs_weight:
-                grad_weight.add_(torch.mm(logits.t(), scaled))
+            if needs_weight:
+                add_product_(grad_weight, logits.t(), scaled)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.hidden_dtype, ctx.weight_dtype = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(nll)

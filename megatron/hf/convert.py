@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face folders to checkpoints and back: `python -m megatron.hf.convert import|export ...`.
+
+    python -m megatron.hf.convert import --hf Qwen3-0.6B --save runs/qwen
+    python -m megatron.hf.convert export --load runs/tuned --save Qwen3-0.6B-tuned --verify
+
+One process, which streams: memory does not grow with the model, except for `--verify`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from megatron.training.errors import run_entry_point
+from megatron.training.options.flags import HelpRequested, parse_command_line
+
+if TYPE_CHECKING:
+    import torch
+
+PROG = "python -m megatron.hf.convert"
+T = TypeVar("T")
+DtypeName = Literal["float32", "bfloat16", "float16"]
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfig:
+    """Hugging Face folder to checkpoint."""
+
+    hf: str
+    """Folder with config.json and safetensors of a Llama or a dense Qwen3."""
+    save: str
+    """Folder of checkpoints to write iter_0000000 into."""
+    dtype: DtypeName | None = None
+    """Convert the weights; None = keep their dtype."""
+    verify: bool = False
+    """Compare logits with transformers afterwards; takes both models' memory."""
+    follow_links: bool = False
+    """Follow links that lead out of the folder."""
+    ignore_auto_map: bool = False
+    """Take a model that brings its own code as if it had none; that code is never run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Checkpoint to Hugging Face folder."""
+
+    load: str
+    """Folder of checkpoints (its latest is taken) or one iter_ folder; any training layout."""
+    save: str
+    """Folder to make."""
+    like: str | None = None
+    """Folder whose config.json and tokenizer files are carried; None = where the model came
+    from."""
+    dtype: DtypeName | None = None
+    """Convert the weights; None = keep their dtype."""
+    max_shard_size: str = "5GB"
+    """Size at which a new file begins: a number of bytes, or with KB, MB or GB (powers of
+    1000)."""
+    verify: bool = False
+    """Compare logits with transformers afterwards; takes both models' memory."""
+
+    def __post_init__(self) -> None:
+        shard_bytes(self.max_shard_size)
+
+
+def shard_bytes(text: str) -> int:
+    """Return a size in bytes. Raises ValueError."""
+    found = re.fullmatch(r"(\d{1,15}) ?([KMG]B)?", text.strip().upper())
+    size = int(found[1]) * _UNITS[found[2] or ""] if found else 0
+    if size < 1:
+        raise ValueError(f"--max-shard-size is {text!r}: give a size like 5GB")
+    return size
+
+
+def import_model(config: ImportConfig) -> None:
+    """Write a checkpoint of a folder. Raises ValueError."""
+    from megatron.hf.folder import open_folder
+    from megatron.hf.import_folder import import_folder
+    from megatron.hf.model_config import DTYPES, read_model
+
+    try:
+        folder = open_folder(
+            config.hf,
+            follow_links=config.follow_links,
+            ignore_auto_map=config.ignore_auto_map,
+        )
+        model = read_model(folder.config, where=str(folder.path / "config.json"))
+    except ValueError as error:
+        raise ValueError(f"--hf: {error}") from None
+    dtype = None if config.dtype is None else DTYPES[config.dtype]
+    checkpoint = import_folder(folder, model, config.save, dtype=dtype)
+    print(f"imported {config.hf} as {checkpoint}", flush=True)
+    if config.verify:
+        _verify(checkpoint, Path(config.hf), dtype)
+
+
+def export_model(config: ExportConfig) -> None:
+    """Write a folder of a checkpoint. Raises ValueError."""
+    from megatron.core.dist_checkpointing import Solo
+    from megatron.hf.export_folder import export_folder
+    from megatron.hf.model_config import DTYPES
+    from megatron.training.checkpoint_io import find_checkpoint
+
+    checkpoint = find_checkpoint(config.load, Solo())
+    if checkpoint is None:
+        raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
+    dtype = None if config.dtype is None else DTYPES[config.dtype]
+    exported = export_folder(
+        checkpoint,
+        config.save,
+        like=config.like,
+        dtype=dtype,
+        max_shard_bytes=shard_bytes(config.max_shard_size),
+    )
+    files = f"{len(exported.files)} file{'s' * (len(exported.files) > 1)}"
+    print(f"exported {checkpoint} to {exported.folder} ({files} of weights)", flush=True)
+    if config.verify:
+        _verify(checkpoint, exported.folder, dtype)
+
+
+def _verify(checkpoint: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    from megatron.hf.transformers_logits import compare_logits
+
+    difference = compare_logits(checkpoint, folder, dtype=dtype)
+    print(f"verified: logits differ by at most {difference:.3g} from transformers", flush=True)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Carry out one of the two commands. Raises ValueError."""
+    command, rest = (argv[0], argv[1:]) if argv else ("", ())
+    if command == "import":
+        import_model(_parse(ImportConfig, rest, "import", "Hugging Face folder to checkpoint."))
+    elif command == "export":
+        export_model(_parse(ExportConfig, rest, "export", "Checkpoint to Hugging Face folder."))
+    elif command in ("-h", "--help"):
+        raise HelpRequested(
+            f"usage: {PROG} import --hf FOLDER --save DIR [options]\n"
+            f"       {PROG} export --load DIR --save FOLDER [options]\n"
+            f"Options: {PROG} import --help, {PROG} export --help\n"
+        )
+    else:
+        raise ValueError(f"{command or 'nothing'!r} is no command: use import or export")
+
+
+def _parse(schema: type[T], argv: Sequence[str], command: str, description: str) -> T:
+    line = parse_command_line(schema, argv, prog=f"{PROG} {command}", description=description)
+    return line.config
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the command and return its exit code."""
+    return run_entry_point(lambda: run(argv), prog=PROG)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

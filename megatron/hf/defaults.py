@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of training out of a Hugging Face folder: the flags that `--load-hf` supplies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import RopeConfig
+from megatron.hf.folder import HuggingFaceFolder, open_folder
+from megatron.hf.model_config import HuggingFaceModel, read_model
+from megatron.training.data.tokenizers import guess_type
+
+#: What a run may choose although the folder says something: no weight and no output depends on it.
+FREE = frozenset(
+    {
+        "attention-dropout",
+        "hidden-dropout",
+        "init-method-std",
+        "max-position-embeddings",
+        "tokenizer-model",
+        "tokenizer-type",
+    }
+)
+
+
+def folder_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that `--load-hf` adds to those given, by option name.
+
+    Raises:
+        ValueError: the folder cannot be used, or a given option makes another model than it holds;
+            names all of these.
+    """
+    path = given.get("load-hf")
+    if path is None:
+        return {}
+    folder, model = open_model(path, flag="--load-hf")
+    found = {**model_options(model), **tokenizer_options(folder)}
+    conflicts = [
+        f"--{name} is {given[name]!r}, there {value!r}"
+        for name, value in found.items()
+        if name in given and given[name] != value and name not in FREE
+    ]
+    if conflicts:
+        raise ValueError(
+            f"--load-hf {path} holds another model: {'; '.join(conflicts)}: leave these out"
+        )
+    return {name: value for name, value in found.items() if name not in given}
+
+
+def open_model(path: str, *, flag: str) -> tuple[HuggingFaceFolder, HuggingFaceModel]:
+    """Look at a folder and translate its config.json. Raises ValueError, which names `flag`."""
+    try:
+        folder = open_folder(path)
+        return folder, read_model(folder.config, where=str(folder.path / "config.json"))
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def model_options(model: HuggingFaceModel) -> dict[str, Any]:
+    """Return the options that describe a model, by name; `gpt_config` makes it of them again."""
+    config = model.config
+    attention, mlp = config.attention, config.mlp
+    all_biases = attention.qkv_bias and attention.output_bias and mlp.bias
+    return {
+        "num-layers": config.num_layers,
+        "hidden-size": config.hidden_size,
+        "num-attention-heads": attention.num_attention_heads,
+        "ffn-hidden-size": mlp.ffn_hidden_size,
+        "group-query-attention": True,
+        "num-query-groups": attention.num_query_groups,
+        "kv-channels": attention.kv_channels,
+        "max-position-embeddings": model.max_length,
+        "normalization": config.norm.kind,
+        "norm-epsilon": config.norm.epsilon,
+        "swiglu": mlp.gated,
+        "qk-layernorm": attention.qk_norm,
+        "disable-bias-linear": not all_biases,
+        "add-qkv-bias": attention.qkv_bias and not all_biases,
+        "add-attention-output-bias": attention.output_bias and not all_biases,
+        "add-mlp-bias": mlp.bias and not all_biases,
+        "untie-embeddings-and-output-weights": not config.tied,
+        "attention-dropout": attention.dropout,
+        "hidden-dropout": config.hidden_dropout,
+        "init-method-std": config.init_std,
+        "vocab-size": config.vocab_size,
+        **_position_options(config),
+    }
+
+
+def tokenizer_options(folder: HuggingFaceFolder) -> dict[str, Any]:
+    """Return the options of a folder's tokenizer, by name; none if it has no tokenizer."""
+    path = folder.tokenizer
+    if path is None:
+        return {}
+    return {"tokenizer-type": guess_type(path), "tokenizer-model": str(path.absolute())}
+
+
+def _position_options(config: GPTConfig) -> dict[str, Any]:
+    rope = config.rope
+    assert isinstance(rope, RopeConfig), "every architecture of the tables has one"
+    found: dict[str, Any] = {
+        "position-embedding-type": "rope",
+        "rotary-base": rope.base,
+        "rotary-percent": rope.percent,
+    }
+    scaling = rope.scaling
+    if scaling is None:
+        return found
+    if scaling.kind == "linear":
+        return {**found, "rotary-seq-len-interpolation-factor": scaling.factor}
+    if scaling.kind == "llama3":
+        return {
+            **found,
+            "use-rope-scaling": True,
+            "rope-scaling-factor": scaling.factor,
+            "rope-scaling-low-freq-factor": scaling.low_freq_factor,
+            "rope-scaling-high-freq-factor": scaling.high_freq_factor,
+            "rope-scaling-original-max-position": scaling.original_max_position,
+        }
+    return {
+        **found,
+        "position-embedding-type": "yarn",
+        "yarn-rotary-scaling-factor": scaling.factor,
+        "yarn-original-max-position-embeddings": scaling.original_max_position,
+        "yarn-beta-fast": scaling.beta_fast,
+        "yarn-beta-slow": scaling.beta_slow,
+        "yarn-attention-factor": scaling.attention_factor,
+    }

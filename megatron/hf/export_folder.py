@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of any layout to a Hugging Face folder: streamed, and there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, TensorChunk
+from megatron.core.dist_checkpointing.shard_header import DTYPE_NAMES, DTYPES, encode_header
+from megatron.core.dist_checkpointing.shard_writer import as_bytes
+from megatron.core.models.gpt import GPTConfig
+from megatron.hf.architectures import MappedTensor, mapped_tensors
+from megatron.hf.config_json import architecture_of, check_exportable, write_config
+from megatron.hf.folder import CARRIED, CONFIG, GENERATION_CONFIG, INDEX, SINGLE, inside, read_json
+from megatron.hf.import_folder import CARRIED_FOLDER
+from megatron.hf.model_config import DTYPES as MODEL_DTYPES
+from megatron.hf.safetensors_file import bands
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What an export has written: the folder, its files of weights, and how much was read."""
+
+    folder: Path
+    files: tuple[str, ...]
+    bytes_read: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """A tensor on its way out, in the dtype it will have."""
+
+    tensor: MappedTensor
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.tensor.shape) * self.dtype.itemsize
+
+
+def export_folder(
+    checkpoint: Path,
+    save: str,
+    *,
+    like: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int,
+) -> Exported:
+    """Write a checkpoint's weights, config.json and tokenizer files as a folder.
+
+    Args:
+        checkpoint: an `iter_` folder.
+        save: the folder to make; there must be none of that name, or an empty one.
+        like: folder whose config.json and tokenizer files are carried; None looks for the one
+            that the model came from.
+        dtype: to convert the weights to; None keeps theirs.
+        max_shard_bytes: size at which a new file begins.
+
+    Raises:
+        ValueError: the checkpoint is damaged or no transformers model, or nothing can be written.
+    """
+    target = Path(save)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--save {save} is there already: name another folder, or remove it")
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            extra = reader.manifest.extra
+            config = described_model(checkpoint, extra)
+            check_exportable(config)
+            planned = _plan(reader, config, dtype)
+            carried = carried_folder(checkpoint, extra, like)
+            temporary.mkdir(parents=True)
+            _write_texts(temporary, config, planned, extra, carried)
+            files = _write_weights(temporary, reader, planned, max_shard_bytes)
+            if target.exists():
+                target.rmdir()
+            os.rename(temporary, target)
+            return Exported(folder=target, files=files, bytes_read=reader.bytes_read)
+    except CheckpointError as error:
+        raise ValueError(f"--load {checkpoint}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--save {save}: {error.strerror}: {error.filename}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def described_model(checkpoint: Path, extra: Mapping[str, Any]) -> GPTConfig:
+    """Return the model that a checkpoint describes. Raises ValueError."""
+    try:
+        return GPTConfig.from_json(extra["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{checkpoint} is no checkpoint of a model: {error}") from None
+
+
+def carried_folder(checkpoint: Path, extra: Mapping[str, Any], like: str | None) -> Path | None:
+    """Return the folder whose texts go with a model: the one asked for, or where it came from.
+
+    Raises:
+        ValueError: the one asked for is not there.
+    """
+    if like is not None:
+        if not (Path(like) / CONFIG).is_file():
+            raise ValueError(f"--like {like} holds no {CONFIG}: name a Hugging Face folder")
+        return Path(like)
+    options, tokenizer = extra.get("config"), extra.get("tokenizer")
+    places = [checkpoint.parent / CARRIED_FOLDER]
+    if isinstance(options, dict) and isinstance(options.get("load-hf"), str):
+        places.append(Path(options["load-hf"]))
+    if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), str):
+        places.append(Path(tokenizer["model"]).parent)
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def _plan(reader: CheckpointReader, config: GPTConfig, dtype: torch.dtype | None) -> list[_Planned]:
+    """List the tensors to write, wide dtypes first so that each is aligned. Raises ValueError."""
+    planned = []
+    for tensor in mapped_tensors(architecture_of(config), config):
+        stored = reader.manifest.tensors.get(tensor.ours)
+        if stored is None:
+            raise CheckpointError(f"it lacks {tensor.ours}")
+        planned.append(_Planned(tensor=tensor, dtype=dtype or DTYPES[stored.dtype]))
+    planned.sort(key=lambda p: -p.dtype.itemsize)
+    return planned
+
+
+def _write_texts(
+    folder: Path,
+    config: GPTConfig,
+    planned: Sequence[_Planned],
+    extra: Mapping[str, Any],
+    carried: Path | None,
+) -> None:
+    """Write config.json, generation_config.json and the tokenizer's files."""
+    described = inside(carried, CONFIG) if carried is not None else None
+    base = read_json(described) if described is not None else None
+    options, tokenizer = extra.get("config", {}), extra.get("tokenizer", {})
+    end = tokenizer.get("eod")
+    fields = write_config(
+        config,
+        max_length=options.get("max-position-embeddings") or options.get("seq-length"),
+        dtype=_common_dtype(planned),
+        end_tokens=() if end is None else (end,),
+        base=base,
+    )
+    _write_json(folder / CONFIG, fields)
+    for name in CARRIED:
+        path = inside(carried, name) if carried is not None else None
+        if path is not None and path.is_file():
+            shutil.copyfile(path, folder / name)
+    if not (folder / GENERATION_CONFIG).exists():
+        ends = {key: fields.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(folder / GENERATION_CONFIG, {k: v for k, v in ends.items() if v is not None})
+    model = tokenizer.get("model")
+    if carried is None and isinstance(model, str) and Path(model).name == "tokenizer.json":
+        _write_tokenizer(folder, Path(model), end)
+
+
+def _write_tokenizer(folder: Path, path: Path, end: int | None) -> None:
+    """Write a tokenizer that came without a folder, so that transformers opens it."""
+    if not path.is_file():
+        raise ValueError(f"the model's tokenizer {path} is gone: name its folder with --like")
+    shutil.copyfile(path, folder / "tokenizer.json")
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    added = json.loads(path.read_bytes()).get("added_tokens", [])
+    names = [token["content"] for token in added if token["id"] == end]
+    if names:
+        fields["eos_token"] = names[0]
+    _write_json(folder / "tokenizer_config.json", fields)
+
+
+def _common_dtype(planned: Sequence[_Planned]) -> torch.dtype:
+    """Return the dtype of most elements, as config.json has one for all."""
+    sizes: dict[torch.dtype, int] = {}
+    for p in planned:
+        sizes[p.dtype] = sizes.get(p.dtype, 0) + math.prod(p.tensor.shape)
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    if most not in MODEL_DTYPES.values():
+        raise ValueError(f"weights of {most} cannot be exported: choose with --dtype")
+    return most
+
+
+def _write_weights(
+    folder: Path, reader: CheckpointReader, planned: Sequence[_Planned], max_shard_bytes: int
+) -> tuple[str, ...]:
+    """Write the files of weights, and the index if there are several."""
+    shards: list[list[_Planned]] = [[]]
+    filled = 0
+    for p in planned:
+        if shards[-1] and filled + p.num_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(p)
+        filled += p.num_bytes
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, reader, shard)
+    if count > 1:
+        weight_map = {p.tensor.theirs: n for n, s in zip(names, shards, strict=True) for p in s}
+        total = sum(p.num_bytes for p in planned)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / INDEX, index)
+    return tuple(names)
+
+
+def _write_file(path: Path, reader: CheckpointReader, shard: Sequence[_Planned]) -> None:
+    entries = [(p.tensor.theirs, DTYPE_NAMES[p.dtype], p.tensor.shape) for p in shard]
+    with path.open("xb") as file:
+        file.write(encode_header(entries))
+        for p in shard:
+            for box in bands(p.tensor.shape, p.dtype.itemsize):
+                piece = torch.empty(box.sizes, dtype=p.dtype)
+                chunk = TensorChunk(
+                    name=p.tensor.ours,
+                    shape=p.tensor.shape,
+                    offsets=box.offsets,
+                    tensor=piece,
+                    replica_ranks=(0,),
+                )
+                reader.read([chunk])
+                file.write(as_bytes(piece))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")

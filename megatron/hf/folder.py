@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder as `save_pretrained` leaves it: config.json, safetensors, tokenizer files; not trusted.
+
+Read are names in the folder itself: no path, no link out of it, no pickle, and no code whatever
+config.json asks for. Links are allowed where the hub's cache makes them: `snapshots/REVISION/name`
+to `blobs/DIGEST` of the same model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+#: What is carried from folder to folder beside weights and config.json.
+CARRIED = (
+    GENERATION_CONFIG,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+MAX_JSON_BYTES = 16 << 20
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceFolder:
+    """A folder that has been looked at; no weight has been read.
+
+    Args:
+        path: where it is.
+        config: config.json.
+        files: for every tensor, the file that holds it.
+        follow_links: whether links out of the folder are followed.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    files: Mapping[str, str]
+    follow_links: bool = False
+
+    def file(self, name: str) -> Path | None:
+        """Return a file of the folder, None if it is not there. Raises ValueError for one
+        outside."""
+        return inside(self.path, name, follow_links=self.follow_links)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Return its tokenizer.json, else its SentencePiece tokenizer.model, if there is one."""
+        return self.file("tokenizer.json") or self.file("tokenizer.model")
+
+    @contextlib.contextmanager
+    def open_tensors(self) -> Iterator[OpenTensors]:
+        """Open all files of weights and check their headers.
+
+        Raises:
+            ValueError: a file is damaged, or lacks a tensor that the index says it holds.
+        """
+        with contextlib.ExitStack() as stack:
+            opened = {}
+            for name in sorted(set(self.files.values())):
+                path = self.file(name)
+                if path is None:
+                    raise ValueError(f"{self.path / name} does not exist: the index names it")
+                opened[name] = stack.enter_context(SafetensorsFile(path))
+            for tensor, name in self.files.items():
+                if tensor not in opened[name].tensors:
+                    raise ValueError(
+                        f"{self.path / name} lacks {tensor}, which the index says it holds"
+                    )
+            yield OpenTensors({t: opened[name] for t, name in self.files.items()})
+
+
+class OpenTensors:
+    """The tensors of a folder, by name, with the open files that hold them."""
+
+    def __init__(self, files: Mapping[str, SafetensorsFile]) -> None:
+        self._files = files
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def file(self, name: str) -> SafetensorsFile:
+        """Return the file that holds a tensor."""
+        return self._files[name]
+
+    def find(self, name: str) -> FoundTensor:
+        """Return what the header says about a tensor."""
+        return self._files[name].tensors[name]
+
+    @property
+    def bytes_read(self) -> int:
+        """Return how many bytes have been read so far, headers included."""
+        return sum({file.path: file.bytes_read for file in self._files.values()}.values())
+
+
+def end_tokens(path: Path) -> tuple[int, ...]:
+    """Return the ids that end a text, as generation_config.json or else config.json has them.
+
+    Raises:
+        ValueError: eos_token_id is no id and no list of ids.
+    """
+    for name in (GENERATION_CONFIG, CONFIG):
+        file = inside(path, name)
+        found = read_json(file).get("eos_token_id") if file is not None else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(number) is int and number >= 0 for number in ids):
+            raise ValueError(f"{file}: eos_token_id is {found!r}: expected token ids")
+        return tuple(ids)
+    return ()
+
+
+def is_folder(path: str | Path) -> bool:
+    """Tell whether a path looks like such a folder and not like one of our checkpoints."""
+    path = Path(path)
+    return (path / CONFIG).is_file() and not any(path.glob("iter_*"))
+
+
+def open_folder(
+    path: str | Path, *, follow_links: bool = False, ignore_auto_map: bool = False
+) -> HuggingFaceFolder:
+    """Look at a folder: read config.json and find out which file holds which tensor.
+
+    Args:
+        path: the folder.
+        follow_links: follow links that lead out of it.
+        ignore_auto_map: take a model that brings its own code as if it had none.
+
+    Raises:
+        ValueError: it is no such folder, or asks for something that is not done for strangers.
+    """
+    path = Path(path)
+    if path.is_file():
+        raise ValueError(
+            f"{path} is a file: name a folder with {CONFIG} and safetensors; archives are not "
+            "opened, unpack it first"
+        )
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder; models are not downloaded")
+    config_path = inside(path, CONFIG, follow_links=follow_links)
+    if config_path is None:
+        raise ValueError(f"{path} holds no {CONFIG}: name the folder of a Hugging Face model")
+    config = read_json(config_path)
+    if "auto_map" in config and not ignore_auto_map:
+        raise ValueError(
+            f"{config_path} has auto_map: the model wants to run code of its own, which is never "
+            "done; if its weights are those of a plain Llama or Qwen3, import it with "
+            "--ignore-auto-map"
+        )
+    files = _weight_map(path, follow_links)
+    return HuggingFaceFolder(
+        path=path,
+        config=MappingProxyType(config),
+        files=MappingProxyType(files),
+        follow_links=follow_links,
+    )
+
+
+def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path | None:
+    """Return the file of a plain name in a folder, None if it is not there.
+
+    Raises:
+        ValueError: the name is a path, or the file is a link that leads out of the folder.
+    """
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError(f"{folder} names the file {name!r}: only files in the folder are read")
+    path = folder / name
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link to nothing") from None
+        return None
+    home = folder.resolve()
+    cached = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    if not follow_links and not target.is_relative_to(home) and not cached:
+        raise ValueError(
+            f"{path} is a link to {target}, outside the folder: copy the folder with cp -rL if you "
+            "trust it, or import it with --follow-links"
+        )
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ValueError."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is longer than {MAX_JSON_BYTES} bytes: it is not read")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
+
+def _weight_map(path: Path, follow_links: bool) -> dict[str, str]:
+    """Return the file of every tensor: as the index says, or all tensors of the only file."""
+    index = inside(path, INDEX, follow_links=follow_links)
+    if index is not None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map")
+        for tensor, name in weight_map.items():
+            if not isinstance(name, str) or not name.endswith(".safetensors"):
+                raise ValueError(f"{index} puts {tensor} into {name!r}: only safetensors are read")
+        for name in sorted(set(weight_map.values())):
+            inside(path, name, follow_links=follow_links)
+        return weight_map
+    names = [p.name for p in sorted(path.glob("*.safetensors"))]
+    if SINGLE in names:
+        names = [SINGLE]
+    if len(names) == 1:
+        found = inside(path, names[0], follow_links=follow_links)
+        assert found is not None
+        with SafetensorsFile(found) as file:
+            return dict.fromkeys(file.tensors, names[0])
+    if names:
+        raise ValueError(f"{path} holds {len(names)} safetensors files but no {INDEX}")
+    if pickles := sorted(p.name for kind in _PICKLES for p in path.glob(kind)):
+        raise ValueError(
+            f"{path} holds weights as pickle only ({pickles[0]}), which can run code when it is "
+            "opened and is never read: save the model as safetensors"
+        )
+    raise ValueError(f"{path} holds no safetensors")

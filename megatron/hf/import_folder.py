@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face folder to a checkpoint: streamed piece by piece, no model is ever built.
+
+The checkpoint holds weights only, in the dtype they came in; `hugging_face/` beside it keeps the
+folder's tokenizer, config.json and generation_config.json for whoever exports the model again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.datasets.atomic_file import atomic_write
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Solo,
+    TensorChunk,
+    checkpoint_folder,
+    save_checkpoint,
+)
+from megatron.core.dist_checkpointing.shard_header import DTYPES
+from megatron.core.dist_checkpointing.shard_writer import as_bytes
+from megatron.hf.architectures import MappedTensor
+from megatron.hf.defaults import model_options
+from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
+from megatron.hf.model_config import HuggingFaceModel
+from megatron.hf.read_weights import check_tensors
+from megatron.hf.safetensors_file import bands
+from megatron.training.checkpoint_io import FORMAT
+from megatron.training.data.tokenizers import build_tokenizer, guess_type
+
+#: Folder beside the checkpoint for the files that are carried.
+CARRIED_FOLDER = "hugging_face"
+
+
+def import_folder(
+    folder: HuggingFaceFolder,
+    model: HuggingFaceModel,
+    save: str,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write a folder's weights as `SAVE/iter_0000000` and return that.
+
+    Args:
+        folder: where from.
+        model: what its config.json says.
+        save: folder of checkpoints, made if absent.
+        dtype: to convert the weights to; None keeps theirs.
+
+    Raises:
+        ValueError: the folder is damaged, or the checkpoint cannot be written.
+    """
+    root = Path(save)
+    target = checkpoint_folder(root, 0)
+    if target.exists():
+        raise ValueError(f"--save {save} holds {target.name} already: name another folder")
+    with folder.open_tensors() as opened:
+        mapped = check_tensors(folder, opened, model)
+        chunks = [_chunk(opened, tensor, dtype) for tensor in mapped]
+        carried = {name: folder.file(name) for name in (CONFIG, *CARRIED)}
+        tokenizer = _tokenizer(folder, root / CARRIED_FOLDER, model.config.vocab_size)
+        extra = _extra(model, tokenizer, {chunk.tensor.dtype for chunk in chunks})
+        try:
+            _carry(carried, root / CARRIED_FOLDER)
+            return save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
+        except (CheckpointError, OSError) as error:
+            raise ValueError(f"--save {save}: {error}") from error
+
+
+def _carry(files: Mapping[str, Path | None], target: Path) -> None:
+    """Copy config.json and all that is carried, as far as it is there. Raises OSError."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name, path in files.items():
+        if path is not None and path.is_file():
+            with path.open("rb") as source, atomic_write(target / name) as stream:
+                shutil.copyfileobj(source, stream)
+
+
+def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:
+    """Describe a tensor that is read when its turn to be written comes."""
+    wanted = dtype or DTYPES[opened.find(tensor.theirs).dtype]
+    return TensorChunk(
+        name=tensor.ours,
+        shape=tensor.shape,
+        offsets=(0,) * len(tensor.shape),
+        tensor=torch.empty(tensor.shape, dtype=wanted, device="meta"),
+        replica_ranks=(0,),
+        pieces=partial(_pieces, opened, tensor, wanted),
+    )
+
+
+def _pieces(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in bands of rows that take about `PIECE_BYTES`."""
+    for box in bands(tensor.shape, dtype.itemsize):
+        piece = torch.empty(box.sizes, dtype=dtype)
+        opened.file(tensor.theirs).read_box(tensor.theirs, box, piece)
+        yield as_bytes(piece)
+
+
+def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict[str, Any]:
+    """Return how to make the folder's tokenizer again from its copy in `target`."""
+    found = {
+        "type": None,
+        "model": None,
+        "vocab_size": vocab_size,
+        "fingerprint": None,
+        "eod": None,
+    }
+    path = folder.tokenizer
+    if path is None:
+        return found
+    built = build_tokenizer(guess_type(path), model=path)
+    return {
+        **found,
+        "type": guess_type(path),
+        "model": str(target.absolute() / path.name),
+        "fingerprint": built.fingerprint,
+        "eod": built.eod,
+    }
+
+
+def _extra(
+    model: HuggingFaceModel, tokenizer: dict[str, Any], dtypes: set[torch.dtype]
+) -> dict[str, Any]:
+    """Return what the checkpoint says about itself: as training does, but for its progress."""
+    options = model_options(model)
+    if tokenizer["type"] is not None:
+        options["tokenizer-type"] = tokenizer["type"]
+        options["tokenizer-model"] = tokenizer["model"]
+    return {
+        "format": FORMAT,
+        "model": model.config.to_json(),
+        "config": {
+            **options,
+            "bf16": dtypes == {torch.bfloat16},
+            "fp16": dtypes == {torch.float16},
+        },
+        "tokenizer": tokenizer,
+        "weights_only": True,
+    }

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same logits from `transformers` and from us: what `--verify` compares.
+
+This is the one module that imports the library `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.core.dist_checkpointing import CheckpointError, load_checkpoint, read_extra
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.training.checkpoint_io import weight_chunks
+
+#: Largest difference between two logits in fp32.
+TOLERANCE = 1e-4
+
+#: Tokens that are compared: two rows, as many positions as may show a scaled rotary embedding.
+ROWS, MAX_TOKENS = 2, 64
+
+
+def compare_logits(checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None) -> float:
+    """Return the largest difference of logits between a checkpoint and a folder, both in fp32.
+
+    Both models are in memory at once.
+
+    Args:
+        checkpoint, folder: what to compare.
+        dtype: what the weights were converted to on the way: both are rounded to it first.
+
+    Raises:
+        ValueError: transformers is not installed, or the difference is above `TOLERANCE`.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("--verify needs transformers: pip install transformers") from None
+    config = GPTConfig.from_json(read_extra(checkpoint)["model"])
+    model = GPTModel(config, ProcessGroupCollection.single(), initialize=False)
+    try:
+        chunks = weight_chunks(model.store)
+        load_checkpoint(checkpoint, chunks, convert_dtype=True)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, local_files_only=True, use_safetensors=True
+    ).eval()
+    tokens = _tokens(config.vocab_size)
+    with torch.no_grad():
+        for weight in (*(chunk.tensor for chunk in chunks), *theirs.parameters()):
+            weight.copy_(weight.to(dtype or weight.dtype))
+        expected = theirs(tokens, use_cache=False).logits  # [b, s, v]
+        found = model.full_logits(tokens).transpose(0, 1)  # [b, s, v]
+    difference = float((found - expected).abs().max())
+    if not difference <= TOLERANCE:
+        raise ValueError(
+            f"the logits of {checkpoint} and of {folder} in transformers differ by "
+            f"{difference:.3g}, more than {TOLERANCE:g}"
+        )
+    return difference
+
+
+def _tokens(vocab_size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    shape: Sequence[int] = (ROWS, MAX_TOKENS)
+    return torch.randint(vocab_size, shape, generator=generator)

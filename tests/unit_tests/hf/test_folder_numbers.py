@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Through real files: logits, identity of import and export, slices and bytes of every layout."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_extra
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.hf.config_json import function_of, write_config
+from megatron.hf.convert import main
+from megatron.hf.defaults import model_options
+from megatron.hf.folder import open_folder
+from megatron.hf.model_config import read_model
+from megatron.hf.read_weights import read_weights
+from megatron.hf.transformers_logits import compare_logits
+from megatron.training.checkpoint_io import weight_chunks
+from megatron.training.config import Config
+from megatron.training.config.resolve import resolve
+from megatron.training.gpt_options import gpt_config
+from megatron.training.options.schema import build
+from tests.support.hf_folders import (
+    CASES,
+    LENGTH,
+    VOCABULARY,
+    change_json,
+    load_folder,
+    make_model,
+    save_folder,
+)
+from tests.support.inputs import generator, one_thread
+
+TOKENS = torch.randint(VOCABULARY, (2, 50), generator=generator(4))
+
+
+def convert(*words: object) -> str:
+    """Run the converter; return what it printed. It must succeed."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(word) for word in words], {})
+    assert code == 0, err.getvalue()
+    return out.getvalue()
+
+
+def our_logits(checkpoint: Path) -> torch.Tensor:
+    """Return the logits [b, s, v] of a checkpoint."""
+    config = GPTConfig.from_json(read_extra(checkpoint)["model"])
+    model = GPTModel(config, ProcessGroupCollection.single(), initialize=False)
+    load_checkpoint(checkpoint, weight_chunks(model.store))
+    with torch.no_grad():
+        return model.full_logits(TOKENS).transpose(0, 1)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_agree_and_import_then_export_is_the_identity(case: str, tmp_path: Path) -> None:
+    theirs = make_model(case)
+    source = save_folder(theirs, tmp_path / "source")
+    convert("import", "--hf", source, "--save", tmp_path / "checkpoints")
+    checkpoint = tmp_path / "checkpoints" / "iter_0000000"
+    words = ["--load", tmp_path / "checkpoints", "--save", tmp_path / "again"]
+    convert("export", *words, "--max-shard-size", "9KB")
+    with one_thread(), torch.no_grad():
+        expected = theirs(TOKENS, use_cache=False).logits
+        assert expected.std() > 1  # else an absolute bound would say little
+        torch.testing.assert_close(our_logits(checkpoint), expected, rtol=0, atol=1e-4)
+        loaded = load_folder(tmp_path / "again")
+        assert torch.equal(loaded(TOKENS, use_cache=False).logits, expected)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
+    before, after = tensors(source), tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert torch.equal(tensor, after[name])
+    for name in ("config.json", "generation_config.json"):
+        texts = [(folder / name).read_text() for folder in (source, tmp_path / "again")]
+        assert json.loads(texts[0]) == json.loads(texts[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_the_folder_it_came_from_config_json_says_the_same(
+    case: str, tmp_path: Path
+) -> None:
+    theirs = make_model(case)
+    source = save_folder(theirs, tmp_path / "source")
+    convert("import", "--hf", source, "--save", tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "hugging_face" / "config.json").unlink()
+    convert("export", "--load", tmp_path / "checkpoints", "--save", tmp_path / "again")
+    loaded = load_folder(tmp_path / "again")
+    assert type(loaded) is type(theirs)
+    with one_thread(), torch.no_grad():
+        expected = theirs(TOKENS, use_cache=False).logits
+        got = loaded(TOKENS, use_cache=False).logits
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flags_describe_the_model_of_a_folder(case: str) -> None:
+    config = make_model(case).config.to_dict()
+    model = read_model(config, where="config.json")
+    required = {"seq-length": 16, "micro-batch-size": 1, "train-iters": 1, "lr": 1e-3}
+    given = {**model_options(model), **required, "mock-data": True}
+    run = resolve(build(Config, given), 1)
+    assert gpt_config(run.config, VOCABULARY) == model.config
+
+
+def test_configs_of_older_transformers_mean_the_same(tmp_path: Path) -> None:
+    for case in CASES:
+        fields = make_model(case).config.to_dict()
+        expected = read_model(fields, where="new")
+        rope = dict(fields.pop("rope_parameters"))
+        fields["rope_theta"] = rope.pop("rope_theta")
+        rope["type"] = rope.pop("rope_type")
+        fields["rope_scaling"] = None if rope["type"] == "default" else rope
+        fields["torch_dtype"] = fields.pop("dtype")
+        assert read_model(fields, where="old") == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_dtype_is_kept_or_chosen(dtype: str, tmp_path: Path) -> None:
+    theirs = make_model("qwen3-8to1").to(getattr(torch, dtype))
+    source = save_folder(theirs, tmp_path / "source")
+    convert("import", "--hf", source, "--save", tmp_path / "checkpoints")
+    assert read_extra(tmp_path / "checkpoints/iter_0000000")["config"]["bf16"] == (
+        dtype == "bfloat16"
+    )
+    convert("export", "--load", tmp_path / "checkpoints", "--save", tmp_path / "same")
+    before, after = tensors(source), tensors(tmp_path / "same")
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert {t.dtype for t in after.values()} == {getattr(torch, dtype)}
+    wide = ["--dtype", "float32", "--verify"]
+    said = convert("export", "--load", tmp_path / "checkpoints", "--save", tmp_path / "w", *wide)
+    assert "verified" in said
+    assert json.loads((tmp_path / "w/config.json").read_text())["dtype"] == "float32"
+    widened = tensors(tmp_path / "w")
+    assert all(torch.equal(before[n].float(), widened[n]) for n in before)
+    narrow = ["--dtype", "bfloat16", "--verify"]
+    assert "verified" in convert(
+        "import", "--hf", tmp_path / "w", "--save", tmp_path / "n", *narrow
+    )
+
+
+def test_what_is_carried_is_not_believed_and_verify_sees_another_function(tmp_path: Path) -> None:
+    source = save_folder(make_model("llama-3to1"), tmp_path / "source")
+    convert("import", "--hf", source, "--save", tmp_path / "checkpoints", "--verify")
+    change_json(source / "config.json", rms_norm_eps=2e-3)
+    words = ["--load", tmp_path / "checkpoints", "--like", source, "--verify"]
+    convert("export", "--save", tmp_path / "out", *words)
+    assert json.loads((tmp_path / "out/config.json").read_text())["rms_norm_eps"] == 1e-3
+    with pytest.raises(ValueError, match="differ by"):
+        compare_logits(tmp_path / "checkpoints/iter_0000000", source)
+
+
+def test_a_model_without_place_in_transformers_is_refused(tmp_path: Path) -> None:
+    model = read_model(make_model("llama-3to1").config.to_dict(), where="x").config
+    for changed, name in (
+        (replace(model, mlp=replace(model.mlp, gated=False)), "mlp.gated"),
+        (replace(model, attention=replace(model.attention, qkv_bias=True)), "output_bias"),
+        (replace(model, norm=replace(model.norm, kind="LayerNorm")), "norm.kind"),
+        (replace(model, rope=replace(model.rope, percent=0.5)), "rope.percent"),
+        (replace(model, rope=None), "rope"),
+    ):
+        with pytest.raises(ValueError, match=rf"cannot be exported.*{name}"):
+            write_config(changed, max_length=LENGTH, dtype=torch.float32, end_tokens=())
+    dropped = replace(model, hidden_dropout=0.5, init_std=0.7)
+    assert function_of(dropped) == function_of(model)
+    write_config(dropped, max_length=LENGTH, dtype=torch.float32, end_tokens=())
+
+
+def test_read_weights_reads_each_byte_once(tmp_path: Path) -> None:
+    source = save_folder(make_model("qwen3-8to1"), tmp_path / "source", max_shard_size="60KB")
+    folder = open_folder(source)
+    model = read_model(folder.config, where="x")
+    ours = GPTModel(model.config, ProcessGroupCollection.single(), initialize=False)
+    count = read_weights(folder, model, weight_chunks(ours.store), coordinator=Solo())
+    files = list(source.glob("*.safetensors"))
+    assert len(files) > 1
+    assert count == sum(path.stat().st_size for path in files)

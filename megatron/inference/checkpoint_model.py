@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model and its tokenizer out of a training checkpoint, on any layout."""
+"""A model and its tokenizer out of a checkpoint or a Hugging Face folder, on any layout."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.hf.defaults import open_model
+from megatron.hf.export_folder import carried_folder
+from megatron.hf.folder import end_tokens, is_folder
+from megatron.hf.read_weights import read_weights
 from megatron.inference.config import ModelSource
 from megatron.training.checkpoint_io import find_checkpoint, weight_chunks
+from megatron.training.data.tokenizers import Tokenizer, build_tokenizer, guess_type
 from megatron.training.launch import Launch
-from megatron.training.tokenizers import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointModel:
-    """What generation needs of a checkpoint.
+    """What generation needs of a checkpoint or a Hugging Face folder.
 
     Args:
         model: this rank's part of it.
@@ -41,7 +45,8 @@ class CheckpointModel:
         max_length: longest sequence it is meant for, in tokens; None if it does not say.
         vocab_size: token ids lie below it.
         device: where it is.
-        folder: the `iter_` folder it came from.
+        folder: the `iter_` or Hugging Face folder it came from.
+        stop_tokens: ids that end a text.
     """
 
     model: GPTModel
@@ -50,41 +55,94 @@ class CheckpointModel:
     vocab_size: int
     device: torch.device
     folder: Path
+    stop_tokens: frozenset[int]
 
 
 @contextlib.contextmanager
 def load_checkpoint_model(source: ModelSource, launch: Launch) -> Iterator[CheckpointModel]:
-    """Build the model that a checkpoint describes and load its weights, spread over the processes.
+    """Build the model that a checkpoint or a Hugging Face folder describes and load its weights,
+    spread over the processes.
 
     Raises:
         ValueError: no checkpoint or a damaged one, no tokenizer, or an impossible layout.
     """
     device = choose_device(source.device, launch.local_rank)
     with _joined(source, launch, device) as (groups, coordinator):
-        folder = find_checkpoint(source.load, coordinator)
-        if folder is None:
-            raise ValueError(
-                f"--load {source.load}: there is no checkpoint: name the folder that --save wrote "
-                "to, or one iter_ folder in it"
-            )
-        try:
-            extra = read_extra(folder)
-            config, options = _described(folder, extra)
-            tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
-            dtype = weight_dtype(options)
-            model = GPTModel(config, groups, dtype=dtype, device=device, initialize=False)
-            chunks = weight_chunks(model.store)
-            load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=True)
-        except CheckpointError as error:
-            raise ValueError(f"--load {folder}: {error}") from error
-        yield CheckpointModel(
-            model=model,
-            tokenizer=tokenizer,
-            max_length=options.get("max-position-embeddings") or options.get("seq-length"),
-            vocab_size=config.vocab_size,
-            device=device,
-            folder=folder,
+        place = _Place(groups=groups, coordinator=coordinator, device=device)
+        if is_folder(source.load):
+            yield _from_folder(source, place)
+        else:
+            yield _from_checkpoint(source, place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """This process among those that generate together."""
+
+    groups: ProcessGroupCollection
+    coordinator: Coordinator
+    device: torch.device
+
+
+def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
+    """Read this rank's slices of a Hugging Face folder."""
+    folder, described = open_model(source.load, flag="--load")
+    if source.tokenizer_model is None and folder.tokenizer is None:
+        raise ValueError(
+            f"--load {source.load} holds no tokenizer: give --tokenizer-model PATH of one"
         )
+    chosen = source.tokenizer_model or folder.tokenizer
+    tokenizer = build_tokenizer(guess_type(chosen), model=chosen)
+    dtype = described.dtype or torch.float32
+    model = GPTModel(
+        described.config, place.groups, dtype=dtype, device=place.device, initialize=False
+    )
+    read_weights(folder, described, weight_chunks(model.store), coordinator=place.coordinator)
+    ends = set(end_tokens(folder.path))
+    if not ends and tokenizer.eod is not None:
+        ends = {tokenizer.eod}
+    return CheckpointModel(
+        model=model,
+        tokenizer=tokenizer,
+        max_length=described.max_length,
+        vocab_size=described.config.vocab_size,
+        device=place.device,
+        folder=folder.path,
+        stop_tokens=frozenset(ends),
+    )
+
+
+def _from_checkpoint(source: ModelSource, place: _Place) -> CheckpointModel:
+    """Load this rank's part of a checkpoint of any layout."""
+    folder = find_checkpoint(source.load, place.coordinator)
+    if folder is None:
+        raise ValueError(
+            f"--load {source.load}: there is no checkpoint: name the folder that --save wrote "
+            "to, one iter_ folder in it, or a Hugging Face folder"
+        )
+    try:
+        extra = read_extra(folder)
+        config, options = _described(folder, extra)
+        tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
+        dtype = weight_dtype(options)
+        model = GPTModel(config, place.groups, dtype=dtype, device=place.device, initialize=False)
+        chunks = weight_chunks(model.store)
+        load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)
+    except CheckpointError as error:
+        raise ValueError(f"--load {folder}: {error}") from error
+    origin = carried_folder(folder, extra, None)
+    ends = set(end_tokens(origin)) if origin is not None else set()
+    if tokenizer.eod is not None:
+        ends.add(tokenizer.eod)
+    return CheckpointModel(
+        model=model,
+        tokenizer=tokenizer,
+        max_length=options.get("max-position-embeddings") or options.get("seq-length"),
+        vocab_size=config.vocab_size,
+        device=place.device,
+        folder=folder,
+        stop_tokens=frozenset(ends),
+    )
 
 
 @contextlib.contextmanager
@@ -139,12 +197,12 @@ def weight_dtype(options: Mapping[str, Any]) -> torch.dtype:
 
 
 def choose_tokenizer(recorded: Mapping[str, Any], model: str | None) -> Tokenizer:
-    """Return the tokenizer that a checkpoint records, or the one in the file `model`.
+    """Return the tokenizer that a checkpoint records, or the one in `model`.
 
     Args:
         recorded: type, model (path), vocab_size and fingerprint, as training saves them.
-        model: path of a tokenizer.json to use instead; None for the recorded one. One line warns
-            if it is not the same.
+        model: path of a tokenizer.json, its folder or a SentencePiece .model to use instead; None
+            for the recorded one. One line warns if it is not the same.
 
     Raises:
         ValueError: none is recorded, or its file is gone or has changed.
@@ -152,10 +210,10 @@ def choose_tokenizer(recorded: Mapping[str, Any], model: str | None) -> Tokenize
     if model is None and recorded.get("type") is None:
         raise ValueError(
             "the checkpoint does not say which tokenizer it was trained with: give "
-            "--tokenizer-model PATH of a tokenizer.json"
+            "--tokenizer-model PATH of a tokenizer.json or a SentencePiece .model"
         )
     if model is not None:
-        tokenizer = build_tokenizer("hf", model=model)
+        tokenizer = build_tokenizer(guess_type(model), model=model)
     else:
         tokenizer = build_tokenizer(
             recorded["type"], model=recorded.get("model"), vocab_size=recorded.get("vocab_size")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of text generation, one field of a frozen dataclass each, and how `--prompt` is read.
 
-The flags and their help are made from these classes by `megatron.training.flags`.
+The flags and their help are made from these classes by `megatron.training.options.flags`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.training.flags import HelpRequested, parse_command_line
-from megatron.training.schema import flatten, options
-from megatron.training.yaml_file import write_options
+from megatron.training.options.flags import HelpRequested, parse_command_line
+from megatron.training.options.schema import flatten, options
+from megatron.training.options.yaml_file import write_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,17 @@ class ModelSource:
     """Where the model comes from and how it is spread."""
 
     load: str
-    """Checkpoint to sample from: a folder of checkpoints (its latest is taken) or one iter_
-    folder; any training layout."""
+    """What to sample from: a folder of checkpoints (its latest is taken), one iter_ folder, or a
+    Hugging Face folder; any training layout."""
     tokenizer_model: str | None = None
-    """Path of a Hugging Face tokenizer.json; derived: what the checkpoint was trained with."""
+    """Path of a tokenizer.json, of its folder, or of a SentencePiece .model; derived: what the
+    checkpoint was trained with."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each weight matrix; start as many processes with torchrun."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
-    device: Literal["auto", "cpu"] = "auto"
-    """Where to run; auto takes a GPU when there is one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes a GPU when there is one, cuda insists on it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron.inference.config import GenerateConfig, Sampling, parse_arguments, read_prompts
 from megatron.inference.results import Result, check_json_path, write_json
 from megatron.inference.text_stream import Display
+from megatron.training.data.tokenizers import continuation
 from megatron.training.errors import run_entry_point
 from megatron.training.launch import Launch
 
@@ -109,7 +110,7 @@ def generate_texts(
             requests[start : start + batch_size],
             max_new_tokens=max_new_tokens,
             sampling=params,
-            stop_token=loaded.tokenizer.eod,
+            stop_tokens=loaded.stop_tokens,
             device=loaded.device,
         ):
             for index, completion in enumerate(done, start):
@@ -120,7 +121,7 @@ def generate_texts(
         Result(
             prompt=text,
             prompt_ids=request.prompt,
-            text=loaded.tokenizer.detokenize(completion.tokens),
+            text=continuation(loaded.tokenizer, request.prompt)(completion.tokens),
             ids=tuple(completion.tokens),
             logprobs=tuple(completion.logprobs),
             finish_reason=completion.finish_reason,
@@ -145,7 +146,9 @@ def run(config: GenerateConfig, launch: Launch) -> None:
     with load_checkpoint_model(config.source, launch) as loaded:
         display = None
         if launch.rank == 0:
-            display = Display(texts, loaded.tokenizer.detokenize, sys.stdout)
+            tokenizer = loaded.tokenizer
+            follow = [continuation(tokenizer, tokenizer.tokenize(text)) for text in texts]
+            display = Display(texts, follow, sys.stdout)
         start = time.perf_counter()
         results = generate_texts(
             loaded,

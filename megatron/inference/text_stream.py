@@ -48,15 +48,18 @@ class Display:
 
     Args:
         texts: the prompts.
-        detokenize: the tokenizer's function from token ids to text.
+        detokenizers: for each prompt, the function from the token ids that follow it to text.
         out: where to print.
     """
 
     def __init__(
-        self, texts: Sequence[str], detokenize: Callable[[Sequence[int]], str], out: TextIO
+        self,
+        texts: Sequence[str],
+        detokenizers: Sequence[Callable[[Sequence[int]], str]],
+        out: TextIO,
     ) -> None:
         self._texts = texts
-        self._detokenize = detokenize
+        self._detokenizers = detokenizers
         self._out = out
         self._current = 0
         self._stream: TextStream | None = None
@@ -71,7 +74,7 @@ class Display:
             tokens, finished = self._latest[self._current]
             if self._stream is None:
                 self._begin()
-                self._stream = TextStream(self._detokenize)
+                self._stream = TextStream(self._detokenizers[self._current])
             print(self._stream.push(tokens, finished=finished), end="", file=self._out, flush=True)
             if not finished:
                 return

@@ -20,7 +20,8 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.inference.generate import main
 from megatron.training.checkpoint_io import weight_chunks
-from megatron.training.tokenizers import ByteTokenizer, train_bpe
+from megatron.training.data.tokenizers import ByteTokenizer, train_bpe
+from tests.support.arguments import last_wins
 from tests.support.ranks import start_ranks
 
 CONFIG = GPTConfig(
@@ -69,13 +70,14 @@ def continuations(model: GPTModel) -> list[Completion]:
         [Request(prompt=p, sequence=i) for i, p in enumerate(prompts)],
         max_new_tokens=8,
         sampling=SamplingParams(temperature=0.8, top_k=50, seed=5),
-        stop_token=256,
+        stop_tokens=(256,),
     )
 
 
 def arguments(root: Path, *more: str) -> list[str]:
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    return ["--load", str(root), *prompts, *FLAGS, "--device", "cpu", *more]
+    flags = last_wins(["--load", str(root), *FLAGS, "--device", "cpu", *more])
+    return [*prompts, *flags]
 
 
 def run(*words: str) -> tuple[int, str, str]:

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.generate import generate_texts, make_requests
-from megatron.training.tokenizers import ByteTokenizer, Tokenizer
+from megatron.training.data.tokenizers import ByteTokenizer, Tokenizer
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -38,6 +38,7 @@ class Loaded:
     device: str = "cpu"
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     model: NextByte = field(default_factory=NextByte)
+    stop_tokens: frozenset[int] = frozenset({256})
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 16])

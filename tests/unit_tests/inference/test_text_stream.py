@@ -45,7 +45,7 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
 
 def test_prompts_are_shown_in_order_and_the_first_one_live() -> None:
     out = io.StringIO()
-    display = Display(["A:", "B:", "C:"], detokenize, out)
+    display = Display(["A:", "B:", "C:"], [detokenize] * 3, out)
     display.update(0, b"x", finished=False)
     display.update(1, b"1", finished=False)
     assert out.getvalue() == "--- prompt 1 of 3\nA:x"
@@ -61,5 +61,5 @@ def test_prompts_are_shown_in_order_and_the_first_one_live() -> None:
 
 def test_a_single_prompt_needs_no_heading() -> None:
     out = io.StringIO()
-    Display(["A "], detokenize, out).update(0, b"b", finished=True)
+    Display(["A "], [detokenize], out).update(0, b"b", finished=True)
     assert out.getvalue() == "A b\n"

@@ -11,6 +11,8 @@ Beside them the manifest's `extra` holds JSON:
     optimizer    kind, steps, loss scaler
     data         what the order of samples depends on
     window       sums of the log line that is being gathered
+
+An imported checkpoint has no progress, optimizer, data and window, but `weights_only`: true.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_sharding import replica_ranks
-from megatron.training.data_sets import compare_identity
+from megatron.training.data.data_sets import compare_identity
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
+from megatron.training.monitoring.step_window import StepWindow
 from megatron.training.progress_state import Progress
-from megatron.training.step_window import StepWindow
 
 #: Meaning of `extra`; raised when a reader of the old one would misread it.
 FORMAT = 1
@@ -52,12 +54,14 @@ class RunFacts:
         config: every option by flag name.
         tokenizer: how to make the tokenizer again.
         data: what the order of samples depends on.
+        other_data_is_fine: resume on other data than the checkpoint's, and say so.
     """
 
     model: Mapping[str, Any]
     config: Mapping[str, Any]
     tokenizer: Mapping[str, Any]
     data: Mapping[str, Any]
+    other_data_is_fine: bool = False
 
 
 def weight_chunks(store: WeightStore) -> list[TensorChunk]:
@@ -97,11 +101,12 @@ def optimizer_chunks(optimizer: Optimizer) -> list[TensorChunk]:
     ]
 
 
-def find_checkpoint(load: str, coordinator: Coordinator) -> Path | None:
+def find_checkpoint(load: str, coordinator: Coordinator, *, flag: str = "--load") -> Path | None:
     """Return the `iter_` folder that `--load` means, the same on every rank; None for a new run.
 
     Args:
         load: a folder of checkpoints, of which the latest undamaged counts, or one checkpoint.
+        flag: which option named it.
 
     Raises:
         ValueError: it names one checkpoint that is absent, or there are only damaged ones.
@@ -113,7 +118,7 @@ def find_checkpoint(load: str, coordinator: Coordinator) -> Path | None:
             return None
         if path.name.startswith("iter_"):
             if not path.is_dir():
-                raise CheckpointError(f"--load {path}: there is no such checkpoint")
+                raise CheckpointError(f"{flag} {path}: there is no such checkpoint")
             return str(path)
         found = latest_checkpoint(path, say=coordinator.say)
         return None if found is None else str(found)
@@ -124,6 +129,14 @@ def find_checkpoint(load: str, coordinator: Coordinator) -> Path | None:
     except CheckpointError as error:
         raise ValueError(str(error)) from error
     return None if name is None else Path(name)
+
+
+def holds_weights_only(folder: Path) -> bool:
+    """Tell whether a checkpoint was imported and holds no state of a run. Raises ValueError."""
+    try:
+        return read_extra(folder).get("weights_only") is True
+    except CheckpointError as error:
+        raise ValueError(f"--load {folder}: {error}") from error
 
 
 def save_run(
@@ -191,13 +204,20 @@ def load_run(
     """
     try:
         extra = read_extra(folder)
-        _check_extra(folder, extra, facts, with_optimizer=with_optimizer, with_data=with_progress)
+        _check_extra(folder, extra, facts, with_optimizer=with_optimizer)
+        if with_progress:
+            _check_data(folder, extra["data"], facts, coordinator)
         chunks = weight_chunks(store)
         if with_optimizer:
             chunks += optimizer_chunks(optimizer)
-        load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=not with_optimizer)
+        moved = _other_state_dtypes(extra, facts) if with_optimizer else []
+        if moved:
+            coordinator.say(f"converting optimizer state of {folder}: {'; '.join(moved)}")
+        # weights keep theirs where there is optimizer state: --bf16 and --fp16 were compared
+        convert = bool(moved) or not with_optimizer
+        load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=convert)
     except CheckpointError as error:
-        raise ValueError(f"--load {folder}: {error}") from error
+        raise ValueError(f"{folder}: {error}") from error
     if with_optimizer:
         optimizer.steps = int(extra["optimizer"]["steps"])
         optimizer.scaler.load_state_dict(extra["optimizer"]["scaler"])
@@ -223,10 +243,11 @@ def _check_extra(
     facts: RunFacts,
     *,
     with_optimizer: bool,
-    with_data: bool,
 ) -> None:
     """Compare what a checkpoint says about itself with this run. Raises ValueError."""
-    needed = {"format", "model", "progress", "optimizer", "data", "config", "window"}
+    needed = {"format", "model", "config"}
+    if extra.get("weights_only") is not True:
+        needed |= {"progress", "optimizer", "data", "window"}
     if needed - set(extra):
         raise ValueError(
             f"{folder} is no training checkpoint: it lacks {', '.join(sorted(needed - set(extra)))}"
@@ -244,8 +265,28 @@ def _check_extra(
                 f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
                 "or leave its optimizer state with --no-load-optim"
             )
-    if with_data and (differences := compare_identity(extra["data"], facts.data)):
+
+
+def _other_state_dtypes(extra: Mapping[str, Any], facts: RunFacts) -> list[str]:
+    """List the moments that are kept in another dtype now than in the checkpoint."""
+    found = []
+    for name in ("exp-avg-dtype", "exp-avg-sq-dtype"):
+        saved, now = extra["config"].get(name, "fp32"), facts.config[name]
+        if saved != now:
+            found.append(f"--{name} was {saved}, is {now}")
+    return found
+
+
+def _check_data(
+    folder: Path, saved: Mapping[str, Any], facts: RunFacts, coordinator: Coordinator
+) -> None:
+    """Compare the data of a checkpoint with this run's. Raises ValueError."""
+    if not (differences := compare_identity(saved, facts.data)):
+        return
+    said = f"{folder} was trained on other data: {'; '.join(differences)}"
+    if not facts.other_data_is_fine:
         raise ValueError(
-            f"{folder} was trained on other data: {'; '.join(differences)}: give the same data "
-            "options, or start at the first sample with --finetune"
+            f"{said}: give the same data options, go on with the new data by --allow-data-change, "
+            "or start at its first sample with --finetune"
         )
+    coordinator.say(f"{said}: going on with it as --allow-data-change asks")

@@ -8,13 +8,15 @@ its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TextIO
 
 from megatron.training.exit_codes import ExitCode
-from megatron.training.flags import HelpRequested
+from megatron.training.options.flags import HelpRequested
 
 
 class RunStopped(Exception):
@@ -50,6 +52,7 @@ def run_entry_point(
     claim: Callable[[str], bool] = lambda text: True,
     out: TextIO | None = None,
     err: TextIO | None = None,
+    speaking: AbstractContextManager[object] | None = None,
 ) -> int:
     """Run an entry point and return the exit code of this process.
 
@@ -58,12 +61,16 @@ def run_entry_point(
         prog: name in front of an error line.
         claim: asked with the text of an error; True on the one rank that shall print it.
         out, err: where to print; stdout and stderr if None.
+        speaking: held from the claim of a text until it is printed: who ends the process from
+            another thread takes it first, or a claimed text might never be seen.
     """
     out, err = out or sys.stdout, err or sys.stderr
+    speaking = speaking or contextlib.nullcontext()
 
     def say(text: str) -> None:
-        if claim(text):
-            print(f"{prog}: {text}", file=err, flush=True)
+        with speaking:
+            if claim(text):
+                print(f"{prog}: {text}", file=err, flush=True)
 
     try:
         main()
@@ -83,7 +90,8 @@ def run_entry_point(
         say("interrupted")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        if claim(one_line(error)):  # the same fault on many ranks is shown once
-            traceback.print_exc(file=err)
+        with speaking:
+            if claim(one_line(error)):  # the same fault on many ranks is shown once
+                traceback.print_exc(file=err)
         return ExitCode.CRASH
     return ExitCode.OK

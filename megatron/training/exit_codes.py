@@ -24,7 +24,15 @@ class ExitCode(IntEnum):
     """Another rank died, stopped or fell silent; one line names it."""
     SAVE_FAILED = 5
     """A checkpoint could not be written; earlier checkpoints are untouched."""
+    COLLECTIVES_DIFFER = 6
+    """Ranks came to different collectives (--check-collectives); one line names both."""
+    RESTART_ELSEWHERE = 16
+    """A NaN or Inf loss came out twice (--on-reproduced-nan restart): restart on other machines,
+    where the same step shows whether the machine or the data is to blame."""
+    FAILED_VALIDATION = 17
+    """The loss of that step is NaN or Inf on other machines too: the data or the settings are to
+    blame."""
     INTERRUPTED = 130
-    """Ctrl-C."""
+    """Ctrl-C ended the process at once."""
     TERMINATED = 143
-    """SIGTERM."""
+    """SIGTERM ended the process at once."""

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 
+from megatron.core.backend import LOCAL, Backend
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops.rope import RopeScaling
@@ -22,9 +25,16 @@ from megatron.core.optimizer.schedule import (
     LearningRateSchedule,
     WeightDecaySchedule,
 )
-from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from megatron.core.transformer import (
+    AttentionConfig,
+    MLPConfig,
+    NormConfig,
+    Recompute,
+    RopeConfig,
+)
 from megatron.training.config import Config, PositionConfig
-from megatron.training.resolve import Run
+from megatron.training.config.resolve import Run
+from megatron.training.config.values import name_factors
 
 
 def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
@@ -47,7 +57,7 @@ def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
             num_query_groups=model.num_query_groups,
             kv_channels=model.kv_channels,
             qkv_bias=biases or model.add_qkv_bias,
-            output_bias=biases,
+            output_bias=biases or model.add_attention_output_bias,
             qk_norm=model.qk_layernorm,
             dropout=model.attention_dropout,
         ),
@@ -55,7 +65,7 @@ def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
             ffn_hidden_size=model.ffn_hidden_size,
             gated=model.swiglu,
             activation="silu" if model.swiglu else "gelu",
-            bias=biases,
+            bias=biases or model.add_mlp_bias,
         ),
         norm=NormConfig(kind=model.normalization, epsilon=model.norm_epsilon),
         rope=_rope(config.position),
@@ -75,7 +85,18 @@ def _rope(position: PositionConfig) -> RopeConfig | None:
         scaling = RopeScaling(
             kind="llama3",
             factor=position.rope_scaling_factor,
+            low_freq_factor=position.rope_scaling_low_freq_factor,
+            high_freq_factor=position.rope_scaling_high_freq_factor,
             original_max_position=position.rope_scaling_original_max_position,
+        )
+    elif position.position_embedding_type == "yarn":
+        scaling = RopeScaling(
+            kind="yarn",
+            factor=position.yarn_rotary_scaling_factor,
+            original_max_position=position.yarn_original_max_position_embeddings,
+            beta_fast=position.yarn_beta_fast,
+            beta_slow=position.yarn_beta_slow,
+            attention_factor=position.yarn_attention_factor,
         )
     return RopeConfig(base=position.rotary_base, percent=position.rotary_percent, scaling=scaling)
 
@@ -85,6 +106,24 @@ def weight_dtype(config: Config) -> torch.dtype:
     if config.training.bf16:
         return torch.bfloat16
     return torch.float16 if config.training.fp16 else torch.float32
+
+
+def backend(config: Config) -> Backend:
+    """Return the implementations that the model is built from."""
+    kernel = config.parallel.attention_backend
+    if kernel == "auto":
+        return LOCAL
+    return replace(LOCAL, attention=partial(LOCAL.attention, implementation=kernel))
+
+
+def recompute(config: Config) -> Recompute:
+    """Return what is computed again in backward."""
+    chosen = config.recompute
+    return Recompute(
+        granularity=chosen.recompute_granularity,
+        method=chosen.recompute_method,
+        num_layers=chosen.recompute_num_layers,
+    )
 
 
 def data_parallel_config(config: Config) -> DataParallelConfig:
@@ -99,15 +138,30 @@ def data_parallel_config(config: Config) -> DataParallelConfig:
 def optimizer_config(config: Config) -> OptimizerConfig:
     """Return the settings of the update."""
     chosen = config.optimizer
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     return OptimizerConfig(
         kind=chosen.optimizer,
         adam_beta1=chosen.adam_beta1,
         adam_beta2=chosen.adam_beta2,
         adam_eps=chosen.adam_eps,
+        exp_avg_dtype=dtypes[chosen.exp_avg_dtype],
+        exp_avg_sq_dtype=dtypes[chosen.exp_avg_sq_dtype],
+        lr_factors=_lr_factors(config),
+        decay_factors=name_factors("--weight-decay-group", chosen.weight_decay_group),
         sgd_momentum=chosen.sgd_momentum,
         clip_grad=chosen.clip_grad,
         count_zeros=config.logging.log_num_zeros_in_grad,
     )
+
+
+def _lr_factors(config: Config) -> tuple[tuple[str, float], ...]:
+    """Return the factors of --lr-group, then those that --decoupled-lr means."""
+    found = dict(name_factors("--lr-group", config.optimizer.lr_group))
+    if config.schedule.decoupled_lr is not None:
+        own_head = config.model.untie_embeddings_and_output_weights
+        for name in ("embedding.weight", *(("head.weight",) if own_head else ())):
+            found.setdefault(name, config.schedule.decoupled_lr / config.schedule.lr)
+    return tuple(found.items())
 
 
 def loss_scaler(config: Config) -> LossScaler:

@@ -40,13 +40,16 @@ class Launch:
         Raises:
             ValueError: some of them are set and others are missing or no numbers.
         """
-        if "WORLD_SIZE" not in environment:
+        # An address alone does not make several processes: it is often set for a whole machine.
+        telling = [n for n in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if n in environment]
+        if not telling:
             return Launch()
         needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in environment]
         if missing:
             raise ValueError(
-                f"WORLD_SIZE is set but {', '.join(missing)} not: start the run with torchrun"
+                f"{telling[0]} is set but {', '.join(missing)} not: start the run with torchrun, "
+                "or unset what is"
             )
         try:
             numbers = {name: int(environment[name]) for name in needed if name != "MASTER_ADDR"}
@@ -63,7 +66,9 @@ class Launch:
             attempt=attempt,
         )
 
-    def open_store(self, *, timeout_seconds: float, first: bool = False) -> dist.Store:
+    def open_store(
+        self, *, timeout_seconds: float, first: bool = False, of_job: bool = False
+    ) -> dist.Store:
         """Connect a client to the run's store; its keys are this attempt's own.
 
         Every thread needs a client of its own.
@@ -72,6 +77,7 @@ class Launch:
             timeout_seconds: how long to wait for the server, and for a key by default.
             first: whether this is the process's first client; it starts the server where the
                 launcher does not serve.
+            of_job: share keys with the launcher's other attempts.
         """
         import torch.distributed as dist
 
@@ -82,4 +88,8 @@ class Launch:
         store = dist.TCPStore(
             self.address, self.port, is_master=serves, timeout=timeout, wait_for_workers=False
         )
-        return dist.PrefixStore(f"megatron/attempt_{self.attempt}", store)
+        return dist.PrefixStore("megatron/job" if of_job else self._prefix, store)
+
+    @property
+    def _prefix(self) -> str:
+        return f"megatron/attempt_{self.attempt}"

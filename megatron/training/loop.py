@@ -15,14 +15,15 @@ from dataclasses import asdict, dataclass
 
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
-from megatron.training.errors import RunStopped
-from megatron.training.exit_codes import ExitCode
-from megatron.training.log_line import StepRecord, format_step, format_validation
-from megatron.training.metrics import Metrics
-from megatron.training.progress import Display
+from megatron.training.config.resolve import Run
+from megatron.training.failures.bad_steps import remember_loss, spike_limit
+from megatron.training.failures.faults import Faults
+from megatron.training.failures.stopping import StopRequests
+from megatron.training.monitoring.log_line import StepRecord, format_step, format_validation
+from megatron.training.monitoring.metrics import Metrics
+from megatron.training.monitoring.progress import Display
+from megatron.training.monitoring.step_window import StepOutcome, StepWindow
 from megatron.training.progress_state import Progress
-from megatron.training.resolve import Run
-from megatron.training.step_window import StepOutcome, StepWindow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,10 @@ class LoopParts:
 
     Args:
         run: how long, how often.
-        take_step: trains on the next global batch with a learning rate and a weight decay.
+        take_step: trains on the next global batch with a learning rate, a weight decay and the loss
+            above which it is skipped.
         evaluate: returns the validation loss; None without validation.
+        test: returns the loss on the test set; None without one.
         save: writes a checkpoint of the current progress; None without --save.
         lr, weight_decay: schedules over the samples of applied updates.
         scaler: of the loss.
@@ -40,10 +43,13 @@ class LoopParts:
         params_norm: returns the norm of all weights; None if it is not asked for.
         display, metrics: where the numbers go.
         on_iteration: told the iteration that begins.
+        on_logged: called behind every log line.
+        stop: who wants the run to end early.
+        faults: what to do about steps that go wrong.
     """
 
     run: Run
-    take_step: Callable[[float, float], StepOutcome]
+    take_step: Callable[[float, float, float], StepOutcome]
     evaluate: Callable[[], float] | None
     save: Callable[[Progress], object] | None
     lr: LearningRateSchedule
@@ -53,7 +59,11 @@ class LoopParts:
     params_norm: Callable[[], float] | None
     display: Display
     metrics: Metrics
+    stop: StopRequests
+    faults: Faults
     on_iteration: Callable[[int], None] = lambda iteration: None
+    test: Callable[[], float] | None = None
+    on_logged: Callable[[], None] = lambda: None
 
 
 def train(parts: LoopParts, progress: Progress) -> None:
@@ -63,53 +73,76 @@ def train(parts: LoopParts, progress: Progress) -> None:
         RunStopped: too many bad steps in a row.
     """
     training, checkpoint = parts.run.config.training, parts.run.config.checkpoint
-    saved = progress.iteration
-    if progress.iteration == 0:
+    first = saved = progress.iteration
+    left_over = bool(progress.validation_pending)
+    if progress.iteration == 0 or left_over:
         validate(parts, progress)
     while progress.iteration < parts.run.train_iters:
-        one_iteration(parts, progress)
+        outcome = one_iteration(parts, progress)
         done = progress.iteration
-        stopping = done == parts.run.train_iters or _is_multiple(done, training.exit_interval)
-        # Stopping at exit-interval leaves the last validation to the run's real end.
+        # The same on every rank, as the votes of all of them are in it.
+        early = parts.stop.reason(outcome.votes)
+        asked = _is_multiple(done, training.exit_interval)
+        stopping = bool(early) or asked or done == parts.run.train_iters
+        # Stopping at exit-interval leaves the last validation to the run's real end; stopping
+        # early leaves one that is due to the next start.
         if _is_multiple(done, training.eval_interval) or done == parts.run.train_iters:
-            validate(parts, progress)
+            if early:
+                progress.validation_pending = 1
+            else:
+                validate(parts, progress)
         if parts.save and (stopping or _is_multiple(done, checkpoint.save_interval)):
-            parts.save(progress)
+            save(parts, progress)
             saved = done
-        if stopping and done != parts.run.train_iters:
-            parts.display.log(f"stopped at iteration {done} as --exit-interval asks")
+        if stopping and (early or done != parts.run.train_iters):
+            parts.display.log(f"stopped at iteration {done} as {early or '--exit-interval asks'}")
             return
     if parts.save and saved != progress.iteration:
-        parts.save(progress)
+        save(parts, progress)
+    if progress.iteration != first or left_over:
+        evaluate_at_end(parts, progress)
+
+
+def save(parts: LoopParts, progress: Progress) -> None:
+    """Save, and let the limit of time know how long that takes."""
+    assert parts.save is not None
+    start = time.perf_counter()
+    parts.save(progress)
+    parts.stop.note("save", time.perf_counter() - start)
 
 
 def _is_multiple(iteration: int, interval: int | None) -> bool:
     return bool(interval) and iteration % interval == 0
 
 
-def one_iteration(parts: LoopParts, progress: Progress) -> None:
+def one_iteration(parts: LoopParts, progress: Progress) -> StepOutcome:
     """Take one step, move the counters and log it if it is time.
 
     Raises:
-        RunStopped: too many bad steps in a row.
+        RunStopped: too many bad steps in a row, or one whose cause is to be found elsewhere.
     """
-    batch = parts.run.config.training.global_batch_size
+    config = parts.run.config
+    batch = config.training.global_batch_size
     assert batch is not None
     parts.on_iteration(progress.iteration + 1)
     lr = parts.lr.lr(progress.update_samples)
     decay = parts.weight_decay.weight_decay(progress.update_samples)
     scale = parts.scaler.scale
+    limit = spike_limit(config, progress.recent_losses)
     start = time.perf_counter()
-    outcome = parts.take_step(lr, decay)
+    outcome = parts.take_step(lr, decay, limit)
     seconds = time.perf_counter() - start
+    parts.stop.note("step", seconds)
+    parts.faults.after_step(progress, outcome, limit)
     progress.iteration += 1
     progress.consumed_samples += batch
     if outcome.applied:
         progress.update_samples += batch
+        remember_loss(config, progress.recent_losses, outcome.loss)
     _count(parts, progress, outcome, scale)
     parts.window.add(outcome, seconds)
     parts.display.step(progress.iteration, outcome.loss)
-    interval = parts.run.config.logging.log_interval
+    interval = config.logging.log_interval
     if progress.iteration % interval == 0 or progress.iteration == parts.run.train_iters:
         norm = parts.params_norm() if parts.params_norm else None
         log(
@@ -118,15 +151,9 @@ def one_iteration(parts: LoopParts, progress: Progress) -> None:
                 progress, outcome, learning_rate=lr, loss_scale=scale, params_norm=norm
             ),
         )
-    limit = parts.run.config.training.max_consecutive_bad_steps
-    if progress.consecutive_bad_steps >= limit:
-        raise RunStopped(
-            ExitCode.BAD_STEPS,
-            f"stopped at iteration {progress.iteration}: {limit} steps in a row had a NaN or Inf "
-            f"loss or gradient norm (last loss {outcome.loss}, gradient norm {outcome.grad_norm}); "
-            "none of them changed a weight; lower --lr or look at the data, and resume from the "
-            "last checkpoint",
-        )
+        parts.on_logged()
+    parts.faults.after_count(progress, outcome)
+    return outcome
 
 
 def _count(parts: LoopParts, progress: Progress, outcome: StepOutcome, scale: float) -> None:
@@ -136,6 +163,7 @@ def _count(parts: LoopParts, progress: Progress, outcome: StepOutcome, scale: fl
     """
     finite = math.isfinite(outcome.loss)
     progress.skipped_iterations += not outcome.applied
+    progress.spiked_iterations += outcome.spiked
     progress.nan_iterations += not finite
     seeks = parts.run.config.training.fp16 and parts.scaler.scale < scale
     if finite and (outcome.applied or seeks):
@@ -146,7 +174,9 @@ def _count(parts: LoopParts, progress: Progress, outcome: StepOutcome, scale: fl
 
 def log(parts: LoopParts, record: StepRecord) -> None:
     """Show and record one log line."""
-    parts.display.log(format_step(record, datetime.datetime.now()), record)
+    shows = parts.run.config.logging.log_throughput
+    line = format_step(record, datetime.datetime.now(), throughput=shows)
+    parts.display.log(line, record)
     values = asdict(record)
     iteration = values.pop("iteration")
     parts.metrics.write("train", iteration, values)
@@ -154,8 +184,20 @@ def log(parts: LoopParts, record: StepRecord) -> None:
 
 def validate(parts: LoopParts, progress: Progress) -> None:
     """Validate, if the run does, and show and record the loss."""
+    progress.validation_pending = 0
     if parts.evaluate is None:
         return
+    start = time.perf_counter()
     loss = parts.evaluate()
+    parts.stop.note("validation", time.perf_counter() - start)
     parts.display.log(format_validation(progress.iteration, loss))
     parts.metrics.write("validation", progress.iteration, {"lm_loss": loss})
+
+
+def evaluate_at_end(parts: LoopParts, progress: Progress) -> None:
+    """Evaluate the finished model on the test set, if there is one; show and record the loss."""
+    if parts.test is None:
+        return
+    loss = parts.test()
+    parts.display.log(format_validation(progress.iteration, loss, on="test set"))
+    parts.metrics.write("test", progress.iteration, {"lm_loss": loss})

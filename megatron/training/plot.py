@@ -1,75 +1,152 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the loss curve of a run from its metrics.jsonl."""
+"""Draw and compare runs from their metrics.jsonl: a PNG, one self-contained HTML page, a table.
+
+    python -m megatron.training.plot --metrics runs/a runs/b --names "lr 1e-3" "lr 3e-3" \\
+        --html compare.html --output compare.png
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.training.errors import run_entry_point
-from megatron.training.flags import parse_command_line
-from megatron.training.metrics import read_metrics
+from megatron.training.monitoring.curves import (
+    QUANTITIES,
+    RecordedRun,
+    comparison,
+    read_run,
+    short_names,
+    smooth,
+)
+from megatron.training.monitoring.plot_page import page
+from megatron.training.options.flags import parse_command_line
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """What to draw."""
+    """What to draw, and where."""
 
-    metrics: str
-    """metrics.jsonl of the run."""
-    output: str = "loss_curve.png"
-    """PNG file to write."""
+    metrics: tuple[str, ...]
+    """Runs: a metrics.jsonl each, or the folder that holds it; the first is compared with."""
+    names: tuple[str, ...] = ()
+    """Names of the runs, as many; derived: what tells their paths apart."""
+    output: str | None = None
+    """PNG file to write; derived: loss_curve.png without --html, else none."""
+    html: str | None = None
+    """HTML page to write; it needs no other file and no network."""
     title: str = "Loss"
-    """Title of the figure."""
+    """Title of the figure and the page."""
+    smoothing: float = 0.0
+    """Weight of the past in an exponential mean, at least 0 and below 1; the page has a slider."""
 
-
-def loss_curves(metrics: str | Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Return iterations and losses of a run, by `training` and `validation`.
-
-    Raises:
-        ValueError: the file has no loss.
-    """
-    kinds = {"train": "training", "validation": "validation"}
-    curves: dict[str, tuple[list[int], list[float]]] = {}
-    for event in read_metrics(metrics):
-        if event.get("kind") in kinds and "lm_loss" in event:
-            steps, losses = curves.setdefault(kinds[event["kind"]], ([], []))
-            steps.append(event["iteration"])
-            losses.append(event["lm_loss"])
-    if not curves:
-        raise ValueError(f"{metrics} holds no losses: name the metrics.jsonl of a run that trained")
-    return curves
+    def __post_init__(self) -> None:
+        if self.names and len(self.names) != len(self.metrics):
+            raise ValueError(
+                f"--names gives {len(self.names)} for {len(self.metrics)} runs of --metrics: name "
+                "each or none"
+            )
+        if not 0.0 <= self.smoothing < 1.0:
+            raise ValueError(f"--smoothing is {self.smoothing}: it must lie in [0, 1)")
 
 
 def plot_loss(metrics: str | Path, output: str | Path, *, title: str = "Loss") -> Path:
-    """Draw training and validation loss over the iterations as a PNG and return its path.
+    """Draw training and validation loss of one run as a PNG and return its path.
 
     Raises:
         ValueError: the file has no loss, or matplotlib is absent.
     """
-    curves = loss_curves(metrics)
+    return draw([read_run(str(metrics), "")], output, title=title, only_loss=True)
+
+
+def draw(
+    runs: Sequence[RecordedRun],
+    output: str | Path,
+    *,
+    title: str,
+    smoothing: float = 0.0,
+    only_loss: bool = False,
+) -> Path:
+    """Draw runs as a PNG and return its path.
+
+    Args:
+        runs: what to draw.
+        output: the file.
+        title: of the figure.
+        smoothing: weight of the past.
+        only_loss: one panel of losses instead of one per quantity.
+
+    Raises:
+        ValueError: matplotlib is absent.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("drawing needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    for name, style in (("training", "-"), ("validation", "o-")):
-        if name in curves:
-            steps, losses = curves[name]
-            label = f"{name}, last {losses[-1]:.3f}"
-            axes.plot(steps, losses, style, label=label, linewidth=1.2, markersize=4)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
+        raise ValueError(
+            "drawing a PNG needs matplotlib: pip install matplotlib, or write --html"
+        ) from None
+    panels = [("loss", "loss (nats per token)", ["train/lm_loss", "validation/lm_loss"], False)]
+    if not only_loss:
+        panels += [
+            (q.title, f"{q.title} ({q.unit})" if q.unit else q.title, [q.key], q.logarithmic)
+            for q in QUANTITIES
+            if "loss" not in q.key and any(q.key in run.curves for run in runs)
+        ]
+    rows = 1 if only_loss else -(-len(panels) // 2)
+    size = (7.0, 4.2) if only_loss else (12.0, 3.4 * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    for place, (_, label, keys, logarithmic) in enumerate(panels):
+        axes = figure.add_subplot(rows, 1 if only_loss else 2, place + 1)
+        for number, run in enumerate(runs):
+            _draw_run(axes, run, keys, color=f"C{number}", smoothing=smoothing)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if logarithmic:
+            axes.set_yscale("log")
+        if place == 0 or len(runs) > 1:
+            axes.legend()
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))
     return path
+
+
+def _draw_run(
+    axes: Any, run: RecordedRun, keys: Sequence[str], *, color: str, smoothing: float
+) -> None:
+    """Draw some curves of one run: validation dashed with dots, the rest as lines."""
+    for key in keys:
+        if key not in run.curves:
+            continue
+        curve = run.curves[key]
+        kind = "validation" if key.startswith("validation") else "training"
+        values = smooth(curve.values, smoothing)
+        label = f"{run.name} {kind if len(keys) > 1 else ''}".strip()
+        axes.plot(
+            curve.steps,
+            values,
+            "o--" if kind == "validation" else "-",
+            color=color,
+            alpha=0.7 if kind == "validation" else 1.0,
+            label=f"{label}, last {curve.values[-1]:.4g}",
+            linewidth=1.2,
+            markersize=4,
+        )
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as text with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def main() -> None:
@@ -78,10 +155,21 @@ def main() -> None:
         PlotOptions,
         sys.argv[1:],
         prog="python -m megatron.training.plot",
-        description="Draw the loss curve of a run.",
+        description="Draw and compare runs.",
     )
     options = line.config
-    print(plot_loss(options.metrics, options.output, title=options.title))
+    names = options.names or short_names(options.metrics)
+    runs = [read_run(given, name) for given, name in zip(options.metrics, names, strict=True)]
+    print(format_table(comparison(runs)))
+    if options.html is not None:
+        path = Path(options.html)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = page(runs, title=options.title, smoothing=options.smoothing)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+    output = options.output or (None if options.html else "loss_curve.png")
+    if output is not None:
+        print(draw(runs, output, title=options.title, smoothing=options.smoothing))
 
 
 if __name__ == "__main__":

@@ -3,273 +3,247 @@
 
     python -m megatron.training.preprocess_data --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type hf --tokenizer-model tokenizer.json --append-eod
+
+The result depends on the inputs and the options alone, not on the number of workers, nor on how
+often the work was killed and resumed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any
 
-import numpy as np
-
-from megatron.core.datasets.atomic_file import atomic_write
-from megatron.core.datasets.indexed_dataset import token_type_for
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from megatron.training.documents import Tally, read_documents, total_bytes
+from megatron.core.datasets.indexed_writer import Written
+from megatron.training.data.documents import Tally
+from megatron.training.data.preprocessing.blocks import BLOCK_BYTES, read_blocks
+from megatron.training.data.preprocessing.display import Report, show_progress, silent
+from megatron.training.data.preprocessing.encoder import Encoder
+from megatron.training.data.preprocessing.inputs import Inputs, Kind, find_inputs
+from megatron.training.data.preprocessing.options import PreprocessConfig
+from megatron.training.data.preprocessing.output import COMMIT_BYTES, Output, journal_path
+from megatron.training.data.preprocessing.workers import WorkerLost, encode_in_order
+from megatron.training.data.tokenizers import Tokenizer
 from megatron.training.errors import run_entry_point
-from megatron.training.flags import parse_command_line
-from megatron.training.schema import flatten, options
-from megatron.training.tokenizers import Tokenizer, build_tokenizer
-from megatron.training.yaml_file import write_options
+from megatron.training.options.flags import parse_command_line
 
-# Characters encoded at a time. The library's encodings take some 100 bytes per token until they are
-# dropped, so this, not the size of the input, is what memory depends on.
-_CHARACTERS_AT_ONCE = 1 << 20
-_SECONDS_BETWEEN_LINES = 5.0
+__all__ = ["PreprocessConfig", "PreprocessResult", "preprocess"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class PreprocessConfig:
-    """Options of preprocess_data."""
-
-    input: tuple[str, ...]
-    """Files of JSON lines, or .txt files of one document each."""
-    output_prefix: str
-    """Path of the data set to write, without .bin or .idx; what --data-path is given."""
-    tokenizer_type: Literal["hf", "byte", "null"] = "hf"
-    """Kind of tokenizer: a Hugging Face tokenizer.json, UTF-8 bytes, or numbers as they are."""
-    tokenizer_model: str | None = None
-    """Path of a Hugging Face tokenizer.json."""
-    vocab_size: int | None = None
-    """Number of ids, for --tokenizer-type null."""
-    json_keys: str = "text"
-    """Key that holds the document in a JSON line."""
-    append_eod: bool = False
-    """End every document with the tokenizer's end-of-document token."""
-    workers: int | None = None
-    """Threads of the hf tokenizer; none means one per core."""
-
-    def __post_init__(self) -> None:
-        """Check the options that can be checked without files."""
-        problems = []
-        if self.workers is not None and self.workers < 1:
-            problems.append(f"--workers {self.workers}: must be 1 or more")
-        if self.workers is not None and self.tokenizer_type != "hf":
-            problems.append(f"--workers has no effect on --tokenizer-type {self.tokenizer_type}")
-        if self.tokenizer_model is not None and self.tokenizer_type != "hf":
-            problems.append(f"--tokenizer-type {self.tokenizer_type} takes no --tokenizer-model")
-        if self.vocab_size is not None and self.tokenizer_type != "null":
-            problems.append("--vocab-size is for --tokenizer-type null")
-        if problems:
-            raise ValueError("; ".join(problems))
+PROG = "python -m megatron.training.preprocess_data"
+#: Options that change how the work is done, not what comes out.
+_WITHOUT_EFFECT = ("input", "output_prefix", "workers", "resume", "tokenizer_model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessResult:
-    """What was written; also the content of `<prefix>.json`.
+    """What was written under one prefix; also the content of `<prefix>.json`.
 
     Args:
-        tokenizer: kind, fingerprint, vocab_size and eod of the tokenizer.
+        kind: "text", or "chat" for conversations with a mask beside them.
+        tokenizer: kind, path, fingerprint, vocab_size and eod of the tokenizer.
         dtype: token type of the .bin.
         append_eod: whether every document ends with eod.
         documents: written.
         tokens: written, end-of-document tokens included.
-        rejected: input lines without a document, by reason.
+        rejected: input records without a document, by reason.
+        examples: the first place of each reason.
+        chat_template: fingerprint of the template of conversations.
     """
 
-    tokenizer: dict[str, Any]
+    kind: str = "text"
+    tokenizer: Mapping[str, Any]
     dtype: str
     append_eod: bool
     documents: int
     tokens: int
-    rejected: dict[str, int]
+    rejected: Mapping[str, int]
+    examples: Mapping[str, str]
+    chat_template: str | None = None
 
-
-class Report(Protocol):
-    """Told after every chunk how far the work is."""
-
-    def __call__(self, *, read_bytes: int, tokens: int) -> None:
-        """Show it, or not."""
-
-
-def _silent(*, read_bytes: int, tokens: int) -> None:
-    """Show nothing."""
-
-
-def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    chunk, characters = [], 0
-    for text in texts:
-        chunk.append(text)
-        characters += len(text)
-        if characters >= _CHARACTERS_AT_ONCE:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
+    def describe_rejected(self) -> str:
+        """Return one line on what was rejected; empty if nothing was."""
+        tally = Tally(examples=dict(self.examples))
+        tally.rejected.update(self.rejected)
+        return tally.describe_rejected()
 
 
 def preprocess(
     config: PreprocessConfig,
     *,
-    tokenizer: Tokenizer,
-    tally: Tally | None = None,
-    report: Report = _silent,
-) -> PreprocessResult:
+    tokenizer: Tokenizer | None = None,
+    inputs: Inputs | None = None,
+    report: Report = silent,
+    commit_bytes: int = COMMIT_BYTES,
+    block_bytes: int = BLOCK_BYTES,
+) -> dict[str, PreprocessResult]:
     """Encode all documents of the input files in order.
 
+    Workers are fresh processes that import the caller's main module: a script that calls this with
+    more than one of them does so under `if __name__ == "__main__"`.
+
     Args:
-        config: files and options; its tokenizer options are taken as done.
-        tokenizer: encodes.
-        tally: filled with what was read and rejected.
-        report: called after every chunk.
+        config: files and options.
+        tokenizer: to encode with, in this process alone; None makes the one of the options.
+        inputs: the files, where they are found already.
+        report: called after every block.
+        commit_bytes: input to work off between commits.
+        block_bytes: input to encode at once.
 
     Returns:
-        What was written.
+        What was written, by prefix; the tokens' before the mask's.
 
     Raises:
-        ValueError: a file is missing, no document is left, or the tokenizer has no
-            end-of-document token to append. Nothing is written then.
+        ValueError: a file is missing or cannot be read, no document is left, or what the tokenizer
+            or template lacks. Nothing is written then.
+        OSError: the output cannot be written. What is committed stays, to be resumed; after a
+            WorkerLost likewise.
     """
-    tally = Tally() if tally is None else tally
-    total_bytes(config.input)
-    if config.append_eod and tokenizer.eod is None:
-        raise ValueError("--append-eod: the tokenizer has no end-of-document token")
+    inputs = find_inputs(config.input) if inputs is None else inputs
+    if len(config.keys) > 1 or config.chat:
+        _refuse_plain_text(inputs, config)
+    encoder = Encoder(config, tokenizer=tokenizer)
     prefix = Path(config.output_prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    ending = [tokenizer.eod] if config.append_eod else []
-    with IndexedDatasetWriter(prefix, token_type_for(tokenizer.vocab_size)) as writer:
-        for texts in _chunks(read_documents(config.input, tally, key=config.json_keys)):
-            encoded = [ids + ending for ids in tokenizer.encode_batch(texts)]
-            lengths = np.array([len(ids) for ids in encoded])
-            flat = np.fromiter(chain.from_iterable(encoded), dtype=np.int64, count=lengths.sum())
-            writer.add_documents(flat, lengths)
-            report(read_bytes=tally.read_bytes, tokens=writer.num_tokens)
-        if writer.num_documents == 0:
-            raise ValueError(
-                f"no document in {', '.join(config.input)}; {tally.describe_rejected() or 'empty'}"
+    header = _header(config, encoder, inputs)
+    output = Output(
+        prefix, encoder.streams, header=header, resume=config.resume, commit_bytes=commit_bytes
+    )
+    try:
+        if not output.complete:
+            blocks = read_blocks(
+                inputs.files,
+                columns=config.keys,
+                start=output.position,
+                max_document_bytes=config.max_document_bytes,
+                block_bytes=block_bytes,
             )
-        result = PreprocessResult(
-            tokenizer={
-                "type": config.tokenizer_type,
-                "fingerprint": tokenizer.fingerprint,
-                "vocab_size": tokenizer.vocab_size,
-                "eod": tokenizer.eod,
-            },
-            dtype=str(token_type_for(tokenizer.vocab_size)),
-            append_eod=config.append_eod,
-            documents=writer.num_documents,
-            tokens=writer.num_tokens,
-            rejected=dict(tally.rejected),
+            workers = config.num_workers if tokenizer is None else 1
+            with closing(encode_in_order(blocks, encoder, workers=workers)) as encoded:
+                for part in encoded:
+                    output.add(part)
+                    report(
+                        read_bytes=output.tally.read_bytes,
+                        documents=output.tally.documents,
+                        tokens=output.written[0].tokens,
+                    )
+            if output.tally.documents == 0:
+                raise ValueError(
+                    f"no document in {', '.join(config.input)}; "
+                    f"{output.tally.describe_rejected() or 'empty'}"
+                )
+            output.finish(_descriptions(encoder, output))
+        found = output.publish()
+    except BaseException as error:
+        output.stop(keep=isinstance(error, WorkerLost) or not isinstance(error, ValueError))
+        raise
+    prefixes = [f"{prefix}{stream.suffix}" for stream in encoder.streams]
+    return {p: PreprocessResult(**d) for p, d in zip(prefixes, found, strict=True) if d is not None}
+
+
+def _refuse_plain_text(inputs: Inputs, config: PreprocessConfig) -> None:
+    plain = [file.path for file in inputs.files if file.kind is Kind.TEXT]
+    if plain:
+        option = "--chat" if config.chat else f"--json-keys {' '.join(config.keys)}"
+        raise ValueError(f"{plain[0]} is plain text, without keys: leave it or {option} out")
+
+
+def _header(config: PreprocessConfig, encoder: Encoder, inputs: Inputs) -> dict[str, Any]:
+    """Return what the result depends on, for a run that resumes to compare."""
+    options = {name: v for name, v in asdict(config).items() if name not in _WITHOUT_EFFECT}
+    options["tokenizer_type"] = config.kind
+    return {
+        **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        "--chat-template": encoder.template.fingerprint if encoder.template else None,
+        "the tokenizer": encoder.tokenizer.fingerprint,
+        "the end-of-document token": encoder.tokenizer.eod,
+        **{f"the input {f.path}": f"{f.size} bytes of {f.modified_ns}" for f in inputs.files},
+        "the list of inputs": [file.path for file in inputs.files],
+    }
+
+
+def _descriptions(encoder: Encoder, output: Output) -> list[dict[str, Any] | None]:
+    """Return the content of each stream's `<prefix>.json`; a mask has none."""
+    config, tokenizer, tally = encoder.config, encoder.tokenizer, output.tally
+
+    def describe(written: Written, dtype: str) -> dict[str, Any]:
+        return asdict(
+            PreprocessResult(
+                kind="chat" if config.chat else "text",
+                tokenizer={
+                    "type": config.kind,
+                    "model": _resolved(config.tokenizer_model),
+                    "fingerprint": tokenizer.fingerprint,
+                    "vocab_size": tokenizer.vocab_size,
+                    "eod": tokenizer.eod,
+                },
+                dtype=dtype,
+                append_eod=config.append_eod,
+                documents=written.documents,
+                tokens=written.tokens,
+                rejected=dict(tally.rejected),
+                examples=tally.examples,
+                chat_template=encoder.template.fingerprint if encoder.template else None,
+            )
         )
-        # Before the pair's names: where there is an index, there is its description.
-        writer.prepare()
-        with atomic_write(Path(f"{prefix}.json")) as stream:
-            stream.write(json.dumps(asdict(result), indent=1).encode() + b"\n")
-    return result
 
-
-@contextmanager
-def show_progress(total: int, out: TextIO) -> Iterator[Report]:
-    """Show progress: a bar on a terminal, a line every few seconds elsewhere.
-
-    Args:
-        total: bytes of all inputs.
-        out: where to show it.
-
-    Yields:
-        What `preprocess` reports to.
-    """
-    if not out.isatty():
-        yield _Lines(total, out)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = [
-        TextColumn("encoding"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeRemainingColumn(),
+    return [
+        None if config.chat and number else describe(written, str(stream.dtype))
+        for number, (written, stream) in enumerate(
+            zip(output.written, encoder.streams, strict=True)
+        )
     ]
-    with Progress(*columns, console=Console(file=out)) as bar:
-        task = bar.add_task("", total=total, tokens=0)
-
-        def show(*, read_bytes: int, tokens: int) -> None:
-            bar.update(task, completed=read_bytes, tokens=tokens)
-
-        yield show
 
 
-class _Lines:
-    """Prints a line every few seconds."""
-
-    def __init__(self, total: int, out: TextIO) -> None:
-        self._total = total
-        self._out = out
-        self._begin = self._said = time.monotonic()
-
-    def __call__(self, *, read_bytes: int, tokens: int) -> None:
-        now = time.monotonic()
-        if now - self._said < _SECONDS_BETWEEN_LINES:
-            return
-        self._said = now
-        speed = read_bytes / 1e6 / (now - self._begin)
-        print(
-            f"encoded {read_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB "
-            f"({read_bytes / max(self._total, 1):.0%}), {tokens:,} tokens, {speed:.1f} MB/s",
-            file=self._out,
-            flush=True,
-        )
+def _resolved(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
 
 
 def _main(argv: Sequence[str]) -> None:
     command = parse_command_line(
         PreprocessConfig,
         argv,
-        prog="python -m megatron.training.preprocess_data",
+        prog=PROG,
         description="Turn text files into the .bin/.idx token files that training reads.",
     )
     config = command.config
-    if command.invocation.print_config:
-        print(write_options(flatten(config), options(PreprocessConfig)), end="")
-        return
     if config.workers is not None:
-        # Read by the library's thread pool when it starts, with the first batch.
+        # Read by the tokenizer library when it starts its threads, should it work in this process.
         os.environ["RAYON_NUM_THREADS"] = str(config.workers)
-    total = total_bytes(config.input)
-    tokenizer = build_tokenizer(
-        config.tokenizer_type, model=config.tokenizer_model, vocab_size=config.vocab_size
-    )
-    tally, begin = Tally(), time.monotonic()
+    inputs = find_inputs(config.input)
+    if inputs.left_out:
+        print(inputs.describe_left_out(), flush=True)
+    begin = time.monotonic()
     try:
-        with show_progress(total, sys.stdout) as report:
-            result = preprocess(config, tokenizer=tokenizer, tally=tally, report=report)
+        with show_progress(inputs.total_bytes, sys.stdout) as report:
+            results = preprocess(config, inputs=inputs, report=report)
     except OSError as error:
+        mend = (
+            "what was done is kept: make room and go on with --resume"
+            if journal_path(config.output_prefix).exists()
+            else "nothing was written: give --output-prefix a folder with room that you may write"
+        )
         raise ValueError(
-            f"{error.filename or config.output_prefix}: {error.strerror}; nothing was written, "
-            "give --output-prefix a folder with room that you may write"
+            f"{error.filename or config.output_prefix}: {error.strerror}; {mend}"
         ) from None
-    if tally.rejected:
-        print(tally.describe_rejected(), flush=True)
+    except KeyboardInterrupt:
+        if journal_path(config.output_prefix).exists():
+            print("what was done is kept: go on with --resume", file=sys.stderr, flush=True)
+        raise
     seconds = time.monotonic() - begin
-    print(
-        f"wrote {config.output_prefix}.bin and .idx: {result.documents:,} documents, "
-        f"{result.tokens:,} tokens in {seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"
-    )
+    rejected = next(iter(results.values())).describe_rejected()
+    if rejected:
+        print(rejected, flush=True)
+    for prefix, result in results.items():
+        print(
+            f"wrote {prefix}.bin and .idx: {result.documents:,} documents, {result.tokens:,} "
+            f"tokens in {seconds:.1f} s ({inputs.total_bytes / 1e6 / seconds:.1f} MB/s)"
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(
-        run_entry_point(
-            lambda: _main(sys.argv[1:]), prog="python -m megatron.training.preprocess_data"
-        )
-    )
+    sys.exit(run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))

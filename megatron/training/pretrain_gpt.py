@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.training.config import Config
+from megatron.training.config.checkpoint_options import checkpoint_defaults
+from megatron.training.config.resolve import Run, resolve
 from megatron.training.errors import run_entry_point
-from megatron.training.flags import CommandLine, parse_command_line, show_config
+from megatron.training.failures.stopping import StopRequests
+from megatron.training.failures.termination import signals_to_thread
 from megatron.training.launch import Launch
-from megatron.training.resolve import Run, resolve
-from megatron.training.termination import block_sigterm, exit_on_sigterm
+from megatron.training.options.flags import CommandLine, parse_command_line, show_config
 
 if TYPE_CHECKING:
-    from megatron.training.peers import PeerWatch
+    from megatron.training.failures.peers import PeerWatch
 
 PROG = "pretrain_gpt"
 
@@ -39,8 +42,9 @@ def read_run(argv: Sequence[str], launch: Launch) -> Run:
         prog=f"python -m megatron.training.{PROG}",
         description="Pretrain a GPT; start several processes with torchrun.",
         print_now=False,
+        defaults=_defaults,
     )
-    from megatron.training.check import check
+    from megatron.training.config.check import check
 
     problems = check(line.config, launch.world_size)
     if problems:
@@ -55,48 +59,55 @@ def read_run(argv: Sequence[str], launch: Launch) -> Run:
     return run
 
 
-def start_watch(launch: Launch, timeout_seconds: float) -> PeerWatch | None:
-    """Make this process known to the others and end it when the launcher says so."""
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a Hugging Face folder or a checkpoint adds to those given."""
+    found: dict[str, Any] = {}
+    if given.get("load-hf") is not None:
+        from megatron.hf.defaults import folder_defaults
+
+        found = folder_defaults(given)
+    return {**checkpoint_defaults({**given, **found}), **found}
+
+
+def start_watch(run: Run, launch: Launch) -> PeerWatch | None:
+    """Make this process known to the others; a single process has none."""
     if launch.world_size == 1:
         return None
-    from megatron.training.peers import PeerWatch
+    from megatron.training.failures.peers import PeerWatch
+    from megatron.training.failures.stack_dump import stack_file, write_stacks
 
-    watches: list[PeerWatch] = []
+    seconds = run.config.parallel.distributed_timeout_minutes * 60.0
+    save = run.config.checkpoint.save
 
-    def explain() -> str | None:
-        # The launcher ends the survivors at once, when they may know of the death no more than it.
-        found = watches[0].diagnose(1.0) if watches else None
-        text = f"{PROG}: {found.text if found else 'ended by SIGTERM'}"
-        told = found is not None and found.told
-        return text if watches and not told and watches[0].claim(text) else None
+    def dump(reason: str, error: BaseException | None) -> None:
+        if save is not None:
+            path = stack_file(save, attempt=launch.attempt, rank=launch.rank)
+            write_stacks(path, reason, error=error)
 
-    exit_on_sigterm(explain)
     # The server, where the launcher has none, lives as long as the watch.
-    first = launch.open_store(timeout_seconds=timeout_seconds, first=True)
-    clients = iter([first])
-    watches.append(
-        PeerWatch(
-            lambda: next(clients, None) or launch.open_store(timeout_seconds=timeout_seconds),
-            rank=launch.rank,
-            world_size=launch.world_size,
-        )
+    clients = iter([launch.open_store(timeout_seconds=seconds, first=True)])
+    return PeerWatch(
+        lambda: next(clients, None) or launch.open_store(timeout_seconds=seconds),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        dump=dump,
     )
-    return watches[0]
 
 
-def train(run: Run, launch: Launch, watch: PeerWatch | None) -> None:
+def train(run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests) -> None:
     """Join the other processes and carry out the run."""
     if run.config.training.deterministic_mode:
         # Read by the GPU's matrix library when it starts; without it torch refuses to go on.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
+    from megatron.training.failures.restart import going_on
     from megatron.training.pretraining import pretrain
     from megatron.training.run_groups import blaming_peers, join_run
 
     torch.use_deterministic_algorithms(run.config.training.deterministic_mode)
-    with blaming_peers(watch), join_run(run, launch, watch) as place:
-        pretrain(run, place)
+    with blaming_peers(watch), join_run(run, launch, watch=watch, stop=stop) as place:
+        pretrain(going_on(run) if place.restarts.going_on else run, place)
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -106,25 +117,35 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         argv: arguments without the program's name.
         environment: of this process, where torchrun says which rank it is.
     """
-    watches: list[PeerWatch] = []
     launches: list[Launch] = []
+    speaking = threading.Lock()
+
+    def claim(text: str) -> bool:
+        # Before the watch every rank finds the same faults in the same options.
+        if stop.watch is not None:
+            return stop.watch.claim(text)
+        return not launches or launches[0].rank == 0
+
+    def say(text: str) -> None:
+        with speaking:
+            if claim(text):
+                print(f"{PROG}: {text}", file=sys.stderr, flush=True)
+
+    def end(code: int) -> None:
+        speaking.acquire(timeout=2.0)  # the main thread may be about to print what it has claimed
+        os._exit(code)
+
+    stop = StopRequests(say, end=end)
 
     def work() -> None:
         launch = Launch.from_environment(environment)
         launches.append(launch)
-        if launch.world_size > 1:
-            block_sigterm()
         run = read_run(argv, launch)
-        watch = start_watch(launch, run.config.parallel.distributed_timeout_minutes * 60.0)
-        if watch is not None:
-            watches.append(watch)
-        train(run, launch, watch)
+        stop.watch = start_watch(run, launch)
+        train(run, launch, watch=stop.watch, stop=stop)
 
-    def claim(text: str) -> bool:
-        # Before the watch every rank finds the same faults in the same options.
-        return watches[0].claim(text) if watches else not launches or launches[0].rank == 0
-
-    return run_entry_point(work, prog=PROG, claim=claim)
+    with signals_to_thread(stop.react, stop.on_main):
+        return run_entry_point(work, prog=PROG, claim=claim, speaking=speaking)
 
 
 if __name__ == "__main__":

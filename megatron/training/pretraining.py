@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run from its resolved options to its last checkpoint: everything is put together
-here.
+"""One training run from its resolved options to its last checkpoint: carried out here.
 
 Order: save folder → data → model → engine and optimizer → checkpoint → loop.
 """
@@ -8,64 +7,40 @@ Order: save folder → data → model → engine and optimizer → checkpoint �
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
+from typing import Literal
 
 import torch
 
 from megatron.core.comm import all_reduce
-from megatron.core.datasets.samplers import GPTBatch, GPTBatches
-from megatron.core.device import peak_memory_bytes
+from megatron.core.datasets.prefetch import PrefetchedBatches
+from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.device import peak_memory_bytes, pin
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, SaveFolderClaim
-from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import Optimizer
-from megatron.training.checkpoint_io import RunFacts, find_checkpoint, load_run, save_run
-from megatron.training.config import Config
-from megatron.training.data_sets import (
-    DataSets,
+from megatron.training.checkpoint_io import save_run
+from megatron.training.config.resolve import Run
+from megatron.training.data.data_paths import prefixes
+from megatron.training.data.data_sets import (
     build_data_sets,
+    read_ahead,
     training_batches,
     validation_batches,
 )
-from megatron.training.flops import peak_flops
+from megatron.training.data.vocabulary import read_vocabulary
+from megatron.training.failures.session_faults import arm_stop, session_faults, timed_steps
 from megatron.training.gpt_options import (
-    data_parallel_config,
-    gpt_config,
     learning_rate_schedule,
-    loss_scaler,
-    optimizer_config,
     weight_decay_schedule,
     weight_dtype,
 )
 from megatron.training.loop import LoopParts, train
-from megatron.training.metrics import open_metrics
-from megatron.training.progress import Display, open_display
+from megatron.training.monitoring.observation import observing
+from megatron.training.monitoring.progress import Display
 from megatron.training.progress_state import Progress
-from megatron.training.resolve import Run, padded_vocab_size
 from megatron.training.run_groups import RunGroups
-from megatron.training.schema import flatten
-from megatron.training.step import Microbatch, StepReport, TrainStep, evaluate
-from megatron.training.step_window import Speedometer, StepWindow
-from megatron.training.vocabulary import Vocabulary, read_vocabulary
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Session:
-    """The parts of a run that live as long as it does."""
-
-    run: Run
-    place: RunGroups
-    vocabulary: Vocabulary
-    data: DataSets
-    model: GPTModel
-    optimizer: Optimizer
-    step: TrainStep
-    window: StepWindow
-    facts: RunFacts
+from megatron.training.session import Session, build_session, restore
+from megatron.training.step import Microbatch, StepReport, evaluate
 
 
 @contextlib.contextmanager
@@ -95,98 +70,44 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
             held.close()
 
 
-def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: DataSets) -> Session:
-    """Build model, engine and optimizer on this rank's part of the grid."""
-    config = run.config
-    shape = gpt_config(config, vocabulary.size)
-    bucket = config.parallel.ddp_bucket_size
-    assert bucket is not None, "the run must be resolved"
-    model = GPTModel(
-        shape,
-        place.groups,
-        sequence_parallel=config.parallel.sequence_parallel,
-        seed=config.training.seed,
-        dtype=weight_dtype(config),
-        device=place.device,
-        vocab_multiple=config.tokenizer.make_vocab_size_divisible_by,
-        bucket_bytes=4 * bucket,
-    )
-    engine = DataParallel(model.store, place.groups, config=data_parallel_config(config))
-    optimizer = Optimizer(
-        engine.owned(), place.groups, config=optimizer_config(config), scaler=loss_scaler(config)
-    )
-    name = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
-    padded = padded_vocab_size(config, vocabulary.size)
-    options = {k: list(v) if isinstance(v, tuple) else v for k, v in flatten(config).items()}
-    if config.tokenizer.tokenizer_model is not None:
-        options["tokenizer-model"] = str(Path(config.tokenizer.tokenizer_model).resolve())
-    return Session(
-        run=run,
-        place=place,
-        vocabulary=vocabulary,
-        data=data,
-        model=model,
-        optimizer=optimizer,
-        step=TrainStep(
-            model,
-            engine,
-            optimizer=optimizer,
-            groups=place.groups,
-            per_token_loss=config.training.calculate_per_token_loss,
-        ),
-        window=StepWindow(
-            run, Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(name))
-        ),
-        facts=RunFacts(
-            model=shape.to_json(),
-            config=options,
-            tokenizer=vocabulary.tokenizer,
-            data=data.identity,
-        ),
-    )
-
-
-def restore(session: Session) -> tuple[Progress, str]:
-    """Load the checkpoint that the options name, if there is one.
-
-    Returns where the run starts, and a line that says so.
-
-    Raises:
-        ValueError: the checkpoint cannot be used.
-    """
-    chosen, place = session.run.config.checkpoint, session.place
-    if chosen.load is None:
-        return Progress(), "starting at iteration 0"
-    folder = find_checkpoint(chosen.load, place.coordinator)
-    if folder is None:
-        return Progress(), f"starting at iteration 0: no checkpoint in {chosen.load}"
-    progress = load_run(
-        folder,
-        store=session.model.store,
-        optimizer=session.optimizer,
-        window=session.window,
-        facts=session.facts,
-        coordinator=place.coordinator,
-        with_optimizer=chosen.load_optim and not chosen.finetune,
-        with_progress=not chosen.finetune,
-    )
-    return progress, f"loaded {folder}; going on at iteration {progress.iteration}"
-
-
 def microbatch(batch: GPTBatch, device: torch.device) -> Microbatch:
     """Put a batch on the device."""
-    tokens = batch.tokens.to(device, non_blocking=True)  # [b, s + 1]
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        # Only from pinned memory does a copy let the host go on.
+        return pin(tensor, device).to(device, non_blocking=True)
+
+    tokens = moved(batch.tokens)  # [b, s + 1]
     return Microbatch(
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
-        loss_mask=batch.loss_mask.to(device, non_blocking=True),
-        sample_ids=batch.sample_ids.to(device, non_blocking=True),
+        loss_mask=moved(batch.loss_mask),
+        sample_ids=moved(batch.sample_ids),
+        positions=None if batch.positions is None else moved(batch.positions),
+        document_ids=None if batch.document_ids is None else moved(batch.document_ids),
     )
 
 
-def take(batches: GPTBatches, count: int, device: torch.device) -> list[Microbatch]:
+def squared_lengths(batch: GPTBatch) -> int:
+    """Return the sum of squared document lengths, 0 if each sample is one document."""
+    if batch.cu_seqlens is None:
+        return 0
+    return int(batch.cu_seqlens.long().diff().square().sum())
+
+
+def take(batches: Iterator[GPTBatch], count: int, device: torch.device) -> list[Microbatch]:
     """Return the next microbatches of this lane."""
     return [microbatch(next(batches), device) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def closing_reads(batches: Iterator[GPTBatch]) -> Iterator[None]:
+    """Stop threads that read ahead, if there are any, at the end of the block."""
+    try:
+        yield
+    finally:
+        if isinstance(batches, PrefetchedBatches):
+            batches.close()
 
 
 def pretrain(run: Run, place: RunGroups) -> None:
@@ -197,17 +118,11 @@ def pretrain(run: Run, place: RunGroups) -> None:
         RunStopped: it had to stop; the text says why.
     """
     with claimed_folder(run.config.checkpoint.save, place.coordinator):
-        vocabulary = read_vocabulary(run.config.tokenizer, _prefixes(run.config))
+        vocabulary = read_vocabulary(run.config.tokenizer, prefixes(run.config.data))
         data = build_data_sets(run, vocabulary)
         session = build_session(run, place, vocabulary, data)
         progress, start = restore(session)
         run_loop(session, progress, start)
-
-
-def _prefixes(config: Config) -> tuple[str, ...]:
-    from megatron.core.datasets.splits import parse_data_path
-
-    return parse_data_path(config.data.data_path).prefixes
 
 
 class SessionSteps:
@@ -216,21 +131,47 @@ class SessionSteps:
     Args:
         batches: this lane's training data from the run's position on.
         display: is told what was saved.
+        observe: told the iteration that begins, to profile or collect garbage in.
     """
 
-    def __init__(self, session: Session, batches: GPTBatches, display: Display) -> None:
+    def __init__(
+        self,
+        session: Session,
+        batches: Iterator[GPTBatch],
+        display: Display,
+        observe: Callable[[int], None],
+    ) -> None:
         self._session, self._batches, self._display = session, batches, display
+        self._observe = observe
 
-    def take_step(self, lr: float, weight_decay: float) -> StepReport:
-        """Train on the next global batch."""
+    def take_step(self, lr: float, weight_decay: float, loss_limit: float) -> StepReport:
+        """Train on the next global batch, unless its loss is above the limit."""
         run, device = self._session.run, self._session.place.device
-        microbatches = take(self._batches, run.num_microbatches, device)
-        return self._session.step(microbatches, lr=lr, weight_decay=weight_decay)
+        batches = [next(self._batches) for _ in range(run.num_microbatches)]
+        # An estimate where lanes differ: this lane's documents stand for all.
+        squares = sum(squared_lengths(batch) for batch in batches)
+        self._session.window.add_squares(squares * self._session.place.groups["lanes"].size)
+        microbatches = take(iter(batches), run.num_microbatches, device)
+        return self._session.step(
+            microbatches,
+            lr=lr,
+            weight_decay=weight_decay,
+            votes=self._session.place.stop.votes(),
+            loss_limit=loss_limit,
+        )
 
     def validation_loss(self) -> float:
         """Return the mean loss per token over the validation samples, the same every time."""
+        return self._loss_on("validation")
+
+    def test_loss(self) -> float:
+        """Return the mean loss per token over the test samples."""
+        return self._loss_on("test")
+
+    def _loss_on(self, split: Literal["validation", "test"]) -> float:
         run, place = self._session.run, self._session.place
-        fresh = validation_batches(self._session.data, run, lanes=place.groups["lanes"])
+        lanes = place.groups["lanes"]
+        fresh = validation_batches(self._session.data, run, lanes=lanes, split=split)
         count = run.config.training.eval_iters * run.num_microbatches
         microbatches = (microbatch(batch, place.device) for batch in islice(fresh, count))
         return evaluate(self._session.model, microbatches, place.groups)
@@ -249,10 +190,12 @@ class SessionSteps:
             facts=session.facts,
             coordinator=session.place.coordinator,
         )
+        session.place.restarts.saved()
         self._display.log(f"saved {folder}")
 
     def on_iteration(self, iteration: int) -> None:
-        """Let the other ranks know where this one is."""
+        """Let those who watch, and the other ranks, know where this one is."""
+        self._observe(iteration)
         if self._session.place.watch is not None:
             self._session.place.watch.iteration = iteration
 
@@ -260,32 +203,34 @@ class SessionSteps:
 def run_loop(session: Session, progress: Progress, start: str) -> None:
     """Train from `progress` to the end and record how much memory it took."""
     run, place, logging = session.run, session.place, session.run.config.logging
-    # The last rank shows and records, as readers of Megatron's logs expect.
-    shows = place.groups.rank == run.world_size - 1
-    display = open_display(
-        logging.progress, shows=shows, total=run.train_iters, done=progress.iteration
-    )
-    metrics = open_metrics(
-        metrics_file=logging.metrics_file if shows else None,
-        tensorboard_dir=logging.tensorboard_dir if shows else None,
-        resume_iteration=progress.iteration,
-        warn=lambda text: print(text, file=sys.stderr, flush=True),
-    )
-    batches = training_batches(
-        session.data,
+    batches = read_ahead(
+        training_batches(
+            session.data,
+            run,
+            lanes=place.groups["lanes"],
+            consumed_samples=progress.consumed_samples,
+        ),
         run,
-        lanes=place.groups["lanes"],
-        consumed_samples=progress.consumed_samples,
     )
-    steps = SessionSteps(session, batches, display)
-    with contextlib.closing(metrics), display:
+    with closing_reads(batches), observing(session, iteration=progress.iteration) as watching:
+        display, metrics = watching.display, watching.metrics
+        steps = SessionSteps(session, batches, display, watching.on_iteration)
         display.log(describe(session))
+        for note in session.data.notes:
+            display.log(note)
         display.log(start)
+        if place.attempt:
+            display.log(f"restart {place.attempt} by the launcher")
+            metrics.write("start", progress.iteration, {"restarts": place.attempt})
+        save = steps.save if run.config.checkpoint.save is not None else None
+        arm_stop(session)
+        take_step, on_logged = timed_steps(session, steps.take_step, say=display.log)
         parts = LoopParts(
             run=run,
-            take_step=steps.take_step,
+            take_step=take_step,
             evaluate=steps.validation_loss if session.data.validation is not None else None,
-            save=steps.save if run.config.checkpoint.save is not None else None,
+            test=steps.test_loss if session.data.test is not None else None,
+            save=save,
             lr=learning_rate_schedule(run),
             weight_decay=weight_decay_schedule(run),
             scaler=session.optimizer.scaler,
@@ -293,7 +238,10 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             params_norm=session.optimizer.params_norm if logging.log_params_norm else None,
             display=display,
             metrics=metrics,
+            stop=place.stop,
+            faults=session_faults(session, say=display.log, metrics=metrics, save=save),
             on_iteration=steps.on_iteration,
+            on_logged=on_logged,
         )
         train(parts, progress)
         peak = torch.tensor(

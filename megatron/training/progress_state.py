@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+#: Counters that checkpoints of earlier programs lack: they start at 0.
+LATER = ("spiked_iterations", "rollbacks", "validation_pending")
 
 
 @dataclass(kw_only=True)
@@ -15,9 +19,14 @@ class Progress:
         iteration: steps done, skipped ones included.
         consumed_samples: samples read, which is the position in the data.
         update_samples: samples of applied updates, which the learning rate is a function of.
-        skipped_iterations: steps that changed nothing because a number was not finite.
+        skipped_iterations: steps that changed nothing because a number was not finite or the loss
+            was a spike.
         nan_iterations: those of them with a NaN or Inf loss.
         consecutive_bad_steps: bad steps since the last good one.
+        spiked_iterations: those skipped because of a spike of the loss.
+        rollbacks: how often weights were taken back to a checkpoint.
+        validation_pending: 1 if the run stopped before a validation that was due, else 0.
+        recent_losses: of the last applied steps, which tell a spike.
     """
 
     iteration: int = 0
@@ -26,20 +35,28 @@ class Progress:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     consecutive_bad_steps: int = 0
+    spiked_iterations: int = 0
+    rollbacks: int = 0
+    validation_pending: int = 0
+    recent_losses: list[float] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """Return the counters by name."""
         return asdict(self)
 
     @staticmethod
-    def from_json(saved: Mapping[str, int]) -> Progress:
+    def from_json(saved: Mapping[str, Any]) -> Progress:
         """Return the counters of a checkpoint.
 
         Raises:
             ValueError: a counter is missing or not a count.
         """
-        names = [field.name for field in fields(Progress)]
+        saved = {**dict.fromkeys(LATER, 0), **saved}
+        names = [field.name for field in fields(Progress) if field.type == "int"]
         wrong = [n for n in names if not isinstance(saved.get(n), int) or saved[n] < 0]
+        losses = saved.get("recent_losses", [])
+        if not isinstance(losses, list) or not all(isinstance(x, float) for x in losses):
+            wrong.append("recent_losses")
         if wrong:
             raise ValueError(f"the checkpoint's progress lacks {', '.join(wrong)}")
-        return Progress(**{name: saved[name] for name in names})
+        return Progress(**{name: saved[name] for name in names}, recent_losses=list(losses))

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.training.errors import RunStopped, run_entry_point
 from megatron.training.exit_codes import ExitCode
-from megatron.training.flags import parse_command_line
+from megatron.training.options.flags import parse_command_line
 
 PROMPTS = ("def __init__(self,", "import os\nimport sys\n", "The following functions")
 VOCABULARY = 4096
@@ -148,7 +148,7 @@ def stage(number: int, title: str, *, done: bool, work: Callable[[], str]) -> No
 
 def make_corpus(folder: Folder) -> str:
     """Gather text that every Python carries."""
-    from megatron.training.corpus import build_corpus
+    from megatron.training.data.corpus import build_corpus
 
     stats = build_corpus(folder.corpus)
     return f"{stats.documents:,} documents, {stats.text_bytes / 1e6:.1f} MB"
@@ -156,8 +156,8 @@ def make_corpus(folder: Folder) -> str:
 
 def make_tokenizer(folder: Folder) -> str:
     """Train the tokenizer on the corpus."""
-    from megatron.training.documents import Tally, read_documents
-    from megatron.training.tokenizers import train_bpe
+    from megatron.training.data.documents import Tally, read_documents
+    from megatron.training.data.tokenizers import train_bpe
 
     texts = read_documents([folder.corpus], Tally())
     tokenizer = train_bpe(texts, VOCABULARY, folder.tokenizer)
@@ -237,8 +237,8 @@ def check_config(text: str, folder: Folder) -> None:
 def config_text(values: Mapping[str, Any]) -> str:
     """Return the options of the training run as YAML."""
     from megatron.training.config import Config
-    from megatron.training.schema import options as schema_options
-    from megatron.training.yaml_file import write_options
+    from megatron.training.options.schema import options as schema_options
+    from megatron.training.options.yaml_file import write_options
 
     chosen = [option for option in schema_options(Config) if option.name in values]
     return write_options(values, chosen)
@@ -246,7 +246,7 @@ def config_text(values: Mapping[str, Any]) -> str:
 
 def summarise(folder: Folder, seconds: float) -> dict[str, Any]:
     """Collect the numbers of a finished run from its metrics and write them down."""
-    from megatron.training.metrics import read_metrics
+    from megatron.training.monitoring.metrics import read_metrics
 
     events = read_metrics(folder.metrics)
     validation = [e["lm_loss"] for e in events if e["kind"] == "validation"]

@@ -14,10 +14,13 @@ import torch.distributed as dist
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.training.config.resolve import Run
 from megatron.training.errors import PeerLost
+from megatron.training.failures.collective_check import CollectiveCheck
+from megatron.training.failures.peers import Diagnosis, PeerWatch
+from megatron.training.failures.restart import RestartNote
+from megatron.training.failures.stopping import StopRequests
 from megatron.training.launch import Launch
-from megatron.training.peers import PeerWatch
-from megatron.training.resolve import Run
 
 #: How long to look for the rank to blame after a collective has failed.
 DIAGNOSIS_SECONDS = 5.0
@@ -32,29 +35,45 @@ class RunGroups:
         device: where this process computes.
         coordinator: how ranks agree on saves and loads.
         watch: who lives; None for a single process.
+        stop: who wants the run to end early.
+        restarts: what this job has saved before, and notes that it has.
+        attempt: how often the launcher has restarted the processes.
     """
 
     groups: ProcessGroupCollection
     device: torch.device
     coordinator: Coordinator
     watch: PeerWatch | None
+    stop: StopRequests
+    restarts: RestartNote
+    attempt: int = 0
 
 
 @contextlib.contextmanager
-def join_run(run: Run, launch: Launch, watch: PeerWatch | None) -> Iterator[RunGroups]:
+def join_run(
+    run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests
+) -> Iterator[RunGroups]:
     """Make the process groups of a run and leave them at the end.
 
     Args:
         watch: of this process, already running; None for a single process.
+        stop: what this process does about signals.
 
     Raises:
         ValueError: there is no such device.
     """
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     device = choose_device(run.config.training.device, launch.local_rank)
+    restarts = RestartNote(launch, timeout_seconds=seconds)
     if watch is None:
         yield RunGroups(
-            groups=ProcessGroupCollection.single(), device=device, coordinator=Solo(), watch=None
+            groups=ProcessGroupCollection.single(),
+            device=device,
+            coordinator=Solo(),
+            watch=None,
+            stop=stop,
+            restarts=restarts,
+            attempt=launch.attempt,
         )
         return
     dist.init_process_group(
@@ -72,9 +91,23 @@ def join_run(run: Run, launch: Launch, watch: PeerWatch | None) -> Iterator[RunG
         launch.world_size,
         timeout_seconds=seconds,
     )
-    yield RunGroups(groups=groups, device=device, coordinator=coordinator, watch=watch)
+    groups.observers.append(watch.collectives)
+    if run.config.failures.check_collectives:
+        store = launch.open_store(timeout_seconds=seconds)
+        check = CollectiveCheck(store, rank=launch.rank, timeout_seconds=seconds, watch=watch)
+        groups.observers.append(check)
+    yield RunGroups(
+        groups=groups,
+        device=device,
+        coordinator=coordinator,
+        watch=watch,
+        stop=stop,
+        restarts=restarts,
+        attempt=launch.attempt,
+    )
     # Only after a good end: with a dead peer, leaving would wait for it.
     dist.destroy_process_group()
+    watch.close()
 
 
 @contextlib.contextmanager
@@ -91,15 +124,25 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
         return
     try:
         yield
+    except PeerLost as lost:
+        watch.write_stacks(str(lost), lost)
+        raise
     except RuntimeError as error:
-        found = watch.diagnose(DIAGNOSIS_SECONDS) if _is_communication(error) else None
+        found = _diagnose(watch) if _is_communication(error) else None
         if found is None:
             watch.report_failure(error)
             raise
-        raise PeerLost(f"{found.text}; this run cannot go on", told=found.told) from error
+        watch.write_stacks(found.text, error)
+        where = f"the others wait in {watch.collectives.name} of iteration {watch.iteration}"
+        text = f"{found.text}; {where}; this run cannot go on"
+        raise PeerLost(text, told=found.told) from error
     except BaseException as error:
         watch.report_failure(error)
         raise
+
+
+def _diagnose(watch: PeerWatch) -> Diagnosis | None:
+    return watch.diagnose(DIAGNOSIS_SECONDS) or watch.behind()
 
 
 def _is_communication(error: RuntimeError) -> bool:

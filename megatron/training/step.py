@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from megatron.core.comm import all_reduce
+from megatron.core.comm import all_gather, all_reduce
 from megatron.core.distributed import DataParallel
 from megatron.core.optimizer import Optimizer
 from megatron.core.process_groups import ProcessGroupCollection
@@ -34,12 +34,22 @@ class Microbatch:
         tokens, labels: int64 [b, s].
         loss_mask: fp32 [b, s]; 0 leaves a token out of the loss.
         sample_ids: int64 [b], global sample numbers, for dropout.
+        positions: int64 [b, s], of each token in its document; None is 0 … s-1.
+        document_ids: int [b, s]; tokens see only their own document. None is one a row.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     sample_ids: torch.Tensor
+    positions: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
+
+    @property
+    def documents(self) -> dict[str, torch.Tensor]:
+        """Return what a model must know of several documents in a row; nothing if it is one."""
+        both = {"positions": self.positions, "document_ids": self.document_ids}
+        return {name: value for name, value in both.items() if value is not None}
 
 
 class LossModel(Protocol):
@@ -52,6 +62,8 @@ class LossModel(Protocol):
         token_weights: torch.Tensor,
         *,
         sample_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s])."""
 
@@ -66,6 +78,9 @@ class StepReport:
         grad_norm: before clipping.
         loss_scale: that the gradients were computed with.
         num_zeros: gradient elements that are exactly zero, if counted.
+        votes: sums over all ranks of what each of them gave.
+        parts: of a loss that is not finite, what each rank added to it; one tuple per computation.
+        spiked: whether the loss was above the limit, so that the step was skipped.
     """
 
     loss: float
@@ -73,6 +88,19 @@ class StepReport:
     grad_norm: float
     loss_scale: float
     num_zeros: int | None = None
+    votes: tuple[float, ...] = ()
+    parts: tuple[tuple[float, ...], ...] = ()
+    spiked: bool = False
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """Gradients are whole; the loss and the votes of all ranks are summed."""
+
+    loss: float
+    sound: bool
+    votes: tuple[float, ...]
+    own: torch.Tensor
 
 
 class TrainStep:
@@ -80,6 +108,9 @@ class TrainStep:
 
     Args:
         per_token_loss: weigh every token of the step equally instead of every microbatch.
+        reruns: compute a step whose loss is not finite once more, and use that if it is finite.
+            Nothing of a step but its gradients has changed by then, and dropout has no state, so
+            equal hardware gives equal bits.
     """
 
     def __init__(
@@ -90,20 +121,62 @@ class TrainStep:
         optimizer: Optimizer,
         groups: ProcessGroupCollection,
         per_token_loss: bool = False,
+        reruns: bool = False,
     ) -> None:
         self.model, self.engine, self.optimizer = model, engine, optimizer
-        self.groups, self.per_token_loss = groups, per_token_loss
+        self.groups, self.per_token_loss, self.reruns = groups, per_token_loss, reruns
 
     def __call__(
-        self, microbatches: Sequence[Microbatch], *, lr: float, weight_decay: float
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        lr: float,
+        weight_decay: float,
+        votes: Sequence[float] = (),
+        loss_limit: float = math.inf,
     ) -> StepReport:
         """Train on one global batch's local microbatches and update the weights.
+
+        Args:
+            votes: numbers to sum over all ranks; they travel with the loss.
+            loss_limit: skip the step if its loss is above this; equal on all ranks.
 
         Raises:
             ValueError: no microbatch.
         """
         if not microbatches:
             raise ValueError("a step needs at least one microbatch")
+        scale = self.optimizer.scaler.scale
+        found = self._compute(microbatches, votes)
+        parts: tuple[tuple[float, ...], ...] = ()
+        if not found.sound:
+            parts = (self._parts(found),)
+            if self.reruns:
+                found = self._compute(microbatches, votes)
+                parts += (self._parts(found),)
+        mean = found.loss / scale
+        if not found.sound:
+            self.optimizer.scaler.update(True)
+            return StepReport(mean, False, math.nan, scale, votes=found.votes, parts=parts)
+        if mean > loss_limit:
+            return StepReport(
+                mean, False, math.nan, scale, votes=found.votes, parts=parts, spiked=True
+            )
+        result = self.optimizer.step(lr, weight_decay)
+        if result.applied:
+            self.engine.gather_weights()
+        return StepReport(
+            mean,
+            result.applied,
+            result.grad_norm,
+            scale,
+            result.num_zeros,
+            votes=found.votes,
+            parts=parts,
+        )
+
+    def _compute(self, microbatches: Sequence[Microbatch], votes: Sequence[float]) -> _Computed:
+        """Run forward and backward, make gradients whole and sum loss and votes."""
         scale = self.optimizer.scaler.scale
         factors = self.loss_factors(microbatches)
         total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
@@ -112,7 +185,11 @@ class TrainStep:
             for i, (batch, factor) in enumerate(zip(microbatches, factors, strict=True)):
                 weights = batch.loss_mask * (factor * scale)
                 loss, _ = self.model.loss(
-                    batch.tokens, batch.labels, weights, sample_ids=batch.sample_ids
+                    batch.tokens,
+                    batch.labels,
+                    weights,
+                    sample_ids=batch.sample_ids,
+                    **batch.documents,
                 )
                 total += loss.detach()
                 self.engine.backward(loss, last=i == len(microbatches) - 1)
@@ -120,14 +197,17 @@ class TrainStep:
         except BaseException:
             self.engine.abort()
             raise
-        mean = float(all_reduce(total, self.groups["lanes"])) / scale
-        if not math.isfinite(mean):
-            self.optimizer.scaler.update(True)
-            return StepReport(mean, False, math.nan, scale)
-        result = self.optimizer.step(lr, weight_decay)
-        if result.applied:
-            self.engine.gather_weights()
-        return StepReport(mean, result.applied, result.grad_norm, scale, result.num_zeros)
+        # Every rank takes part, although those of one lane have the same loss: a decision that
+        # some ranks come to and others do not would leave them in different collectives.
+        # NaN and Inf times 0 are NaN, so they reach all ranks from every one.
+        own = total * float(self.groups.coordinates["tp"] == 0)
+        numbers = torch.cat([own.view(1), own.new_tensor(list(votes))])
+        loss, *sums = all_reduce(numbers, self.groups["world"]).tolist()
+        return _Computed(loss, math.isfinite(loss), tuple(sums), total)
+
+    def _parts(self, found: _Computed) -> tuple[float, ...]:
+        """Return what each rank of the world added to the loss."""
+        return tuple(all_gather(found.own.view(1), self.groups["world"]).tolist())
 
     def loss_factors(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Return the factor of each microbatch's token losses in the step's loss, fp32
@@ -149,7 +229,7 @@ def evaluate(
     gradients."""
     sums = torch.zeros(2, dtype=torch.float64)
     for batch in microbatches:
-        loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask)
+        loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask, **batch.documents)
         # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
         sums = sums.to(loss.device) + torch.stack([loss, batch.loss_mask.sum()]).double()
     total, tokens = all_reduce(sums, groups["lanes"]).tolist()

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from megatron.training.config import Config
-from megatron.training.flags import parse_command_line
+from megatron.training.options.flags import parse_command_line
+from tests.support.arguments import last_wins
 
 ARGUMENTS = (
     "--num-layers 2 --hidden-size 48 --num-attention-heads 6 --seq-length 20 --micro-batch-size 3 "
@@ -21,4 +22,5 @@ def small_config(more: str = "", *, without: tuple[str, ...] = ()) -> Config:
     """
     words = ARGUMENTS.split()
     kept = [w for i, w in enumerate(words) if w not in without and words[i - 1] not in without]
-    return parse_command_line(Config, [*kept, *more.split()], prog="p", description="d").config
+    words = last_wins([*kept, *more.split()])
+    return parse_command_line(Config, words, prog="p", description="d").config

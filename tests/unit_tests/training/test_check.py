@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.check import check
+from megatron.training.config.check import check
 from tests.unit_tests.training.small_config import small_config
 
 
@@ -44,10 +44,53 @@ from tests.unit_tests.training.small_config import small_config
             "--ffn-hidden-size 33 is not a multiple",
         ),
         ("--rotary-percent 0.4", 1, "3 features per head would be rotated"),
+        ("--loss-spike-factor 1", 1, "--loss-spike-factor is 1.0: it must be above 1"),
+        (
+            "--log-straggler --straggler-factor 0.5",
+            1,
+            "--straggler-factor is 0.5: it must be above 1",
+        ),
+        ("--rollback-after-bad-steps 2", 1, "--rollback-after-bad-steps needs --save"),
+        ("--save s --rollback-after-bad-steps 10", 1, "10 is never reached with"),
+        ("--on-reproduced-nan restart", 1, "--on-reproduced-nan restart needs --save"),
+        (
+            "--save s --on-reproduced-nan restart --rerun-mode disabled",
+            1,
+            "needs --rerun-mode validate_results",
+        ),
         (
             "--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
             1,
             "exclude each other",
+        ),
+        ("--use-rope-scaling --position-embedding-type yarn", 1, "exclude each other"),
+        (
+            "--use-rope-scaling --rope-scaling-low-freq-factor 4",
+            1,
+            "low-freq-factor 4.0 must be below",
+        ),
+        (
+            "--position-embedding-type yarn --yarn-beta-slow 32",
+            1,
+            "--yarn-beta-slow 32.0 must be below --yarn-beta-fast 32.0",
+        ),
+        ("--rope-scaling-factor 3", 1, "has no effect without --use-rope-scaling"),
+        ("--yarn-beta-fast 64", 1, "has no effect without --position-embedding-type yarn"),
+        ("--loss-spike-window 3", 1, "has no effect without --loss-spike-factor"),
+        ("--straggler-factor 9", 1, "has no effect without --log-straggler"),
+        ("--allow-data-change", 1, "has no effect without --load"),
+        ("--finetune", 1, "has no effect without --load or --pretrained-checkpoint"),
+        ("--profile-step-start 3", 1, "has no effect without --profile"),
+        ("--profile-ranks 3", 1, "has no effect without --profile"),
+        (
+            "--profile --profile-step-start 1 --profile-ranks 5",
+            1,
+            "--profile-ranks 5: there are ranks",
+        ),
+        (
+            "--profile --use-pytorch-profiler --profile-step-start 500 --profile-step-end 501",
+            1,
+            "--profile-step-start 500 is not below --train-iters",
         ),
         ("--train-samples 9", 1, "exactly one of --train-iters and --train-samples"),
         (
@@ -108,3 +151,10 @@ def test_samples_only_flags_go_with_train_samples():
     assert check(config, 1) == [
         "--lr-decay-iters does not go with --train-samples: use --lr-decay-samples"
     ]
+
+
+def test_fewer_samples_than_one_derived_batch_are_none_at_all():
+    config = small_config("--train-samples 11", without=("--train-iters",))
+    assert check(config, 1) == []
+    (problem,) = check(config, 4)
+    assert problem == "--train-samples 11 is less than one --global-batch-size 12: raise it"

@@ -8,17 +8,21 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.prefetch import PrefetchedBatches
+from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.process_groups import Group
-from megatron.training.data_sets import (
+from megatron.training.config.resolve import Run, resolve
+from megatron.training.data.data_sets import (
     build_data_sets,
     compare_identity,
+    read_ahead,
     training_batches,
     validation_batches,
 )
-from megatron.training.resolve import Run, resolve
-from megatron.training.vocabulary import Vocabulary, read_vocabulary
+from megatron.training.data.vocabulary import Vocabulary, read_vocabulary
 from tests.unit_tests.training.small_config import small_config
 
 VOCABULARY = Vocabulary(size=300, eod=0, tokenizer={})
@@ -37,6 +41,10 @@ def prefix(tmp_path):
 def _run(prefix: str, flags: str = "") -> Run:
     text = f"--data-path {prefix} --split 80,20 --global-batch-size 6 --eval-iters 2 {flags}"
     return resolve(small_config(text), 1)
+
+
+def _run_without_data_path(flags: str) -> Run:
+    return resolve(small_config(flags, without=("--data-path",)), 1)
 
 
 def _tokens(batches, count):
@@ -144,3 +152,98 @@ def test_no_vocabulary_and_a_damaged_description(prefix):
         file.write("{")
     with pytest.raises(ValueError, match="is damaged"):
         read_vocabulary(small_config("--vocab-size 300").tokenizer, [prefix])
+
+
+def test_each_split_may_have_files_of_its_own(prefix, tmp_path):
+    for name, base in (("valid", 100), ("test", 200)):
+        with IndexedDatasetWriter(tmp_path / name, np.dtype("<u2")) as writer:
+            writer.add_document(np.arange(base, base + 90))
+    flags = f"--train-data-path {prefix} --valid-data-path {tmp_path}/valid --global-batch-size 6 "
+    run = _run_without_data_path(f"{flags} --eval-iters 1 --test-data-path {tmp_path}/test")
+    data = build_data_sets(run, VOCABULARY)
+    lanes = Group.single("lanes")
+    seen = {}
+    for split in ("validation", "test"):
+        batch = next(validation_batches(data, run, lanes=lanes, split=split))
+        seen[split] = (int(batch.tokens.min()), int(batch.tokens.max()))
+    assert 100 <= seen["validation"][0] <= seen["validation"][1] < 190
+    assert 200 <= seen["test"][0] <= seen["test"][1] < 290
+    whole = _tokens(training_batches(data, run, lanes=lanes, consumed_samples=0), 20)
+    assert max(max(max(row) for row in batch) for batch in whole) == 19 + 49
+    run = _run_without_data_path(f"--train-data-path {prefix} --global-batch-size 6")
+    found = build_data_sets(run, VOCABULARY)
+    assert (found.validation, found.test) == (None, None)
+    assert found.notes == ("no validation: there is no --valid-data-path",)
+
+
+def test_a_test_split_is_built_where_there_is_one(prefix):
+    assert build_data_sets(_run(prefix, "--split 80,10,10"), VOCABULARY).test is not None
+    found = build_data_sets(_run(prefix, "--split 969,30,1"), VOCABULARY)
+    assert found.test is None
+    assert "--split 969,30,1 leaves no document to it" in found.notes[0]
+    never = build_data_sets(_run(prefix, "--split 80,10,10 --eval-interval 0"), VOCABULARY)
+    assert (never.test, never.notes) == (None, ())
+    assert build_data_sets(_run(prefix, "--split 80,20"), VOCABULARY).notes == ()
+
+
+def test_positions_and_documents_start_anew_if_asked(prefix):
+    run = _run(prefix, "--reset-position-ids --reset-attention-mask")
+    data = build_data_sets(run, VOCABULARY)
+    batch = next(training_batches(data, run, lanes=Group.single("lanes"), consumed_samples=0))
+    ends = batch.input_ids[:, :-1] == 0
+    assert ends.any()
+    assert torch.equal(batch.positions[:, 1:] == 0, ends)
+    assert torch.equal(batch.document_ids.diff(dim=1), ends.int())
+    assert batch.cu_seqlens.shape == (3, int(ends.sum(1).max()) + 2)
+    with pytest.raises(ValueError, match="--reset-position-ids needs an end-of-document token"):
+        build_data_sets(run, Vocabulary(size=300, eod=None, tokenizer={}))
+
+
+def test_mock_data_are_the_same_for_any_length_of_the_run():
+    runs = [
+        _run_without_data_path(f"--mock-data --global-batch-size 6 --train-iters {n}")
+        for n in (4, 9)
+    ]
+    sets = [build_data_sets(run, VOCABULARY) for run in runs]
+    short, long = (
+        _tokens(training_batches(d, r, lanes=Group.single("lanes"), consumed_samples=0), 8)
+        for d, r in zip(sets, runs, strict=True)
+    )
+    assert short == long
+    assert compare_identity(sets[0].identity, sets[1].identity) == []
+    other = build_data_sets(
+        _run_without_data_path("--mock-data"), Vocabulary(size=99, eod=0, tokenizer={})
+    )
+    assert compare_identity(sets[0].identity, other.identity) == [
+        "vocab_size: 300 in the checkpoint, 99 now"
+    ]
+
+
+def test_differences_name_the_files(prefix, tmp_path):
+    two = f"--train-data-path {prefix} {prefix} --eval-interval 0"
+    one = build_data_sets(_run_without_data_path(two), VOCABULARY).identity
+    with IndexedDatasetWriter(tmp_path / "changed", np.dtype("<u2")) as writer:
+        writer.add_document(np.arange(90))
+    text = f"--train-data-path {prefix} {tmp_path}/changed --eval-interval 0"
+    other = build_data_sets(_run_without_data_path(text), VOCABULARY).identity
+    assert compare_identity(one, other) == [f"data file 2, {tmp_path}/changed, has other content"]
+    saved = {k: v for k, v in one.items() if k != "paths"}  # as it was once written
+    assert compare_identity(saved, {**one, "files": one["files"][:1], "paths": [prefix]}) == [
+        f"2 data files in the checkpoint (unnamed), 1 now ({prefix})"
+    ]
+    assert compare_identity(one, {**one, "weights": [1, 2], "kind": "sft"}) == [
+        "weights: None in the checkpoint, [1, 2] now",
+        "kind: None in the checkpoint, sft now",
+    ]
+
+
+def test_reading_ahead_is_optional(prefix):
+    run, plain = _run(prefix, "--num-workers 3"), _run(prefix, "--num-workers 0")
+    data = build_data_sets(run, VOCABULARY)
+    made = [
+        read_ahead(training_batches(data, r, lanes=Group.single("lanes"), consumed_samples=0), r)
+        for r in (run, plain)
+    ]
+    assert [type(b) for b in made] == [PrefetchedBatches, GPTBatches]
+    assert _tokens(made[0], 6) == _tokens(made[1], 6)
+    made[0].close()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.training.errors import PeerLost, RunStopped, run_entry_point
 from megatron.training.exit_codes import ExitCode
-from megatron.training.flags import HelpRequested
+from megatron.training.options.flags import HelpRequested
 
 
 def _run(error, claim=lambda text: True):

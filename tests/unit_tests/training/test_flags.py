@@ -13,14 +13,15 @@ import pytest
 import tyro
 
 from megatron.training.config import Config
-from megatron.training.flags import (
+from megatron.training.options.flags import (
     HelpRequested,
     Invocation,
-    help_text,
     parse_command_line,
     read_flags,
 )
-from megatron.training.schema import build, flatten, option_docs, options
+from megatron.training.options.help_pages import help_text
+from megatron.training.options.schema import build, flatten, option_docs, options
+from tests.support.arguments import last_wins
 from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 
 MEGATRON_FLAGS = """
@@ -41,8 +42,27 @@ distributed-timeout-minutes transformer-impl dataloader-type
 """
 
 
+#: Flags without which a section refuses another.
+NEEDS = {
+    "save-interval": "--save folder",
+    "min-lr": "--lr 1.0",
+    "exp-avg-sq-dtype": "--adam-beta2 0.5",
+    "manual-gc-interval": "--manual-gc",
+    "use-checkpoint-args": "--load folder",
+    "wandb-exp-name": "--wandb-project p",
+    "wandb-entity": "--wandb-project p",
+    "wandb-save-dir": "--wandb-project p",
+    "mlflow-run-name": "--mlflow-experiment e",
+    "mlflow-tracking-uri": "--mlflow-experiment e",
+    "use-pytorch-profiler": "--profile",
+    "memory-snapshot-path": "--record-memory-history",
+    "profile-step-end": "--profile-step-start 1",
+}
+
+
 def parse(text: str) -> Config:
-    return parse_command_line(Config, text.split(), prog="p", description="d").config
+    words = last_wins(text.split())
+    return parse_command_line(Config, words, prog="p", description="d").config
 
 
 def _other_value(option) -> list[str]:
@@ -53,6 +73,10 @@ def _other_value(option) -> list[str]:
         other = [c for c in option.choices if c != option.default] or list(option.choices)
         return [f"--{option.name}", other[-1]]
     value = {int: "7", float: "0.125", str: "some/path"}[option.kind]
+    if option.name.endswith("-factor"):
+        value = "7.5"
+    if option.name.endswith("-group"):
+        value = "norm=0.5"
     return [f"--{option.name}", value]
 
 
@@ -65,12 +89,7 @@ def test_every_flag_is_read_as_tyro_reads_it(option):
     required = [
         w for o in options(kind) if o.required and o.name != option.name for w in _other_value(o)
     ]
-    if option.name == "save-interval":
-        required += ["--save", "folder"]
-    if option.name == "min-lr":
-        required += ["--lr", "1.0"]
-    if option.name == "data-parallel-sharding-strategy":
-        required = []
+    required += NEEDS.get(option.name, "").split()
     theirs = tyro.cli(kind, args=[*required, *words])
     assert ours == vars(theirs)[option.field]
     assert option.required or ours != option.default or len(option.choices) == 1
@@ -94,9 +113,17 @@ def test_switches_lists_and_equals():
     assert config.training.seq_length == 40
 
 
-def test_the_last_of_two_equal_flags_counts():
-    assert parse(ARGUMENTS + " --seed 1 --seed 2").training.seed == 2
-    assert not parse(ARGUMENTS + " --bf16 --no-bf16").training.bf16
+def test_a_flag_given_twice_must_say_the_same():
+    def values(text: str):
+        return read_flags(text.split(), options(Config))
+
+    with pytest.raises(ValueError, match="--seed 1 and --seed 2 contradict: keep one"):
+        values("--seed 1 --bf16 --seed=2")
+    with pytest.raises(ValueError, match="--bf16 and --no-bf16 contradict: keep one"):
+        values("--bf16 --no-bf16")
+    with pytest.raises(ValueError, match="--data-path a b and --data-path a contr"):
+        values("--data-path a b --data_path a")
+    assert values("--seed 1 --seed=1 --bf16 --bf16") == {"seed": 1, "bf16": True}
 
 
 @pytest.mark.parametrize(
@@ -127,9 +154,7 @@ def test_errors_are_one_line_with_the_mend(words, message):
 
 
 def test_everything_missing_is_named_at_once():
-    with pytest.raises(
-        ValueError, match=r"missing --num-layers, --hidden-size, .*--data-path: give them"
-    ):
+    with pytest.raises(ValueError, match=r"missing --num-layers, --hidden-size, .*--lr: give them"):
         parse("")
 
 
@@ -152,9 +177,9 @@ def test_config_file_sets_defaults_and_flags_win(tmp_path):
 
 def test_help_lists_every_flag_with_and_without_tyro(monkeypatch):
     names = [o.name for o in [*options(Config), *options(Invocation)]]
-    drawn = help_text(Config, prog="p", description="d")
+    drawn = help_text(Config, about=Invocation, prog="p", description="d")
     monkeypatch.setitem(sys.modules, "tyro", None)
-    plain = help_text(Config, prog="p", description="d")
+    plain = help_text(Config, about=Invocation, prog="p", description="d")
     for text in (drawn, plain):
         assert not [n for n in names if f"--{n}" not in text]
 
@@ -162,8 +187,8 @@ def test_help_lists_every_flag_with_and_without_tyro(monkeypatch):
 def test_help_and_completion_are_requests_not_errors():
     with pytest.raises(HelpRequested, match="--num-layers"):
         parse("--help --nonsense")
-    with pytest.raises(HelpRequested, match="complet"):
-        parse("--tyro-print-completion bash")
+    with pytest.raises(HelpRequested, match="complete -o default"):
+        parse("--print-completion bash")
 
 
 def test_print_config_is_the_config_as_yaml_and_feeds_back(tmp_path):
@@ -178,9 +203,10 @@ def test_print_config_is_the_config_as_yaml_and_feeds_back(tmp_path):
 
 def test_parsing_and_help_do_not_import_torch():
     code = (
-        "import sys; from megatron.training.flags import *; from megatron.training.config "
-        "import Config\n"
-        "help_text(Config, prog='p', description='d')\n"
+        "import sys; from megatron.training.options.flags import Invocation\n"
+        "from megatron.training.config import Config\n"
+        "from megatron.training.options.help_pages import help_text\n"
+        "help_text(Config, about=Invocation, prog='p', description='d')\n"
         "bad = {'torch', 'numpy', 'rich'} & set(sys.modules); sys.exit(f'imported {bad}' if "
         "bad else 0)"
     )

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
-from megatron.training.flops import peak_flops, training_flops
-from megatron.training.resolve import resolve
+import pytest
+import torch
+
+from megatron.core.datasets.samplers import GPTBatch
+from megatron.training.config.resolve import resolve
+from megatron.training.monitoring.flops import peak_flops, training_flops
+from megatron.training.monitoring.step_window import Speedometer
+from megatron.training.pretraining import squared_lengths
 from tests.unit_tests.training.small_config import small_config
 
 
@@ -62,3 +68,22 @@ def test_peaks():
     assert peak_flops("NVIDIA GB200") == 2500e12
     assert peak_flops("Intel Xeon") is None
     assert peak_flops(None) is None
+
+
+def test_masked_documents_cost_less_attention_by_their_squares():
+    run = resolve(small_config("--global-batch-size 6"), 1)
+    speed = Speedometer.of(run, padded_vocab_size=128, peak_flops=None)
+    model, whole = run.config.model, speed.flops(steps=2, squares=0)
+    assert whole == 2 * speed.flops_per_step
+    # Two steps of six samples of 20 tokens, each two documents of 10.
+    halves = speed.flops(steps=2, squares=2 * 6 * 2 * 10**2)
+    attention = 6 * model.num_layers * model.num_attention_heads * model.kv_channels * 20**2
+    assert whole - halves == pytest.approx(2 * 6 * attention / 2)
+
+
+def test_squared_lengths_are_of_documents_and_none_without_masks():
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    whole = GPTBatch(tokens=tokens, loss_mask=torch.ones(2, 3), sample_ids=torch.arange(2))
+    assert squared_lengths(whole) == 0
+    documents = torch.tensor([[0, 0, 1], [0, 0, 0]], dtype=torch.int32)
+    assert squared_lengths(dataclasses.replace(whole, document_ids=documents)) == 4 + 1 + 9

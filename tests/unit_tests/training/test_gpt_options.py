@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler
+from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import (
     data_parallel_config,
     gpt_config,
@@ -19,8 +20,9 @@ from megatron.training.gpt_options import (
     weight_decay_schedule,
     weight_dtype,
 )
-from megatron.training.resolve import resolve
 from tests.unit_tests.training.small_config import small_config
+
+YARN = "--position-embedding-type yarn"
 
 
 def _gpt(flags: str = "") -> GPTConfig:
@@ -56,7 +58,27 @@ def _gpt(flags: str = "") -> GPTConfig:
         ("--rotary-seq-len-interpolation-factor 4", "rope.scaling.factor", 4.0),
         ("--use-rope-scaling", "rope.scaling.kind", "llama3"),
         ("--use-rope-scaling --rope-scaling-factor 32", "rope.scaling.factor", 32.0),
+        ("--use-rope-scaling --rope-scaling-low-freq-factor 2", "rope.scaling.low_freq_factor", 2),
+        (
+            "--use-rope-scaling --rope-scaling-high-freq-factor 8",
+            "rope.scaling.high_freq_factor",
+            8,
+        ),
         ("--position-embedding-type none", "rope", None),
+        ("--position-embedding-type yarn", "rope.scaling.kind", "yarn"),
+        (f"{YARN} --yarn-rotary-scaling-factor 4", "rope.scaling.factor", 4.0),
+        (
+            f"{YARN} --yarn-original-max-position-embeddings 64",
+            "rope.scaling.original_max_position",
+            64,
+        ),
+        (f"{YARN} --yarn-beta-fast 16", "rope.scaling.beta_fast", 16.0),
+        (f"{YARN} --yarn-beta-slow 2", "rope.scaling.beta_slow", 2.0),
+        (f"{YARN} --yarn-attention-factor 1.5", "rope.scaling.attention_factor", 1.5),
+        ("--disable-bias-linear --add-attention-output-bias", "attention.output_bias", True),
+        ("--disable-bias-linear --add-attention-output-bias", "mlp.bias", False),
+        ("--disable-bias-linear --add-mlp-bias", "mlp.bias", True),
+        ("--disable-bias-linear --add-mlp-bias", "attention.qkv_bias", False),
     ],
 )
 def test_a_flag_reaches_the_model(flags, path, value):
@@ -92,10 +114,43 @@ def test_optimizer():
         "adam_beta1": 0.8,
         "adam_beta2": 0.95,
         "adam_eps": 1e-6,
+        "exp_avg_dtype": torch.float32,
+        "exp_avg_sq_dtype": torch.float32,
+        "lr_factors": (),
+        "decay_factors": (),
         "sgd_momentum": 0.5,
         "clip_grad": 0.5,
         "count_zeros": True,
     }
+
+
+def test_optimizer_groups_and_state():
+    flags = (
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95 --lr 1e-3 "
+        "--lr-group head.*=3 *.bias=0 --weight-decay-group *norm*=0.5 --decoupled-lr 5e-4"
+    )
+    chosen = optimizer_config(small_config(flags))
+    assert chosen.exp_avg_dtype == chosen.exp_avg_sq_dtype == torch.bfloat16
+    assert chosen.lr_factors == (("head.*", 3.0), ("*.bias", 0.0), ("embedding.weight", 0.5))
+    assert chosen.decay_factors == (("*norm*", 0.5),)
+    own_head = small_config("--decoupled-lr 1e-3 --lr 1e-3 --untie-embeddings-and-output-weights")
+    assert optimizer_config(own_head).lr_factors == (("embedding.weight", 1), ("head.weight", 1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr-group embedding", "--lr-group embedding: give PATTERN=FACTOR"),
+        ("--lr-group a=-1", "give PATTERN=FACTOR"),
+        ("--weight-decay-group a=1 a=2", "--weight-decay-group has a twice"),
+        ("--exp-avg-sq-dtype bf16", "with --adam-beta2 0.999: rounding loses .* at most 0.992"),
+        ("--exp-avg-dtype bf16 --optimizer sgd", "no effect with --optimizer sgd: drop it"),
+        ("--exp-avg-sq-dtype fp16", "range is too small"),
+    ],
+)
+def test_optimizer_options_that_cannot_be(flags: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        small_config(flags)
 
 
 def test_loss_scales():

@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import re
 
-from megatron.training.log_line import StepRecord, format_step, format_validation
+from megatron.training.monitoring.log_line import StepRecord, format_step, format_validation
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
 RECORD = StepRecord(
@@ -31,7 +31,7 @@ FULL = re.compile(
     r"learning rate: (\d\.\d{6}E[+-]\d\d) \| global batch size: +(\d+) \| "
     r"lm loss: (\d\.\d{6}E[+-]\d\d) \| loss scale: (\d+\.\d) \| grad norm: (\d+\.\d{3}) \| "
     r"num zeros: (\d+) \| params norm: (\d+\.\d{3}) \| "
-    r"number of skipped iterations: +(\d+) \| number of nan iterations: +(\d+) \|$"
+    r"number of skipped iterations: +(\d+) \| number of nan iterations: +(\d+) \|"
 )
 
 
@@ -40,22 +40,35 @@ def test_the_plain_line_exactly():
         " [2026-01-02 03:04:05] iteration       12/    3400 | consumed samples:           96 | "
         "elapsed time per iteration (ms): 123.4 | learning rate: 3.000000E-04 | "
         "global batch size:     8 | lm loss: 8.312520E+00 | loss scale: 1.0 | grad norm: 1.235 | "
-        "number of skipped iterations:   2 | number of nan iterations:   1 |"
+        "number of skipped iterations:   2 | number of nan iterations:   1 | "
+        "tokens per second: 100 |"
     )
 
 
 def test_the_full_line_by_pattern():
     record = dataclasses.replace(RECORD, tflops=12.34, num_zeros=7, params_norm=42.0)
-    found = FULL.match(format_step(record, NOW))
+    found = FULL.match(format_step(record, NOW, throughput=True))
     assert found
     numbers = "12 3400 96 123.4 12.3 3.000000E-04 8 8.312520E+00 1.0 1.235 7 42.000 2 1"
     assert " ".join(found.groups()) == numbers
 
 
-def test_the_share_of_the_peak_is_shown_only_where_it_is_known():
-    assert "MFU" not in format_step(dataclasses.replace(RECORD, tflops=1.0), NOW)
-    shown = format_step(dataclasses.replace(RECORD, tflops=500.0, mfu=0.505), NOW)
-    assert "(TFLOP/s/GPU): 500.0 | MFU: 50.5% | learning" in shown
+def test_throughput_is_shown_if_asked_for_and_the_share_of_the_peak_where_it_is_known():
+    fast = dataclasses.replace(RECORD, tflops=500.0, mfu=0.505)
+    assert "TFLOP" not in format_step(fast, NOW)
+    assert "MFU" not in format_step(fast, NOW)
+    assert format_step(fast, NOW, throughput=True).endswith(
+        "nan iterations:   1 | tokens per second: 100 | MFU: 50.5% |"
+    )
+    unknown = dataclasses.replace(fast, mfu=None)
+    assert "MFU" not in format_step(unknown, NOW, throughput=True)
+
+
+def test_memory_comes_last():
+    record = dataclasses.replace(RECORD, memory_bytes=1_499_600_000, peak_memory_bytes=2 * 10**9)
+    assert format_step(record, NOW).endswith(
+        "| tokens per second: 100 | memory (MB): 1,500 | peak memory (MB): 2,000 |"
+    )
 
 
 def test_a_line_of_skipped_steps_only_has_no_loss():

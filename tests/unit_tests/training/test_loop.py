@@ -15,14 +15,16 @@ from megatron.core.optimizer.loss_scaler import (
     DynamicLossScalerConfig,
 )
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
+from megatron.training.config.resolve import resolve
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
+from megatron.training.failures.faults import Faults
+from megatron.training.failures.stopping import StopRequests
 from megatron.training.loop import LoopParts, train
-from megatron.training.metrics import Metrics
-from megatron.training.progress import Plain
+from megatron.training.monitoring.metrics import Metrics
+from megatron.training.monitoring.progress import Plain
+from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.progress_state import Progress
-from megatron.training.resolve import resolve
-from megatron.training.step_window import Speedometer, StepWindow
 from tests.unit_tests.training.small_config import small_config
 
 
@@ -32,6 +34,9 @@ class Outcome:
     applied: bool = True
     grad_norm: float = 1.0
     num_zeros: int | None = None
+    votes: tuple[float, ...] = ()
+    parts: tuple[tuple[float, ...], ...] = ()
+    spiked: bool = False
 
 
 class Listener:
@@ -60,8 +65,9 @@ class Played:
         self.window = StepWindow(self.run, speed)
         if window:
             self.window.restore(window)
+        self.stop = StopRequests(pytest.fail)
 
-    def take_step(self, lr, decay):
+    def take_step(self, lr, decay, loss_limit):
         self.rates.append(lr)
         outcome = self.outcomes[min(self.progress.iteration, len(self.outcomes) - 1)]
         self.scaler.update(not outcome.applied)
@@ -76,19 +82,30 @@ class Played:
 
     def train(self):
         schedule = LearningRateSchedule(max_lr=1.0, decay_samples=60, style="linear")
+        save = self.save if self.run.config.checkpoint.save else None
+        metrics = Metrics({"listener": lambda: self.listener}, pytest.fail)
+        display = Plain(self.out)
         train(
             LoopParts(
                 run=self.run,
                 take_step=self.take_step,
                 evaluate=self.evaluate if self.run.config.training.eval_interval else None,
-                save=self.save if self.run.config.checkpoint.save else None,
+                save=save,
                 lr=schedule,
                 weight_decay=WeightDecaySchedule(start=0.1, end=0.1),
                 scaler=self.scaler,
                 window=self.window,
                 params_norm=None,
-                display=Plain(self.out),
-                metrics=Metrics({"listener": lambda: self.listener}, pytest.fail),
+                display=display,
+                metrics=metrics,
+                stop=self.stop,
+                faults=Faults(
+                    config=self.run.config,
+                    say=display.log,
+                    record=metrics.write,
+                    host_of=lambda rank: f"host{rank}",
+                    save=save,
+                ),
             ),
             self.progress,
         )
@@ -199,3 +216,85 @@ def test_progress_survives_json_and_refuses_damage():
     assert Progress.from_json(progress.to_json()) == progress
     with pytest.raises(ValueError, match="lacks iteration"):
         Progress.from_json({**progress.to_json(), "iteration": None})
+
+
+SIGNAL, CLOCK = (2.0, 0.0), (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("votes", "why"), [(SIGNAL, "a signal asks"), (CLOCK, "--exit-duration-in-mins asks")]
+)
+def test_votes_stop_behind_the_step_with_a_save_and_leave_validation_to_the_next_start(votes, why):
+    flags = "--save s --eval-interval 4 --log-interval 3"
+    outcomes = [Outcome(2.0)] * 3 + [Outcome(2.0, votes=votes)]
+    first = Played(flags, outcomes).train()
+    assert first.progress.iteration == 4
+    assert [i for i, _ in first.saves] == [4]
+    assert first.validations == [0]
+    assert f"stopped at iteration 4 as {why}" in first.out.getvalue()
+    saved = Progress.from_json(first.progress.to_json())
+    assert saved.validation_pending == 1
+    second = Played(flags, progress=saved).train()
+    assert second.validations == [4, 8, 10]
+    assert second.progress.validation_pending == 0
+
+
+def test_votes_in_the_last_step_leave_its_validation_too():
+    outcomes = [Outcome(2.0)] * 9 + [Outcome(2.0, votes=SIGNAL)]
+    first = Played("--save s --eval-interval 4", outcomes).train()
+    assert [i for i, _ in first.saves] == [10]
+    assert first.validations == [0, 4, 8]
+    second = Played("--save s --eval-interval 4", progress=first.progress).train()
+    assert second.validations == [10]
+    assert second.saves == []
+
+
+def test_without_votes_and_with_none_in_favour_a_run_goes_on():
+    played = Played("--save s --eval-interval 0", [Outcome(2.0), Outcome(2.0, votes=(0.0, 0.0))])
+    assert played.train().progress.iteration == 10
+
+
+def test_the_clock_of_stopping_is_told_of_steps_saves_and_validations():
+    played = Played("--save s --save-interval 5 --eval-interval 5")
+    told = []
+    played.stop.note = lambda kind, seconds: told.append(kind)
+    played.train()
+    five = ["step"] * 5
+    assert told == ["validation", *five, "validation", "save", *five, "validation", "save"]
+
+
+def test_a_spike_is_skipped_and_its_loss_is_not_remembered():
+    limits = []
+
+    class Spiky(Played):
+        def take_step(self, lr, decay, loss_limit):
+            limits.append(loss_limit)
+            outcome = super().take_step(lr, decay, loss_limit)
+            return outcome if outcome.loss <= loss_limit else Outcome(outcome.loss, False, spiked=1)
+
+    losses = [Outcome(x) for x in (2.0, 2.0, 4.0, 50.0, 4.0, 5.0)]
+    flags = "--loss-spike-factor 2 --loss-spike-window 3 --eval-interval 0 --train-iters 6"
+    played = Spiky(flags, losses).train()
+    assert limits == [math.inf, 4.0, 4.0, 4.0, 4.0, 8.0]
+    assert played.progress.spiked_iterations == played.progress.skipped_iterations == 1
+    assert played.progress.recent_losses == [4.0, 4.0, 5.0]
+    assert "iteration 4: loss 50 is above 4" in played.out.getvalue()
+    assert [v for k, i, v in played.listener.events if k == "fault"] == [
+        {"spike": 50.0, "limit": 4.0}
+    ]
+
+
+def test_spikes_in_a_row_are_bad_steps():
+    outcome = Outcome(9.0, applied=False, grad_norm=math.nan, spiked=True)
+    played = Played("--max-consecutive-bad-steps 3 --eval-interval 0", [outcome])
+    with pytest.raises(RunStopped, match=r"3 steps in a row had .* or a spike"):
+        played.train()
+
+
+def test_progress_of_earlier_checkpoints_is_read():
+    old = Progress(iteration=3).to_json()
+    for name in ("spiked_iterations", "rollbacks", "validation_pending", "recent_losses"):
+        del old[name]
+    assert Progress.from_json(old) == Progress(iteration=3)
+    with pytest.raises(ValueError, match="lacks recent_losses"):
+        Progress.from_json({**old, "recent_losses": "many"})

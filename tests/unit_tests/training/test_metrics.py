@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from megatron.training.metrics import Metrics, open_metrics, read_metrics
+from megatron.training.monitoring.metrics import Metrics, open_metrics, read_metrics
 
 
 def _write(path, iterations, resume=0, **values):

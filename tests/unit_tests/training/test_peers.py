@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from dataclasses import asdict
@@ -13,7 +14,8 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
-from megatron.training.peers import Diagnosis, Identity, PeerWatch, process_state
+from megatron.core.comm import CollectiveRecord
+from megatron.training.failures.peers import Diagnosis, Identity, PeerWatch, process_state
 from tests.support.ranks import start_ranks
 
 
@@ -111,3 +113,60 @@ def test_process_states():
     assert process_state(child.pid) == "dead"
     child.wait()
     assert process_state(child.pid) == "dead"
+
+
+def test_a_rank_that_has_left_in_good_order_is_not_missed(server):
+    watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=2, beat_seconds=0.05)
+    other = PeerWatch(lambda: _client(server.port), rank=1, world_size=2, beat_seconds=0.05)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
+    assert "is dead" in watch.diagnose(0.5).text
+    other.close()
+    assert watch.diagnose(0.5) is None
+    watch.close()
+
+
+def test_a_rank_that_lives_but_does_not_come_is_named_with_its_last_collective(server):
+    watches = [
+        PeerWatch(lambda: _client(server.port), rank=rank, world_size=3, beat_seconds=0.05)
+        for rank in range(3)
+    ]
+    for rank, (iteration, count) in enumerate([(4, 9), (4, 8), (4, 9)]):
+        watches[rank].iteration = iteration
+        for number in range(count):
+            record = CollectiveRecord("all_reduce", "tp", 3, 8, (), (number,), "float32", "sum")
+            watches[rank].collectives(record)
+    time.sleep(0.3)
+    assert watches[0].behind() == Diagnosis(
+        "rank 1 is still in iteration 4 behind its collective 8 (all_reduce (sum) of float32 [7] "
+        "over tp)"
+    )
+    watches[1].iteration = 5
+    time.sleep(0.3)
+    assert watches[0].behind() is None
+    for watch in watches:
+        watch.close()
+
+
+def test_all_ranks_that_beat_leave_their_stacks_once(server):
+    dumps = []
+    watches = [
+        PeerWatch(
+            lambda: _client(server.port),
+            rank=rank,
+            world_size=3,
+            beat_seconds=0.05,
+            dump=lambda reason, error, rank=rank: dumps.append((rank, reason)),
+        )
+        for rank in range(3)
+    ]
+    watches[1].write_stacks("rank 5 is dead")
+    watches[1].write_stacks("rank 6 is dead")
+    deadline = time.monotonic() + 5
+    while len(dumps) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    assert sorted(dumps) == [(0, "rank 5 is dead"), (1, "rank 5 is dead"), (2, "rank 5 is dead")]
+    for watch in watches:
+        watch.close()

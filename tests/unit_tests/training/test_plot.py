@@ -1,61 +1,160 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss curve: the numbers it draws and the PNG it writes."""
+"""Plots of runs: the numbers they draw, the table, the PNG and the self-contained page."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import pytest
 
-from megatron.training.metrics import open_metrics
-from megatron.training.plot import loss_curves, plot_loss
+from megatron.training.monitoring.curves import (
+    comparison,
+    metrics_file,
+    read_run,
+    short_names,
+    smooth,
+)
+from megatron.training.monitoring.metrics import open_metrics
+from megatron.training.monitoring.plot_page import page
+from megatron.training.plot import PlotOptions, draw, plot_loss
 
 
-@pytest.fixture
-def metrics_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def write(path, factor=1.0):
     metrics = open_metrics(
         metrics_file=str(path), tensorboard_dir=None, resume_iteration=0, warn=pytest.fail
     )
     metrics.write("validation", 0, {"lm_loss": 8.3})
     for iteration in range(1, 6):
-        metrics.write("train", iteration, {"lm_loss": 8.0 / iteration, "grad_norm": 1.0})
+        values = {"lm_loss": 8.0 * factor / iteration, "grad_norm": 1.0, "memory_bytes": 2e9}
+        metrics.write("train", iteration, values)
     metrics.write("train", 6, {"grad_norm": float("inf")})  # a skipped step has no loss
     metrics.write("validation", 5, {"lm_loss": 2.0})
     metrics.close()
     return path
 
 
-def test_curves(metrics_file):
-    assert loss_curves(metrics_file) == {
-        "validation": ([0, 5], [8.3, 2.0]),
-        "training": ([1, 2, 3, 4, 5], [8.0, 4.0, 8.0 / 3, 2.0, 1.6]),
+@pytest.fixture
+def recorded(tmp_path):
+    return write(tmp_path / "a" / "metrics.jsonl")
+
+
+def test_curves(recorded):
+    run = read_run(str(recorded), "a")
+    curves = {key: (list(c.steps), list(c.values)) for key, c in run.curves.items()}
+    assert curves == {
+        "validation/lm_loss": ([0, 5], [8.3, 2.0]),
+        "train/lm_loss": ([1, 2, 3, 4, 5], [8.0, 4.0, 8.0 / 3, 2.0, 1.6]),
+        "train/grad_norm": ([1, 2, 3, 4, 5], [1.0] * 5),
+        "train/memory_bytes": ([1, 2, 3, 4, 5], [2000.0] * 5),
     }
 
 
-def test_png(metrics_file, tmp_path):
+def test_a_run_is_found_by_its_file_or_a_folder(recorded):
+    assert metrics_file(str(recorded.parent)) == recorded == metrics_file(str(recorded))
+    write(recorded.parent / "q" / "checkpoints" / "metrics.jsonl")
+    assert metrics_file(str(recorded.parent / "q")).parent.name == "checkpoints"
+    with pytest.raises(ValueError, match="does not exist: name a "):
+        metrics_file(str(recorded.parent / "nothing"))
+
+
+def test_names_are_what_tells_paths_apart():
+    assert short_names(["runs/a/metrics.jsonl", "runs/b"]) == ["a", "b"]
+    assert short_names(["x/a/save", "x/b/save"]) == ["a/save", "b/save"]
+    assert len(set(short_names(["a", "a"]))) == 2
+
+
+def test_smoothing_is_the_corrected_exponential_mean():
+    assert smooth([3.0, 5.0], 0.0) == [3.0, 5.0]
+    assert smooth([4.0] * 9, 0.9) == pytest.approx([4.0] * 9)
+    assert smooth([1.0, 4.0], 0.5) == pytest.approx([1.0, (0.5 * 1 + 4) / 1.5])
+
+
+def test_the_table_compares_last_values_with_the_first_run(recorded, tmp_path):
+    other = write(tmp_path / "b" / "metrics.jsonl", factor=1.1)
+    rows = comparison([read_run(str(recorded), "a"), read_run(str(other), "b")])
+    assert rows[0] == ["last value", "a", "b"]
+    assert rows[1] == ["training loss (nats per token)", "1.6", "1.76 (+10.00%)"]
+    assert rows[-1] == ["iteration", "5", "5"]
+
+
+def test_png(recorded, tmp_path):
     from matplotlib.image import imread
 
-    image = imread(plot_loss(metrics_file, tmp_path / "out" / "loss.png"))
+    image = imread(plot_loss(recorded, tmp_path / "out" / "loss.png"))
     assert image.shape[0] > 200
     assert image.min() < 0.5, "nothing is drawn"
+    runs = [read_run(str(recorded), name) for name in "ab"]
+    panels = imread(draw(runs, tmp_path / "all.png", title="t", smoothing=0.5))
+    assert panels.shape[1] > image.shape[1]
+
+
+class Links(HTMLParser):
+    """Collects what a page would load."""
+
+    def __init__(self):
+        super().__init__()
+        self.loaded, self.tags = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loaded += [(tag, k) for k, v in attributes if k in ("src", "href", "srcset", "data")]
+
+
+def test_the_page_needs_nothing_else_and_holds_the_numbers(recorded):
+    runs = [read_run(str(recorded), "a </script><b>"), read_run(str(recorded), "b")]
+    text = page(runs, title="<x> & y", smoothing=0.3)
+    links = Links()
+    links.feed(text)
+    assert links.loaded == []
+    assert links.tags.count("script") == 2
+    assert not re.search(r"url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "<title>&lt;x&gt; &amp; y</title>" in text
+    assert "<td>1.6 (+0.00%)</td>" in text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
+    assert data["runs"] == ["a </script><b>", "b"]
+    assert data["smoothing"] == 0.3
+    loss = next(p for p in data["panels"] if p["title"] == "training loss")
+    assert loss["curves"][1] == [[1, 2, 3, 4, 5], [8.0, 4.0, 8.0 / 3, 2.0, 1.6]]
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "megatron.training.plot", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_command_prints_a_table_and_writes_what_it_names(recorded, tmp_path):
+    html = tmp_path / "out" / "page.html"
+    done = command("--metrics", recorded, recorded.parent, "--names", "x", "y", "--html", html)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"training loss \(nats per token\) +1.6 +1.6 \(\+0.00%\)", done.stdout)
+    assert done.stdout.splitlines()[-1] == str(html)
+    assert html.read_text().startswith("<!doctype html>")
 
 
 def test_no_losses_is_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "megatron.training.plot",
-            "--metrics",
-            str(tmp_path / "empty.jsonl"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = command("--metrics", tmp_path / "empty.jsonl")
     assert done.returncode == 2
     assert "holds no losses" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"names": ("a",)}, "--names gives 1 for 2 runs"),
+        ({"smoothing": 1.0}, "--smoothing is 1.0"),
+    ],
+)
+def test_options_that_cannot_be(options, text):
+    with pytest.raises(ValueError, match=text):
+        PlotOptions(metrics=("a", "b"), **options)

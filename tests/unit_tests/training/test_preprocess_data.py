@@ -7,14 +7,22 @@ import os
 import pty
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.documents import Tally, read_documents
-from megatron.training.preprocess_data import PreprocessConfig, _main, preprocess, show_progress
-from megatron.training.tokenizers import ByteTokenizer, build_tokenizer, train_bpe
+from megatron.training.data.documents import Tally, read_documents
+from megatron.training.data.preprocessing.display import show_progress
+from megatron.training.data.tokenizers import (
+    ByteTokenizer,
+    NullTokenizer,
+    build_tokenizer,
+    train_bpe,
+)
+from megatron.training.preprocess_data import PreprocessConfig, _main, preprocess
 
 TEXTS = [f"document {number}: " + "é\n" * (number % 7) for number in range(50)]
 
@@ -35,14 +43,13 @@ def run(*arguments, python=("-m",)):
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-@pytest.mark.parametrize("characters_at_once", [1, 100, 1 << 20])
-def test_documents_come_out_as_they_went_in(tmp_path, monkeypatch, append_eod, characters_at_once):
-    monkeypatch.setattr("megatron.training.preprocess_data._CHARACTERS_AT_ONCE", characters_at_once)
+@pytest.mark.parametrize("block_bytes", [1, 100, 1 << 20])
+def test_documents_come_out_as_they_went_in(tmp_path, append_eod, block_bytes):
     first = write_lines(tmp_path / "a.jsonl", TEXTS[:30])
     second = write_lines(tmp_path / "b.jsonl", TEXTS[30:])
     (tmp_path / "c.txt").write_text("one file,\n\none document\n", encoding="utf-8")
     config = config_for(tmp_path, first, second, str(tmp_path / "c.txt"), append_eod=append_eod)
-    result = preprocess(config, tokenizer=ByteTokenizer())
+    result = preprocess(config, block_bytes=block_bytes)[config.output_prefix]
     data = IndexedDataset(config.output_prefix)
     ending = [256] if append_eod else []
     expected = [list(text.encode()) + ending for text in [*TEXTS, "one file,\n\none document\n"]]
@@ -52,7 +59,7 @@ def test_documents_come_out_as_they_went_in(tmp_path, monkeypatch, append_eod, c
     assert data.num_tokens == result.tokens
     described = json.loads((tmp_path / "out" / "data.json").read_text())
     assert described["tokenizer"] == {
-        "type": "byte", "fingerprint": "byte-257", "vocab_size": 257, "eod": 256,
+        "type": "byte", "model": None, "fingerprint": "byte-257", "vocab_size": 257, "eod": 256,
     }  # fmt: skip
     assert (described["documents"], described["tokens"]) == (51, data.num_tokens)
     assert described["append_eod"] == append_eod
@@ -61,19 +68,19 @@ def test_documents_come_out_as_they_went_in(tmp_path, monkeypatch, append_eod, c
     ]  # fmt: skip
 
 
-def test_memory_holds_a_bounded_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.training.preprocess_data._CHARACTERS_AT_ONCE", 100)
+def test_memory_holds_a_bounded_chunk(tmp_path):
     batches = []
 
-    class Watched(ByteTokenizer):
+    class Watched(NullTokenizer):
         def encode_batch(self, texts):
             batches.append(sum(map(len, texts)))
             return super().encode_batch(texts)
 
-    path = write_lines(tmp_path / "a.jsonl", TEXTS)
-    preprocess(config_for(tmp_path, path), tokenizer=Watched())
+    texts = [" ".join(["7"] * number) for number in range(1, 50)]
+    path = write_lines(tmp_path / "a.jsonl", texts)
+    preprocess(config_for(tmp_path, path), tokenizer=Watched(9), block_bytes=200)
     assert len(batches) > 5
-    assert max(batches) < 100 + max(map(len, TEXTS))
+    assert max(batches) < 2 * 200 + max(map(len, texts))
 
 
 def test_workers_reach_the_thread_pool(tmp_path, monkeypatch):
@@ -148,7 +155,7 @@ def test_nothing_is_written_for_impossible_input(tmp_path):
 
 
 def test_contradicting_options_are_all_named():
-    with pytest.raises(ValueError, match=r"--workers 0.*--workers has.*--tokenizer-model.*--vocab"):
+    with pytest.raises(ValueError, match=r"--workers 0.*--tokenizer-model.*--vocab"):
         PreprocessConfig(
             input=("a",), output_prefix="b", tokenizer_type="byte", workers=0,
             tokenizer_model="c", vocab_size=3,
@@ -229,18 +236,34 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, length):
 
 
 def test_progress_is_lines_in_a_file(monkeypatch):
-    monkeypatch.setattr("megatron.training.preprocess_data._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("megatron.training.data.preprocessing.display._SECONDS_BETWEEN_LINES", 0.0)
     out = io.StringIO()
     with show_progress(2_000_000, out) as report:
-        report(read_bytes=1_000_000, tokens=5000)
-    assert out.getvalue().startswith("encoded 1.0 of 2.0 MB (50%), 5,000 tokens, ")
+        report(read_bytes=0, documents=0, tokens=0)
+        time.sleep(0.02)
+        report(read_bytes=1_000_000, documents=70, tokens=5000)
+    last = out.getvalue().splitlines()[-1]
+    assert last.startswith("encoded 1.0 of 2.0 MB (50%), 70 documents, 5,000 tokens, ")
+    assert last.endswith(" MB/s, 0:00:00 left")
+
+
+def _pieces_until_closed(reader: int) -> Iterator[bytes]:
+    """What a terminal shows, piece by piece: one read may return only the first frame."""
+    while True:
+        try:
+            piece = os.read(reader, 1 << 16)
+        except OSError:  # Linux's end of file on a pseudo-terminal whose writers are closed
+            return
+        if not piece:
+            return
+        yield piece
 
 
 def test_progress_is_a_bar_on_a_terminal():
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as terminal, show_progress(2_000_000, terminal) as report:
-        report(read_bytes=1_000_000, tokens=5000)
-    shown = os.read(reader, 1 << 16).decode()
+        report(read_bytes=1_000_000, documents=70, tokens=5000)
+    shown = b"".join(_pieces_until_closed(reader)).decode()
     os.close(reader)
     assert "encoding" in shown
-    assert "5,000 tokens" in shown
+    assert "70 documents, 5,000 tokens" in shown

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.check import check
 from megatron.training.config import Config
-from megatron.training.flags import parse_command_line
-from megatron.training.resolve import padded_vocab_size, resolve
-from megatron.training.schema import flatten, options
-from megatron.training.yaml_file import write_options
+from megatron.training.config.check import check
+from megatron.training.config.resolve import padded_vocab_size, resolve
+from megatron.training.data.tokenizers import guess_type
+from megatron.training.options.flags import parse_command_line
+from megatron.training.options.schema import flatten, options
+from megatron.training.options.yaml_file import write_options
 from tests.unit_tests.training.small_config import small_config
 
 CASES = [
@@ -96,3 +97,11 @@ def test_files_and_weight_decay():
     assert resolve(both, 1).config.logging.metrics_file == "m"
     decay = resolve(small_config("--weight-decay 0.3 --start-weight-decay 0.0"), 1).config.optimizer
     assert (decay.start_weight_decay, decay.end_weight_decay) == (0.0, 0.3)
+
+
+def test_the_kind_of_tokenizer_follows_from_its_file_as_it_does_elsewhere():
+    for model in ("t.json", "folder", "folder/t.model", "a.model.json"):
+        got = resolve(small_config(f"--tokenizer-model {model}"), 1).config.tokenizer
+        assert got.tokenizer_type == guess_type(model)
+    given = small_config("--tokenizer-model t.model --tokenizer-type hf")
+    assert resolve(given, 1).config.tokenizer.tokenizer_type == "hf"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM while the main thread is inside a call that never returns to Python."""
+"""Signals while the main thread is inside a call that never returns to Python."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,44 +12,79 @@ import time
 import pytest
 
 from megatron.training.exit_codes import ExitCode
+from megatron.training.failures.termination import signals_to_thread
 
 PROGRAM = """
-import ctypes, threading
-from megatron.training.termination import block_sigterm, exit_on_sigterm
-block_sigterm()
-threading.Thread(target=lambda: ctypes.CDLL(None).sleep(60), daemon=True).start()
-exit_on_sigterm(lambda: {text})
-print("ready", flush=True)
-while True:
-    ctypes.CDLL(None).sleep(60)
+import ctypes, os, time
+from megatron.training.failures.termination import signals_to_thread
+def react(number):
+    {reaction}
+free = ctypes.CDLL(None)
+with signals_to_thread(react, lambda: None):
+    print("ready", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    free.pthread_mutex_lock(mutex)
+    free.pthread_mutex_lock(mutex)  # never returns
 """
 
 
-@pytest.mark.parametrize(("text", "said"), [("'rank 1 is dead'", "rank 1 is dead\n"), ("None", "")])
-def test_the_process_ends_at_once_and_says_why(text, said):
+def _start(reaction: str, **streams) -> subprocess.Popen:
     job = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(text=text)],
+        [sys.executable, "-c", PROGRAM.format(reaction=reaction)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
+        **streams,
     )
     assert job.stdout.readline() == "ready\n"
+    return job
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_thread_reacts_while_the_main_thread_is_stuck(number):
+    job = _start("print(number, flush=True); os._exit(7)")
     start = time.monotonic()
-    job.send_signal(signal.SIGTERM)
-    _, err = job.communicate(timeout=20)
+    job.send_signal(number)
+    out, _ = job.communicate(timeout=20)
     assert time.monotonic() - start < 10
-    assert (job.returncode, err) == (ExitCode.TERMINATED, said)
+    assert (job.returncode, out) == (7, f"{int(number)}\n")
 
 
-def test_an_explanation_that_fails_does_not_keep_the_process():
-    program = PROGRAM.format(text="1 / 0")
-    job = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert job.stdout.readline() == "ready\n"
+def test_the_time_that_a_reaction_asks_for_comes_and_a_second_signal_comes_before_it():
+    job = _start("print(number, flush=True); return 0.2 if number else (os._exit(7) or None)")
     job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=20)
+    assert (job.returncode, out) == (7, "15\nNone\n")
+    job = _start("print(number, flush=True); return 60.0 if number == 15 else os._exit(7)")
+    job.send_signal(signal.SIGTERM)
+    assert job.stdout.readline() == "15\n"
+    job.send_signal(signal.SIGINT)
+    out, _ = job.communicate(timeout=20)
+    assert (job.returncode, out) == (7, "2\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGINT, ExitCode.INTERRUPTED)],
+)
+def test_a_reaction_that_fails_does_not_keep_the_process(number, code):
+    job = _start("1 / 0", stderr=subprocess.DEVNULL)
+    job.send_signal(number)
     job.communicate(timeout=20)
-    assert job.returncode == ExitCode.TERMINATED
+    assert job.returncode == code
+
+
+def test_behind_the_context_all_is_as_before():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    heard = []
+
+    def on_main() -> None:
+        heard.append("main")
+
+    with signals_to_thread(heard.append, on_main):
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while len(heard) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert sorted(map(str, heard)) == ["15", "main"]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1

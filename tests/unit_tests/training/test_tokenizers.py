@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers give text back unchanged, and a trained one is repeatable."""
 
+import json
+import time
+
 import pytest
+import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
-from megatron.training.tokenizers import (
+from megatron.inference.text_stream import TextStream
+from megatron.training.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron.training.data.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
     build_tokenizer,
+    continuation,
+    guess_type,
     train_bpe,
 )
 
@@ -35,6 +43,8 @@ def test_trained_tokenizer_has_all_bytes_and_an_end(bpe):
 def test_batches_equal_single_texts(bpe):
     for tokenizer in [bpe, ByteTokenizer()]:
         assert tokenizer.encode_batch(TEXTS) == [tokenizer.tokenize(text) for text in TEXTS]
+    arrays = ByteTokenizer().encode_arrays(TEXTS)
+    assert [ids.tolist() for ids in arrays] == ByteTokenizer().encode_batch(TEXTS)
 
 
 def test_training_is_repeatable(bpe, tmp_path):
@@ -83,9 +93,112 @@ def test_tokenizers_from_flags(bpe, tmp_path):
         ({"kind": "hf", "model": tmp_path / "broken.json"}, r"broken\.json is no tokenizer\.json"),
         ({"kind": "null"}, "needs --vocab-size"),
         ({"kind": "null", "vocab_size": 0}, "must be 1 or more"),
-        ({"kind": "bpe"}, "use one of hf, byte, null"),
+        ({"kind": "bpe"}, "use one of hf, sentencepiece, byte, null"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_tokenizer(**arguments)
     with pytest.raises(ValueError, match="too small: it needs 256 bytes"):
         train_bpe(TEXTS, 256, tmp_path / "small.json")
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """Return the path of a SentencePiece model that falls back to bytes."""
+    folder = tmp_path_factory.mktemp("pieces")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the theory of the thing", "a def is a def of a thing"] * 20),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=300,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder / "tokenizer.model"
+
+
+def test_sentencepiece(pieces):
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+    tokenizer = SentencePieceTokenizer(pieces)
+    texts = ["the thing of a def", "日本 🙂 é", "a"]
+    assert tokenizer.encode_batch(texts) == [reference.encode(text) for text in texts]
+    assert [ids.tolist() for ids in tokenizer.encode_arrays(texts)] == tokenizer.encode_batch(texts)
+    for text in texts:
+        ids = tokenizer.tokenize(text)
+        assert tokenizer.detokenize([*ids, tokenizer.eod, tokenizer.vocab_size + 5]) == text
+    assert tokenizer.vocab_size == reference.get_piece_size()
+    assert tokenizer.eod == reference.piece_to_id("</s>")
+    assert SentencePieceTokenizer(pieces.parent).fingerprint == tokenizer.fingerprint
+
+
+def test_sentencepiece_files_that_are_none(pieces, tmp_path):
+    (tmp_path / "x.model").write_bytes(b"no model")
+    (tmp_path / "empty.model").write_bytes(b"")
+    for name in ("x.model", "empty.model"):
+        with pytest.raises(ValueError, match=rf"{name} is no SentencePiece model"):
+            SentencePieceTokenizer(tmp_path / name)
+    with pytest.raises(ValueError, match=r"none\.model: No such file"):
+        SentencePieceTokenizer(tmp_path / "none.model")
+    with pytest.raises(ValueError, match=r"sentencepiece needs --tokenizer-model"):
+        build_tokenizer("sentencepiece")
+
+
+def test_the_kind_follows_from_the_file(pieces):
+    assert guess_type(pieces) == "sentencepiece"
+    assert guess_type("tokenizer.json") == guess_type(None) == "hf"
+    assert isinstance(build_tokenizer(guess_type(pieces), model=pieces), SentencePieceTokenizer)
+
+
+def test_a_folder_says_which_token_ends_a_document(bpe, tmp_path):
+    train_bpe(TEXTS * 5, 300, tmp_path / "tokenizer.json")
+    config = tmp_path / "tokenizer_config.json"
+    name = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json")
+    ).convert_ids_to_tokens(7)
+    for said, expected in [(name, 7), ({"content": name}, 7), (None, bpe.eod)]:
+        config.write_text(json.dumps({"eos_token": said}))
+        assert HuggingFaceTokenizer(tmp_path).eod == expected
+        assert HuggingFaceTokenizer(tmp_path / "tokenizer.json").eod == expected
+    config.write_text('{"eos_token": "<none>"}')
+    with pytest.raises(ValueError, match=r"names '<none>' as eos_token"):
+        HuggingFaceTokenizer(tmp_path)
+    config.write_text("[1]")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_cutting_and_filling_of_the_file_are_not_ours(bpe, tmp_path):
+    train_bpe(TEXTS * 5, 300, tmp_path / "t.json")
+    content = json.loads((tmp_path / "t.json").read_text())
+    content["truncation"] = {
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    assert HuggingFaceTokenizer(tmp_path / "t.json").tokenize(TEXTS[0]) == bpe.tokenize(TEXTS[0])
+
+
+@pytest.mark.parametrize("kind", ["hf", "sentencepiece", "byte", "null"])
+def test_a_continuation_streams_exactly_the_text_that_follows(kind, bpe, pieces):
+    tokenizer = {
+        "hf": bpe, "sentencepiece": SentencePieceTokenizer(pieces), "byte": ByteTokenizer(),
+        "null": NullTokenizer(50),
+    }[kind]  # fmt: skip
+    prompt, rest = ("3 4", " 5 6") if kind == "null" else ("the theory of", " the 日本 🙂 thing")
+    before, ids = tokenizer.tokenize(prompt), tokenizer.tokenize(prompt + rest)
+    assert ids[: len(before)] == before
+    follow = continuation(tokenizer, before)
+    after = ids[len(before) :]
+    assert follow(after) == rest
+    stream = TextStream(follow)
+    shown = [stream.push(after[:end]) for end in range(1, len(after))]
+    assert "".join([*shown, stream.push(after, finished=True)]) == rest
+    assert "\ufffd" not in "".join(shown)
+
+
+@pytest.mark.parametrize("run", ["a" * 3_000_000, "\n" * 3_000_000, "ab" * 1_500_000])
+def test_a_word_of_megabytes_does_not_hold_up_training(tmp_path, run):
+    texts = ["some words of a text " * 50, f"{run} after it"]
+    begin = time.monotonic()
+    tokenizer = train_bpe(texts, 300, tmp_path / "tokenizer.json")
+    # Uncut it takes hours.
+    assert time.monotonic() - begin < 20.0
+    assert tokenizer.detokenize(tokenizer.tokenize("after aaa words")) == "after aaa words"

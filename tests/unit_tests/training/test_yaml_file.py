@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.training.config import Config
-from megatron.training.schema import Option, build, flatten, options
-from megatron.training.yaml_file import read_options, write_options
+from megatron.training.options.schema import Option, build, flatten, options
+from megatron.training.options.yaml_file import read_options, write_options
 from tests.unit_tests.training.small_config import small_config
 
 KNOWN = options(Config)
@@ -81,13 +81,46 @@ def test_a_file_cannot_run_code(tmp_path):
     assert not canary.exists()
 
 
-def test_nested_aliases_do_not_explode(tmp_path):
-    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]
-    with pytest.raises(ValueError, match="unknown key"):
-        read(tmp_path, "\n".join(lines))
-    inner = ", ".join(["*b"] * 9)
-    with pytest.raises(ValueError, match="plain value"):
-        read(tmp_path, f"data-path: [&b [x, y], {inner}]")
+def test_a_variable_is_expanded_and_a_plain_text_kept(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text('save: ${ROOT}/a\nload: "$${ROOT}/${STEP}"\nseed: ${STEP}\ndata-path: ["${A}"]')
+    got = read_options(file, KNOWN, environment={"ROOT": "/runs", "STEP": "7", "A": "none"})
+    assert got == {
+        "save": "/runs/a",
+        "load": "${ROOT}/7",
+        "seed": 7,
+        "data-path": ("none",),
+    }
+    config = small_config("--save ${ROOT}/$${X}/$x --load ${")
+    written = write_options(flatten(config), KNOWN)
+    assert build(Config, read(tmp_path, written)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nsave: ${ABSENT}/x", r"run.yaml:2: save: the environment variable ABSENT is not"),
+        ("save: ${WANDB_API_KEY}", r"run.yaml:1: save: \$\{WANDB_API_KEY\} looks like a secret"),
+        ("seed: ${WORD}", r"run.yaml:1: seed is 'word': expected an integer"),
+        ("save: https://me:${WORD}@host", r"run.yaml:1: save holds a user and a password"),
+    ],
+)
+def test_variables_that_are_absent_secret_or_wrong(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    environment = {"WANDB_API_KEY": "hush", "WORD": "word"}
+    with pytest.raises(ValueError, match=message) as caught:
+        read_options(tmp_path / "run.yaml", KNOWN, environment=environment)
+    assert "hush" not in str(caught.value)
+
+
+def test_megatrons_keys_are_answered_with_their_place(tmp_path):
+    assert read(tmp_path, "context-parallel-size: 1\nseed: 3") == {"seed": 3}
+    with pytest.raises(ValueError, match=r"run.yaml:2: ckpt-format: leave it out: .* safetensors"):
+        read(tmp_path, "seed: 3\nckpt_format: torch_dist")
+    with pytest.raises(
+        ValueError, match=r"run.yaml:1: context-parallel-size: leave it out: only 1"
+    ):
+        read(tmp_path, "context-parallel-size: 2")
 
 
 def test_an_unreadable_file_is_one_line(tmp_path):

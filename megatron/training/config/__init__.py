@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed schema of a run: every option is one field of one frozen dataclass below.
+
+The command line, the YAML files and the documentation are made from these classes by
+`megatron.training.options`. A field `num_layers` is the flag `--num-layers` and the YAML key
+`num-layers`; names are Megatron's. A field without a default is required, `None` means "off" or
+"derived by `resolve`". Nothing edits a config: `resolve.py` returns a new one, `check.py` lists
+what is wrong between fields, and each class checks its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.data import DataConfig
+from megatron.training.config.failures import FailureConfig
+from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.model import ModelConfig, PositionConfig, TokenizerConfig
+from megatron.training.config.optimization import LossScaleConfig, OptimizerConfig, ScheduleConfig
+from megatron.training.config.parallel import ParallelConfig
+from megatron.training.config.profiling import ProfilingConfig
+from megatron.training.config.recompute import RecomputeConfig
+from megatron.training.config.training import TrainingConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "FailureConfig",
+    "LoggingConfig",
+    "LossScaleConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PositionConfig",
+    "ProfilingConfig",
+    "RecomputeConfig",
+    "ScheduleConfig",
+    "TokenizerConfig",
+    "TrainingConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    model: ModelConfig
+    position: PositionConfig
+    tokenizer: TokenizerConfig
+    parallel: ParallelConfig
+    recompute: RecomputeConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    loss_scale: LossScaleConfig
+    schedule: ScheduleConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    failures: FailureConfig
+    logging: LoggingConfig
+    profiling: ProfilingConfig

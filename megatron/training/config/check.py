@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find all that is wrong between the fields of a config, before any process group.
+
+A pure function of the config and the number of processes; it reads no file.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from megatron.training.config import Config, switches
+from megatron.training.data import data_paths
+
+
+def check(config: Config, world_size: int) -> list[str]:
+    """List every problem of a config on `world_size` processes, each with its mend."""
+    return list(
+        itertools.chain(
+            _layout(config, world_size),
+            _batch(config, world_size),
+            _heads(config),
+            _rope_scaling(config),
+            _kernels(config),
+            _recompute(config),
+            _length(config, world_size),
+            _schedule(config),
+            _weight_decay(config),
+            _vocabulary(config),
+            _failures(config),
+            switches.without_switch(config),
+            switches.beyond_the_run(config, world_size),
+            data_paths.problems(config.data),
+        )
+    )
+
+
+def _layout(config: Config, world_size: int) -> Iterator[str]:
+    tp = config.parallel.tensor_model_parallel_size
+    if world_size % tp:
+        yield (
+            f"--tensor-model-parallel-size {tp} does not divide the world of {world_size} "
+            "processes: "
+            f"start a multiple of {tp} processes or lower it"
+        )
+    if config.parallel.sequence_parallel and tp == 1:
+        yield (
+            "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise "
+            "the size"
+        )
+    if config.parallel.sequence_parallel and config.training.seq_length % tp:
+        yield (
+            f"--seq-length {config.training.seq_length} is not a multiple of "
+            "--tensor-model-parallel-size "
+            f"{tp}, which --sequence-parallel needs: change one"
+        )
+
+
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    tp = config.parallel.tensor_model_parallel_size
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    if batch is None or world_size % tp:
+        return
+    dp = world_size // tp
+    if batch % (micro * dp):
+        near = max(1, round(batch / (micro * dp))) * micro * dp
+        yield (
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x "
+            "data parallel "
+            f"size {dp} = {micro * dp}: use {near}, for example"
+        )
+
+
+def _heads(config: Config) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads % tp:
+        yield (
+            f"--num-attention-heads {heads} is not a multiple of --tensor-model-parallel-size "
+            f"{tp}: "
+            "change one"
+        )
+    if model.group_query_attention and groups is None:
+        yield "--group-query-attention needs --num-query-groups: give it"
+    if not model.group_query_attention and groups not in (None, heads):
+        yield f"--num-query-groups {groups} has no effect without --group-query-attention: add that"
+    if groups is not None and groups > 0:
+        if heads % groups:
+            yield (
+                f"--num-attention-heads {heads} is not a multiple of --num-query-groups "
+                f"{groups}: change one"
+            )
+        if groups % tp and tp % groups:
+            yield (
+                f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must "
+                "divide the "
+                "other"
+            )
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads "
+            f"{heads}: "
+            "change one or give --kv-channels"
+        )
+    ffn = model.ffn_hidden_size
+    if ffn is not None and ffn % tp:
+        yield (
+            f"--ffn-hidden-size {ffn} is not a multiple of --tensor-model-parallel-size {tp}: "
+            "change one"
+        )
+    channels = model.kv_channels or model.hidden_size // heads
+    rotated = int(channels * config.position.rotary_percent)
+    if config.position.position_embedding_type != "none" and (rotated % 2 or rotated == 0):
+        yield (
+            f"{rotated} features per head would be rotated (--kv-channels {channels} x "
+            "--rotary-percent "
+            f"{config.position.rotary_percent}): the number must be even and above 0"
+        )
+
+
+def _rope_scaling(config: Config) -> Iterator[str]:
+    position = config.position
+    scalings = {
+        "--use-rope-scaling": position.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": (
+            position.rotary_seq_len_interpolation_factor is not None
+        ),
+        "--position-embedding-type yarn": position.position_embedding_type == "yarn",
+    }
+    chosen = [flag for flag, on in scalings.items() if on]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} exclude each other: keep one"
+    low, high = position.rope_scaling_low_freq_factor, position.rope_scaling_high_freq_factor
+    if low >= high:
+        yield (
+            f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor "
+            f"{high}: change one"
+        )
+    slow, fast = position.yarn_beta_slow, position.yarn_beta_fast
+    if slow >= fast:
+        yield f"--yarn-beta-slow {slow} must be below --yarn-beta-fast {fast}: change one"
+
+
+def _kernels(config: Config) -> Iterator[str]:
+    dropout = config.model.attention_dropout
+    if config.parallel.attention_backend == "triton" and dropout:
+        yield (
+            f"--attention-backend triton has no --attention-dropout {dropout}: set that to 0 or "
+            "take auto"
+        )
+
+
+def _recompute(config: Config) -> Iterator[str]:
+    chosen, layers = config.recompute, config.model.num_layers
+    given = {
+        "--recompute-method": chosen.recompute_method,
+        "--recompute-num-layers": chosen.recompute_num_layers,
+    }
+    full = chosen.recompute_granularity == "full"
+    for flag, value in given.items():
+        if full and value is None:
+            yield f"--recompute-granularity full needs {flag}: give it"
+        if not full and value is not None:
+            yield f"{flag} has no effect without --recompute-granularity full: add that"
+    count = chosen.recompute_num_layers
+    if full and count is not None and count > layers:
+        yield f"--recompute-num-layers {count} is above --num-layers {layers}: lower it"
+
+
+def _length(config: Config, world_size: int) -> Iterator[str]:
+    training, limit = config.training, config.model.max_position_embeddings
+    if (training.train_iters is None) == (training.train_samples is None):
+        yield "give exactly one of --train-iters and --train-samples"
+    if limit is not None and training.seq_length > limit:
+        yield (
+            f"--seq-length {training.seq_length} is above --max-position-embeddings {limit}: "
+            "raise the latter"
+        )
+    lanes = max(1, world_size // config.parallel.tensor_model_parallel_size)
+    batch = training.global_batch_size or training.micro_batch_size * lanes
+    if training.train_samples is not None and training.train_samples < batch:
+        yield (
+            f"--train-samples {training.train_samples} is less than one --global-batch-size "
+            f"{batch}: raise it"
+        )
+    if training.eval_interval and not training.eval_iters:
+        yield (
+            "--eval-interval needs --eval-iters above 0: raise it, or turn validation off with "
+            "--eval-interval 0"
+        )
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    schedule, training = config.schedule, config.training
+    by_samples = training.train_samples is not None
+    wrong = (
+        {
+            "lr_decay_iters": schedule.lr_decay_iters,
+            "lr_warmup_iters": schedule.lr_warmup_iters or None,
+        }
+        if by_samples
+        else {
+            "lr_decay_samples": schedule.lr_decay_samples,
+            "lr_warmup_samples": schedule.lr_warmup_samples or None,
+        }
+    )
+    for name, value in wrong.items():
+        if value is not None:
+            unit = "samples" if by_samples else "iters"
+            flag, instead = (
+                name.replace("_", "-"),
+                name.rsplit("_", 1)[0].replace("_", "-") + f"-{unit}",
+            )
+            yield f"--{flag} does not go with --train-{unit}: use --{instead}"
+    given = [
+        f"--{flag}"
+        for flag, value in {
+            "lr-warmup-iters": schedule.lr_warmup_iters,
+            "lr-warmup-samples": schedule.lr_warmup_samples,
+            "lr-warmup-fraction": schedule.lr_warmup_fraction,
+        }.items()
+        if value
+    ]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} exclude each other: keep one"
+    decay = (
+        (schedule.lr_decay_samples or training.train_samples)
+        if by_samples
+        else (schedule.lr_decay_iters or training.train_iters)
+    )
+    warmup = schedule.lr_warmup_samples if by_samples else schedule.lr_warmup_iters
+    if decay is not None and warmup >= decay and warmup > 0:
+        yield f"warm-up of {warmup} is not shorter than the decay of {decay}: shorten it"
+    wsd = schedule.lr_wsd_decay_samples if by_samples else schedule.lr_wsd_decay_iters
+    if schedule.lr_decay_style == "WSD" and wsd is None:
+        yield (
+            f"--lr-decay-style WSD needs --lr-wsd-decay-{'samples' if by_samples else 'iters'}: "
+            "give it"
+        )
+    if wsd is not None and decay is not None and wsd > decay - warmup:
+        yield f"the WSD decay of {wsd} does not fit behind warm-up in {decay}: shorten it"
+
+
+def _vocabulary(config: Config) -> Iterator[str]:
+    tokenizer = config.tokenizer
+    files = {"hf": "a tokenizer.json", "sentencepiece": "a .model"}
+    if tokenizer.tokenizer_type in files and tokenizer.tokenizer_model is None:
+        yield (
+            f"--tokenizer-type {tokenizer.tokenizer_type} needs --tokenizer-model: name "
+            f"{files[tokenizer.tokenizer_type]}"
+        )
+
+
+def _weight_decay(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    plain = optimizer.weight_decay
+    start = plain if optimizer.start_weight_decay is None else optimizer.start_weight_decay
+    end = plain if optimizer.end_weight_decay is None else optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant" and start != end:
+        yield (
+            f"weight decay goes from {start} to {end} but --weight-decay-incr-style is constant: "
+            "use linear or cosine"
+        )
+    if start > end:
+        yield f"--start-weight-decay {start} is above --end-weight-decay {end}: swap them"
+
+
+def _failures(config: Config) -> Iterator[str]:
+    failures, save = config.failures, config.checkpoint.save
+    for flag, factor in (
+        ("--loss-spike-factor", failures.loss_spike_factor),
+        ("--straggler-factor", failures.straggler_factor),
+    ):
+        if factor is not None and factor <= 1.0:
+            yield f"{flag} is {factor}: it must be above 1, as half of all is above the median"
+    rollback, limit = failures.rollback_after_bad_steps, config.training.max_consecutive_bad_steps
+    if rollback is not None and save is None:
+        yield "--rollback-after-bad-steps needs --save: name a folder to load from"
+    if rollback is not None and rollback >= limit:
+        yield (
+            f"--rollback-after-bad-steps {rollback} is never reached with "
+            f"--max-consecutive-bad-steps {limit}: raise that"
+        )
+    if failures.on_reproduced_nan == "restart" and save is None:
+        yield "--on-reproduced-nan restart needs --save: it notes the step there"
+    if failures.on_reproduced_nan == "restart" and failures.rerun_mode == "disabled":
+        yield (
+            "--on-reproduced-nan restart needs --rerun-mode validate_results: without it no step "
+            "is computed again"
+        )

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.values import positive, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints."""
+
+    save: str | None = None
+    """Folder to save checkpoints in; None = save none."""
+    load: str | None = None
+    """Folder to load the latest checkpoint from, or one iter_ folder; an empty or absent root
+    starts anew."""
+    save_interval: int | None = None
+    """Iterations between saves; None = only at the end."""
+    load_optim: bool = True
+    """Load optimizer state and schedule too (--no-load-optim: weights and data position only)."""
+    use_checkpoint_args: bool = False
+    """Take the model's shape and the tokenizer from the checkpoint in --load, else in
+    --pretrained-checkpoint, and where none are given the data, the length of the run and what is
+    required; what is given wins."""
+    pretrained_checkpoint: str | None = None
+    """Folder of checkpoints, or one iter_ folder, to take weights from while --load holds no
+    checkpoint yet; the run starts at iteration 0."""
+    load_hf: str | None = None
+    """Hugging Face folder of a Llama or a dense Qwen3 to take model, weights and tokenizer from
+    while --load holds no checkpoint yet; the run starts at iteration 0."""
+    finetune: bool = False
+    """Load weights only and start again at iteration 0 with the first sample."""
+
+    def __post_init__(self) -> None:
+        positive(self, "save_interval")
+        require(
+            self.save_interval is None or self.save is not None,
+            "--save-interval needs --save: name a folder to save in",
+        )
+        require(
+            self.load_hf is None or self.pretrained_checkpoint is None,
+            "--load-hf and --pretrained-checkpoint exclude each other: keep one",
+        )
+        require(
+            not self.use_checkpoint_args
+            or self.load is not None
+            or self.pretrained_checkpoint is not None,
+            "--use-checkpoint-args needs --load or --pretrained-checkpoint: name a checkpoint",
+        )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model and its vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.training.config.values import fraction, positive, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the transformer."""
+
+    num_layers: int
+    """Number of transformer layers; a layer is one attention and one MLP block."""
+    hidden_size: int
+    """Width of the residual stream, in features."""
+    num_attention_heads: int
+    """Number of query heads."""
+    ffn_hidden_size: int | None = None
+    """Inner width of the MLP, in features; derived: 4 x hidden, with --swiglu 8/3 x hidden rounded
+    down to a multiple of 64."""
+    group_query_attention: bool = False
+    """Let several query heads share one key and value head; needs --num-query-groups."""
+    num_query_groups: int | None = None
+    """Number of key and value heads with --group-query-attention (1 = multi-query attention)."""
+    kv_channels: int | None = None
+    """Features per attention head; derived: hidden size / heads."""
+    max_position_embeddings: int | None = None
+    """Longest sequence the model is meant for, in tokens; derived: the sequence length."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Which normalisation every block and the final norm use."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside every norm."""
+    swiglu: bool = False
+    """Use a gated MLP, silu(gate) * up, instead of GELU."""
+    qk_layernorm: bool = False
+    """Normalise each query and key head before the rotary embedding."""
+    disable_bias_linear: bool = False
+    """Leave the bias out of every linear layer."""
+    add_qkv_bias: bool = False
+    """Keep a bias on the query, key and value projection even with --disable-bias-linear."""
+    add_attention_output_bias: bool = False
+    """Keep a bias on attention's output projection even with --disable-bias-linear."""
+    add_mlp_bias: bool = False
+    """Keep a bias on both projections of the MLP even with --disable-bias-linear."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output head a weight of its own instead of the embedding's."""
+    attention_dropout: float = 0.1
+    """Dropout rate of attention probabilities."""
+    hidden_dropout: float = 0.1
+    """Dropout rate of the embedding and of every block's output."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; output projections use it / sqrt(2 x layers)."""
+
+    def __post_init__(self) -> None:
+        positive(self, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+        positive(self, "num_query_groups", "kv_channels", "max_position_embeddings")
+        positive(self, "norm_epsilon", "init_method_std")
+        fraction(self, "attention_dropout", "hidden_dropout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionConfig:
+    """Rotary position embedding."""
+
+    position_embedding_type: Literal["rope", "yarn", "none"] = "rope"
+    """How positions enter attention; yarn is rope with its frequencies stretched by --yarn-*."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Share of each head's features that is rotated, in (0, 1]."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide positions by this number (linear scaling)."""
+    use_rope_scaling: bool = False
+    """Scale the low rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = 8.0
+    """Factor of --use-rope-scaling."""
+    rope_scaling_original_max_position: int = 8192
+    """Context length, in tokens, the frequencies were first trained at (--use-rope-scaling)."""
+    rope_scaling_low_freq_factor: float = 1.0
+    """Wavelengths above the original context / this are stretched fully (--use-rope-scaling)."""
+    rope_scaling_high_freq_factor: float = 4.0
+    """Wavelengths below the original context / this are kept (--use-rope-scaling)."""
+    yarn_rotary_scaling_factor: float = 1.0
+    """How many times longer than the original the context becomes (yarn)."""
+    yarn_original_max_position_embeddings: int = 4096
+    """Context length, in tokens, the frequencies were first trained at (yarn)."""
+    yarn_beta_fast: float = 32.0
+    """Features turning more often than this over the original context are kept (yarn)."""
+    yarn_beta_slow: float = 1.0
+    """Features turning less often than this over the original context are stretched fully
+    (yarn)."""
+    yarn_attention_factor: float | None = None
+    """Factor on cosine and sine (yarn); derived: 0.1 x ln(scaling factor) + 1."""
+
+    def __post_init__(self) -> None:
+        positive(self, "rotary_base", "rotary_seq_len_interpolation_factor")
+        positive(self, "rope_scaling_factor", "rope_scaling_original_max_position")
+        positive(self, "yarn_original_max_position_embeddings", "yarn_attention_factor")
+        positive(self, "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor")
+        positive(self, "yarn_beta_fast", "yarn_beta_slow")
+        require(
+            self.yarn_rotary_scaling_factor >= 1.0,
+            f"--yarn-rotary-scaling-factor is {self.yarn_rotary_scaling_factor}: it must be at "
+            "least 1",
+        )
+        require(
+            0.0 < self.rotary_percent <= 1.0,
+            f"--rotary-percent is {self.rotary_percent}: it must lie in (0, 1]",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer and vocabulary."""
+
+    tokenizer_type: Literal["hf", "sentencepiece", "byte", "null"] | None = None
+    """Kind of tokenizer; derived: when --tokenizer-model is given, sentencepiece for a .model, else
+    hf."""
+    tokenizer_model: str | None = None
+    """Path of a tokenizer.json, of a folder that holds one, or of a SentencePiece .model."""
+    vocab_size: int | None = None
+    """Size of the vocabulary, in tokens, before padding; derived: the tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """Pad the vocabulary to a multiple of this times the tensor parallel size; padding takes no
+    part in the maths."""
+
+    def __post_init__(self) -> None:
+        positive(self, "vocab_size", "make_vocab_size_divisible_by")

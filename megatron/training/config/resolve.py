@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fill in what a config leaves to be derived, given the number of processes.
+
+`resolve(resolve(c)) == resolve(c)`; what `--print-config` prints is resolved. `check.py` must
+have found nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.training.config import (
+    Config,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ProfilingConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A resolved config with the numbers that follow from it.
+
+    Args:
+        config: the config with every derived field filled.
+        world_size: number of processes.
+        data_parallel_size: processes that see different samples.
+        num_microbatches: forward passes per rank and step.
+        train_iters: optimizer steps of the whole run.
+        train_samples: samples of the whole run.
+        decay_samples: samples until the learning rate reaches its minimum.
+        warmup_samples: samples of warm-up.
+        wsd_decay_samples: samples of WSD's last phase; 0 for other styles.
+    """
+
+    config: Config
+    world_size: int
+    data_parallel_size: int
+    num_microbatches: int
+    train_iters: int
+    train_samples: int
+    decay_samples: int
+    warmup_samples: int
+    wsd_decay_samples: int
+
+
+def resolve(config: Config, world_size: int) -> Run:
+    """Return the run that a config describes on `world_size` processes."""
+    dp = world_size // config.parallel.tensor_model_parallel_size
+    training = _training(config.training, dp)
+    batch = training.global_batch_size
+    assert batch is not None
+    if training.train_samples is not None:
+        iterations = training.train_samples // batch
+        samples = training.train_samples
+    else:
+        assert training.train_iters is not None, "check() asks for train_iters or train_samples"
+        iterations = training.train_iters
+        samples = iterations * batch
+    schedule = _schedule(config.schedule, training)
+    decay = schedule.lr_decay_samples or (schedule.lr_decay_iters or 0) * batch
+    if schedule.lr_warmup_fraction is not None:
+        warmup = int(schedule.lr_warmup_fraction * decay)
+    else:
+        warmup = schedule.lr_warmup_samples or schedule.lr_warmup_iters * batch
+    resolved = replace(
+        config,
+        model=_model(config.model, training.seq_length),
+        tokenizer=_tokenizer(config.tokenizer),
+        parallel=_parallel(config.parallel, dp),
+        training=training,
+        optimizer=_optimizer(config.optimizer),
+        schedule=schedule,
+        logging=_logging(config.logging, config.checkpoint.save),
+        profiling=_profiling(config),
+    )
+    return Run(
+        config=resolved,
+        world_size=world_size,
+        data_parallel_size=dp,
+        num_microbatches=batch // (training.micro_batch_size * dp),
+        train_iters=iterations,
+        train_samples=samples,
+        decay_samples=decay,
+        warmup_samples=warmup,
+        wsd_decay_samples=schedule.lr_wsd_decay_samples
+        or (schedule.lr_wsd_decay_iters or 0) * batch,
+    )
+
+
+def _model(model: ModelConfig, seq_length: int) -> ModelConfig:
+    if model.swiglu:
+        ffn = max(64, model.hidden_size * 8 // 3 // 64 * 64)
+    else:
+        ffn = 4 * model.hidden_size
+    grouped = model.group_query_attention and model.num_query_groups is not None
+    return replace(
+        model,
+        ffn_hidden_size=model.ffn_hidden_size or ffn,
+        kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
+        num_query_groups=model.num_query_groups if grouped else model.num_attention_heads,
+        max_position_embeddings=model.max_position_embeddings or seq_length,
+    )
+
+
+def _tokenizer(tokenizer: TokenizerConfig) -> TokenizerConfig:
+    if tokenizer.tokenizer_type is None and tokenizer.tokenizer_model is not None:
+        kind = "sentencepiece" if tokenizer.tokenizer_model.endswith(".model") else "hf"
+        return replace(tokenizer, tokenizer_type=kind)
+    return tokenizer
+
+
+def padded_vocab_size(config: Config, vocab_size: int) -> int:
+    """Return the size of a vocabulary with its padding, which every tensor parallel rank shares."""
+    tp = config.parallel.tensor_model_parallel_size
+    multiple = config.tokenizer.make_vocab_size_divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def _parallel(parallel: ParallelConfig, dp: int) -> ParallelConfig:
+    strategy = parallel.data_parallel_sharding_strategy
+    if strategy is None:
+        strategy = "optim" if parallel.use_distributed_optimizer else "no_shard"
+    return replace(
+        parallel,
+        data_parallel_sharding_strategy=strategy,
+        use_distributed_optimizer=strategy == "optim",
+        ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * dp),
+    )
+
+
+def _training(training: TrainingConfig, dp: int) -> TrainingConfig:
+    batch = training.global_batch_size or training.micro_batch_size * dp
+    return replace(training, global_batch_size=batch)
+
+
+def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    return replace(
+        optimizer,
+        start_weight_decay=optimizer.weight_decay if start is None else start,
+        end_weight_decay=optimizer.weight_decay if end is None else end,
+    )
+
+
+def _schedule(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:
+    if schedule.lr_decay_iters is not None or schedule.lr_decay_samples is not None:
+        return schedule
+    if training.train_samples is not None:
+        return replace(schedule, lr_decay_samples=training.train_samples)
+    return replace(schedule, lr_decay_iters=training.train_iters)
+
+
+def _logging(logging: LoggingConfig, save: str | None) -> LoggingConfig:
+    folder = save or logging.tensorboard_dir
+    if logging.metrics_file is not None or folder is None:
+        return logging
+    return replace(logging, metrics_file=str(Path(folder) / "metrics.jsonl"))
+
+
+def _profiling(config: Config) -> ProfilingConfig:
+    root = config.checkpoint.save or config.logging.tensorboard_dir or "runs"
+    folder = config.profiling.profile_dir or str(Path(root) / "profile")
+    return replace(config.profiling, profile_dir=folder)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data sets of a run, the microbatches of a lane, and what identifies data in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.core.datasets.blend import BlendedDataset
+from megatron.core.datasets.chat_dataset import ChatDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.mock_dataset import MockDataset
+from megatron.core.datasets.prefetch import PrefetchedBatches
+from megatron.core.datasets.samplers import (
+    CyclicOrder,
+    GPTBatches,
+    SampleOrder,
+    SingleOrder,
+    TokenSource,
+)
+from megatron.core.datasets.splits import build_split, has_split, parse_split
+from megatron.core.process_groups import Group
+from megatron.training.config.resolve import Run
+from megatron.training.data.data_paths import SplitPath, read_paths
+from megatron.training.data.vocabulary import Vocabulary
+
+_NAMES = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSets:
+    """The data of a run.
+
+    Args:
+        train: samples to train on.
+        validation: samples to validate on, the same at every validation; None without validation.
+        test: samples for one evaluation at the end of the run; None if there are none.
+        identity: what the order of the samples depends on, save for the length of the run, as JSON.
+        notes: lines that say what became of the data.
+    """
+
+    train: TokenSource
+    validation: TokenSource | None
+    test: TokenSource | None = None
+    identity: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def build_data_sets(run: Run, vocabulary: Vocabulary) -> DataSets:
+    """Open token files and build the sample indices of a run.
+
+    Raises:
+        ValueError: a file is missing or damaged, or too short for a split; one line.
+    """
+    config, training = run.config.data, run.config.training
+    batch = training.global_batch_size
+    assert batch is not None, "the run must be resolved"
+    common = _dataset_config(run, vocabulary)
+    evaluated = training.eval_iters * batch if training.eval_interval > 0 else 0
+    counts = dict(zip(_NAMES, (run.train_samples, evaluated, evaluated), strict=True))
+    if config.mock_data:
+        made = {
+            name: MockDataset(common, num_samples=counts[name], split=i, name=name)
+            for i, name in enumerate(_NAMES)
+            if counts[name]
+        }
+        identity = {"files": [], "vocab_size": vocabulary.size, "kind": "mock"}
+        return _data_sets(made, run, identity, ())
+    paths = read_paths(config)
+    try:
+        sources = {
+            name: [IndexedDataset(prefix) for prefix in split.path.prefixes]
+            for name, split in paths.items()
+        }
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    found: dict[str, TokenSource] = {}
+    notes: list[str] = []
+    for name, split in paths.items():
+        if name == "test" and not _has_test(split, sources[name], run):
+            if counts[name] and parse_split(config.split)[2]:
+                notes.append(f"no test at the end: --split {config.split} leaves no document to it")
+        elif counts[name]:
+            found[name] = _split(
+                run, split, common, name=name, count=counts[name], sources=sources[name]
+            )
+    if counts["valid"] and "valid" not in paths:
+        notes.append("no validation: there is no --valid-data-path")
+    notes += _chat_notes(found)
+    path = paths["train"].path
+    identity = {
+        "files": [source.fingerprint for source in sources["train"]],
+        "weights": None if path.weights is None else list(path.weights),
+        "split": config.split if paths["train"].which is not None else None,
+        "paths": [str(Path(prefix).resolve()) for prefix in path.prefixes],
+    }
+    if config.sft:
+        identity["kind"] = "sft"
+    return _data_sets(found, run, identity, tuple(notes))
+
+
+def _dataset_config(run: Run, vocabulary: Vocabulary) -> GPTDatasetConfig:
+    """Return what all samples of a run have in common. Raises ValueError."""
+    config, training = run.config.data, run.config.training
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        if vars(config)[name] and vocabulary.eod is None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} needs an end-of-document token, and the vocabulary "
+                "has none: leave it out, or give --tokenizer-model one that has"
+            )
+    return GPTDatasetConfig(
+        sequence_length=training.seq_length,
+        seed=training.seed,
+        vocab_size=vocabulary.size,
+        eod_token=vocabulary.eod,
+        eod_mask_loss=config.eod_mask_loss,
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=config.reset_attention_mask,
+        cache_dir=config.data_cache_path,
+    )
+
+
+def _has_test(split: SplitPath, sources: Sequence[IndexedDataset], run: Run) -> bool:
+    """Say whether a test split has documents: the default --split asks for one of any data."""
+    shares = parse_split(run.config.data.split)
+    return split.which is None or has_split(sources, shares, split.which)
+
+
+def _split(
+    run: Run,
+    split: SplitPath,
+    common: GPTDatasetConfig,
+    *,
+    name: str,
+    count: int,
+    sources: Sequence[IndexedDataset],
+) -> TokenSource:
+    config = run.config.data
+    # cyclic permutes one pass itself; a weighted blend has no "one pass" and is cut to length.
+    cyclic = config.dataloader_type == "cyclic" and split.path.weights is None
+    return build_split(
+        split.path,
+        common,
+        name=name,
+        shares=(1.0,) if split.which is None else parse_split(config.split),
+        which=split.which or 0,
+        num_samples=None if cyclic and name == "train" else count,
+        dataset_type=ChatDataset if config.sft else GPTDataset,
+        sources=sources,
+    )
+
+
+def _data_sets(
+    found: Mapping[str, TokenSource], run: Run, identity: Mapping[str, Any], notes: tuple[str, ...]
+) -> DataSets:
+    training = run.config.training
+    return DataSets(
+        train=found["train"],
+        validation=found.get("valid"),
+        test=found.get("test"),
+        identity={
+            **identity,
+            "sequence_length": training.seq_length,
+            "seed": training.seed,
+            "dataloader_type": run.config.data.dataloader_type,
+        },
+        notes=notes,
+    )
+
+
+def _chat_notes(found: Mapping[str, TokenSource]) -> list[str]:
+    """Say for each part of the training data what became of its conversations."""
+    train = found.get("train")
+    parts = train.datasets if isinstance(train, BlendedDataset) else [train]
+    notes = []
+    for part in parts:
+        if isinstance(part, ChatDataset):
+            counted = part.statistics
+            notes.append(
+                f"{part.source.prefix}: {counted.conversations:,} conversations packed into "
+                f"{counted.rows:,} samples, {counted.filled:.1%} of them filled; one pass cuts "
+                f"{counted.truncated:,} to --seq-length + 1 tokens and leaves out "
+                f"{counted.left_out:,} with nothing to learn"
+            )
+    return notes
+
+
+def training_batches(
+    data: DataSets, run: Run, *, lanes: Group, consumed_samples: int
+) -> GPTBatches:
+    """Return this lane's microbatches from a position on.
+
+    Args:
+        lanes: the ranks that see different samples.
+        consumed_samples: samples used before, by all lanes together.
+    """
+    order: SampleOrder
+    if run.config.data.dataloader_type == "cyclic":
+        order = CyclicOrder(len(data.train), run.config.training.seed)
+    else:
+        order = SingleOrder(len(data.train))
+    return GPTBatches(
+        data.train,
+        micro_batch_size=run.config.training.micro_batch_size,
+        lanes_rank=lanes.rank,
+        lanes_size=lanes.size,
+        consumed_samples=consumed_samples,
+        order=order,
+    )
+
+
+def read_ahead(batches: GPTBatches, run: Run) -> GPTBatches | PrefetchedBatches:
+    """Let `--num-workers` threads read microbatches ahead; the caller closes those."""
+    workers = run.config.data.num_workers
+    return PrefetchedBatches(batches, workers=workers) if workers else batches
+
+
+def validation_batches(
+    data: DataSets, run: Run, *, lanes: Group, split: Literal["validation", "test"] = "validation"
+) -> GPTBatches:
+    """Return this lane's microbatches of one validation; every validation sees the same samples."""
+    source = data.validation if split == "validation" else data.test
+    assert source is not None
+    return GPTBatches(
+        source,
+        micro_batch_size=run.config.training.micro_batch_size,
+        lanes_rank=lanes.rank,
+        lanes_size=lanes.size,
+    )
+
+
+def compare_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List how the data of a checkpoint differs from a run's; empty if samples go on in order."""
+    differences = []
+    for name in dict.fromkeys([*saved, *now]):
+        before, after = saved.get(name), now.get(name)
+        if name == "paths" or before == after:
+            continue
+        if name == "files" and len(before or ()) == len(after or ()):
+            paths = now.get("paths", ())
+            for i, (old, new, path) in enumerate(zip(before, after, paths, strict=True), 1):
+                if old != new:
+                    differences.append(f"data file {i}, {path}, has other content")
+        elif name == "files":
+            differences.append(
+                f"{len(before or ())} data files in the checkpoint ({_listed(saved)}), "
+                f"{len(after)} now ({_listed(now)})"
+            )
+        else:
+            differences.append(f"{name}: {before} in the checkpoint, {after} now")
+    return differences
+
+
+def _listed(identity: Mapping[str, Any]) -> str:
+    return ", ".join(identity.get("paths", ())) or "unnamed"

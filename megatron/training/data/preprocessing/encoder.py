@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One block of input files to the tokens of its documents; what every worker does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron.core.datasets.indexed_dataset import token_type_for
+from megatron.training.data.documents import Record, Tally, read_records
+from megatron.training.data.preprocessing.blocks import Block, Position
+from megatron.training.data.preprocessing.options import PreprocessConfig
+from megatron.training.data.tokenizers import ArrayTokenizer, Tokenizer, build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron.training.data.chat import ChatTemplate
+
+_REFUSED = "refused by the tokenizer"
+# Tokens back to back [t], and the length of each document [n].
+_Flat = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """One of the data sets that are written side by side, document by document.
+
+    Args:
+        suffix: after the output prefix.
+        dtype: token type.
+    """
+
+    suffix: str
+    dtype: np.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """The documents of one block.
+
+    Args:
+        tokens: of each stream, documents back to back, [t] in the stream's type.
+        lengths: of each stream, tokens of each document, [n].
+        tally: what was read and rejected.
+        size: of the block, in bytes.
+        end: where to go on.
+    """
+
+    tokens: tuple[np.ndarray, ...]
+    lengths: tuple[np.ndarray, ...]
+    tally: Tally
+    size: int
+    end: Position
+
+
+class Encoder:
+    """Encodes blocks as the options say.
+
+    Args:
+        config: options.
+        tokenizer: to use; None makes the one of the options.
+        fingerprint: that the tokenizer made must have.
+
+    Raises:
+        ValueError: the tokenizer cannot be made, has no end-of-document token to append, or is
+            another one by now.
+    """
+
+    def __init__(
+        self,
+        config: PreprocessConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer or build_tokenizer(
+            config.kind, model=config.tokenizer_model, vocab_size=config.vocab_size
+        )
+        if fingerprint not in (None, self.tokenizer.fingerprint):
+            raise ValueError(f"the tokenizer {config.tokenizer_model} changed just now: start anew")
+        if config.append_eod and self.tokenizer.eod is None:
+            raise ValueError("--append-eod: the tokenizer has no end-of-document token")
+        dtype = token_type_for(self.tokenizer.vocab_size)
+        self.template: ChatTemplate | None = None
+        if config.chat:
+            self.template = _template(config)
+            self.streams = (
+                Stream(suffix="", dtype=dtype),
+                Stream(suffix=".mask", dtype=np.dtype("u1")),
+            )
+        else:
+            keys = config.keys
+            suffixes = [""] if len(keys) == 1 else [f"_{key}" for key in keys]
+            self.streams = tuple(Stream(suffix=suffix, dtype=dtype) for suffix in suffixes)
+
+    def encode(self, block: Block) -> Encoded:
+        """Encode the documents of a block.
+
+        Raises:
+            ValueError: a record holds no document, and the options are strict.
+        """
+        tally = Tally(strict=self.config.strict)
+        records = list(
+            read_records(
+                block,
+                tally,
+                keys=self.config.keys,
+                max_document_bytes=self.config.max_document_bytes,
+                texts=self.template is None,
+            )
+        )
+        encoded = (
+            self._conversations(records, tally) if self.template else self._texts(records, tally)
+        )
+        return Encoded(
+            tokens=tuple(tokens for tokens, _ in encoded),
+            lengths=tuple(lengths for _, lengths in encoded),
+            tally=tally,
+            size=block.size,
+            end=block.end,
+        )
+
+    def _texts(self, records: Sequence[Record], tally: Tally) -> list[_Flat]:
+        if self.config.kind == "null":  # the one that takes no other text than numbers
+            records = [record for record in records if self._takes(record, tally)]
+        ending = self.tokenizer.eod if self.config.append_eod else None
+        return [
+            encode_flat(
+                self.tokenizer,
+                [r.values[index] for r in records],
+                dtype=stream.dtype,
+                ending=ending,
+            )
+            for index, stream in enumerate(self.streams)
+        ]
+
+    def _conversations(self, records: Sequence[Record], tally: Tally) -> list[_Flat]:
+        from megatron.training.data.chat import MalformedConversation, encode_conversation
+
+        assert self.template is not None
+        encoded: tuple[list[list[int]], list[list[int]]] = ([], [])
+        for record in records:
+            try:
+                both = encode_conversation(record.values[0], self.tokenizer, self.template)
+            except MalformedConversation as error:
+                tally.take_back(error.reason, record.place)
+                continue
+            for numbers, found in zip(encoded, both, strict=True):
+                numbers.append(found)
+        return [
+            _flatten(numbers, stream.dtype)
+            for numbers, stream in zip(encoded, self.streams, strict=True)
+        ]
+
+    def _takes(self, record: Record, tally: Tally) -> bool:
+        try:
+            self.tokenizer.encode_batch(record.values)
+        except ValueError:
+            tally.take_back(_REFUSED, record.place)
+            return False
+        return True
+
+
+def encode_flat(
+    tokenizer: Tokenizer, texts: Sequence[str], *, dtype: np.dtype, ending: int | None
+) -> _Flat:
+    """Encode texts to tokens back to back.
+
+    Args:
+        tokenizer: encodes.
+        texts: n documents.
+        dtype: of the tokens.
+        ending: a token to put behind each text; None for none.
+
+    Returns:
+        Tokens [t] and the length of each document [n].
+    """
+    if isinstance(tokenizer, ArrayTokenizer):
+        arrays = tokenizer.encode_arrays(texts)
+        lengths = np.fromiter(map(len, arrays), np.int64, count=len(arrays))
+        flat = np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
+    else:
+        flat, lengths = _flatten(tokenizer.encode_batch(texts), dtype)
+    if ending is not None:
+        flat = np.insert(flat, np.cumsum(lengths), ending)
+        lengths = lengths + 1
+    return flat, lengths
+
+
+def _flatten(lists: Sequence[Sequence[int]], dtype: np.dtype) -> _Flat:
+    lengths = np.fromiter(map(len, lists), np.int64, count=len(lists))
+    return np.fromiter(chain.from_iterable(lists), dtype, count=int(lengths.sum())), lengths
+
+
+def _template(config: PreprocessConfig) -> ChatTemplate:
+    from megatron.training.data.chat import read_chat_template
+
+    return read_chat_template(config.chat_template, tokenizer_model=config.tokenizer_model)

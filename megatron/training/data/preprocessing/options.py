@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of preprocess_data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron.training.data.preprocessing.blocks import MAX_DOCUMENT_BYTES
+from megatron.training.data.tokenizers import TokenizerType, guess_type
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig:
+    """Options of preprocess_data."""
+
+    input: tuple[str, ...]
+    """Files, folders or patterns: lines of JSON (.jsonl, .jsonl.gz), Parquet tables, and .txt
+    files of one document each."""
+    output_prefix: str
+    """Path of the data set to write, without .bin or .idx; what --data-path is given."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer: a Hugging Face tokenizer.json, a SentencePiece .model, UTF-8 bytes, or
+    numbers as they are; derived from --tokenizer-model."""
+    tokenizer_model: str | None = None
+    """Path of a tokenizer.json, of a folder that holds one, or of a SentencePiece .model."""
+    vocab_size: int | None = None
+    """Number of ids, for --tokenizer-type null."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Key or column that holds the document; several write PREFIX_KEY.bin and .idx each."""
+    append_eod: bool = False
+    """End every document with the tokenizer's end-of-document token."""
+    chat: bool = False
+    """Documents are conversations; besides the tokens, write PREFIX.mask.bin and .idx with 1 on
+    what the assistant says: what --sft is trained on."""
+    chat_template: str | None = None
+    """Template of --chat: a file, or one of chatml, llama3, plain; derived: the tokenizer's own."""
+    chat_key: str = "messages"
+    """Key or column that holds the conversation, a list of objects with role and content."""
+    workers: int | None = None
+    """Processes that encode; none means one per core, and one for the byte tokenizer, which is as
+    fast as files are read."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    """Longest line, text or row to take; bounds memory. Longer ones are rejected and counted."""
+    strict: bool = False
+    """Stop at the first record that holds no document, instead of counting and skipping it."""
+    resume: bool = False
+    """Go on where a run with the same options was killed; starts anew if there is none."""
+
+    def __post_init__(self) -> None:
+        """Check the options that can be checked without files."""
+        kind = self.kind
+        problems = []
+        if self.workers is not None and self.workers < 1:
+            problems.append(f"--workers {self.workers}: must be 1 or more")
+        if self.max_document_bytes < 1:
+            problems.append(f"--max-document-bytes {self.max_document_bytes}: must be 1 or more")
+        if self.tokenizer_model is not None and kind in ("byte", "null"):
+            problems.append(f"--tokenizer-type {kind} takes no --tokenizer-model")
+        if self.vocab_size is not None and kind != "null":
+            problems.append("--vocab-size is for --tokenizer-type null")
+        if self.chat and self.append_eod:
+            problems.append("--append-eod is not for --chat: the template ends a conversation")
+        if not self.chat and self.chat_template is not None:
+            problems.append("--chat-template has no effect without --chat")
+        if len(set(self.json_keys)) < len(self.json_keys):
+            problems.append(f"--json-keys {' '.join(self.json_keys)}: a key is named twice")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys of the values that a record must hold."""
+        return (self.chat_key,) if self.chat else self.json_keys
+
+    @property
+    def kind(self) -> TokenizerType:
+        """Return the kind of tokenizer."""
+        return self.tokenizer_type or guess_type(self.tokenizer_model)
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of processes that encode."""
+        if self.workers is not None:
+            return self.workers
+        return 1 if self.kind == "byte" else _cores()
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets written side by side, committed every so often, and taken up again after a kill.
+
+At a commit the drafts of all streams are brought to the disk, then one line goes to the journal:
+how much of each draft counts, where in the input to go on, and what was rejected. Whatever the
+drafts hold beyond the last line is cut off by the run that resumes. So every byte of the result is
+the same as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.atomic_file import atomic_write
+from megatron.core.datasets.indexed_writer import (
+    IndexedDatasetWriter,
+    Written,
+    drop_draft,
+    publish_draft,
+)
+from megatron.training.data.documents import Tally
+from megatron.training.data.preprocessing.blocks import Position
+from megatron.training.data.preprocessing.encoder import Encoded, Stream
+from megatron.training.data.preprocessing.journal import Journal
+
+COMMIT_BYTES = 64 << 20
+_DRAFT = "draft"
+
+
+class Output:
+    """The data sets of a run.
+
+    Args:
+        prefix: of all of them; its folder must exist.
+        streams: what each is.
+        header: what the result depends on: options and inputs, as JSON.
+        resume: whether to go on with what a killed run left.
+        commit_bytes: input to work off between commits.
+        strict: of the tally.
+
+    Raises:
+        ValueError: another run writes them, or what was left is of other options or inputs.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        streams: Sequence[Stream],
+        *,
+        header: Mapping[str, Any],
+        resume: bool,
+        commit_bytes: int = COMMIT_BYTES,
+    ) -> None:
+        self._prefixes = [f"{prefix}{stream.suffix}" for stream in streams]
+        self._commit_bytes = commit_bytes
+        self._uncommitted = 0
+        self.position = Position()
+        self.tally = Tally()
+        self.complete = False
+        self._writers: list[IndexedDatasetWriter] = []
+        self._journal = Journal(journal_path(prefix))
+        try:
+            latest = self._take_up(header, resume)
+            if not self.complete:
+                self._open(streams, latest)
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def _take_up(self, header: Mapping[str, Any], resume: bool) -> Mapping[str, Any] | None:
+        """Return the line of the journal to go on from; None to start anew."""
+        known, latest = self._journal.header, self._journal.latest
+        header = json.loads(json.dumps(header))  # tuples are lists in a journal
+        if resume and known is not None and latest is not None:
+            changed = [
+                f"{name} was {known.get(name)} and is {header[name]}"
+                for name in header
+                if known.get(name) != header[name]
+            ]
+            if changed:
+                raise ValueError(
+                    f"--resume: {_short('; '.join(changed))}: undo that, or leave --resume out to "
+                    "start anew"
+                )
+            self.complete = "complete" in latest
+            return latest
+        for prefix in self._prefixes:
+            drop_draft(prefix, _DRAFT)
+        self._journal.begin(header)
+        return None
+
+    def _open(self, streams: Sequence[Stream], latest: Mapping[str, Any] | None) -> None:
+        written: list[Written | None] = [None] * len(streams)
+        if latest is not None:
+            self.position = Position(**latest["position"])
+            self.tally = _tally(latest["tally"])
+            written = [Written(**counts) for counts in latest["written"]]
+        for prefix, stream, counts in zip(self._prefixes, streams, written, strict=True):
+            self._writers.append(
+                IndexedDatasetWriter(prefix, stream.dtype, draft=_DRAFT, written=counts)
+            )
+
+    @property
+    def written(self) -> list[Written]:
+        """Return how much each data set holds so far."""
+        return [
+            Written(tokens=w.num_tokens, sequences=w.num_sequences, documents=w.num_documents)
+            for w in self._writers
+        ]
+
+    def add(self, encoded: Encoded) -> None:
+        """Append the documents of a block, and commit from time to time."""
+        for writer, tokens, lengths in zip(
+            self._writers, encoded.tokens, encoded.lengths, strict=True
+        ):
+            writer.add_documents(tokens, lengths)
+        self.tally.add(encoded.tally)
+        self.position = encoded.end
+        self._uncommitted += encoded.size
+        if self._uncommitted >= self._commit_bytes:
+            self._journal.append(
+                {
+                    "position": asdict(self.position),
+                    "tally": {**vars(self.tally), "rejected": dict(self.tally.rejected)},
+                    "written": [asdict(writer.commit()) for writer in self._writers],
+                }
+            )
+            self._uncommitted = 0
+
+    def finish(self, descriptions: Sequence[Mapping[str, Any] | None]) -> None:
+        """Bring everything to the disk: only names are left to be given, by `publish`.
+
+        Args:
+            descriptions: of each stream, for `<prefix>.json`; None for no such file.
+        """
+        for writer in self._writers:
+            writer.prepare()
+        # From here on only names change, and a run that resumes changes them likewise.
+        self._journal.append({"complete": list(descriptions)})
+        self.complete = True
+
+    def publish(self) -> list[Mapping[str, Any] | None]:
+        """Give every data set its name and its description, and forget the journal.
+
+        Returns:
+            The descriptions.
+        """
+        assert self._journal.latest is not None
+        descriptions = self._journal.latest["complete"]
+        # The first stream last: where its index is, everything is.
+        for prefix, description in reversed(list(zip(self._prefixes, descriptions, strict=True))):
+            # Before the pair's names: where there is an index, there is its description.
+            if description is not None:
+                with atomic_write(Path(f"{prefix}.json")) as stream:
+                    stream.write(json.dumps(description, indent=1).encode() + b"\n")
+            publish_draft(prefix, _DRAFT)
+        self._journal.remove()
+        return descriptions
+
+    def stop(self, *, keep: bool) -> bool:
+        """End before the work is done.
+
+        Args:
+            keep: whether a run that resumes shall find what is committed.
+
+        Returns:
+            Whether it will find anything.
+        """
+        kept = self.complete or (keep and "position" in (self._journal.latest or {}))
+        for writer in self._writers:
+            writer.keep() if kept else writer.abort()
+        self._journal.close() if kept else self._journal.remove()
+        return kept
+
+
+def journal_path(prefix: str | Path) -> Path:
+    """Return the path of the journal of the data sets under a prefix."""
+    return Path(f"{prefix}.journal")
+
+
+def _tally(values: Mapping[str, Any]) -> Tally:
+    return Tally(**{**values, "rejected": Counter(values["rejected"])})
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}..."

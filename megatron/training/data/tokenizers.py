@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers by one protocol: Hugging Face `tokenizer.json`, SentencePiece, bytes, and numbers.
+
+This is the one module that imports the library `tokenizers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_LONG_RUN = re.compile(r"\S{513,}|\s{513,}")
+# What other tokenizers call the end of a document, the likeliest first.
+_END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+# Tokens of a prompt that the text of what follows can depend on.
+_CONTEXT_TOKENS = 16
+
+TokenizerType = Literal["hf", "sentencepiece", "byte", "null"]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, special tokens included."""
+
+    @property
+    def eod(self) -> int | None:
+        """Id of the end-of-document token, if there is one."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal ids."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of some ids; special tokens are left out."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts."""
+
+
+@runtime_checkable
+class ArrayTokenizer(Protocol):
+    """A tokenizer that need not make a Python number of every token."""
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of several texts, each [t], of any integer type."""
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` file, run by the library `tokenizers` with its own threads.
+
+    A `tokenizer_config.json` beside it says which token ends a document (`eos_token`); without one
+    it is the first of the usual names that is there.
+
+    Args:
+        path: the file, or a folder that holds it.
+
+    Raises:
+        ValueError: there is no such file, or it is none.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        import tokenizers
+
+        path = Path(path)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"tokenizer {path}: {error.strerror}; give --tokenizer-model a tokenizer.json"
+            ) from None
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"tokenizer {path} is no tokenizer.json: {error}") from None
+        # What the file says of cutting and filling texts is for other uses than ours.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._fingerprint = hashlib.sha256(content).hexdigest()
+        self._eod = self._end(path)
+        # Ids need not be contiguous: the largest counts.
+        self._vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    def _end(self, path: Path) -> int | None:
+        said = _said_end(path.with_name("tokenizer_config.json"))
+        if said is not None:
+            found: int | None = self._tokenizer.token_to_id(said)
+            if found is None:
+                raise ValueError(
+                    f"{path.with_name('tokenizer_config.json')} names {said!r} as eos_token, which "
+                    f"{path} does not have: mend one of them"
+                )
+            return found
+        ids = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
+        return next((number for number in ids if number is not None), None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the largest id + 1."""
+        return self._vocab_size
+
+    @property
+    def eod(self) -> int | None:
+        """Return the id of the end-of-document token, if there is one."""
+        return self._eod
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the file."""
+        return self._fingerprint
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text and the (first, last + 1) characters that each covers."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of some ids; special tokens are left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts, encoded in parallel."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+
+def _said_end(path: Path) -> str | None:
+    """Return the `eos_token` of a `tokenizer_config.json`, if there is the file and it has one."""
+    if not path.is_file():
+        return None
+    try:
+        said = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        raise ValueError(f"{path} is damaged: mend or remove it") from None
+    found = said.get("content") if isinstance(said, dict) else said
+    return found if isinstance(found, str) else None
+
+
+class ByteTokenizer:
+    """The bytes of the UTF-8 text, and one id for the end of a document."""
+
+    vocab_size = 257
+    eod = 256
+    fingerprint = "byte-257"
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of some bytes; what is no UTF-8 becomes a replacement character."""
+        return bytes(number for number in ids if number < self.eod).decode(errors="replace")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the bytes of several texts."""
+        return [self.tokenize(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the bytes of several texts."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+class NullTokenizer:
+    """Text that already is token ids, written as numbers with blanks between them.
+
+    Args:
+        vocab_size: ids the text may hold; the end of a document is the id after the last of them.
+
+    Raises:
+        ValueError: the vocabulary is empty.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise ValueError(f"--vocab-size {vocab_size}: must be 1 or more")
+        self.eod = vocab_size
+        self.vocab_size = vocab_size + 1
+        self.fingerprint = f"null-{vocab_size}"
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the numbers of a text.
+
+        Raises:
+            ValueError: a word is no number, or a number is no id.
+        """
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(f"{text[:40]!r}: the null tokenizer takes numbers only") from None
+        wrong = [number for number in ids if not 0 <= number < self.eod]
+        if wrong:
+            raise ValueError(f"token id {wrong[0]} is not below the vocabulary size {self.eod}")
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the numbers with blanks between them, without the end of the document."""
+        return " ".join(str(number) for number in ids if number != self.eod)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the numbers of several texts."""
+        return [self.tokenize(text) for text in texts]
+
+
+def guess_type(model: str | Path | None) -> TokenizerType:
+    """Return the kind of tokenizer that a file is, by its name; hf unless it is a `.model`."""
+    return "sentencepiece" if model is not None and Path(model).suffix == ".model" else "hf"
+
+
+def build_tokenizer(
+    kind: TokenizerType, *, model: str | Path | None = None, vocab_size: int | None = None
+) -> Tokenizer:
+    """Make the tokenizer that some flags describe.
+
+    Args:
+        kind: `--tokenizer-type`.
+        model: `--tokenizer-model`, for hf and sentencepiece.
+        vocab_size: `--vocab-size`, for null.
+
+    Raises:
+        ValueError: what the kind needs is missing.
+    """
+    if kind == "hf":
+        if model is None:
+            raise ValueError("--tokenizer-type hf needs --tokenizer-model PATH of a tokenizer.json")
+        return HuggingFaceTokenizer(model)
+    if kind == "sentencepiece":
+        from megatron.training.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+        if model is None:
+            raise ValueError("--tokenizer-type sentencepiece needs --tokenizer-model PATH.model")
+        return SentencePieceTokenizer(model)
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind != "null":
+        names = ", ".join(typing.get_args(TokenizerType))
+        raise ValueError(f"--tokenizer-type {kind!r}: use one of {names}")
+    if vocab_size is None:
+        raise ValueError("--tokenizer-type null needs --vocab-size: how many ids the data uses")
+    return NullTokenizer(vocab_size)
+
+
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int]) -> Callable[[Sequence[int]], str]:
+    """Return the function from the ids that follow a prompt to the text that follows it.
+
+    Alone, a text's first token may lose what stands before it: SentencePiece drops the blank that
+    begins a word at the beginning of a text.
+
+    Args:
+        tokenizer: turns ids into text.
+        prompt: ids that come first.
+    """
+    prompt = prompt[-_CONTEXT_TOKENS:]
+    before = tokenizer.detokenize(prompt)
+
+    def detokenize(ids: Sequence[int]) -> str:
+        whole = tokenizer.detokenize([*prompt, *ids])
+        return whole[len(before) :] if whole.startswith(before) else tokenizer.detokenize(ids)
+
+    return detokenize
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, output: str | Path) -> HuggingFaceTokenizer:
+    """Train a byte-level BPE tokenizer with an end-of-document token.
+
+    All 256 bytes are tokens, so any text can be encoded and comes back unchanged. Of a run of more
+    than 512 characters without a blank, or of blanks, only the first 512 teach anything: the time
+    to learn from a word grows with the square of its length.
+
+    Args:
+        texts: documents; read once, in order, which makes the result repeatable.
+        vocab_size: number of ids, end of document included; at least 257.
+        output: the `tokenizer.json` to write.
+
+    Returns:
+        The tokenizer read back from the file. It has fewer ids if the texts have too few pairs.
+
+    Raises:
+        ValueError: the vocabulary cannot hold all bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from megatron.core.datasets.atomic_file import atomic_write
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size <= len(alphabet):
+        raise ValueError(
+            f"a byte-level vocabulary of {vocab_size} is too small: it needs {len(alphabet)} bytes "
+            f"and {END_OF_DOCUMENT}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    cut = (_LONG_RUN.sub(lambda run: run[0][:512], text) for text in texts)
+    tokenizer.train_from_iterator(cut, trainer)
+    with atomic_write(Path(output)) as stream:
+        described = json.loads(tokenizer.to_str())
+        stream.write(json.dumps(described, ensure_ascii=False, indent=1).encode())
+    return HuggingFaceTokenizer(output)

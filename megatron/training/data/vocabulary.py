@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary of a run: from its tokenizer, or from what is written beside its token files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.training.config import TokenizerConfig
+from megatron.training.data.tokenizers import build_tokenizer, guess_type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What training needs to know of a tokenizer.
+
+    Args:
+        size: number of token ids, without padding.
+        eod: id of the end-of-document token, if there is one.
+        tokenizer: how to make the tokenizer again, as JSON: type, model (path), vocab_size,
+            fingerprint, eod; what a checkpoint keeps.
+    """
+
+    size: int
+    eod: int | None
+    tokenizer: Mapping[str, Any]
+
+
+def read_vocabulary(config: TokenizerConfig, prefixes: Sequence[str]) -> Vocabulary:
+    """Find the vocabulary of a run and compare it with the token files'.
+
+    Args:
+        config: tokenizer options; without any, the token files' own description counts.
+        prefixes: of the token files; `PREFIX.json`, where it exists, says which tokenizer wrote
+            them.
+
+    Raises:
+        ValueError: nothing says how large the vocabulary is, or the files were written with
+            another tokenizer.
+    """
+    written = {prefix: describe_files(prefix) for prefix in prefixes}
+    found = _from_options(config) or _from_files(config, written)
+    for prefix, description in written.items():
+        theirs, ours = description.get("fingerprint"), found.tokenizer.get("fingerprint")
+        if theirs and ours and theirs != ours:
+            raise ValueError(
+                f"{prefix} was written with another tokenizer than this run's: give "
+                "--tokenizer-model the file it was written with, or write it again"
+            )
+        if ours and theirs and description.get("eod") != found.eod:
+            raise ValueError(
+                f"{prefix} ends documents with token {description.get('eod')}, this run's "
+                f"tokenizer with {found.eod}: give both the same tokenizer_config.json"
+            )
+    return found
+
+
+def describe_files(prefix: str) -> dict[str, Any]:
+    """Return what `PREFIX.json` says about the tokenizer; nothing if there is no such file.
+
+    Args:
+        prefix: of a pair of token files.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = Path(f"{prefix}.json")
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(found["tokenizer"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is damaged: remove it, or write the token files again") from None
+
+
+def _from_options(config: TokenizerConfig) -> Vocabulary | None:
+    kind = config.tokenizer_type
+    if kind is None and config.tokenizer_model:
+        kind = guess_type(config.tokenizer_model)
+    if kind is None:
+        return None
+    tokenizer = build_tokenizer(kind, model=config.tokenizer_model, vocab_size=config.vocab_size)
+    size = tokenizer.vocab_size
+    if kind != "null" and config.vocab_size is not None:
+        if config.vocab_size < size:
+            raise ValueError(
+                f"--vocab-size {config.vocab_size} is less than the tokenizer's {size}: raise it, "
+                "or leave it out"
+            )
+        size = config.vocab_size
+    model = config.tokenizer_model
+    return Vocabulary(
+        size=size,
+        eod=tokenizer.eod,
+        tokenizer={
+            "type": kind,
+            "model": str(Path(model).resolve()) if model else None,
+            "vocab_size": config.vocab_size if kind == "null" else size,
+            "fingerprint": tokenizer.fingerprint,
+            "eod": tokenizer.eod,
+        },
+    )
+
+
+def _from_files(config: TokenizerConfig, written: Mapping[str, Mapping[str, Any]]) -> Vocabulary:
+    known = [d for d in written.values() if "vocab_size" in d]
+    size = config.vocab_size or max((d["vocab_size"] for d in known), default=None)
+    if size is None:
+        raise ValueError(
+            f"the vocabulary of {', '.join(written) or 'mock data'} is unknown: give "
+            "--tokenizer-model, or --vocab-size"
+        )
+    largest = max((d["vocab_size"] for d in known), default=0)
+    if size < largest:
+        raise ValueError(
+            f"--vocab-size {size} is less than the {largest} of the token files: raise it"
+        )
+    first = known[0] if known else {}
+    kind, model = first.get("type"), first.get("model")
+    if kind in ("hf", "sentencepiece") and model is None:
+        kind = None  # written before the files said which one
+    return Vocabulary(
+        size=size,
+        eod=first.get("eod"),
+        tokenizer={
+            "type": kind,
+            "model": model,
+            # The null tokenizer counts the end of a document apart.
+            "vocab_size": first["vocab_size"] - 1 if kind == "null" else size,
+            "fingerprint": first.get("fingerprint"),
+            "eod": first.get("eod"),
+        },
+    )

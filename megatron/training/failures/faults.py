@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run does about a step that went wrong: report, go on, roll back, or stop with a code.
+
+Every rank calls it with the same outcome, so all of them do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.training.config import Config
+from megatron.training.errors import RunStopped
+from megatron.training.exit_codes import ExitCode
+from megatron.training.failures.bad_steps import Glitch, spike_text
+from megatron.training.failures.suspect_step import Suspect
+from megatron.training.monitoring.step_window import StepOutcome
+from megatron.training.progress_state import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Decisions about bad steps.
+
+    Args:
+        config: what the user wants done.
+        say: shows one line.
+        record: keeps numbers of an event, by kind.
+        host_of: returns the machine of a rank.
+        save: writes a checkpoint of the current progress; None without --save.
+        judge: returns how a run with a suspect step ends, the same on every rank.
+        acquit: called once the noted step, if one is, has turned out sound.
+        roll_back: loads the last checkpoint's weights and returns its progress; None if there is
+            none.
+    """
+
+    config: Config
+    say: Callable[[str], None]
+    record: Callable[[str, int, dict[str, float]], None]
+    host_of: Callable[[int], str]
+    save: Callable[[Progress], object] | None = None
+    judge: Callable[[Suspect], RunStopped] | None = None
+    acquit: Callable[[int], None] = lambda iteration: None
+    roll_back: Callable[[], Progress | None] = lambda: None
+
+    def after_step(self, progress: Progress, outcome: StepOutcome, limit: float) -> None:
+        """Look at a step before it is counted.
+
+        Args:
+            limit: of the loss.
+
+        Raises:
+            RunStopped: its loss is not finite, and other machines shall say why.
+        """
+        iteration = progress.iteration + 1
+        glitch = Glitch.of(outcome)
+        if outcome.spiked:
+            self.say(spike_text(iteration, outcome.loss, limit))
+            self.record("fault", iteration, {"spike": outcome.loss, "limit": limit})
+        if glitch is None:
+            self.acquit(iteration)
+            return
+        self.say(glitch.text(iteration, self.host_of))
+        event = {glitch.verdict: 1.0, "first_rank": float(min(glitch.ranks, default=-1))}
+        self.record("fault", iteration, event)
+        wants = self.config.failures.on_reproduced_nan == "restart"
+        if glitch.verdict != "reproduced" or not wants or self.judge is None:
+            return
+        hosts = {str(rank): self.host_of(rank) for rank in glitch.ranks}
+        if self.save is not None:
+            self.save(progress)  # of the state before this step
+        raise self.judge(Suspect(iteration, hosts))
+
+    def after_count(self, progress: Progress, outcome: StepOutcome) -> None:
+        """Look at the number of bad steps in a row.
+
+        Raises:
+            RunStopped: it is too high.
+        """
+        bad = progress.consecutive_bad_steps
+        last = f"(last loss {outcome.loss}, gradient norm {outcome.grad_norm})"
+        limit = self.config.training.max_consecutive_bad_steps
+        if bad >= limit:
+            what = "a NaN or Inf loss or gradient norm" + (" or a spike" if outcome.spiked else "")
+            raise RunStopped(
+                ExitCode.BAD_STEPS,
+                f"stopped at iteration {progress.iteration}: {limit} steps in a row had {what} "
+                f"{last}; none of them changed a weight; lower --lr or look at the data, and "
+                "resume from the last checkpoint",
+            )
+        if bad and bad == self.config.failures.rollback_after_bad_steps:
+            self._roll_back(progress, last)
+
+    def _roll_back(self, progress: Progress, last: str) -> None:
+        """Take weights and optimizer back; the position in the data stays behind the bad steps.
+
+        Raises:
+            RunStopped: there is no checkpoint.
+        """
+        back = self.roll_back()
+        if back is None:
+            raise RunStopped(
+                ExitCode.BAD_STEPS,
+                f"stopped at iteration {progress.iteration}: {progress.consecutive_bad_steps} bad "
+                f"steps in a row {last}, and there is no checkpoint to roll back to yet: lower "
+                "--save-interval",
+            )
+        progress.update_samples = back.update_samples
+        progress.recent_losses = list(back.recent_losses)
+        progress.rollbacks += 1
+        self.say(
+            f"iteration {progress.iteration}: {progress.consecutive_bad_steps} bad steps in a row "
+            f"{last}: rolled back to the weights of iteration {back.iteration}, going on with the "
+            f"data behind sample {progress.consumed_samples:,}"
+        )
+        self.record("fault", progress.iteration, {"rolled_back_to": float(back.iteration)})

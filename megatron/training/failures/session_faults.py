@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session does about faults: who ends it, what a bad step leads to, where it rolls back
+to."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from megatron.training.checkpoint_io import find_checkpoint, load_run
+from megatron.training.failures.faults import Faults
+from megatron.training.failures.straggler import StragglerReport, WaitClock
+from megatron.training.failures.suspect_step import SuspectStep
+from megatron.training.monitoring.metrics import Metrics
+from megatron.training.monitoring.step_window import StepOutcome
+from megatron.training.progress_state import Progress
+from megatron.training.session import Session
+
+TakeStep = Callable[[float, float, float], StepOutcome]
+
+
+def arm_stop(session: Session) -> None:
+    """Let signals and the limit of time end the run in order from here on."""
+    failures, save = session.run.config.failures, session.run.config.checkpoint.save
+    minutes = failures.exit_duration_in_mins
+    # Without a checkpoint there is nothing to be gained by going on for a step.
+    orderly = failures.exit_signal_handler and save is not None
+    session.place.stop.arm(
+        grace_seconds=failures.exit_grace_seconds if orderly else None,
+        limit_seconds=None if minutes is None else 60.0 * minutes,
+    )
+
+
+def session_faults(
+    session: Session,
+    *,
+    say: Callable[[str], None],
+    metrics: Metrics,
+    save: Callable[[Progress], object] | None,
+) -> Faults:
+    """Return what a session does about bad steps.
+
+    Args:
+        say: shows one line.
+        metrics: where events are kept.
+        save: writes a checkpoint; None without --save.
+    """
+    config, place = session.run.config, session.place
+    folder = config.checkpoint.save
+    suspect = None if folder is None else SuspectStep(folder, place.coordinator)
+    return Faults(
+        config=config,
+        say=say,
+        record=metrics.write,
+        host_of=host_names(session),
+        save=save,
+        judge=None if suspect is None else suspect.judge,
+        acquit=(lambda iteration: None) if suspect is None else suspect.acquit,
+        roll_back=lambda: roll_back(session),
+    )
+
+
+def host_names(session: Session) -> Callable[[int], str]:
+    """Return a function that names the machine of a rank."""
+    watch = session.place.watch
+    return (lambda rank: socket.gethostname()) if watch is None else watch.host_of
+
+
+def timed_steps(
+    session: Session, take_step: TakeStep, *, say: Callable[[str], None]
+) -> tuple[TakeStep, Callable[[], None]]:
+    """Return how to take steps, and what to do at a log line, so that slow ranks are named.
+
+    Args:
+        take_step: as it is without that; returned as it is if the options do not ask for it.
+        say: shows one line.
+    """
+    failures, place = session.run.config.failures, session.place
+    if not failures.log_straggler or session.run.world_size == 1:
+        return take_step, lambda: None
+    clock = WaitClock(place.device)
+    place.groups.observers.append(clock)
+
+    def timed(lr: float, weight_decay: float, loss_limit: float) -> StepOutcome:
+        with clock.step():
+            return take_step(lr, weight_decay, loss_limit)
+
+    report = StragglerReport(
+        clock,
+        place.groups["world"],
+        device=place.device,
+        factor=failures.straggler_factor,
+        host_of=host_names(session),
+        say=say,
+    )
+    return timed, report
+
+
+def roll_back(session: Session) -> Progress | None:
+    """Load weights and optimizer of the last checkpoint in the save folder; every rank calls this.
+
+    Returns the checkpoint's progress, None if there is none. The log window stays as it is.
+    """
+    place, folder = session.place, session.run.config.checkpoint.save
+    found = None if folder is None else find_checkpoint(folder, place.coordinator)
+    if found is None:
+        return None
+    window = session.window.to_json()
+    progress = load_run(
+        found,
+        store=session.model.store,
+        optimizer=session.optimizer,
+        window=session.window,
+        facts=session.facts,
+        coordinator=place.coordinator,
+    )
+    session.window.restore(window)
+    return progress

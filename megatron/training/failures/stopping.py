@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a run stops early: a signal, or the end of its time; all ranks stop behind the same step.
+
+A rank that is asked to stop votes for it in its next step, whose reduction of the loss carries the
+votes of all ranks. So every rank learns of it in the same step, and a save only ever starts when
+all of them have. A signal handler saves nothing: the launcher also sends SIGTERM to the survivors
+when a rank has died, and a save by some of the ranks would wait for it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from megatron.training.failures.termination import ENDING
+
+if TYPE_CHECKING:
+    from megatron.training.failures.peers import Diagnosis, PeerWatch
+
+#: How long to look for a rank that has died when a signal arrives, in seconds: it says whether the
+#: launcher ends a job that has failed or somebody one that is well.
+DIAGNOSIS_SECONDS = 0.3
+
+#: Signals within this time of the first one are the same request, in seconds: a scheduler may send
+#: SIGTERM to the launcher and to its processes, and the launcher passes its own on to them.
+SAME_SECONDS = 1.0
+
+#: Time between two such looks while a step is being finished, in seconds.
+LOOK_SECONDS = 1.0
+
+#: How long the main thread may take to unwind after Ctrl-C, in seconds.
+UNWIND_SECONDS = 1.0
+
+#: Before any save has been timed, this part of --exit-duration-in-mins is kept for one.
+UNTIMED_SAVE = 0.05
+
+
+class StopRequests:
+    """Who wants the run to stop, and what a process does about a signal.
+
+    Signals arrive on a thread (`react`), everything else is called by the main thread.
+
+    Args:
+        say: prints a line, once for all ranks that want to print it.
+        end: ends the process with an exit code, at once.
+        now: a monotonic clock, seconds; the process is taken to begin here.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        end: Callable[[int], object] = os._exit,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say, self._end, self._now = say, end, now
+        self._begun = now()
+        self.watch: PeerWatch | None = None
+        """Who of the other ranks lives; None for a single process, and before they have met."""
+        self._grace: float | None = None  # None: a signal ends the process at once
+        self._limit: float | None = None
+        self._number: int | None = None  # of the signal that has arrived
+        self._first = self._deadline = 0.0
+        self._interrupts_main = self._echoed = False
+        self._longest: dict[str, float] = {}
+
+    # --- what the loop says and asks --------------------------------------------------------------
+
+    def arm(self, *, grace_seconds: float | None, limit_seconds: float | None) -> None:
+        """From here on the run can stop in order.
+
+        Args:
+            grace_seconds: how long that may take after a signal; None ends it at once instead.
+            limit_seconds: after the process began, when the run must have ended; None for no limit.
+        """
+        self._grace, self._limit = grace_seconds, limit_seconds
+
+    def note(self, kind: Literal["step", "save", "validation"], seconds: float) -> None:
+        """Remember how long a thing takes: its longest time, which fades."""
+        self._longest[kind] = max(seconds, 0.9 * self._longest.get(kind, 0.0))
+
+    def votes(self) -> tuple[float, float]:
+        """Return this rank's part of what all ranks sum: (a signal has come, the time is up)."""
+        return float(self._number is not None), float(self._time_is_up())
+
+    def _time_is_up(self) -> bool:
+        """Return whether the run might end too late if it goes on behind this step.
+
+        It could then validate, save, take one more step and save again; and the vote is taken
+        within a step, the rest of which is to come.
+        """
+        if self._limit is None:
+            return False
+        save = self._longest.get("save", 0.5 * UNTIMED_SAVE * self._limit)
+        reserve = 2.0 * (self._longest.get("step", 0.0) + save)
+        reserve += self._longest.get("validation", 0.0)
+        return self._now() - self._begun + 1.1 * reserve >= self._limit
+
+    @staticmethod
+    def reason(sums: Sequence[float]) -> str | None:
+        """Say why the run stops behind this step, the same on every rank; None if it goes on."""
+        if not sums:
+            return None
+        signals, times = sums
+        if signals:
+            return "a signal asks"
+        return "--exit-duration-in-mins asks" if times else None
+
+    # --- what a signal does -----------------------------------------------------------------------
+
+    def react(self, number: int | None) -> float | None:
+        """React to a signal, or to the end of the time that the last call returned."""
+        if number is None:
+            return self._look()
+        if self._interrupts_main and not self._echoed:
+            self._echoed = True  # Ctrl-C as it was passed on to the main thread
+            return UNWIND_SECONDS
+        if self._number is not None:
+            if self._now() < self._first + SAME_SECONDS:
+                return LOOK_SECONDS
+            return self._leave_at_once()
+        self._number = number
+        self._first = self._now()
+        self._deadline = self._first + (self._grace or 0.0)
+        if found := self._diagnose():
+            return self._give_up(found)
+        name = signal.Signals(number).name
+        if self._grace is not None:
+            self._say(f"{name}: stopping after this step with a save; a second one ends at once")
+            return LOOK_SECONDS
+        if number == signal.SIGINT:
+            # A terminal has to be restored, which the main thread does while it unwinds.
+            self._interrupts_main = True
+            _thread.interrupt_main(signal.SIGINT)
+            return UNWIND_SECONDS
+        self._say(f"ended by {name}")
+        return self._leave_at_once()
+
+    def on_main(self) -> None:
+        """Raise KeyboardInterrupt on the main thread if that is how the process shall end."""
+        if self._interrupts_main:
+            raise KeyboardInterrupt
+
+    def _look(self) -> float | None:
+        """See whether stopping can still succeed."""
+        if self._interrupts_main:
+            self._say("interrupted")
+            return self._leave_at_once()
+        if found := self._diagnose():
+            return self._give_up(found)
+        if self._now() < self._deadline:
+            return LOOK_SECONDS
+        self._say(
+            f"no end within --exit-grace-seconds {self._grace:g} of the signal: ended at once; "
+            "earlier checkpoints are whole"
+        )
+        return self._leave_at_once()
+
+    def _diagnose(self) -> Diagnosis | None:
+        return None if self.watch is None else self.watch.diagnose(DIAGNOSIS_SECONDS)
+
+    def _give_up(self, found: Diagnosis) -> None:
+        """End the process because another rank is gone."""
+        if self.watch is not None:
+            self.watch.write_stacks(found.text)
+        if not found.told:
+            self._say(f"{found.text}; this run cannot go on")
+        self._leave_at_once()
+
+    def _leave_at_once(self) -> None:
+        assert self._number is not None
+        self._end(ENDING[signal.Signals(self._number)])

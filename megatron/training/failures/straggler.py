@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank computes more slowly than the others (`--log-straggler`).
+
+A step takes equally long on every rank, since each waits for the slowest in its collectives. So
+what counts is the time of a step without that spent waiting, measured where the waiting is done:
+by the clock on a CPU, by events of the stream on a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatron.core.comm import all_gather
+from megatron.core.process_groups import Group
+
+
+class _Event:
+    """A moment on a CPU, with the interface of a GPU's."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1000.0 * (end.at - self.at)
+
+
+class WaitClock:
+    """An observer of process groups, and the context that a rank waits in: it adds up the time.
+
+    Args:
+        device: where the run computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._device = device
+        self._in_step = False
+        self._waits: list[tuple[Any, Any]] = []
+        self._steps: list[tuple[Any, Any]] = []
+
+    def _moment(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True) if self._gpu else _Event()
+        event.record()
+        return event
+
+    def __call__(self, record: object) -> WaitClock | None:
+        """Ask to be entered while the caller waits for a collective of a step."""
+        return self if self._in_step else None
+
+    def __enter__(self) -> None:
+        self._begun = self._moment()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Note one wait."""
+        self._waits.append((self._begun, self._moment()))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Note the step that is carried out inside."""
+        self._in_step = True
+        begun = self._moment()
+        try:
+            yield
+        finally:
+            self._in_step = False
+        self._steps.append((begun, self._moment()))
+
+    def compute_seconds(self) -> float:
+        """Return the mean time that a step since the last call has computed; 0.0 without one."""
+        if self._gpu:
+            torch.cuda.synchronize(self._device)
+        steps = sum(begin.elapsed_time(end) for begin, end in self._steps)
+        waits = sum(begin.elapsed_time(end) for begin, end in self._waits)
+        count = len(self._steps)
+        self._steps.clear()
+        self._waits.clear()
+        return max(0.0, steps - waits) / 1000.0 / count if count else 0.0
+
+
+def straggler_text(
+    seconds: Sequence[float], factor: float, host_of: Callable[[int], str]
+) -> str | None:
+    """Name the ranks whose time is above `factor` medians; None if there are none.
+
+    The lower median, so that of two ranks one can be slow.
+    """
+    middle = statistics.median_low(seconds)
+    slow = [rank for rank, own in enumerate(seconds) if own > factor * middle]
+    if not slow or middle <= 0.0:
+        return None
+    slow.sort(key=lambda rank: -seconds[rank])
+    shown = ", ".join(
+        f"rank {rank} on {host_of(rank)} computes {seconds[rank] / middle:.1f} times as long as "
+        f"the median ({1000.0 * seconds[rank]:.1f} ms a step, median {1000.0 * middle:.1f} ms)"
+        for rank in slow[:4]
+    )
+    return f"straggler: {shown}" + (f", and {len(slow) - 4} more" if len(slow) > 4 else "")
+
+
+class StragglerReport:
+    """Compare ranks at every log line: one gather of a number.
+
+    Args:
+        clock: of this rank.
+        world: all ranks.
+        device: where the run computes.
+        factor: how many medians make a rank slow.
+        host_of: returns a rank's machine.
+        say: shows one line.
+    """
+
+    def __init__(
+        self,
+        clock: WaitClock,
+        world: Group,
+        *,
+        device: torch.device,
+        factor: float,
+        host_of: Callable[[int], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._clock, self._world, self._device, self._factor = clock, world, device, factor
+        self._host_of, self._say = host_of, say
+
+    def __call__(self) -> None:
+        """Compare the ranks' times since the last call; every rank calls it."""
+        own = torch.tensor(
+            [self._clock.compute_seconds()], dtype=torch.float64, device=self._device
+        )
+        seconds = all_gather(own, self._world).tolist()
+        if text := straggler_text(seconds, self._factor, self._host_of):
+            self._say(text)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Show what token files hold: `python -m megatron.training.inspect_data PREFIX ...`.
+
+python -m megatron.training.inspect_data data/my --document 3
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, bin_path
+from megatron.training.data.tokenizers import Tokenizer, TokenizerType, build_tokenizer, guess_type
+from megatron.training.data.vocabulary import describe_files
+from megatron.training.errors import run_entry_point
+from megatron.training.options.flags import parse_command_line
+
+PROG = "python -m megatron.training.inspect_data"
+_SCANNED_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Options of inspect_data."""
+
+    data_path: tuple[str, ...]
+    """Prefixes of .bin/.idx pairs; may also be given without the flag, in front."""
+    document: int = 0
+    """Number of the document to show, from 0."""
+    max_tokens: int = 200
+    """Tokens to show of it at most."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer; derived: the one that wrote the files, if they say."""
+    tokenizer_model: str | None = None
+    """Path of a tokenizer.json, of its folder, or of a SentencePiece .model."""
+    vocab_size: int | None = None
+    """Number of ids, for --tokenizer-type null."""
+
+
+def describe(prefix: str, config: InspectConfig) -> Iterator[str]:
+    """Describe one pair of files.
+
+    Args:
+        prefix: of the pair.
+        config: which document to show, and how to turn it into text.
+
+    Yields:
+        Lines.
+
+    Raises:
+        ValueError: the pair is missing or damaged, or there is no such document.
+    """
+    data = IndexedDataset(prefix)
+    written = describe_files(prefix)
+    yield (
+        f"{prefix}: {data.num_documents:,} documents, {data.num_tokens:,} tokens of {data.dtype} "
+        f"({bin_path(prefix).stat().st_size / 1e6:.1f} MB)"
+    )
+    if data.num_tokens == 0:
+        return
+    ends = np.concatenate([[0], np.cumsum(data.lengths, dtype=np.int64)])
+    lengths = np.diff(ends[data.documents])
+    yield (
+        f"  tokens per document: {lengths.min():,} to {lengths.max():,}, "
+        f"median {int(np.median(lengths)):,}; largest id {_largest(data):,}"
+    )
+    if written:
+        named = " ".join(filter(None, [written.get("type"), written.get("model")]))
+        yield (
+            f"  written with: {named} (vocabulary {written.get('vocab_size')}, "
+            f"end of document {written.get('eod')})"
+        )
+    if Path(f"{prefix}.mask.idx").exists():
+        learnt = int(IndexedDataset(f"{prefix}.mask").tokens.sum(dtype=np.int64))
+        yield f"  learnt from: {learnt:,} tokens ({learnt / data.num_tokens:.0%})"
+    yield from _document(data, config, _tokenizer(written, config))
+
+
+def _largest(data: IndexedDataset) -> int:
+    blocks = range(0, data.num_tokens, _SCANNED_AT_ONCE)
+    return max(int(data.tokens[start : start + _SCANNED_AT_ONCE].max()) for start in blocks)
+
+
+def _document(
+    data: IndexedDataset, config: InspectConfig, tokenizer: Tokenizer | None
+) -> Iterator[str]:
+    number = config.document
+    if not 0 <= number < data.num_documents:
+        raise ValueError(
+            f"--document {number}: {data.prefix} has the documents 0 to {data.num_documents - 1}"
+        )
+    first, end = int(data.documents[number]), int(data.documents[number + 1])
+    ids = [int(token) for index in range(first, end) for token in data.get(index)]
+    shown = ids[: config.max_tokens]
+    cut = f", the first {len(shown):,} of them" if len(shown) < len(ids) else ""
+    yield f"  document {number}, {len(ids):,} tokens{cut}:"
+    yield f"    {' '.join(map(str, shown))}"
+    if tokenizer is None:
+        yield "    (give --tokenizer-type and --tokenizer-model to see its text)"
+    else:
+        yield f"    {json.dumps(tokenizer.detokenize(shown), ensure_ascii=False)}"
+
+
+def _tokenizer(written: dict[str, Any], config: InspectConfig) -> Tokenizer | None:
+    """Return the tokenizer that was asked for, or that wrote the files, if it is still there."""
+    if config.tokenizer_type or config.tokenizer_model:
+        kind = config.tokenizer_type or guess_type(config.tokenizer_model)
+        return build_tokenizer(kind, model=config.tokenizer_model, vocab_size=config.vocab_size)
+    kind, model = written.get("type"), written.get("model")
+    if kind is None or (model is not None and not Path(model).exists()):
+        return None
+    size = written["vocab_size"] - 1 if kind == "null" else None
+    tokenizer = build_tokenizer(kind, model=model, vocab_size=size)
+    return tokenizer if tokenizer.fingerprint == written.get("fingerprint") else None
+
+
+def _main(argv: Sequence[str]) -> None:
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--data-path")
+    command = parse_command_line(
+        InspectConfig, words, prog=PROG, description="Show what token files hold."
+    )
+    for prefix in command.config.data_path:
+        for line in describe(prefix, command.config):
+            print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run's numbers go: JSON lines, TensorBoard, trackers; a failing writer stops no run.
+
+`metrics.jsonl` has one object per line, `{"kind": "train", "iteration": 100, "lm_loss": 3.2,
+...}`, `kind` being `train`, `validation` or `test`. When a run resumes at iteration n, lines after
+n are removed first, so that no iteration is there twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.training.monitoring.background import Background, MetricsWriter, off
+
+
+class JsonLines:
+    """Appends to metrics.jsonl, one flushed line per event."""
+
+    def __init__(self, path: str | Path, *, resume_iteration: int) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if line["iteration"] <= resume_iteration]
+        if resume_iteration == 0:
+            kept = []
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        draft = path.with_name(path.name + ".tmp")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
+        """Append one line; NaN and Inf become strings, which JSON can hold."""
+        clean = {name: _json_number(value) for name, value in values.items()}
+        print(
+            json.dumps({"kind": kind, "iteration": iteration, **clean}), file=self._file, flush=True
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Read the whole lines of a metrics file; a line cut short by a crash is dropped."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("iteration"), int):
+            found.append(value)
+    return found
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Return the events of a metrics.jsonl in order, NaN and Inf as floats again."""
+    events = _lines(Path(path))
+    for event in events:
+        for name, value in event.items():
+            if value in ("nan", "inf", "-inf"):
+                event[name] = float(value)
+    return events
+
+
+def tensorboard_writer(folder: str | Path, *, resume_iteration: int) -> Callable[[], MetricsWriter]:
+    """Import the library and return what opens the folder.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    purge = resume_iteration + 1 if resume_iteration else None
+    return lambda: TensorBoard(SummaryWriter(log_dir=str(folder), purge_step=purge))
+
+
+class TensorBoard:
+    """Writes scalars for TensorBoard, `train/lm_loss` and so on.
+
+    Args:
+        writer: torch's SummaryWriter.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
+        """Add one scalar per value."""
+        for name, value in values.items():
+            self._writer.add_scalar(f"{kind}/{name}", value, iteration)
+
+    def close(self) -> None:
+        """Write out pending events."""
+        self._writer.close()
+
+
+class Metrics:
+    """Passes numbers to every writer that works; a writer that fails is dropped with one line.
+
+    Args:
+        makers: how to make each writer, by name.
+        warn: prints one line.
+    """
+
+    def __init__(
+        self, makers: Mapping[str, Callable[[], MetricsWriter]], warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
+        self._writers: dict[str, MetricsWriter] = {}
+        for name, make in makers.items():
+            self._guard(name, lambda name=name, make=make: self._writers.update({name: make()}))
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the writers that work."""
+        return tuple(self._writers)
+
+    def write(self, kind: str, iteration: int, values: Mapping[str, float | None]) -> None:
+        """Record what is not None."""
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        for name, writer in list(self._writers.items()):
+            self._guard(name, lambda writer=writer: writer.write(kind, iteration, known))
+
+    def close(self) -> None:
+        """Close every writer; those on threads of their own share one time limit."""
+        for writer in self._writers.values():
+            if isinstance(writer, Background):
+                writer.stop()
+        for name, writer in list(self._writers.items()):
+            self._guard(name, writer.close)
+        self._writers.clear()
+
+    def _guard(self, name: str, action: Callable[[], object]) -> None:
+        """Do something with a writer; no failure may reach the run, so all are caught."""
+        try:
+            action()
+        except Exception as error:
+            dropped = self._writers.pop(name, None)
+            if dropped is not None:
+                with contextlib.suppress(Exception):
+                    dropped.close()
+            self._warn(off(name, error))
+
+
+def open_metrics(
+    *,
+    metrics_file: str | None,
+    tensorboard_dir: str | None,
+    resume_iteration: int,
+    warn: Callable[[str], None],
+    trackers: Mapping[str, Callable[[], Callable[[], MetricsWriter]]] | None = None,
+) -> Metrics:
+    """Open the writers that the options name. All but the metrics file get a thread of their own.
+
+    Args:
+        metrics_file: path of metrics.jsonl, or None.
+        tensorboard_dir: folder for TensorBoard, or None.
+        resume_iteration: iteration the run goes on from; 0 starts the files anew.
+        warn: prints one line about a writer that fails.
+        trackers: by name, what imports a library here and returns what connects on the thread.
+    """
+    prepare = dict(trackers or {})
+    if tensorboard_dir is not None:
+        prepare["TensorBoard"] = lambda: tensorboard_writer(
+            tensorboard_dir, resume_iteration=resume_iteration
+        )
+    makers: dict[str, Callable[[], MetricsWriter]] = {}
+    if metrics_file is not None:
+        makers["metrics file"] = lambda: JsonLines(metrics_file, resume_iteration=resume_iteration)
+    for name, ready in prepare.items():
+        # Imported here, not on the thread: two threads that import at once can trip each other.
+        makers[name] = lambda name=name, ready=ready: Background(name, ready(), warn=warn)
+    return Metrics(makers, warn)

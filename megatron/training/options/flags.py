@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of a schema: flags, `--config`, `--print-config` and where help comes from.
+
+Values come from the schema's own parser (`schema.py`), so flags work wherever Python does. Help is
+in `help_pages.py`, shell completion in `completion.py`.
+
+Order of precedence: what the caller derives < `--config file.yaml` < flags. A flag given twice with
+different values is an error that shows both. Flags of Megatron that are not in the schema are
+answered by `megatron_names.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from megatron.training.options.megatron_names import answer, answered
+from megatron.training.options.schema import Option, build, flatten, options, suggest
+from megatron.training.options.yaml_file import read_options, write_options
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """Options about options."""
+
+    config: str | None = None
+    """YAML file with defaults for any option; flags win over it."""
+    print_config: bool = False
+    """Print the resolved options as YAML, which --config reads back, and stop."""
+    print_completion: Literal["bash", "zsh"] | None = None
+    """Print a script that completes these flags in a shell, and stop."""
+
+
+@dataclass(frozen=True)
+class CommandLine(Generic[T]):
+    """What a command line said: the schema's object and the options about options."""
+
+    config: T
+    invocation: Invocation
+
+
+class HelpRequested(Exception):
+    """The user asked for help or completion; `text` is what to print before exiting with 0."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+def parse_command_line(
+    schema: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    print_now: bool = True,
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> CommandLine[T]:
+    """Parse the arguments of an entry point.
+
+    Args:
+        schema: dataclass of options or of sections of options.
+        argv: arguments without the program's name.
+        prog: how the program is called, for help.
+        description: one line on what it does, for help.
+        print_now: whether `--print-config` prints what was parsed; False leaves that to a caller
+            that derives more first and then calls `show_config`.
+        defaults: told the values given by flags and `--config`, by option name; returns values for
+            options that were not given, which win over the schema's own defaults.
+
+    Raises:
+        HelpRequested: `--help`, `-h`, `--print-completion` or `--print-config`.
+        ValueError: unknown flag, bad value, missing option; one line.
+    """
+    from megatron.training.options.help_pages import help_text
+
+    if {"-h", "--help"} & set(argv):
+        raise HelpRequested(help_text(schema, about=Invocation, prog=prog, description=description))
+    known, about = options(schema), options(Invocation)
+    given = read_flags(argv, [*known, *about])
+    invocation = build(Invocation, {o.name: given.pop(o.name) for o in about if o.name in given})
+    if invocation.print_completion is not None:
+        from megatron.training.options.completion import completion_script
+
+        raise HelpRequested(completion_script([*about, *known], prog, invocation.print_completion))
+    if invocation.config is not None:
+        given = {**read_options(invocation.config, known), **given}
+    if defaults is not None:
+        given = {**defaults(given), **given}
+    line = CommandLine(build(schema, given), invocation)
+    if print_now:
+        show_config(line)
+    return line
+
+
+def show_config(line: CommandLine[T], *, notes: Mapping[str, str] | None = None) -> None:
+    """Print the options and stop, if `--print-config` asks for it.
+
+    Args:
+        line: the command line, with every derived option filled in.
+        notes: further facts for comments at the top, by name.
+
+    Raises:
+        HelpRequested: it does ask; the text is YAML that `--config` reads back.
+    """
+    if line.invocation.print_config:
+        config = line.config
+        raise HelpRequested(write_options(flatten(config), options(type(config)), notes=notes))
+
+
+@dataclass(frozen=True)
+class _Word:
+    """One flag as it stands in the arguments.
+
+    Args:
+        name: without dashes, words joined by `-`.
+        inline: value after `=`; None if there is none.
+        rest: words up to the next flag.
+    """
+
+    name: str
+    inline: str | None
+    rest: tuple[str, ...]
+
+    def __str__(self) -> str:
+        inline = [] if self.inline is None else [self.inline]
+        return " ".join([f"--{self.name}", *inline, *self.rest])
+
+
+def _words(argv: Sequence[str]) -> Iterator[_Word]:
+    """Split arguments into flags with what follows them. Raises ValueError for what precedes."""
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise ValueError(f"unexpected argument {word!r}: options start with --")
+        end = next((i for i, w in enumerate(rest) if w.startswith("--")), len(rest))
+        name, equals, inline = word[2:].partition("=")
+        yield _Word(name.replace("_", "-"), inline if equals else None, tuple(rest[:end]))
+        rest = rest[end:]
+
+
+def read_flags(argv: Sequence[str], known: Sequence[Option]) -> dict[str, Any]:
+    """Turn arguments into values by option name.
+
+    `--name VALUE`, `--name=VALUE`, `--name V1 V2 ...` for options of many values, `--name` /
+    `--no-name` for switches. `_` and `-` are alike in a flag.
+
+    Raises:
+        ValueError: every flag that is unknown, has a wrong value or contradicts another, in one
+            line.
+    """
+    spellings = {option.name: option for option in known}
+    spellings.update({negative(o.name): o for o in known if o.kind is bool})
+    values: dict[str, Any] = {}
+    first: dict[str, _Word] = {}
+    problems: list[str] = []
+    for word in _words(argv):
+        option = spellings.get(word.name)
+        try:
+            if option is None:
+                _answer(word, spellings)
+                continue
+            value = _value(option, word)
+            if option.name in values and values[option.name] != value:
+                raise ValueError(f"{first[option.name]} and {word} contradict: keep one")
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        values[option.name] = value
+        first[option.name] = word
+    if problems:
+        raise ValueError("; ".join(problems))
+    return values
+
+
+def _answer(word: _Word, spellings: Mapping[str, Option]) -> None:
+    """Pass a flag of Megatron that says what is so. Raises ValueError for any other unknown one."""
+    known = answer(word.name)
+    if known is None:
+        near = suggest(word.name, [*spellings, *answered()], prefix="--")
+        raise ValueError(f"unknown flag --{word.name}{near}")
+    texts = word.rest if word.inline is None else (word.inline, *word.rest)
+    if known.passes is None or texts != (known.passes,):
+        raise ValueError(known.text(str(word) if known.passes else f"--{word.name}"))
+
+
+def _value(option: Option, word: _Word) -> Any:
+    """Return the value that a flag gives its option. Raises ValueError."""
+    name, texts = word.name, list(word.rest)
+    if option.kind is bool:
+        if word.inline is not None or texts:
+            raise ValueError(f"--{name} takes no value: write --{name} or --{negative(name)}")
+        return name == option.name
+    if word.inline is not None:
+        texts.insert(0, word.inline)
+    if not texts:
+        raise ValueError(f"--{name} needs a value")
+    if len(texts) > 1 and (word.inline is not None or not option.many):
+        raise ValueError(f"unexpected argument {texts[1]!r} after --{name}: options start with --")
+    return option.parse(texts, f"--{name}")
+
+
+def negative(name: str) -> str:
+    """Return the spelling that turns a switch off."""
+    return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"

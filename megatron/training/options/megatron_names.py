@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's flags and values that this program does not have: for each the nearest way, and why.
+
+A script written for Megatron names many flags. One that exists here has the same name and is an
+option of the schema. Any other is in the tables below, so that it is answered by a line that says
+what to write instead, or to leave it out, and the reason. Nothing is accepted and ignored, save a
+degree of parallelism of 1, which says what is so.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What to tell somebody who gives a flag of Megatron.
+
+    Args:
+        nearest: flag that comes nearest, without dashes; None = leave it out.
+        reason: why the flag is not here.
+        passes: the one value that may be given, since it says what is so; None = no value.
+    """
+
+    nearest: str | None
+    reason: str
+    passes: str | None = None
+
+    def text(self, spelling: str) -> str:
+        """Return the line for a flag as it was given, `--ckpt-format` or a key with its place."""
+        mend = f"use --{self.nearest}" if self.nearest else "leave it out"
+        return f"{spelling}: {mend}: {self.reason}"
+
+
+_PIPELINE = "there is no pipeline parallelism yet"
+_CONTEXT = "there is no context parallelism yet"
+_EXPERTS = "there is no mixture of experts yet"
+_FORMAT = "checkpoints have one format, safetensors with a manifest, that loads on any layout"
+_WRITER = "checkpoints are written by the ranks themselves while training waits"
+_FUSION = "each kernel has one implementation per device, chosen by --attention-backend and torch"
+_GRAPHS = "there are no CUDA graphs yet"
+_FP8 = "weights and activations are fp32, bf16 or fp16"
+_FAMILY = "only GPT is trained here"
+_RNG = "random numbers follow from --seed and the position in the run: no state is saved or loaded"
+_TOKENIZER = "a tokenizer is one file: tokenizer.json for hf, a .model for sentencepiece"
+_JOB = "the loop has no such mode"
+
+#: (nearest flag or "", reason, flags). Degrees that may be 1 are in `_DEGREES`.
+_ROWS: tuple[tuple[str, str, str], ...] = (
+    # Model
+    ("", "attention probabilities are always computed in fp32", "attention-softmax-in-fp32"),
+    ("", "logits are scaled in fp32 by 1 / sqrt(head features)",
+     "no-query-key-layer-scaling apply-query-key-layer-scaling"),
+    ("", _FUSION,
+     "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
+     "no-rope-fusion no-gradient-accumulation-fusion cross-entropy-loss-fusion "
+     "cross-entropy-fusion-impl no-persist-layer-norm bias-swiglu-fusion masked-softmax-fusion "
+     "apply-rope-fusion use-fused-weighted-squared-relu fused-residual-rmsnorm"),
+    ("attention-backend", "it chooses the attention kernel", "use-flash-attn use-flash-attention "
+     "flash-decode attention-impl"),
+    ("position-embedding-type", "none there leaves positions out",
+     "no-position-embedding use-rotary-position-embeddings"),
+    ("", "rotary features are rotated in halves", "rotary-interleaved"),
+    ("swiglu", "the other MLP is plain GELU",
+     "squared-relu openai-gelu onnx-safe quick-geglu glu-linear-offset activation-func"),
+    ("", "one model class, whose layers are attention and MLP in turn",
+     "use-mcore-models use-legacy-models spec hybrid-layer-pattern hybrid-override-pattern "
+     "hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model model-name"),
+    ("", "norms have plain weights", "apply-layernorm-1p"),
+    ("", "residuals are added after the sublayer",
+     "apply-residual-connection-post-layernorm fp32-residual-connection"),
+    ("", "multi-head latent attention is not here",
+     "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
+     "mscale mscale-all-dim rotary-scaling-factor"),
+    ("", "attention sees the whole sequence", "window-size window-attn-skip-freq softmax-type"),
+    ("init-method-std", "every weight is drawn from a normal distribution",
+     "init-method-xavier-uniform embedding-init-method-std"),
+    ("", "weights are drawn from --seed alike on every layout and device",
+     "no-initialization use-cpu-initialization data-parallel-random-init"),
+    ("num-layers", "there is one decoder", "encoder-num-layers decoder-num-layers"),
+    ("seq-length", "there is one decoder", "encoder-seq-length decoder-seq-length"),
+    ("transformer-impl", "it names the layers", "export-te-mcore-model te-rng-tracker "
+     "transformer-pipeline-model-parallel-size inference-rng-tracker"),
+    # Layout
+    ("", _PIPELINE,
+     "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
+     "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
+     "pipeline-model-parallel-layout pipeline-model-parallel-split-rank "
+     "microbatch-group-size-per-virtual-pipeline-stage no-overlap-p2p-communication "
+     "overlap-p2p-communication-warmup-flush no-align-grad-reduce align-param-gather "
+     "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
+     "defer-embedding-wgrad-compute deallocate-pipeline-outputs standalone-embedding-stage"),
+    ("", _CONTEXT, "cp-comm-type hierarchical-context-parallel-sizes calculate-cp-balance"),
+    ("", _EXPERTS, "num-experts overlap-moe-expert-parallel-comm"),
+    ("", "gathered weights are not overlapped with the forward pass yet",
+     "overlap-param-gather overlap-param-gather-with-optimizer-step"),
+    ("data-parallel-sharding-strategy", "optim is the furthest cut so far",
+     "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward "
+     "fsdp-double-buffer init-model-with-meta-device"),
+    ("use-distributed-optimizer", "there is one instance of it over all data parallel ranks",
+     "num-distributed-optimizer-instances"),
+    ("exp-avg-dtype", "it stands alone, and masters and gradients are fp32",
+     "use-precision-aware-optimizer main-params-dtype main-grads-dtype"),
+    ("decoupled-lr", "--min-lr scales with it", "decoupled-min-lr"),
+    ("weight-decay-group", "it goes by weight names", "no-weight-decay-cond-type"),
+    ("ddp-bucket-size", "buckets are cut by this size alone",
+     "ddp-num-buckets ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw"),
+    ("", "gradients are summed in fp32",
+     "accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 grad-reduce-in-fp32 "
+     "use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp DDP-impl"),
+    ("device", "nccl on a GPU, gloo on the CPU", "distributed-backend"),
+    ("", "processes are counted and placed by torchrun",
+     "world-size rank local-rank lazy-mpu-init standalone num-nodes "
+     "use-tp-pp-dp-mapping enable-gloo-process-groups disable-gloo-process-groups "
+     "use-ring-exchange-p2p use-sharp high-priority-stream-groups"),
+    ("tensor-model-parallel-size", "there is one decoder and one layout",
+     "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"),
+    ("", "tensor parallel communication is not overlapped with products yet",
+     "async-tensor-model-parallel-allreduce no-async-tensor-model-parallel-allreduce "
+     "delay-wgrad-compute"),
+    ("sequence-parallel", "it cuts what tensor parallelism leaves whole",
+     "distribute-saved-activations scatter-gather-tensors-in-pipeline"),
+    # Numbers
+    ("recompute-granularity", "selective means norms and MLP activations",
+     "recompute-activations recompute-modules checkpoint-activations"),
+    ("", _GRAPHS, "enable-cuda-graph external-cuda-graph"),
+    ("", _FP8, "transformer-engine-precision first-last-layers-bf16 num-layers-at-start-in-bf16 "
+     "num-layers-at-end-in-bf16 keep-fp8-weight-transpose-cache"),
+    ("bf16", "weights, activations and their kernels have one format",
+     "params-dtype use-bf16 fp16-lm-cross-entropy disable-bf16-reduced-precision-matmul "
+     "reuse-grad-buf-for-mxfp8-param-ag"),
+    ("max-consecutive-bad-steps", "a step with a NaN or Inf is always found on every rank, changes "
+     "no weight and is counted: this says after how many the run stops",
+     "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-nan-in-grad "
+     "check-for-spiky-loss check-for-large-grads error-injection-rate "
+     "error-injection-type"),
+    ("optimizer", "adam and sgd are here, and adam is AdamW",
+     "muon-momentum use-muon adam-decoupled "
+     "optimizer-cpu-offload optimizer-offload-fraction "
+     "override-opt-param-scheduler override-opt_param-scheduler use-checkpoint-opt-param-scheduler "
+     "use-checkpoint-opt_param-scheduler override-lr-scheduler use-checkpoint-lr-scheduler"),
+    ("lr-decay-iters", "the schedule's length is given by itself", "lr-decay-tokens"),
+    ("global-batch-size", "the batch has one size for the whole run",
+     "rampup-batch-size decrease-batch-size-if-needed step-batch-size-schedule batch-size"),
+    # Data
+    ("tokenizer-model", _TOKENIZER,
+     "vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens "
+     "tiktoken-special-tokens tokenizer-metadata special-tokens null-tokenizer-eod-id "
+     "tokenizer-prompt-format vocab-extra-ids tokenizer-hf-include-special-tokens "
+     "tokenizer-special-tokens"),
+    ("", "token files are mapped, never copied to a folder of their own",
+     "no-mmap-bin-files s3-cache-path object-storage-cache-path data-impl mmap-warmup "
+     "dataset-impl num-dataset-builder-threads defer-npy-index-mmap mid-level-dataset-surplus"),
+    ("reset-attention-mask", "masks are never stored: attention knows where documents end",
+     "create-attention-mask-in-dataloader no-create-attention-mask-in-dataloader"),
+    ("eval-iters", "validation takes the same samples every time",
+     "full-validation multiple-validation-sets eval-micro-batch-size eval-global-batch-size "
+     "skip-train test-mode"),
+    ("dataloader-type", "it says in which order samples come", "data-sharding dataloader-save"),
+    # Checkpoints
+    ("", _FORMAT,
+     "ckpt-format use-dist-ckpt dist-ckpt-format auto-detect-ckpt-format ckpt-convert-format "
+     "ckpt-convert-save dist-ckpt-strictness dist-ckpt-optim-fully-reshardable "
+     "ckpt-convert-update-legacy-dist-opt-format dist-ckpt-optim-memory-efficient "
+     "load-main-params-from-ckpt strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 "
+     "verify-integrity ckpt-assume-constant-structure"),
+    ("", _WRITER,
+     "async-save async-strategy use-persistent-ckpt-worker async-ckpt-use-cached-structure "
+     "ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load "
+     "ckpt-parallel-save ckpt-parallel-load ckpt-assume-constant-structure log-progress "
+     "async-ckpt-use-cpu-shm ckpt-fully-parallel-load-exchange-algo async-ckpt-cpu-priority"),
+    ("", _RNG, "no-load-rng no-save-rng"),
+    ("", "a checkpoint always holds optimizer state, so that a run can go on", "no-save-optim"),
+    ("load", "name the iter_ folder itself to load one iteration",
+     "ckpt-step exit-on-missing-checkpoint"),
+    ("save", "it holds every checkpoint", "non-persistent-save-interval non-persistent-ckpt-type "
+     "non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir save-retain-interval "
+     "non-persistent-local-ckpt-algo replication replication-factor replication-jump"),
+    # Logs
+    ("log-interval", "the log line has the time per iteration and no timers per stage",
+     "timing-log-level timing-log-option log-timers-to-tensorboard barrier-with-L1-time "
+     "no-barrier-with-level-1-timing"),
+    ("tensorboard-dir", "everything in the log line goes there",
+     "log-validation-ppl-to-tensorboard log-learning-rate-to-tensorboard log-energy "
+     "log-loss-scale-to-tensorboard log-batch-size-to-tensorboard log-memory-to-tensorboard "
+     "log-world-size-to-tensorboard tensorboard-log-interval tensorboard-queue-size "
+     "log-max-attention-logit log-memory-interval log-device-memory-used logging-level "
+     "one-logger-project one-logger-run-name enable-one-logger no-one-logger one-logger-async "
+     "app-tag-run-name app-tag-run-version"),
+    ("config", "options are YAML with the flags' own names", "yaml-cfg config-logger-dir"),
+    # Other jobs
+    ("log-straggler", "its report needs no server and no warm-up",
+     "disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count"),
+    ("use-pytorch-profiler", "a trace has shapes and operators as torch records them",
+     "pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack "
+     "pytorch-profiler-collect-chakra nvtx-ranges"),
+    ("exit-signal-handler", "SIGTERM and Ctrl-C both end a run in order",
+     "exit-signal exit-signal-handler-for-dataloader"),
+    ("sft", "templates are for preprocess_data --chat, which writes what it reads",
+     "sft-tokenizer-prompt-format"),
+    ("", "replicas of weights are not compared while training",
+     "check-weight-hash-across-dp-replicas-interval"),
+    ("exit-signal-handler", "stopping in order, and saving, is built in",
+     "adlr-autoresume adlr-autoresume-interval result-rejected-tracker-filename "
+     "enable-ft-package calc-ft-timeouts run-workload-inspector-server inprocess-restart "
+     "inprocess-max-iterations"),
+    ("", _JOB, "iterations-to-skip train-sync-interval empty-unused-memory-level use-nccl-ub"),
+    ("", _FAMILY,
+     "mask-prob short-seq-prob mask-type mask-factor classes-fraction num-classes img-h img-w "
+     "patch-dim iter-per-epoch dino-local-img-size ict-head-size titles-data-path "
+     "biencoder-projection-dim decoder-seq-len fim-data fim-rate perform-rl-step"),
+)  # fmt: skip
+
+#: Families of flags, by how their names begin.
+_PREFIXES: tuple[tuple[str, str], ...] = (
+    ("moe-", _EXPERTS),
+    ("cuda-graph-", _GRAPHS),
+    ("fp8", _FP8),
+    ("fp4", _FP8),
+    ("tp-comm-", "tensor parallel communication is not overlapped with products yet"),
+    ("mtp-", "only the next token is predicted"),
+    ("mamba-", "layers are attention and MLP"),
+    ("experimental-attention-", "attention has one form"),
+    ("linear-", "attention has one form"),
+    ("dsa-", "attention has one form"),
+    ("retro-", _FAMILY),
+    ("bert-", _FAMILY),
+    ("vision-", _FAMILY),
+    ("swin-", _FAMILY),
+    ("dino-", _FAMILY),
+    ("retriever-", _FAMILY),
+    ("rl-", _FAMILY),
+    ("grpo-", _FAMILY),
+    ("heterogeneous-layers-", "all layers are alike"),
+    ("inference-", "sampling is python -m megatron.inference.generate"),
+    ("cpu-offloading", "weights and activations stay on their device"),
+    ("offload-", "weights and activations stay on their device"),
+)
+
+_DEGREES: Mapping[str, str] = types.MappingProxyType(
+    {
+        "pipeline-model-parallel-size": _PIPELINE,
+        "context-parallel-size": _CONTEXT,
+        "expert-model-parallel-size": _EXPERTS,
+        "expert-tensor-parallel-size": _EXPERTS,
+    }
+)
+
+#: Megatron's names of values and ours, by option.
+VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
+    {
+        "tokenizer-type": types.MappingProxyType(
+            {
+                "HuggingFaceTokenizer": "hf",
+                "SentencePieceTokenizer": "sentencepiece",
+                "GPTSentencePieceTokenizer": "sentencepiece",
+                "Llama2Tokenizer": "sentencepiece",
+                "ByteLevelTokenizer": "byte",
+                "NullTokenizer": "null",
+            }
+        ),
+        "attention-backend": types.MappingProxyType({"local": "reference", "unfused": "reference"}),
+    }
+)
+
+#: Why a value of Megatron is not here, by option and value.
+_VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
+    {
+        ("transformer-impl", "transformer_engine"): "Transformer Engine is not used",
+        ("exp-avg-dtype", "fp16"): "its range is too small for it",
+        ("exp-avg-dtype", "fp8"): "its range is too small for it",
+        ("exp-avg-sq-dtype", "fp16"): "its range is too small for it",
+        ("exp-avg-sq-dtype", "fp8"): "its range is too small for it",
+        ("transformer-impl", "inference_optimized"): "the same layers train and sample",
+        ("attention-backend", "flash"): "the fused kernel is triton's",
+        ("attention-backend", "fused"): "the fused kernel is triton's",
+        ("position-embedding-type", "learned_absolute"): "positions enter as rotations",
+        ("position-embedding-type", "mrope"): "positions enter as rotations of one axis",
+        ("position-embedding-type", "relative"): "positions enter as rotations",
+        ("dataloader-type", "external"): "samples come from token files",
+        ("data-parallel-sharding-strategy", "optim_grads"): "optim is the furthest cut so far",
+        ("data-parallel-sharding-strategy", "optim_grads_params"): "optim is the furthest cut yet",
+        ("tokenizer-type", "GPT2BPETokenizer"): "save it as a tokenizer.json and take hf",
+        ("tokenizer-type", "TikTokenizer"): "save it as a tokenizer.json and take hf",
+        ("tokenizer-type", "BertWordPieceLowerCase"): "save it as a tokenizer.json and take hf",
+        ("tokenizer-type", "MultimodalTokenizer"): "there is text alone",
+    }
+)
+
+
+def answer(flag: str) -> Answer | None:
+    """Return what to tell about a flag of Megatron that is not here; None if it is unknown.
+
+    Args:
+        flag: without dashes in front, words joined by `-`.
+    """
+    if flag in _DEGREES:
+        return Answer(nearest=None, reason=f"only 1 works: {_DEGREES[flag]}", passes="1")
+    for nearest, reason, names in _ROWS:
+        if flag in names.split():
+            return Answer(nearest=nearest or None, reason=reason)
+    for prefix, reason in _PREFIXES:
+        if flag.startswith(prefix):
+            return Answer(nearest=None, reason=reason)
+    return None
+
+
+def answered() -> dict[str, Answer]:
+    """Return every flag that has an answer of its own, in the order of the tables."""
+    names = [name for _, _, row in _ROWS for name in row.split()]
+    found = {name: answer(name) for name in [*_DEGREES, *names]}
+    return {name: known for name, known in found.items() if known is not None}
+
+
+def answered_prefixes() -> dict[str, str]:
+    """Return the reason for each family of flags, by how their names begin."""
+    return dict(_PREFIXES)
+
+
+def our_value(flag: str, text: str) -> str:
+    """Return our name of a value, which may be given by Megatron's."""
+    return VALUE_NAMES.get(flag, {}).get(text, text)
+
+
+def value_reason(flag: str, text: str) -> str:
+    """Return `: REASON` for a value of Megatron that is not here, or nothing."""
+    reason = _VALUE_REASONS.get((flag, text))
+    return f": {reason}" if reason else ""

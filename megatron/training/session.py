@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a training run, put together from its options: model, engine, optimizer, state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.core.device import memory_bytes, peak_memory_bytes
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import Optimizer
+from megatron.hf.config_json import differences
+from megatron.hf.defaults import open_model
+from megatron.hf.folder import is_folder
+from megatron.hf.read_weights import read_weights
+from megatron.training.checkpoint_io import (
+    RunFacts,
+    find_checkpoint,
+    holds_weights_only,
+    load_run,
+    weight_chunks,
+)
+from megatron.training.config.resolve import Run, padded_vocab_size
+from megatron.training.data.data_sets import (
+    DataSets,
+)
+from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.gpt_options import (
+    backend,
+    data_parallel_config,
+    gpt_config,
+    loss_scaler,
+    optimizer_config,
+    recompute,
+    weight_dtype,
+)
+from megatron.training.monitoring.flops import peak_flops
+from megatron.training.monitoring.step_window import Speedometer, StepWindow
+from megatron.training.options.schema import flatten
+from megatron.training.progress_state import Progress
+from megatron.training.run_groups import RunGroups
+from megatron.training.step import TrainStep
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Session:
+    """The parts of a run that live as long as it does."""
+
+    run: Run
+    place: RunGroups
+    vocabulary: Vocabulary
+    data: DataSets
+    model: GPTModel
+    optimizer: Optimizer
+    step: TrainStep
+    window: StepWindow
+    facts: RunFacts
+
+
+def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: DataSets) -> Session:
+    """Build model, engine and optimizer on this rank's part of the grid."""
+    config = run.config
+    shape = gpt_config(config, vocabulary.size)
+    bucket = config.parallel.ddp_bucket_size
+    assert bucket is not None, "the run must be resolved"
+    model = GPTModel(
+        shape,
+        place.groups,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=config.training.seed,
+        dtype=weight_dtype(config),
+        device=place.device,
+        vocab_multiple=config.tokenizer.make_vocab_size_divisible_by,
+        bucket_bytes=4 * bucket,
+        backend=backend(config),
+    )
+    model.decoder.set_recompute(recompute(config))
+    engine = DataParallel(model.store, place.groups, config=data_parallel_config(config))
+    optimizer = Optimizer(
+        engine.owned(),
+        place.groups,
+        config=optimizer_config(config),
+        scaler=loss_scaler(config),
+        names=model.store.logical_names(),
+    )
+    gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
+    padded = padded_vocab_size(config, vocabulary.size)
+    options = {k: list(v) if isinstance(v, tuple) else v for k, v in flatten(config).items()}
+    for name in ("tokenizer-model", "load-hf"):
+        if options[name] is not None:
+            options[name] = str(Path(options[name]).resolve())
+    return Session(
+        run=run,
+        place=place,
+        vocabulary=vocabulary,
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        step=TrainStep(
+            model,
+            engine,
+            optimizer=optimizer,
+            groups=place.groups,
+            per_token_loss=config.training.calculate_per_token_loss,
+            reruns=config.failures.rerun_mode == "validate_results",
+        ),
+        window=StepWindow(
+            run,
+            Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(gpu)),
+            memory=lambda: (memory_bytes(place.device), peak_memory_bytes(place.device)),
+        ),
+        facts=RunFacts(
+            model=shape.to_json(),
+            config=options,
+            tokenizer=vocabulary.tokenizer,
+            data=data.identity,
+            other_data_is_fine=config.data.allow_data_change,
+        ),
+    )
+
+
+def restore(session: Session) -> tuple[Progress, str]:
+    """Load the checkpoint that the options name, if there is one.
+
+    Returns where the run starts, and a line that says so.
+
+    Raises:
+        ValueError: the checkpoint cannot be used.
+    """
+    chosen, place = session.run.config.checkpoint, session.place
+    if chosen.load is not None and is_folder(chosen.load):
+        raise ValueError(f"--load {chosen.load} is a Hugging Face folder: give it to --load-hf")
+    folder = find_checkpoint(chosen.load, place.coordinator) if chosen.load is not None else None
+    first = folder is None or chosen.finetune
+    if folder is None and chosen.pretrained_checkpoint is not None:
+        root = chosen.pretrained_checkpoint
+        folder = find_checkpoint(root, place.coordinator, flag="--pretrained-checkpoint")
+        if folder is None:
+            raise ValueError(
+                f"--pretrained-checkpoint {root}: there is no checkpoint: name another"
+            )
+    if folder is None and chosen.load_hf is not None:
+        _read_folder(chosen.load_hf, session)
+        return Progress(), f"read the weights of {chosen.load_hf}; starting at iteration 0"
+    if folder is None:
+        why = "" if chosen.load is None else f": no checkpoint in {chosen.load}"
+        return Progress(), f"starting at iteration 0{why}"
+    first = first or holds_weights_only(folder)
+    progress = load_run(
+        folder,
+        store=session.model.store,
+        optimizer=session.optimizer,
+        window=session.window,
+        facts=session.facts,
+        coordinator=place.coordinator,
+        with_optimizer=chosen.load_optim and not first,
+        with_progress=not first,
+    )
+    if first:
+        return progress, f"loaded the weights of {folder}; starting at iteration 0"
+    return progress, f"loaded {folder}; going on at iteration {progress.iteration}"
+
+
+def _read_folder(path: str, session: Session) -> None:
+    """Fill the model from a Hugging Face folder, and the optimizer's masters from the model.
+
+    Raises:
+        ValueError: the folder is damaged or holds another model.
+    """
+    folder, model = open_model(path, flag="--load-hf")
+    if found := differences(model.config, session.model.config):
+        raise ValueError(f"--load-hf {path} holds another model: {'; '.join(found)}")
+    chunks = weight_chunks(session.model.store)
+    read_weights(folder, model, chunks, coordinator=session.place.coordinator)
+    for state in session.optimizer.ranges:
+        state.reload_master()

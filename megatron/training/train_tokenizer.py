@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a byte-level BPE tokenizer on files of text.
+
+    python -m megatron.training.train_tokenizer --input texts/ --vocab-size 32000 \\
+        --output data/tokenizer.json
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from megatron.training.data.documents import Tally, read_documents
+from megatron.training.data.preprocessing.inputs import find_inputs
+from megatron.training.data.tokenizers import train_bpe
+from megatron.training.errors import run_entry_point
+from megatron.training.options.flags import parse_command_line
+
+PROG = "python -m megatron.training.train_tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig:
+    """Options of train_tokenizer."""
+
+    input: tuple[str, ...]
+    """Files, folders or patterns, as preprocess_data takes them."""
+    output: str
+    """The tokenizer.json to write; what --tokenizer-model is given."""
+    vocab_size: int
+    """Number of ids, the 256 bytes and the end of a document included."""
+    json_key: str = "text"
+    """Key or column that holds the document."""
+    train_bytes: int = 200_000_000
+    """Text to learn from, in bytes; what lies behind is not read. Memory grows with it."""
+
+
+def _first(texts: Iterable[str], size: int) -> Iterator[str]:
+    """Yield texts until they have `size` bytes."""
+    for text in texts:
+        if size <= 0:
+            return
+        yield text
+        size -= len(text.encode())
+
+
+def _main(argv: Sequence[str]) -> None:
+    command = parse_command_line(
+        TrainTokenizerConfig,
+        argv,
+        prog=PROG,
+        description="Train a byte-level BPE tokenizer on files of text.",
+    )
+    config = command.config
+    inputs = find_inputs(config.input)
+    if inputs.left_out:
+        print(inputs.describe_left_out(), flush=True)
+    tally, begin = Tally(), time.monotonic()
+    texts = read_documents([f.path for f in inputs.files], tally, key=config.json_key)
+    first = next(texts, None)
+    if first is None:
+        raise ValueError(
+            f"no document in {', '.join(config.input)}; {tally.describe_rejected() or 'empty'}"
+        )
+    learnt = _first(chain([first], texts), config.train_bytes)
+    try:
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+        tokenizer = train_bpe(learnt, config.vocab_size, config.output)
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename or config.output}: {error.strerror}; give --output a path that you "
+            "may write"
+        ) from None
+    if tally.rejected:
+        print(tally.describe_rejected())
+    print(
+        f"wrote {config.output}: {tokenizer.vocab_size:,} ids from {tally.documents:,} documents "
+        f"in {time.monotonic() - begin:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers on threads of their own: order, failures, and that a stalled one delays nobody."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from megatron.training.monitoring.background import Background
+from megatron.training.monitoring.metrics import Metrics
+
+
+class Collector:
+    """Keeps what it is given; waits for `gate` before each event."""
+
+    def __init__(self, gate=None):
+        self.seen, self.closed, self.gate = [], False, gate
+
+    def write(self, kind, iteration, values):
+        if self.gate is not None:
+            self.gate.wait()
+        self.seen.append((kind, iteration, values))
+
+    def close(self):
+        self.closed = True
+
+
+def test_everything_arrives_in_order_before_close_returns():
+    kept = Collector()
+    writer = Background("x", lambda: kept, warn=pytest.fail)
+    for i in range(50):
+        writer.write("train", i, {"a": float(i)})
+    writer.close()
+    assert kept.seen == [("train", i, {"a": float(i)}) for i in range(50)]
+    assert kept.closed
+
+
+def test_a_stalled_writer_delays_nobody_and_is_said_once():
+    gate, warnings = threading.Event(), []
+    kept = Collector(gate)
+    writer = Background("server", lambda: kept, warn=warnings.append, capacity=5, close_seconds=0.2)
+    start = time.perf_counter()
+    for i in range(2000):
+        writer.write("train", i, {})
+    assert time.perf_counter() - start < 1.0
+    assert writer.dropped >= 2000 - 6
+    writer.close()
+    assert time.perf_counter() - start < 3.0
+    assert len(warnings) == 2
+    assert "server does not keep up: 5 events wait" in warnings[0]
+    assert "server has not taken everything within 0.2 s" in warnings[1]
+    gate.set()  # lets the thread end
+
+
+def test_several_stalled_writers_share_one_time_limit():
+    gate, warnings = threading.Event(), []
+
+    def stalled(name):
+        return lambda: Background(
+            name, lambda: Collector(gate), warn=warnings.append, close_seconds=0.5
+        )
+
+    metrics = Metrics({name: stalled(name) for name in "abcd"}, warnings.append)
+    metrics.write("train", 1, {"x": 1.0})
+    start = time.perf_counter()
+    metrics.close()
+    assert time.perf_counter() - start < 1.5
+    assert len(warnings) == 4
+    gate.set()
+
+
+@pytest.mark.parametrize("where", ["connect", "write"])
+def test_a_failure_on_the_thread_is_one_line(where):
+    class Broken(Collector):
+        def write(self, kind, iteration, values):
+            raise SystemExit("no\nserver")
+
+    def make():
+        if where == "connect":
+            raise OSError("no\nserver")
+        return Broken()
+
+    warnings = []
+    writer = Background("x", make, warn=warnings.append)
+    for i in range(3):
+        writer.write("train", i, {})
+        time.sleep(0.02)
+    writer.close()
+    error = "OSError" if where == "connect" else "SystemExit"
+    assert warnings == [f"metrics: x is off: {error}: no server; training goes on"]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives compared between ranks: equal ones pass, each difference is named by all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.comm import all_gather, all_reduce, broadcast
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.training.errors import PeerLost, RunStopped
+from megatron.training.failures.collective_check import CollectiveCheck
+from megatron.training.failures.peers import PeerWatch
+from tests.support.ranks import run_ranks
+
+ONES = torch.ones(4)
+
+
+def _agree(rank, groups):
+    for name in ("world", "tp", "lanes", "world"):
+        all_reduce(torch.ones(2), groups[name])
+        all_gather(torch.ones(2), groups[name])
+    broadcast(torch.ones(2), groups["tp"], source=1)
+
+
+def _kind(rank, groups):
+    (all_gather if rank == 1 else all_reduce)(ONES, groups["world"])
+
+
+def _shape(rank, groups):
+    all_reduce(ONES.view(2, 2) if rank == 1 else ONES, groups["world"])
+
+
+def _dtype(rank, groups):
+    all_reduce(ONES.to(torch.float16 if rank == 1 else torch.bfloat16), groups["world"])
+
+
+def _operation(rank, groups):
+    all_reduce(ONES, groups["world"], op="max" if rank == 1 else "sum")
+
+
+def _two_groups(rank, groups):
+    """Ranks 0 and 1 share a tp group, all share the world: each waits in another one."""
+    all_reduce(ONES, groups["tp" if rank in (0, 2) else "world"])
+
+
+def _slow(rank, groups):
+    if rank == 1:
+        time.sleep(1.5)
+    all_reduce(ONES, groups["world"])
+
+
+def _late(rank, groups):
+    if rank == 1:
+        time.sleep(4.0)
+        return
+    all_reduce(ONES, groups["world"])
+
+
+def _checked(rank: int, world: int, port: int, work: str, limit: float) -> tuple[str, float, int]:
+    def client() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=2), rank=rank)
+    watch = PeerWatch(client, rank=rank, world_size=world)
+    watch.iteration = 7
+    check = CollectiveCheck(client(), rank=rank, timeout_seconds=limit, watch=watch)
+    groups.observers.append(check)
+    start = time.monotonic()
+    try:
+        globals()[work](rank, groups)
+        text = ""
+    except (RunStopped, PeerLost) as stop:
+        text = str(stop)
+    return text, time.monotonic() - start, check.compared
+
+
+def _run(work: str, *, world: int = 2, limit: float = 60.0):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_ranks(_checked, world, server.port, work, limit)
+
+
+def test_equal_collectives_pass_and_are_compared():
+    found = _run("_agree", world=4)
+    assert [(text, compared) for text, _, compared in found] == [("", 9)] * 4
+
+
+@pytest.mark.parametrize(
+    ("work", "zero", "one"),
+    [
+        ("_kind", "all_reduce (sum) of float32 [4] over world", "all_gather of float32 [8] over"),
+        ("_shape", "all_reduce (sum) of float32 [4]", "all_reduce (sum) of float32 [2 x 2]"),
+        ("_dtype", "all_reduce (sum) of bfloat16", "all_reduce (sum) of float16"),
+        ("_operation", "all_reduce (sum) of", "all_reduce (max) of"),
+    ],
+)
+def test_a_difference_is_told_by_both_ranks_alike(work, zero, one):
+    (first, _, _), (second, _, _) = _run(work)
+    assert first == second
+    assert first.startswith("ranks differ in collective 1 over world: ")
+    assert f"rank 0: {zero}" in first
+    assert f"rank 1: {one}" in first
+    assert "in iteration 7" in first
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_found_soon():
+    found = _run("_two_groups", world=4)
+    texts = [text for text, _, _ in found if "wait for each other" in text]
+    assert texts
+    for text in texts:
+        assert "over tp in iteration 7" in text
+        assert "over world in iteration 7" in text
+    assert max(seconds for _, seconds, _ in found) < 20.0
+
+
+def test_a_slow_rank_is_waited_for():
+    assert [text for text, _, _ in _run("_slow")] == ["", ""]
+
+
+def test_a_rank_that_never_comes_is_named_when_the_time_is_over():
+    (text, seconds, _), _ = _run("_late", limit=1.5)
+    assert "the time for it is over" in text
+    assert "rank 0: all_reduce (sum) of float32 [4] over world" in text
+    assert "rank 1: no collective yet" in text
+    assert seconds < 4.0

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the token files of each split come from, and options of data that contradict each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.core.datasets.splits import DataPath
+from megatron.training.config import DataConfig
+from megatron.training.config.check import check
+from megatron.training.data.data_paths import SplitPath, prefixes, read_paths
+from tests.unit_tests.training.small_config import small_config
+
+
+def test_one_path_is_cut_into_three():
+    config = DataConfig(data_path=("1", "a", "3", "b"))
+    path = DataPath(("a", "b"), (1.0, 3.0))
+    assert read_paths(config) == {
+        name: SplitPath(path=path, which=i) for i, name in enumerate(("train", "valid", "test"))
+    }
+    assert prefixes(config) == ("a", "b")
+
+
+def test_a_file_holds_the_words_of_data_path(tmp_path):
+    (tmp_path / "words").write_text("0.3 'a b'\n0.7 c\n")
+    found = read_paths(DataConfig(data_args_path=str(tmp_path / "words")))
+    assert found["train"].path == DataPath(("a b", "c"), (0.3, 0.7))
+    with pytest.raises(ValueError, match=r"--data-args-path .*absent cannot be read"):
+        read_paths(DataConfig(data_args_path=str(tmp_path / "absent")))
+    (tmp_path / "words").write_text("1 a b")
+    with pytest.raises(ValueError, match="--data-args-path: data path '1 a b': give PREFIX"):
+        read_paths(DataConfig(data_args_path=str(tmp_path / "words")))
+
+
+def test_paths_of_each_split(tmp_path):
+    wanted = {
+        "train": SplitPath(path=DataPath(("a", "b"), (1.0, 2.0))),
+        "valid": SplitPath(path=DataPath(("c", "a"), None)),
+    }
+    config = DataConfig(train_data_path=("1", "a", "2", "b"), valid_data_path=("c", "a"))
+    assert read_paths(config) == wanted
+    assert prefixes(config) == ("a", "b", "c")
+    path = tmp_path / "paths.json"
+    path.write_text(json.dumps({"train": [1, "a", 2, "b"], "valid": ["c", "a"], "test": None}))
+    assert read_paths(DataConfig(per_split_data_args_path=str(path))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "paths.json:1: no JSON"),
+        ("[]", "must hold"),
+        ('{"valid": ["a"]}', "must hold"),
+        ('{"train": ["a"], "dev": ["b"]}', "must hold"),
+        ('{"train": "a"}', "train must be a list"),
+        ('{"train": [["a"]]}', "train must be a list"),
+        ('{"train": ["a", 1]}', "the data path of train: data path 'a 1'"),
+    ],
+)
+def test_a_file_of_paths_that_is_none(tmp_path, text, message):
+    path = tmp_path / "paths.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_paths(DataConfig(per_split_data_args_path=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("", "no data: give --data-path, --train-data-path or --mock-data"),
+        ("--data-path a --mock-data", "--data-path and --mock-data exclude each other"),
+        ("--train-data-path a --data-args-path b", "exclude each other: keep one"),
+        ("--data-path a --valid-data-path b", "--valid-data-path goes with --train-data-path"),
+        ("--train-data-path 1 a 2", "--train-data-path '1 a 2': give PREFIX"),
+        ("--data-path a --split x", "--split 'x': give up to three numbers"),
+        ("--mock-data --sft", "--mock-data makes no conversations"),
+        ("--data-path a --sft --reset-position-ids", "--reset-position-ids has no effect"),
+        (
+            "--data-path 1 x/my.jsonl --sft",
+            "--data-path x/my.jsonl is text, not token files: run python -m "
+            "megatron.training.preprocess_data --chat --input x/my.jsonl --output-prefix x/my",
+        ),
+        ("--data-path a.txt", "preprocess_data --input a.txt --output-prefix a "),
+    ],
+)
+def test_contradictions_are_named(flags, problem):
+    found = check(small_config(flags, without=("--data-path",)), 1)
+    assert len(found) == 1
+    assert problem in found[0]
+
+
+def test_mock_data_needs_no_path():
+    assert check(small_config("--mock-data", without=("--data-path",)), 1) == []
+    assert prefixes(DataConfig(mock_data=True)) == ()

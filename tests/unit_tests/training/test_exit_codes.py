@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documented table of exit codes is the one in the code, and every code is produced by a
+test."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+from megatron.training import exit_codes
+from megatron.training.exit_codes import ExitCode
+
+ROOT = Path(__file__).parents[3]
+
+
+def _meanings() -> dict[str, str]:
+    """Return the text below each member, as one line."""
+    (body,) = (n.body for n in ast.parse(inspect.getsource(exit_codes)).body if hasattr(n, "body"))
+    pairs = itertools.pairwise(body)
+    return {
+        first.targets[0].id: " ".join(second.value.value.split())
+        for first, second in pairs
+        if isinstance(first, ast.Assign)
+    }
+
+
+def test_the_documented_table_is_the_code():
+    page = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
+    table = page.partition("## Exit codes")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (.*) \|$", table, flags=re.MULTILINE)
+    meanings = _meanings()
+    assert [(int(code), name, text) for code, name, text in rows] == [
+        (member.value, member.name, meanings[member.name]) for member in ExitCode
+    ]
+
+
+def test_every_code_is_produced_by_a_test():
+    """Tests that run the program name the code they want, as `ExitCode.NAME`."""
+    tests = "".join(
+        p.read_text(encoding="utf-8") for p in ROOT.glob("tests/functional_tests/**/*.py")
+    )
+    missing = [m.name for m in ExitCode if m.value and f"ExitCode.{m.name}" not in tests]
+    assert not missing

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/flags.md is what the schema says today."""
+
+from __future__ import annotations
+
+from megatron.training.config import Config
+from megatron.training.options.megatron_names import answered
+from megatron.training.options.schema import options
+from tools.write_flag_docs import PAGE, page
+
+
+def test_the_page_is_fresh_and_names_every_option_and_answer():
+    text = page()
+    assert PAGE.read_text(encoding="utf-8") == text, "run python tools/write_flag_docs.py"
+    rows = [line for line in text.splitlines() if line.startswith("| `--")]
+    flags = {word.strip("`") for line in rows for word in line.split("|")[1].split()}
+    assert {f"--{option.name}" for option in options(Config)} <= flags
+    assert {f"--{name}" for name in answered()} <= flags

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduled garbage collection: off in between, at its iterations, and as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from megatron.training.garbage import scheduled_collection
+
+
+@pytest.fixture
+def collections():
+    """Count the full collections."""
+    counted: list[int] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            counted.append(1)
+
+    gc.callbacks.append(count)
+    yield counted
+    gc.callbacks.remove(count)
+
+
+def test_it_collects_at_its_iterations_and_never_in_between(collections):
+    assert gc.isenabled()
+    with scheduled_collection(True, 3) as begin:
+        assert not gc.isenabled()
+        collections.clear()
+        for iteration in range(1, 10):
+            begin(iteration)
+            assert len(collections) == iteration // 3
+    assert gc.isenabled()
+
+
+def test_interval_zero_never_collects_and_off_leaves_the_collector_alone(collections):
+    with scheduled_collection(True, 0) as begin:
+        collections.clear()
+        begin(1)
+        assert not collections
+        assert not gc.isenabled()
+    with scheduled_collection(False, 1) as begin:
+        collections.clear()
+        begin(1)
+        assert not collections
+        assert gc.isenabled()

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of Megatron's scripts: each is an option here, or is answered with a mend and a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.config import Config
+from megatron.training.options.flags import parse_command_line, read_flags
+from megatron.training.options.megatron_names import (
+    VALUE_NAMES,
+    answer,
+    answered,
+    answered_prefixes,
+    our_value,
+)
+from megatron.training.options.schema import Option, options
+from tests.support.arguments import last_wins
+from tests.unit_tests.training.small_config import ARGUMENTS, small_config
+
+#: What scripts and test configurations around Megatron give, most used first.
+USED = """
+micro-batch-size num-attention-heads hidden-size max-position-embeddings seq-length num-layers
+tensor-model-parallel-size pipeline-model-parallel-size bf16 load save save-interval log-interval
+ckpt-format lr min-lr tokenizer-type tokenizer-model global-batch-size clip-grad transformer-impl
+weight-decay eval-interval eval-iters log-num-zeros-in-grad disable-bias-linear data-path
+lr-decay-style tensorboard-dir split ffn-hidden-size position-embedding-type normalization
+timing-log-level train-iters untie-embeddings-and-output-weights log-params-norm
+attention-softmax-in-fp32 dist-ckpt-strictness data-cache-path deterministic-mode
+group-query-attention num-query-groups vocab-file merge-file lr-decay-iters lr-warmup-fraction
+attention-dropout hidden-dropout attention-backend swiglu no-gradient-accumulation-fusion
+rotary-base rotary-percent sequence-parallel use-distributed-optimizer async-save
+use-persistent-ckpt-worker kv-channels init-method-std num-experts make-vocab-size-divisible-by
+expert-model-parallel-size adam-beta1 adam-beta2 moe-router-topk moe-router-load-balancing-type
+use-checkpoint-args lr-warmup-samples no-load-optim moe-token-dispatcher-type
+auto-detect-ckpt-format overlap-grad-reduce overlap-param-gather moe-aux-loss-coeff
+distributed-timeout-minutes no-rope-fusion expert-tensor-parallel-size moe-router-dtype
+moe-grouped-gemm tiktoken-pattern num-workers norm-epsilon moe-ffn-hidden-size
+pretrained-checkpoint context-parallel-size moe-router-score-function exit-duration-in-mins
+calculate-per-token-loss train-samples moe-shared-expert-intermediate-size hybrid-layer-pattern
+ckpt-fully-parallel-save ckpt-fully-parallel-load finetune qk-layernorm
+dist-ckpt-optim-fully-reshardable seed log-throughput cuda-graph-impl cross-entropy-loss-fusion
+moe-router-enable-expert-bias dataloader-type manual-gc fp16 exit-interval
+num-layers-per-virtual-pipeline-stage recompute-granularity wandb-project wandb-exp-name
+moe-layer-freq mock-data no-check-for-nan-in-loss-and-grad
+"""
+
+#: Values that Megatron's scripts give to options of many values or choices.
+VALUES = """
+--tokenizer-type HuggingFaceTokenizer --transformer-impl local --lr-decay-style cosine
+--normalization RMSNorm --position-embedding-type rope --dataloader-type single
+--attention-backend auto --optimizer adam --data-parallel-sharding-strategy optim
+"""
+
+KNOWN = {option.name: option for option in options(Config)}
+
+
+def words(option: Option, name: str) -> list[str]:
+    """Return words that give an option a value."""
+    if option.kind is bool:
+        return [f"--{name}"]
+    given = VALUES.split()
+    if f"--{name}" in given:
+        return [f"--{name}", given[given.index(f"--{name}") + 1]]
+    text = option.choices[0] if option.choices else {int: "2", float: "0.5", str: "a"}[option.kind]
+    return [f"--{name}", text]
+
+
+@pytest.mark.parametrize("name", USED.split())
+def test_each_flag_people_use_works_or_is_answered(name):
+    option = KNOWN.get(name) or KNOWN.get(name.removeprefix("no-"))
+    if option is not None and (name in KNOWN or option.kind is bool):
+        assert option.name in read_flags(words(option, name), list(KNOWN.values()))
+        return
+    with pytest.raises(ValueError, match=f"^--{name}( 2)?: ") as caught:
+        read_flags([f"--{name}", "2"], list(KNOWN.values()))
+    text = str(caught.value)
+    assert "\n" not in text
+    mend, reason = text.split(": ", 2)[1:]
+    assert mend == "leave it out" or mend.removeprefix("use --") in KNOWN
+    assert len(reason.split()) >= 3
+
+
+def test_a_whole_script_is_answered_in_one_line():
+    script = (
+        "--pipeline-model-parallel-size 1 --context-parallel-size=1 --transformer-impl "
+        "transformer_engine --ckpt-format torch_dist --attention-softmax-in-fp32 --vocab-file v "
+        "--merge-file m --moe-router-topk 2 --num-layer 2 --recompute-modules mlp"
+    )
+    with pytest.raises(ValueError) as caught:
+        parse_command_line(Config, [*ARGUMENTS.split(), *script.split()], prog="p", description="d")
+    problems = str(caught.value).split("; ")
+    assert [p.partition(":")[0] for p in problems] == [
+        "--transformer-impl is 'transformer_engine'",
+        "--ckpt-format",
+        "--attention-softmax-in-fp32",
+        "--vocab-file",
+        "--merge-file",
+        "--moe-router-topk",
+        "unknown flag --num-layer",
+        "--recompute-modules",
+    ]
+    assert "use one of local: Transformer Engine" in problems[0]
+    assert "use --tokenizer-model: a tokenizer is one file" in problems[3]
+
+
+def test_a_degree_of_one_says_what_is_so_and_any_other_is_an_error():
+    for name in ("pipeline-model-parallel-size", "context-parallel-size"):
+        assert small_config(f"--{name} 1") == small_config()
+        for wrong in (f"--{name} 2", f"--{name}", f"--{name} 1 1", f"--{name}=2"):
+            with pytest.raises(ValueError, match=f"--{name}.*: leave it out: only 1 works"):
+                small_config(wrong)
+
+
+def test_values_may_have_megatrons_names_and_are_shown_by_ours():
+    for name, values in VALUE_NAMES.items():
+        for theirs, ours in values.items():
+            assert ours in KNOWN[name].choices
+            assert theirs not in KNOWN[name].choices
+            got = parse_command_line(
+                Config,
+                last_wins([*ARGUMENTS.split(), f"--{name}", theirs]),
+                prog="p",
+                description="d",
+            ).config
+            assert vars(vars(got)[str(KNOWN[name].section)])[KNOWN[name].field] == ours
+    assert our_value("tokenizer-type", "hf") == "hf"
+    with pytest.raises(ValueError, match=r"use one of .*: save it as a tokenizer.json and take hf"):
+        small_config("--tokenizer-type GPT2BPETokenizer")
+
+
+def test_the_tables_name_no_option_and_mend_by_options_alone():
+    names = set(KNOWN) | {f"no-{o.name}" for o in KNOWN.values() if o.kind is bool}
+    assert not names & set(answered()), "an option works and needs no answer"
+    assert not [(n, p) for n in names for p in answered_prefixes() if n.startswith(p)]
+    for name, known in answered().items():
+        assert known.nearest is None or known.nearest in {*KNOWN, "config"}, name
+        assert known.reason
+        assert not {"\n", ";"} & set(known.reason), name
+
+
+def test_an_unknown_flag_may_be_near_an_answered_one():
+    assert answer("moe-whatever") is not None
+    assert answer("whatever") is None
+    with pytest.raises(ValueError, match="did you mean --attention-softmax-in-fp32"):
+        small_config("--attention-softmax-fp32")

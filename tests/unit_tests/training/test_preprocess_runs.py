@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preprocessing by several workers, into several streams, stopped and taken up again."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training import preprocess_data
+from megatron.training.data.chat import encode_conversation, read_chat_template
+from megatron.training.data.preprocessing.journal import Journal
+from megatron.training.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from megatron.training.inspect_data import _main as inspect
+from megatron.training.preprocess_data import PreprocessConfig, preprocess
+from megatron.training.train_tokenizer import _main as train_tokenizer
+
+TEXTS = [f"{number} " + "wörd and word " * (number * 7 % 40) for number in range(300)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Return the path of some lines, of which every 50th is none."""
+    path = tmp_path / "a.jsonl"
+    good = [json.dumps({"text": text, "title": text[:5]}) for text in TEXTS]
+    for at in range(0, 300, 50):
+        good[at] = "oops"
+    path.write_text("\n".join(good))
+    return str(path)
+
+
+def config_for(tmp_path, *inputs, **options):
+    options = {"tokenizer_type": "byte", "workers": 1, "append_eod": True, **options}
+    return PreprocessConfig(input=inputs, output_prefix=str(tmp_path / "out" / "data"), **options)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path, corpus):
+    train_tokenizer(
+        ["--input", corpus, "--vocab-size", "300", "--output", str(tmp_path / "tokenizer.json")]
+    )
+    config = config_for(
+        tmp_path, corpus, tokenizer_type="hf", tokenizer_model=str(tmp_path / "tokenizer.json")
+    )
+    seen = []
+    for workers in (1, 2):
+        config = replace(config, output_prefix=str(tmp_path / f"by{workers}" / "x"))
+        config = replace(config, workers=workers)
+        preprocess(config, block_bytes=3000)
+        seen.append(files(tmp_path / f"by{workers}"))
+    assert seen[0] == seen[1]
+    assert json.loads(seen[0]["x.json"])["rejected"] == {"not JSON": 6}
+    assert json.loads(seen[0]["x.json"])["examples"] == {"not JSON": f"{corpus}:1"}
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    data = IndexedDataset(config.output_prefix)
+    assert [*tokenizer.tokenize(TEXTS[299]), tokenizer.eod] == data.get(293).tolist()
+
+
+def test_what_happens_in_a_worker_is_told_here(tmp_path, corpus):
+    with pytest.raises(ValueError, match=rf"{corpus}:1: not JSON; mend it"):
+        preprocess(config_for(tmp_path, corpus, workers=2, strict=True), block_bytes=3000)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_worker_that_dies_is_told_and_what_is_committed_stays(tmp_path, corpus):
+    config = config_for(tmp_path, corpus, workers=2)
+
+    def kill(*, documents: int, **rest: int) -> None:
+        for child in [] if documents < 100 else children(os.getpid()):
+            if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+                os.kill(child, signal.SIGKILL)
+
+    with pytest.raises(ValueError, match=r"an encoding process died \(exit code -9\)"):
+        preprocess(config, block_bytes=1000, commit_bytes=1000, report=kill)
+    seen: list[int] = []
+    preprocess(
+        replace(config, resume=True), report=lambda *, documents, **_: seen.append(documents)
+    )
+    assert seen[0] >= 100
+    assert IndexedDataset(config.output_prefix).num_documents == 294
+
+
+def children(process: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        found = Path(f"/proc/{process}/task/{process}/children").read_text()
+        return [int(word) for word in found.split()]
+    return []
+
+
+def test_workers_end_with_a_run_that_is_killed_and_another_goes_on(tmp_path, corpus):
+    preprocess(config_for(tmp_path, corpus))
+    script = (
+        "import sys, time; from megatron.training.preprocess_data import PreprocessConfig as C, "
+        "preprocess\n"
+        "if __name__ == '__main__':\n"
+        "    config = C(input=(sys.argv[1],), output_prefix=sys.argv[2], tokenizer_type='byte', "
+        "append_eod=True, workers=2)\n"
+        "    preprocess(config, block_bytes=1000, commit_bytes=3000, "
+        "report=lambda **_: time.sleep(0.05))\n"
+    )
+    (tmp_path / "work.py").write_text(script)
+    prefix = tmp_path / "killed" / "data"
+    run = subprocess.Popen([sys.executable, tmp_path / "work.py", corpus, prefix])
+    deadline = time.monotonic() + 30
+    journal = Path(f"{prefix}.journal")
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    team = children(run.pid)
+    assert len(team) >= 2, "no workers"
+    run.kill()
+    run.wait()
+    while any(map(alive, team)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(alive, team))
+    seen: list[int] = []
+    config = replace(config_for(tmp_path, corpus), output_prefix=str(prefix), workers=2)
+    preprocess(
+        replace(config, resume=True),
+        block_bytes=2000,
+        report=lambda *, documents, **rest: seen.append(documents),
+    )
+    assert seen[0] > 20
+    assert files(tmp_path / "killed") == files(tmp_path / "out")
+
+
+def alive(process: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z"
+    return False
+
+
+def test_several_keys_are_data_sets_of_the_same_documents(tmp_path, corpus):
+    results = preprocess(config_for(tmp_path, corpus, json_keys=("title", "text")))
+    prefix = str(tmp_path / "out" / "data")
+    assert list(results) == [f"{prefix}_title", f"{prefix}_text"]
+    for key, shown in [("title", TEXTS[7][:5]), ("text", TEXTS[7])]:
+        data = IndexedDataset(f"{prefix}_{key}")
+        assert bytes(data.get(6)[:-1].astype(np.uint8)).decode() == shown
+        assert json.loads(Path(f"{prefix}_{key}.json").read_text())["documents"] == 294
+    (tmp_path / "b.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"b\.txt is plain text, without keys"):
+        preprocess(config_for(tmp_path, str(tmp_path / "b.txt"), json_keys=("title", "text")))
+
+
+CHATS = [
+    [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "é" * (n + 1)}]
+    for n in range(9)
+]
+
+
+def test_conversations_have_a_mask_beside_them(tmp_path, capsys):
+    records = [*CHATS[:4], [], "none", [{"role": "user", "content": "alone"}], *CHATS[4:]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"talk": chat}) + "\n" for chat in records))
+    config = config_for(
+        tmp_path, str(path), chat=True, chat_template="plain", chat_key="talk", append_eod=False
+    )
+    (result,) = preprocess(config).values()
+    data, mask = (
+        IndexedDataset(config.output_prefix),
+        IndexedDataset(f"{config.output_prefix}.mask"),
+    )
+    template = read_chat_template("plain")
+    assert mask.dtype == np.uint8
+    assert len(data) == len(mask) == len(CHATS)
+    for number, chat in enumerate(CHATS):
+        ids, learnt = encode_conversation(chat, ByteTokenizer(), template)
+        assert data.get(number).tolist() == ids
+        assert mask.get(number).tolist() == learnt
+    assert (result.kind, result.documents) == ("chat", 9)
+    assert result.rejected == {"no list of messages": 2, "no assistant message": 1}
+    assert result.examples == {
+        "no list of messages": f"{path}:5", "no assistant message": f"{path}:7",
+    }  # fmt: skip
+    assert sorted(files(tmp_path / "out")) == [
+        "data.bin", "data.idx", "data.json", "data.mask.bin", "data.mask.idx",
+    ]  # fmt: skip
+    inspect([config.output_prefix, "--document", "1"])
+    learnt_tokens = int(mask.tokens.sum())
+    assert f"learnt from: {learnt_tokens} tokens" in capsys.readouterr().out
+
+
+def test_chat_options_that_contradict():
+    common = {"input": ("a",), "output_prefix": "b", "tokenizer_type": "byte"}
+    with pytest.raises(ValueError, match="--append-eod is not for --chat"):
+        PreprocessConfig(**common, chat=True, append_eod=True)
+    with pytest.raises(ValueError, match="--chat-template has no effect without --chat"):
+        PreprocessConfig(**common, chat_template="plain")
+
+
+def test_numbers_that_are_no_ids_are_rejected_by_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "1 2"}\n{"text": "1 9"}\n{"text": "x"}\n')
+    config = config_for(tmp_path, str(tmp_path), tokenizer_type="null", vocab_size=5)
+    (result,) = preprocess(config).values()
+    assert IndexedDataset(config.output_prefix).tokens.tolist() == [1, 2, 5]
+    assert result.documents == 1
+    assert result.examples == {"refused by the tokenizer": f"{tmp_path}/a.jsonl:2"}
+    assert result.rejected == {"refused by the tokenizer": 2}
+
+
+def test_what_a_full_disk_interrupted_goes_on_when_there_is_room(tmp_path, corpus):
+    expected = preprocess(config_for(tmp_path, corpus, append_eod=True))
+    expected_files = files(tmp_path / "out")
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
+        "from megatron.training import preprocess_data as p\n"
+        "from megatron.training.errors import run_entry_point\n"
+        "work = p.preprocess\n"
+        "p.preprocess = lambda *a, **k: work(*a, **k, commit_bytes=5000, block_bytes=1000)\n"
+        "sys.exit(run_entry_point(lambda: p._main(sys.argv[1:]), prog='p'))"
+    )
+    arguments = ["--input", corpus, "--tokenizer-type", "byte", "--append-eod"]
+    prefix = tmp_path / "full" / "data"
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *arguments, "--output-prefix", str(prefix)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "go on with --resume" in done.stderr
+    assert done.stderr.count("\n") == 1
+    seen = []
+    config = replace(config_for(tmp_path, corpus), output_prefix=str(prefix), resume=True)
+    found = preprocess(config, report=lambda *, documents, **rest: seen.append(documents))
+    assert seen[0] > 100
+    assert list(found.values()) == list(expected.values())
+    assert files(tmp_path / "full") == expected_files
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, corpus, capsys, monkeypatch):
+    def interrupted(config: PreprocessConfig, **rest: object) -> None:
+        def stop(**progress: int) -> None:
+            raise KeyboardInterrupt
+
+        preprocess(config, commit_bytes=1, report=stop)
+
+    monkeypatch.setattr(preprocess_data, "preprocess", interrupted)
+    arguments = ["--input", corpus, "--tokenizer-type", "byte"]
+    arguments += ["--output-prefix", str(tmp_path / "out" / "data")]
+    with pytest.raises(KeyboardInterrupt):
+        preprocess_data._main(arguments)
+    assert capsys.readouterr().err == "what was done is kept: go on with --resume\n"
+    monkeypatch.undo()
+    preprocess_data._main([*arguments, "--resume"])
+    assert "294 documents" in capsys.readouterr().out
+
+
+def test_resume_without_anything_to_resume_starts_anew(tmp_path, corpus):
+    (result,) = preprocess(config_for(tmp_path, corpus, resume=True)).values()
+    assert result.documents == 294
+
+
+def test_two_runs_do_not_write_one_data_set(tmp_path, corpus):
+    (tmp_path / "out").mkdir()
+    first = Journal(tmp_path / "out" / "data.journal")
+    with pytest.raises(ValueError, match=r"data\.journal is in use: another run"):
+        preprocess(config_for(tmp_path, corpus))
+    first.remove()
+    preprocess(config_for(tmp_path, corpus))
+
+
+def test_a_line_cut_short_does_not_count(tmp_path):
+    path = tmp_path / "x.journal"
+    journal = Journal(path)
+    assert (journal.header, journal.latest) == (None, None)
+    journal.begin({"of": "what"})
+    for number in range(3):
+        journal.append({"at": number})
+    journal.close()
+    whole = path.read_bytes()
+    last = len(b'{"at": 2}\n')
+    for cut in range(1, last + 1):
+        path.write_bytes(whole[:-cut])
+        journal = Journal(path)
+        assert (journal.header, journal.latest) == ({"of": "what"}, {"at": 1})
+        journal.append({"at": 7})
+        journal.close()
+        assert path.read_bytes() == whole[:-last] + b'{"at": 7}\n'
+    path.write_bytes(b"\x00" * 40 + b"\n")
+    journal = Journal(path)
+    assert (journal.header, journal.latest) == (None, None)
+    journal.remove()
+    assert not path.exists()
+
+
+def test_a_single_block_needs_no_workers(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr("megatron.training.data.preprocessing.workers._started", None)
+    preprocess(config_for(tmp_path, corpus, workers=8))
+
+
+def test_inspect_shows_counts_and_a_document(tmp_path, corpus, capsys):
+    config = config_for(tmp_path, corpus)
+    preprocess(config)
+    inspect([config.output_prefix, "--document", "2", "--max-tokens", "3"])
+    out = capsys.readouterr().out
+    tokens = sum(len(t.encode()) + 1 for n, t in enumerate(TEXTS) if n % 50)
+    assert f"data: 294 documents, {tokens:,} tokens of uint16" in out
+    assert "largest id 256" in out
+    assert "written with: byte (vocabulary 257, end of document 256)" in out
+    assert 'the first 3 of them:\n    51 32 119\n    "3 w"\n' in out
+    with pytest.raises(ValueError, match="has the documents 0 to 293"):
+        inspect(["--data-path", config.output_prefix, "--document", "294"])
+
+
+def test_a_tokenizer_is_trained_on_the_first_part_only(tmp_path, corpus, capsys):
+    output = tmp_path / "new" / "tokenizer.json"
+    arguments = ["--input", corpus, "--output", str(output), "--vocab-size", "280"]
+    train_tokenizer([*arguments, "--train-bytes", "2000"])
+    said = capsys.readouterr().out
+    assert f"wrote {output}: 267 ids from 10 documents" in said
+    (tmp_path / "empty.jsonl").write_text("oops\n")
+    with pytest.raises(ValueError, match=r"no document in .*1 not JSON"):
+        train_tokenizer(["--input", str(tmp_path / "empty.jsonl"), *arguments[2:]])

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank computes without its waiting, and who is named for it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from megatron.core.comm import all_reduce
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.training.failures.straggler import WaitClock, straggler_text
+from tests.support.ranks import run_ranks
+
+
+def _computed(rank: int, world: int) -> tuple[float, float, float]:
+    """Take two steps in which rank 1 sleeps and rank 0 waits for it."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    clock = WaitClock(torch.device("cpu"))
+    groups.observers.append(clock)
+    all_reduce(torch.ones(3), groups["world"])  # outside of a step: counts for nothing
+    if rank == 1:
+        time.sleep(0.2)
+    all_reduce(torch.ones(3), groups["world"])
+    start = time.perf_counter()
+    for _ in range(2):
+        with clock.step():
+            if rank == 1:
+                time.sleep(0.2)
+            all_reduce(torch.ones(3), groups["world"])
+    took = (time.perf_counter() - start) / 2
+    return clock.compute_seconds(), took, clock.compute_seconds()
+
+
+def test_waiting_for_others_is_no_computing():
+    (fast, fast_took, after), (slow, slow_took, _) = run_ranks(_computed, 2)
+    assert min(fast_took, slow_took) > 0.19, "steps take equally long"
+    assert slow > 0.19
+    assert fast < 0.1
+    assert after == 0.0, "counted once"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "factor", "ranks"),
+    [
+        ([1.0, 1.0, 1.1, 1.0], 1.5, []),
+        ([1.0, 3.0, 1.0, 1.0], 1.5, [1]),
+        ([1.0, 3.0], 1.5, [1]),
+        ([3.0, 1.0], 1.5, [0]),
+        ([1.0, 2.0, 4.0, 1.0, 1.0], 1.5, [2, 1]),
+        ([1.0, 3.0], 4.0, []),
+        ([0.0, 0.0], 1.5, []),
+    ],
+)
+def test_who_is_named(seconds, factor, ranks):
+    text = straggler_text(seconds, factor, lambda rank: f"host{rank}")
+    if not ranks:
+        assert text is None
+        return
+    parts = text.removeprefix("straggler: ").split(", rank ")
+    assert [int(part.removeprefix("rank ").split()[0]) for part in parts] == ranks
+    assert f"rank {ranks[0]} on host{ranks[0]} computes {max(seconds):.1f} times as long" in text

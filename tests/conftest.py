@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold every test folder to its seconds in `budget.toml`: a run that exceeds them fails.
 
-Counted is the wall time of set-up, call and tear-down of every test that is not marked slow.
+Counted is the wall time of set-up, call and tear-down of every test that is not marked slow or gpu.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TimeBudget:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Charge one phase of one test to its folder."""
-        if "slow" not in report.keywords:
+        if not {"slow", "gpu"} & set(report.keywords):
             self.spent[str(PurePosixPath(report.nodeid.split("::")[0]).parent)] += report.duration
 
     def judge(self) -> list[str]:

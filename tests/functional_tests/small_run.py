@@ -21,7 +21,8 @@ import torch.distributed as dist
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import read_manifest
 from megatron.training import pretrain_gpt
-from megatron.training.metrics import read_metrics
+from megatron.training.monitoring.metrics import read_metrics
+from tests.support.arguments import last_wins
 from tests.support.ranks import Outcome, RankSet, start_ranks
 
 VOCABULARY = 61
@@ -53,7 +54,10 @@ def write_tokens(prefix: Path, *, seed: int = 5, documents: int = 30) -> Path:
 
 def flags(prefix: Path, more: str = "") -> list[str]:
     """Return the small run's arguments on the data at `prefix`, and further ones, which win."""
-    return [*FLAGS.split(), "--data-path", str(prefix), *more.split()]
+    words = last_wins([*FLAGS.split(), "--data-path", str(prefix), *more.split()])
+    if not {"--save", "--metrics-file", "--tensorboard-dir"} & set(words):
+        words += ["--metrics-file", str(prefix.with_name("unsaved.jsonl"))]  # not ./runs/...
+    return words
 
 
 def run_here(argv: list[str]) -> int:
@@ -106,7 +110,8 @@ def losses(metrics: Path, kind: str = "train") -> dict[int, float]:
 
 def timeless(metrics: Path) -> list[dict]:
     """Return a run's events without what a clock measured, and without those of a process's end."""
-    measured = ("seconds_per_iteration", "tokens_per_second")
+    speed = ("seconds_per_iteration", "tokens_per_second", "tflops")
+    measured = (*speed, "memory_bytes", "peak_memory_bytes")
     events = [event for event in read_metrics(metrics) if event["kind"] != "end"]
     return [{k: v for k, v in event.items() if k not in measured} for event in events]
 

@@ -24,10 +24,8 @@ def test_other_layouts_continue_within_a_millionth(tmp_path):
         (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     ):
         metrics = tmp_path / f"tp{world}.jsonl"
-        run_on(
-            world,
-            flags(prefix, f"{COMMON} {layout} --load {start}") + ["--metrics-file", str(metrics)],
-        )
+        more = f"{COMMON} {layout} --load {start} --metrics-file {metrics}"
+        run_on(world, flags(prefix, more))
         found = losses(metrics)
         assert sorted(found) == [4, 5, 6]
         for iteration, loss in found.items():

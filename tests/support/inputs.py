@@ -24,6 +24,11 @@ class Microbatch:
     loss_mask: torch.Tensor
     sample_ids: torch.Tensor
 
+    @property
+    def documents(self) -> dict[str, torch.Tensor]:
+        """Every row is one document."""
+        return {}
+
 
 def generator(*key: int) -> torch.Generator:
     """Return a generator whose stream is a function of all numbers of `key`."""

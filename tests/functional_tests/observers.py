@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be seen of a run's options: what follows from them, what parts are made with, what the
+run logs, learns and writes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.training import gpt_options, pretraining, run_groups, session
+from megatron.training.config.resolve import Run, padded_vocab_size
+from megatron.training.data import data_sets
+from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.failures import session_faults
+from megatron.training.failures.stopping import StopRequests
+from megatron.training.launch import Launch
+from megatron.training.monitoring import observation
+from megatron.training.monitoring.metrics import read_metrics
+from megatron.training.pretrain_gpt import read_run, start_watch
+from tests.functional_tests.small_run import run_here
+
+#: What a clock measures, and when.
+_CLOCKED = re.compile(
+    r"^ \[.*?\] |elapsed time per iteration \(ms\): [\d.]+|tokens per second[^|]*|"
+    r"throughput[^|]*|memory \(MB\)[^|]*"
+)
+
+
+class _Made(Exception):
+    """Carries what a part would have been made with."""
+
+
+def _stop(*args: Any, **kwargs: Any) -> None:
+    raise _Made(_plain(kwargs))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as text that is equal for equal options; objects by their class alone."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if is_dataclass(value) and not isinstance(value, Run | type):
+        return [type(value).__name__] + [
+            (field.name, _plain(vars(value).get(field.name)))
+            for field in fields(value)
+            if field.name != "config" or type(value).__module__.startswith("megatron.core")
+        ]
+    if isinstance(value, int | float | str | None | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, partial):
+        return _plain(value.keywords)
+    return type(value).__name__
+
+
+def plan(argv: list[str], world: int) -> Any:
+    """Return what follows from options without a run: sizes, schedules, configs of the core."""
+    run = read_run(argv, Launch(world_size=world))
+    samples = range(0, run.train_samples, 4)
+    lr, decay = gpt_options.learning_rate_schedule(run), gpt_options.weight_decay_schedule(run)
+    scaler = gpt_options.loss_scaler(run.config)
+    vocab_size = run.config.tokenizer.vocab_size or 61
+    return {
+        "run": {k: v for k, v in vars(run).items() if k != "config"},
+        "model": repr(gpt_options.gpt_config(run.config, vocab_size)),
+        "made with": _model_arguments(run, vocab_size),
+        "padded": padded_vocab_size(run.config, vocab_size),
+        "dtype": gpt_options.weight_dtype(run.config),
+        "recompute": repr(gpt_options.recompute(run.config)),
+        "engine": repr(gpt_options.data_parallel_config(run.config)),
+        "optimizer": repr(gpt_options.optimizer_config(run.config)),
+        "scaler": [type(scaler).__name__, _plain(vars(scaler))],
+        "lr": [lr.lr(n) for n in samples],
+        "weight decay": [decay.weight_decay(n) for n in samples],
+        "timeout": _timeout(run),
+        "stragglers": _straggler_factor(run),
+    }
+
+
+def _model_arguments(run: Run, vocab_size: int) -> Any:
+    place: Any = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
+    vocabulary = Vocabulary(size=vocab_size, eod=None, tokenizer={})
+    nothing: Any = None
+    with mock.patch.object(session, "GPTModel", _stop):
+        try:
+            session.build_session(run, place, vocabulary, nothing)
+        except _Made as made:
+            return made.args
+    raise AssertionError("no model was made")
+
+
+def _timeout(run: Run) -> Any:
+    launch: Any = SimpleNamespace(world_size=2, rank=0, attempt=0, open_store=_stop)
+    try:
+        start_watch(run, launch)
+    except _Made as made:
+        return made.args
+    raise AssertionError("no store was opened")
+
+
+def _straggler_factor(run: Run) -> Any:
+    groups = ProcessGroupCollection.single()
+    place: Any = SimpleNamespace(groups=groups, device=torch.device("cpu"), watch=None)
+    parts: Any = SimpleNamespace(run=run, place=place)
+    with mock.patch.object(session_faults, "StragglerReport", _stop):
+        try:
+            session_faults.timed_steps(parts, mock.Mock(), say=print)
+        except _Made as made:
+            return made.args
+    return None
+
+
+def listeners(argv: list[str], world: int) -> list[str]:
+    """Return what listens to the collectives of a run on several ranks."""
+    launch = Launch(world_size=world)
+    run = read_run(argv, launch)
+    groups = SimpleNamespace(observers=[])
+    fakes = dict.fromkeys(("dist", "StoreCoordinator"), mock.MagicMock())
+    fakes["ProcessGroupCollection"] = mock.MagicMock(create=lambda *a, **k: groups)
+    with (
+        mock.patch.multiple(run_groups, **fakes),
+        mock.patch.object(Launch, "open_store", return_value=dist.HashStore()),
+        run_groups.join_run(run, launch, watch=mock.MagicMock(), stop=mock.MagicMock()),
+    ):
+        return [type(observer).__name__ for observer in groups.observers]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run showed.
+
+    Args:
+        code: exit code.
+        lines: what it printed, without what a clock measures and where it wrote.
+        losses: of training, by iteration.
+        files: names of what it wrote.
+        parts: what its parts were made with.
+    """
+
+    code: int
+    lines: tuple[str, ...]
+    losses: dict[int, float | None]
+    files: frozenset[str]
+    parts: tuple[Any, ...]
+
+
+def _losses(metrics: Path) -> dict[int, float | None]:
+    """Return the losses of training by iteration; None where they are NaN."""
+    events = [event for event in read_metrics(metrics) if event["kind"] == "train"]
+    return {event["iteration"]: event.get("lm_loss") for event in events}
+
+
+#: The parts whose arguments are noted.
+_PARTS = (
+    (session, "DataParallel"),
+    (session, "Optimizer"),
+    (session, "TrainStep"),
+    (observation, "open_display"),
+    (observation, "scheduled_collection"),
+    (pretraining, "read_vocabulary"),
+    (data_sets, "PrefetchedBatches"),
+    (torch, "use_deterministic_algorithms"),
+)
+
+
+def _trackers(noting: Callable[..., Any]) -> dict[str, Any]:
+    """Return stand-ins for the libraries of tracking servers, whose start is noted."""
+
+    def init(*, config: Any, **named: Any) -> Any:
+        return noting("wandb", lambda **n: mock.MagicMock(id="w"))(**named)
+
+    made = mock.MagicMock(**{"info.run_id": "m"})
+    client = SimpleNamespace(
+        get_experiment_by_name=noting("experiment", lambda name: mock.MagicMock(experiment_id=1)),
+        create_run=noting("run", lambda experiment, run_name: made),
+        log_batch=lambda *args, **named: None,
+        set_terminated=lambda run: None,
+    )
+    entities = mock.MagicMock()
+    mlflow = mock.MagicMock(
+        MlflowClient=noting("mlflow", lambda tracking_uri: client), entities=entities
+    )
+    wandb = mock.MagicMock(init=init)
+    return {"wandb": wandb, "mlflow": mlflow, "mlflow.entities": entities}
+
+
+@contextlib.contextmanager
+def _noting(notes: list[Any]) -> Iterator[None]:
+    """Note what the parts of a run are made with."""
+
+    def noting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            notes.append((name, _plain(args), _plain(kwargs)))
+            part = make(*args, **kwargs)
+            if name == "read_vocabulary":
+                notes.append((name, _plain(part)))
+            return part
+
+        return made
+
+    with contextlib.ExitStack() as stack:
+        for module, name in _PARTS:
+            wrapped = noting(name, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, wrapped))
+        stack.enter_context(mock.patch.dict(sys.modules, _trackers(noting)))
+        arm = noting("arm", StopRequests.arm)
+        stack.enter_context(
+            mock.patch.object(StopRequests, "arm", lambda self, **kwargs: arm(self, **kwargs))
+        )
+        yield
+
+
+def see(argv: list[str], out: Path) -> Seen:
+    """Run in this process and return what can be seen.
+
+    Args:
+        argv: arguments; `{out}` in one stands for the folder.
+        out: empty folder for what the run writes.
+    """
+    metrics = out / "metrics.jsonl"
+    words = [word.replace("{out}", str(out)) for word in argv]
+    if "--metrics-file" not in words:
+        words += ["--metrics-file", str(metrics)]
+    text = io.StringIO()
+    parts: list[Any] = []
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), _noting(parts):
+        code = run_here(words)
+    torch.use_deterministic_algorithms(False)
+    lines = (_CLOCKED.sub("", line) for line in text.getvalue().splitlines())
+    return Seen(
+        code=code,
+        lines=tuple(line.replace(str(out), "OUT") for line in lines),
+        losses=_losses(metrics) if metrics.exists() else {},
+        files=frozenset(str(file.relative_to(out)) for file in out.rglob("*")),
+        parts=tuple(parts),
+    )

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each option of a run changes: two values of it, and where the difference is seen.
+
+Observers, from the cheapest: `plan` is everything derived from the options without a run,
+`listeners` who is told of collectives; `parts` is what the parts of a run are made with; `loss`,
+`log` and `file` are what a run of two steps shows; `refusal` is what is said about the options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Observer = Literal["plan", "listeners", "parts", "loss", "log", "file", "refusal"]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Where one option shows.
+
+    Args:
+        observer: what to compare.
+        one, other: the option's two values as words; "" leaves the option out. A switch has none:
+            it is compared off and on.
+        base: flags that both runs have.
+        without: flags of the small run that neither has.
+        replaces: flags of the small run that the other value stands in for.
+        world: number of processes that the options are for.
+    """
+
+    observer: Observer
+    one: str = ""
+    other: str = ""
+    base: str = ""
+    without: str = ""
+    replaces: str = ""
+    world: int = 1
+
+
+#: A run whose second step has a loss that is NaN.
+_NAN = "--lr 1e38 --lr-warmup-iters 0 --lr-decay-style constant --clip-grad 0 --train-iters 4"
+_WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 4"
+_ITERS = "--train-iters --lr-warmup-iters"
+_SAMPLES = "--train-samples 96"
+_YARN = "--position-embedding-type yarn"
+_TRACE = "--profile --use-pytorch-profiler --profile-dir {out}/traces"
+_STEPS = "--profile-step-start 0 --profile-step-end 1"
+_FULL = "--recompute-granularity full"
+_DATA = "--data-path --split"
+_TRAIN = "--train-data-path {data}"
+
+EFFECTS: dict[str, Effect] = {
+    # The model
+    "num-layers": Effect("plan", "2", "3"),
+    "hidden-size": Effect("plan", "48", "64"),
+    "num-attention-heads": Effect("plan", "4", "8"),
+    "ffn-hidden-size": Effect("plan", "64", "72"),
+    "group-query-attention": Effect("refusal"),
+    "num-query-groups": Effect("plan", "2", "1"),
+    "kv-channels": Effect("plan", "12", "16"),
+    "max-position-embeddings": Effect("refusal", "24", "23"),
+    "normalization": Effect("plan", "RMSNorm", "LayerNorm"),
+    "norm-epsilon": Effect("plan", "1e-5", "1e-6"),
+    "swiglu": Effect("plan"),
+    "qk-layernorm": Effect("plan"),
+    "disable-bias-linear": Effect("plan"),
+    "add-qkv-bias": Effect("plan"),
+    "add-attention-output-bias": Effect("plan"),
+    "add-mlp-bias": Effect("plan"),
+    "untie-embeddings-and-output-weights": Effect("plan"),
+    "attention-dropout": Effect("plan", "0.1", "0.2"),
+    "hidden-dropout": Effect("plan", "0.1", "0.2"),
+    "init-method-std": Effect("plan", "0.02", "0.01"),
+    "position-embedding-type": Effect("plan", "rope", "none"),
+    "rotary-base": Effect("plan", "10000", "500000"),
+    "rotary-percent": Effect("plan", "1.0", "0.5"),
+    "rotary-seq-len-interpolation-factor": Effect("plan", "", "2"),
+    "use-rope-scaling": Effect("plan"),
+    "rope-scaling-factor": Effect("plan", "8", "4", "--use-rope-scaling"),
+    "rope-scaling-original-max-position": Effect("plan", "8192", "4096", "--use-rope-scaling"),
+    "rope-scaling-low-freq-factor": Effect("plan", "1", "2", "--use-rope-scaling"),
+    "rope-scaling-high-freq-factor": Effect("plan", "4", "8", "--use-rope-scaling"),
+    "yarn-rotary-scaling-factor": Effect("plan", "4", "8", _YARN),
+    "yarn-original-max-position-embeddings": Effect("plan", "4096", "2048", _YARN),
+    "yarn-beta-fast": Effect("plan", "32", "16", _YARN),
+    "yarn-beta-slow": Effect("plan", "1", "2", _YARN),
+    "yarn-attention-factor": Effect("plan", "1.0", "1.2", _YARN),
+    "tokenizer-type": Effect("parts", "null", "byte", "--vocab-size 300"),
+    "tokenizer-model": Effect("parts", "{tokenizer}", "{tokenizer2}", without="--vocab-size"),
+    "vocab-size": Effect("plan", "61", "62"),
+    "make-vocab-size-divisible-by": Effect("plan", "4", "128"),
+    # The layout
+    "tensor-model-parallel-size": Effect("plan", "1", "2", world=4),
+    "sequence-parallel": Effect("plan", base="--tensor-model-parallel-size 2", world=2),
+    "use-distributed-optimizer": Effect("plan"),
+    "data-parallel-sharding-strategy": Effect("plan", "no_shard", "optim"),
+    "overlap-grad-reduce": Effect("plan"),
+    "ddp-bucket-size": Effect("plan", "1000", "2000"),
+    "distributed-timeout-minutes": Effect("plan", "10", "20"),
+    "transformer-impl": Effect("refusal", "local", "transformer_engine"),
+    "attention-backend": Effect("plan", "auto", "reference"),
+    # Activations
+    "recompute-granularity": Effect("plan", "", "selective"),
+    "recompute-method": Effect("plan", "uniform", "block", f"{_FULL} --recompute-num-layers 1"),
+    "recompute-num-layers": Effect("plan", "1", "2", f"{_FULL} --recompute-method uniform"),
+    # Batch, length, numbers
+    "seq-length": Effect("loss", "24", "16"),
+    "micro-batch-size": Effect("plan", "2", "4"),
+    "global-batch-size": Effect("plan", "8", "16"),
+    "train-iters": Effect("plan", "12", "13"),
+    "train-samples": Effect("plan", "80", "96", without=_ITERS),
+    "exit-interval": Effect("log", "", "1"),
+    "seed": Effect("loss", "1234", "1235"),
+    "bf16": Effect("plan"),
+    "fp16": Effect("plan"),
+    "calculate-per-token-loss": Effect("parts"),
+    "deterministic-mode": Effect("parts"),
+    "device": Effect("log", "cpu", "cuda"),
+    "eval-interval": Effect("log", "1", "2"),
+    "eval-iters": Effect("log", "1", "2", "--eval-interval 1"),
+    "manual-gc": Effect("parts"),
+    "manual-gc-interval": Effect("parts", "0", "3", "--manual-gc"),
+    "max-consecutive-bad-steps": Effect("log", "1", "2", _NAN),
+    # The update and its schedule
+    "optimizer": Effect("plan", "adam", "sgd"),
+    "weight-decay": Effect("plan", "0.01", "0.1"),
+    "start-weight-decay": Effect("plan", "0.0", "0.01", "--weight-decay-incr-style linear"),
+    "end-weight-decay": Effect("plan", "0.01", "0.1", "--weight-decay-incr-style linear"),
+    "weight-decay-incr-style": Effect(
+        "plan", "linear", "cosine", "--start-weight-decay 0 --end-weight-decay 1"
+    ),
+    "adam-beta1": Effect("plan", "0.9", "0.8"),
+    "adam-beta2": Effect("plan", "0.999", "0.95"),
+    "adam-eps": Effect("plan", "1e-8", "1e-6"),
+    "exp-avg-dtype": Effect("plan", "fp32", "bf16"),
+    "exp-avg-sq-dtype": Effect("plan", "fp32", "bf16", "--adam-beta2 0.95"),
+    "lr-group": Effect("loss", "embedding.*=1", "embedding.*=0.1"),
+    "weight-decay-group": Effect("plan", "*norm*=0", "*norm*=0.5"),
+    "decoupled-lr": Effect("plan", "", "1e-3"),
+    "sgd-momentum": Effect("plan", "0.9", "0.5", "--optimizer sgd"),
+    "clip-grad": Effect("plan", "1", "0.5"),
+    "loss-scale": Effect("plan", "", "128", "--fp16"),
+    "initial-loss-scale": Effect("plan", "1024", "2048", "--fp16"),
+    "min-loss-scale": Effect("plan", "1", "2", "--fp16"),
+    "loss-scale-window": Effect("plan", "1000", "100", "--fp16"),
+    "hysteresis": Effect("plan", "2", "1", "--fp16"),
+    "lr": Effect("plan", "5e-3", "1e-3"),
+    "min-lr": Effect("plan", "0", "1e-4"),
+    "lr-decay-style": Effect("plan", "cosine", "linear"),
+    "lr-decay-iters": Effect("plan", "12", "8"),
+    "lr-decay-samples": Effect("plan", "96", "64", _SAMPLES, _ITERS),
+    "lr-warmup-iters": Effect("plan", "2", "3"),
+    "lr-warmup-samples": Effect("plan", "16", "24", _SAMPLES, _ITERS),
+    "lr-warmup-fraction": Effect("plan", "0.1", "0.5", without="--lr-warmup-iters"),
+    "lr-warmup-init": Effect("plan", "0", "1e-4"),
+    "lr-wsd-decay-style": Effect("plan", "linear", "cosine", _WSD),
+    "lr-wsd-decay-iters": Effect("plan", "4", "5", "--lr-decay-style WSD"),
+    "lr-wsd-decay-samples": Effect("plan", "32", "40", f"{_SAMPLES} --lr-decay-style WSD", _ITERS),
+    # Data
+    "data-path": Effect("loss", "{data}", "{data2}"),
+    "data-args-path": Effect("loss", "{args}", "{args2}", without="--data-path"),
+    "train-data-path": Effect("loss", "{data}", "{data2}", "--valid-data-path {data}", _DATA),
+    "valid-data-path": Effect("log", "{data}", "{data2}", f"{_TRAIN} --eval-interval 1", _DATA),
+    "test-data-path": Effect("log", "{data}", "{data2}", f"{_TRAIN} --eval-interval 1", _DATA),
+    "per-split-data-args-path": Effect(
+        "loss", "{splits}", "{splits2}", without="--data-path --split"
+    ),
+    "mock-data": Effect("loss", replaces="--data-path"),
+    "split": Effect("loss", "90,10", "50,50"),
+    "data-cache-path": Effect("file", "", "{out}/cache"),
+    "dataloader-type": Effect("loss", "single", "cyclic"),
+    "num-workers": Effect("parts", "0", "1"),
+    "eod-mask-loss": Effect("loss"),
+    "reset-position-ids": Effect("loss"),
+    "reset-attention-mask": Effect("loss"),
+    "sft": Effect("log"),
+    "allow-data-change": Effect("log", base="--load {saved} --data-path {data2}"),
+    # Checkpoints
+    "save": Effect("file", "", "{out}/save"),
+    "load": Effect("log", "", "{saved}"),
+    "save-interval": Effect("file", "", "1", "--save {out}/save"),
+    "load-optim": Effect("loss", base="--load {saved} --train-iters 4"),
+    "use-checkpoint-args": Effect("refusal", base="--load {saved}", without="--num-layers"),
+    "pretrained-checkpoint": Effect("loss", "", "{saved}"),
+    "load-hf": Effect("refusal", "", "{hf}", without="--num-layers --hidden-size"),
+    "finetune": Effect("log", base="--load {saved}"),
+    # Signals and steps that go wrong
+    "exit-signal-handler": Effect("parts", base="--save {out}/save"),
+    "exit-grace-seconds": Effect("parts", "25", "20", "--save {out}/save"),
+    "exit-duration-in-mins": Effect("log", "", "1e-6"),
+    "rerun-mode": Effect("log", "disabled", "validate_results", _NAN),
+    "on-reproduced-nan": Effect("log", "skip", "restart", f"{_NAN} --save {{out}}/save"),
+    "loss-spike-factor": Effect("loss", "1000", "1.0001", "--loss-spike-window 1 --train-iters 12"),
+    "loss-spike-window": Effect("loss", "100", "1", "--loss-spike-factor 1.0001 --train-iters 12"),
+    "rollback-after-bad-steps": Effect("log", "", "1", f"{_NAN} --save {{out}}/save"),
+    "check-collectives": Effect("listeners", world=2),
+    "log-straggler": Effect("plan", world=2),
+    "straggler-factor": Effect("plan", "1.5", "2", "--log-straggler", world=2),
+    # Logs
+    "log-interval": Effect("log", "1", "2"),
+    "log-throughput": Effect("log"),
+    "log-num-zeros-in-grad": Effect("log"),
+    "log-params-norm": Effect("log"),
+    "tensorboard-dir": Effect("file", "", "{out}/board"),
+    "metrics-file": Effect("file", "{out}/metrics.jsonl", "{out}/other.jsonl"),
+    "wandb-project": Effect("parts", "", "a"),
+    "wandb-exp-name": Effect("parts", "", "a", "--wandb-project p"),
+    "wandb-entity": Effect("parts", "", "a", "--wandb-project p"),
+    "wandb-save-dir": Effect("file", "", "{out}/wandb", "--wandb-project p"),
+    "mlflow-experiment": Effect("parts", "", "a"),
+    "mlflow-run-name": Effect("parts", "", "a", "--mlflow-experiment e"),
+    "mlflow-tracking-uri": Effect("parts", "", "a", "--mlflow-experiment e"),
+    "progress": Effect("parts", "plain", "live"),
+    # Profiles; what a CPU cannot do is said by the run
+    "profile": Effect("log"),
+    "use-pytorch-profiler": Effect("log", base=f"--profile {_STEPS} --profile-dir {{out}}/traces"),
+    "profile-step-start": Effect("log", "0", "1", f"{_TRACE} --profile-step-end 2"),
+    "profile-step-end": Effect("log", "1", "2", f"{_TRACE} --profile-step-start 0"),
+    "profile-ranks": Effect("file", "0", "1", f"{_TRACE} {_STEPS}"),
+    "profile-dir": Effect("file", "{out}/one", "{out}/other", f"{_TRACE} {_STEPS}"),
+    "record-memory-history": Effect("log"),
+    "memory-snapshot-path": Effect("refusal", "", "a"),
+}

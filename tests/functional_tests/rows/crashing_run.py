@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pretrain_gpt as a program that crashes in a step of the launcher's first start; for torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megatron.training import pretrain_gpt, pretraining
+
+
+def crash_once(step: int) -> None:
+    """Let rank 1 end without a word in a step, unless the launcher has restarted it."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" or os.environ["RANK"] != "1":
+        return
+    whole = pretraining.SessionSteps.take_step
+    count = [0]
+
+    def crashing(self, *arguments):
+        count[0] += 1
+        if count[0] == step:
+            os._exit(9)
+        return whole(self, *arguments)
+
+    pretraining.SessionSteps.take_step = crashing
+
+
+if __name__ == "__main__":
+    crash_once(3)
+    code = pretrain_gpt.main(sys.argv[1:], os.environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that die, stop, fail, diverge or are slow: one test a fault."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+
+import pytest
+
+from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
+from megatron.training import pretraining
+from megatron.training.exit_codes import ExitCode
+from tests.functional_tests.planted_faults import on_microbatch, run_with
+from tests.functional_tests.small_run import (
+    flags,
+    run_on,
+    running,
+    write_tokens,
+)
+
+#: Long enough not to end by itself.
+LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0"
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_tokens(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize(
+    ("number", "minutes", "state"),
+    [(signal.SIGSTOP, 0.05, "is stopped"), (signal.SIGKILL, 10.0, "is dead")],
+)
+def test_row_33_the_others_name_rank_step_and_collective_and_leave_their_stacks(
+    prefix, tmp_path, number, minutes, state
+):
+    save = tmp_path / "save"
+    more = f"{LONG} --save {save} --save-interval 2 --distributed-timeout-minutes {minutes}"
+    with running(3, flags(prefix, f"{more} --global-batch-size 12")) as ranks:
+        ranks.wait_for_line(2, "iteration        3/", timeout=60)
+        pid = ranks.processes[0].pid
+        ranks.kill(0, number)
+        start = time.monotonic()
+        while f"rank 0 (process {pid}" not in ranks.log(1) + ranks.log(2):
+            assert time.monotonic() - start < 60.0 * 0.05 + 10.0, ranks.log(1)
+            time.sleep(0.02)
+        for rank in (1, 2):
+            ranks.processes[rank].join(10)
+        if number == signal.SIGSTOP:
+            ranks.kill(0, signal.SIGKILL)
+        found = ranks.outcomes(timeout=20)
+        text = ranks.log(1) + ranks.log(2)
+    assert [found[rank].exit_code for rank in (1, 2)] == [ExitCode.PEER_LOST] * 2, text
+    assert f"rank 0 (process {pid} on {socket.gethostname()}) {state}" in text
+    assert "; the others wait in all_reduce (sum) of float" in text
+    assert " of iteration " in text
+    assert "Traceback" not in text
+    for rank in (1, 2):
+        stacks = (save / "stacks" / f"attempt_0_rank_{rank}.txt").read_text()
+        assert "collectives.py" in stacks, "where it waited"
+        assert "in _beat" in stacks, "every thread"
+    verify_checkpoint(latest_checkpoint(save))
+
+
+def plant_error(rank: int) -> None:
+    def fail(made):
+        raise KeyError("the sixth microbatch")
+
+    if rank == 1:
+        on_microbatch(6, fail)
+
+
+def test_row_34_the_first_traceback_is_shown_once_and_the_others_end_soon(prefix):
+    found, logs = run_with(plant_error, flags(prefix, LONG))
+    assert [o.exit_code for o in found] == [ExitCode.PEER_LOST, ExitCode.CRASH], logs
+    text = "".join(logs)
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("KeyError: 'the sixth microbatch'") == 1
+    assert abs(found[0].at - found[1].at) < 5.0
+
+
+def plant_skipped_collective(rank: int) -> None:
+    """Skip the gradient reductions of the sixth microbatch's step on rank 1."""
+    from megatron.core import sharded_buffer
+    from megatron.core.comm.collectives import Pending
+
+    whole = sharded_buffer.all_reduce_async
+    late = [False]
+
+    def lazy(x, group, *, out=None, **options):
+        if rank == 1 and late[0]:
+            return Pending(x)
+        return whole(x, group, out=out, **options)
+
+    def from_now(made):
+        late[0] = True
+
+    sharded_buffer.all_reduce_async = lazy
+    on_microbatch(6, from_now)
+
+
+def plant_other_shape(rank: int) -> None:
+    """Reduce one number less on rank 1, in its third step's loss."""
+    from megatron.training.failures.stopping import StopRequests
+
+    votes, count = StopRequests.votes, [0]
+
+    def fewer(self):
+        count[0] += 1
+        return votes(self)[: 1 if rank == 1 and count[0] == 3 else 2]
+
+    StopRequests.votes = fewer
+
+
+@pytest.mark.parametrize(
+    ("plant", "ops"),
+    [
+        (
+            plant_skipped_collective,
+            (
+                r"all_reduce (sum) of float32 [",
+                r"all_reduce (sum) of float64 [3] over world in iteration 3",
+            ),
+        ),
+        (
+            plant_other_shape,
+            (
+                r"rank 0: all_reduce (sum) of float64 [3] over world in iteration 3",
+                r"rank 1: all_reduce (sum) of float64 [2] over world in iteration 3",
+            ),
+        ),
+    ],
+)
+def test_row_35_ranks_in_different_collectives_are_told_with_both(prefix, plant, ops):
+    start = time.monotonic()
+    found, logs = run_with(plant, flags(prefix, f"{LONG} --check-collectives"))
+    assert {o.exit_code for o in found} <= {ExitCode.COLLECTIVES_DIFFER, ExitCode.PEER_LOST}, logs
+    assert ExitCode.COLLECTIVES_DIFFER in {o.exit_code for o in found}
+    text = "".join(logs)
+    for op in ops:
+        assert op in text, text
+    assert "Traceback" not in text
+    assert time.monotonic() - start < 30.0, "the timeout of collectives is ten minutes"
+
+
+def test_row_35_a_run_whose_ranks_agree_passes_the_check(prefix):
+    layout = "--tensor-model-parallel-size 2 --train-iters 3 --eval-interval 2 --log-straggler"
+    run_on(2, flags(prefix, f"{layout} --check-collectives"))
+
+
+def plant_slow_rank(rank: int) -> None:
+    if rank == 1:
+        whole = pretraining.take
+
+        def slow(*arguments):
+            time.sleep(0.25)
+            return whole(*arguments)
+
+        pretraining.take = slow
+
+
+def test_row_36_a_slow_rank_is_named(prefix):
+    more = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"
+    argv = flags(prefix, f"{more} --log-straggler --straggler-factor 3")
+    found, logs = run_with(plant_slow_rank, argv)
+    assert [o.exit_code for o in found] == [0, 0], logs
+    told = [line for line in logs[1].splitlines() if line.startswith("straggler: ")]
+    assert len(told) == 2, logs[1]
+    assert all(f"rank 1 on {socket.gethostname()} computes " in line for line in told)
+    assert "straggler" not in logs[0]

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of options: keys, values, layouts, YAML that attacks, and secrets that must not leak."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron.training import pretrain_gpt
+from megatron.training.exit_codes import ExitCode
+from tests.functional_tests.small_run import flags, run_here, write_tokens
+
+SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_tokens(tmp_path / "tokens", documents=12)
+
+
+def refused(capsys, argv: list[str], environment: dict[str, str] | None = None) -> str:
+    """Run, expect a user's error of one line, and return that line."""
+    code = pretrain_gpt.main(argv, environment or {})
+    out, err = capsys.readouterr()
+    assert code == ExitCode.USER_ERROR, err
+    assert out == ""
+    assert err.startswith("pretrain_gpt: error: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nnum-layer: 3", "run.yaml:2: unknown key 'num-layer': did you mean num-layers?"),
+        ("seed: 1\n\nlr: fast", "run.yaml:3: lr is 'fast': expected a number"),
+        ("seed: 1\nbf16: true\nseed: 1", "run.yaml:3: seed is already set on line 1: keep one"),
+        ("save: a\nload: ${NOT_SET}/b", "run.yaml:2: load: the environment variable NOT_SET is no"),
+        ("moe-router-topk: 2", "run.yaml:1: moe-router-topk: leave it out: there is no mixture"),
+    ],
+)
+def test_row_43_a_bad_key_or_value_in_a_file_is_named_with_its_line(
+    prefix, tmp_path, capsys, text, message
+):
+    (tmp_path / "run.yaml").write_text(text)
+    assert message in refused(capsys, flags(prefix, f"--config {tmp_path / 'run.yaml'}"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--num-layer", "3"], "unknown flag --num-layer: did you mean --num-layers?"),
+        (["--lr", "5e-2"], "--lr 5e-3 and --lr 5e-2 contradict: keep one"),
+        (["--seed", "1.5"], "--seed is '1.5': expected an integer"),
+        (["--ckpt-format", "torch"], "--ckpt-format: leave it out: checkpoints have one format"),
+    ],
+)
+def test_row_43_a_bad_flag_gets_its_mend(prefix, capsys, more, message):
+    assert message in refused(capsys, [*flags(prefix), *more])
+
+
+@pytest.mark.parametrize("given", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+def test_row_43_a_launcher_s_variables_that_are_half_set(prefix, capsys, given):
+    others = {"MASTER_ADDR": "127.0.0.1", given: "1"}
+    err = refused(capsys, flags(prefix), others)
+    assert f"{given} is set but " in err
+    assert "MASTER_PORT not: start the run with torchrun" in err
+
+
+def test_row_44_an_impossible_layout_names_every_violation_before_any_group(prefix, capsys):
+    more = (
+        "--tensor-model-parallel-size 3 --sequence-parallel --seq-length 25 --global-batch-size 7"
+    )
+    err = refused(capsys, flags(prefix, more))
+    for text in (
+        "does not divide the world of 1",
+        "--seq-length 25 is not a multiple",
+        "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
+        "--ffn-hidden-size 64 is not a multiple",
+    ):
+        assert text in err
+
+
+#: Entry points, and arguments with which --print-config has all it needs.
+ENTRY_POINTS = {
+    "megatron.training.pretrain_gpt": " ".join(flags(Path("absent"))),
+    "megatron.training.preprocess_data": "--input absent.jsonl --output-prefix absent",
+    "megatron.training.plot": "--metrics absent.jsonl",
+    "megatron.training.quickstart": "",
+    "megatron.training.inspect_data": "--data-path absent",
+    "megatron.training.train_tokenizer": "--input a.txt --output absent --vocab-size 300",
+    "megatron.inference.generate": "--load absent --prompt a",
+    "megatron.hf.convert import": "--hf absent --save absent",
+    "megatron.hf.convert export": "--load absent --save absent",
+}
+
+
+def timed(words: list[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """Run a module, which tells its imports on stderr."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+    )
+    return time.monotonic() - start, done
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Return how every entry point answered --help and --print-config, two at a time."""
+    commands = {(name, "--help"): [*name.split(), "--help"] for name in ENTRY_POINTS}
+    for name, more in ENTRY_POINTS.items():
+        commands[name, "--print-config"] = [*name.split(), *more.split(), "--print-config"]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(commands, pool.map(timed, commands.values()), strict=True))
+
+
+@pytest.mark.parametrize("what", ["--help", "--print-config"])
+@pytest.mark.parametrize("module", ENTRY_POINTS)
+def test_row_45_every_entry_point_explains_itself_at_once(answers, module, what):
+    seconds, done = answers[module, what]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) >= 3
+    assert ("--print-config" in done.stdout) == (what == "--help")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "encodings" in imported, "the list of imports is there"
+    assert not {"torch", "torch.cuda", "transformers"} & imported
+    if seconds >= 3.0:  # once more, without the others beside it
+        words = [*module.split(), *([] if what == "--help" else ENTRY_POINTS[module].split()), what]
+        seconds, _ = timed(words)
+    assert seconds < 3.0
+
+
+BOMB = "\n".join(["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "save: !!python/object/apply:os.system ['touch CANARY']",
+            "run.yaml:1: save takes one val",
+        ),
+        (
+            "data-path: !!python/object/apply:os.system ['touch CANARY']",
+            "the tag tag:yaml.org,2002",
+        ),
+        (
+            "data-path: [!!python/object/new:os.system ['touch CANARY']]",
+            "the tag tag:yaml.org,2002",
+        ),
+        (
+            "!!python/object/apply:os.system ['touch CANARY']",
+            "run.yaml:1: expected `option: value`",
+        ),
+        ("seed: !!python/name:os.system ''", "the tag tag:yaml.org,2002:python/name:os.system"),
+        (BOMB, "run.yaml:1: anchors and aliases are not allowed"),
+        ("<<: &a {seed: 1}\n", "run.yaml:1: anchors and aliases"),
+        ("data-path: " + "[" * 100_000, "run.yaml:1: lists and mappings are nested too deeply"),
+        ("? " * 100_000, "run.yaml:1: lists and mappings are nested too deeply"),
+        ("data-path: [" + "a, " * 1_000_000 + "a]", "is longer than 262,144 characters"),
+        ("--- a\n--- b\n", "run.yaml:2: not valid YAML"),
+        ("seed: \0", "not valid YAML"),
+    ],
+    ids=lambda value: value[:24] if "\n" not in value else None,
+)
+def test_row_49_yaml_that_attacks_is_refused_at_once(prefix, tmp_path, capsys, text, message):
+    canary = tmp_path / "canary"
+    file = tmp_path / "run.yaml"
+    file.write_text(text.replace("CANARY", str(canary)))
+    start = time.monotonic()
+    assert message in refused(capsys, flags(prefix, f"--config {file}"))
+    assert time.monotonic() - start < 2.0
+    assert not canary.exists()
+
+
+SECRETS = {
+    "WANDB_API_KEY": "wandb-5e8f1c",
+    "HF_TOKEN": "hf_9a77e2",
+    "MLFLOW_TRACKING_PASSWORD": "mlflow-41b6d0",
+    "MLFLOW_TRACKING_URI": "https://someone:uri-c05d3a@localhost:1",
+    "AWS_SECRET_ACCESS_KEY": "aws-8d20f7",
+    "OPENAI_API_KEY": "sk-77aa31",
+}
+PARTS = ("wandb-5e8f1c", "hf_9a77e2", "mlflow-41b6d0", "uri-c05d3a", "aws-8d20f7", "sk-77aa31")
+
+
+def test_row_64_secrets_of_the_environment_are_in_nothing_that_a_run_writes(
+    prefix, tmp_path, capfd, monkeypatch
+):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    wrote = tmp_path / "wrote"
+    more = f"{SHORT} --save {wrote / 'save'} --tensorboard-dir {wrote / 'tb'} --log-interval 1"
+    assert run_here(flags(prefix, more)) == 0
+    assert run_here(flags(prefix, f"{more} --print-config")) == 0
+    assert run_here(flags(prefix, f"{more} --load {prefix}.bin")) != 0
+    (tmp_path / "run.yaml").write_text("tensorboard-dir: ${WANDB_API_KEY}")
+    assert run_here(flags(prefix, f"--config {tmp_path / 'run.yaml'}")) == ExitCode.USER_ERROR
+    assert run_here(flags(prefix, f"--data-cache-path {SECRETS['MLFLOW_TRACKING_URI']}")) == 2
+    out, err = capfd.readouterr()
+    assert "lm loss" in out
+    assert "looks like a secret" in err
+    assert "holds a user and a password" in err
+    texts = {"stdout": out.encode(), "stderr": err.encode()}
+    texts.update({str(file): file.read_bytes() for file in wrote.rglob("*") if file.is_file()})
+    assert len(texts) >= 6, "a manifest, shards, metrics and TensorBoard's file"
+    leaks = [
+        (where, part) for where, text in texts.items() for part in PARTS if part.encode() in text
+    ]
+    assert not leaks

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers and logs that fail: training is the same, number for number and step for step."""
+
+from __future__ import annotations
+
+import errno
+import statistics
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import megatron.training.monitoring.background as background
+from megatron.training.monitoring.metrics import JsonLines, read_metrics
+from tests.functional_tests.small_run import flags, run_here, timeless, write_tokens
+from tests.support.trackers import fake_mlflow, fake_wandb
+
+SHORT = "--train-iters 12 --eval-interval 6"
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """The token files, and the metrics of a run without trackers."""
+    folder = tmp_path_factory.mktemp("healthy")
+    prefix = write_tokens(folder / "tokens")
+    assert run_here(flags(prefix, f"{SHORT} --save {folder / 'save'}")) == 0
+    return prefix, folder / "save" / "metrics.jsonl"
+
+
+def seconds(metrics: Path) -> float:
+    """Return the median time of a step."""
+    steps = [e["seconds_per_iteration"] for e in read_metrics(metrics) if e["kind"] == "train"]
+    return statistics.median(steps)
+
+
+@pytest.mark.parametrize("fault", ["unreachable", "no answer", "disk full"])
+def test_row_42_trackers_that_fail_leave_training_alone(
+    healthy, tmp_path, monkeypatch, capsys, fault
+):
+    """W&B, MLflow and TensorBoard that refuse, never answer, or find the disk full."""
+    prefix, expected = healthy
+    gate = threading.Event()
+
+    def broken():
+        if fault == "no answer":
+            gate.wait(60)
+        raise OSError(
+            *((errno.ENOSPC, "No space left on device") if fault == "disk full" else ("refused",))
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(init=broken))
+    for name, module in fake_mlflow(connect=broken).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(
+        "torch.utils.tensorboard.SummaryWriter.__init__", lambda self, **options: broken()
+    )
+    monkeypatch.setattr(
+        background.Background.__init__, "__kwdefaults__", {"capacity": 5, "close_seconds": 0.5}
+    )
+    save = tmp_path / "save"
+    trackers = f"--tensorboard-dir {tmp_path / 'tb'} --wandb-project p --mlflow-experiment e"
+    assert run_here(flags(prefix, f"{SHORT} --save {save} {trackers}")) == 0
+    gate.set()
+    metrics = save / "metrics.jsonl"
+    assert timeless(metrics) == timeless(expected)
+    warnings = [s for s in capsys.readouterr().err.splitlines() if s.startswith("metrics:")]
+    what = "does not keep up" if fault == "no answer" else "is off: OSError"
+    for tracker in ("W&B", "MLflow", "TensorBoard"):
+        assert len([w for w in warnings if w.startswith(f"metrics: {tracker} {what}")]) == 1
+    # A step is milliseconds; one that waited for a tracker would take longer by far.
+    assert seconds(metrics) < 4 * seconds(expected) + 0.05
+
+
+def test_row_42_a_full_disk_stops_the_metrics_file_only(healthy, tmp_path, monkeypatch, capsys):
+    """The one writer on the training thread fails too: one line, and the run ends well."""
+    prefix, expected = healthy
+    written = JsonLines.write
+
+    def write(self, kind, iteration, values):
+        if iteration > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(self, kind, iteration, values)
+
+    monkeypatch.setattr(JsonLines, "write", write)
+    metrics = tmp_path / "metrics.jsonl"
+    assert run_here(flags(prefix, f"{SHORT} --metrics-file {metrics}")) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("metrics file is off: OSError: [Errno 28] No space left") == 1
+    assert [e["iteration"] for e in read_metrics(metrics)] == [0, 1, 2, 3]
+    last = read_metrics(expected)[-2]
+    assert f"validation loss at iteration 12 | lm loss value: {last['lm_loss']:.6E}" in printed.out

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row 48: headers of safetensors that lie are refused in bounded memory, nothing is misread."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.hf.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile
+from tests.support.hf_folders import entry, raw_safetensors
+
+F32 = entry("F32", [2], 0, 8)
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "overlap": (
+        raw_safetensors({"a": F32, "b": entry("F32", [2], 4, 12)}, bytes(12)),
+        "b overlaps a",
+    ),
+    "same bytes twice": (raw_safetensors({"a": F32, "b": F32}, bytes(8)), "overlaps"),
+    "gap": (
+        raw_safetensors({"a": F32, "b": entry("F32", [2], 12, 20)}, bytes(20)),
+        "b leaves a gap after a",
+    ),
+    "hidden data at the end": (raw_safetensors({"a": F32}, bytes(9)), "cut short or has grown"),
+    "truncated": (raw_safetensors({"a": F32}, bytes(7)), "cut short or has grown"),
+    "header longer than the file": (raw_safetensors({"a": F32}, b"", length=9999), "cut short"),
+    "header of 2^63 bytes": (raw_safetensors({"a": F32}, b"", length=1 << 63), "cut short"),
+    "no header": (b"abc", "less than a header's length takes"),
+    "empty": (b"", "has 0 bytes"),
+    "no JSON": (raw_safetensors(b"{'a'", b""), "no JSON object"),
+    "no UTF-8": (raw_safetensors(b'{"\xff":1}', b""), "no JSON object"),
+    "a list": (raw_safetensors([], b""), "its header is no JSON object"),
+    "deep": (raw_safetensors(b"[" * 200_000, b""), "no JSON object"),
+    "a name twice": (
+        raw_safetensors(b'{"a":%s,"a":%s}' % ((json.dumps(F32).encode(),) * 2), bytes(8)),
+        "a name comes twice",
+    ),
+    "unknown dtype": (raw_safetensors({"a": entry("Q4", [2], 0, 8)}, bytes(8)), "unknown dtype Q4"),
+    "wrong dtype": (
+        raw_safetensors({"a": entry("F64", [2], 0, 8)}, bytes(8)),
+        "a of F64 [2] takes 16 bytes",
+    ),
+    "wrong shape": (
+        raw_safetensors({"a": entry("F32", [3], 0, 8)}, bytes(8)),
+        "a of F32 [3] takes 12 bytes",
+    ),
+    "huge shape": (
+        raw_safetensors({"a": entry("F32", [1 << 62] * 8, 0, 8)}, bytes(8)),
+        "say otherwise",
+    ),
+    "negative shape": (raw_safetensors({"a": entry("F32", [-2], 0, 8)}, bytes(8)), "shape"),
+    "many dimensions": (raw_safetensors({"a": entry("F32", [1] * 99, 0, 4)}, bytes(4)), "shape"),
+    "numbers as text": (
+        raw_safetensors({"a": {**F32, "data_offsets": ["0", "8"]}}, bytes(8)),
+        "data_offsets",
+    ),
+    "true as a number": (raw_safetensors({"a": {**F32, "shape": [True, 2]}}, bytes(8)), "shape"),
+    "offsets turned": (raw_safetensors({"a": entry("F32", [2], 8, 0)}, bytes(8)), "data_offsets"),
+    "more fields": (raw_safetensors({"a": {**F32, "code": "x"}}, bytes(8)), "nothing else"),
+    "an entry of text": (raw_safetensors({"a": "F32"}, b""), "must have dtype"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_row_48_unsound_headers_are_refused(case: str, tmp_path: Path) -> None:
+    content, text = HEADERS[case]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.safetensors") as error:
+        SafetensorsFile(path)
+    assert text in str(error.value)
+    assert len(str(error.value)) < 1000
+    path.write_bytes(raw_safetensors({"a": F32}, bytes(8)))  # and a sound one passes
+    SafetensorsFile(path).close()
+
+
+def test_row_48_a_huge_header_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(raw_safetensors(b"{", b"", length=300 << 20))
+    with path.open("r+b") as file:
+        file.truncate(301 << 20)  # as large as it says, but takes no disk
+    _refused_within(path, "is longer than", 1 << 20)
+    small = b",".join(b'"%d":{}' % i for i in range(100_000))
+    path.write_bytes(raw_safetensors(b"{" + small + b"}", b""))
+    # What may be parsed takes no more than this many times its length.
+    _refused_within(path, "must have dtype", 40 * len(small))
+    assert 40 * MAX_HEADER_BYTES < 400 << 20
+
+
+def _refused_within(path: Path, text: str, most_bytes: int) -> None:
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=text):
+        SafetensorsFile(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < most_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_row_48_damaged_files_never_read_outside(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    table = {"a": F32, "b": entry("BF16", [2, 3], 8, 20), "c": entry("U8", [], 20, 21)}
+    content = bytearray(raw_safetensors(table, bytes(range(21))))
+    kind = data.draw(st.sampled_from(["flip", "cut", "grow", "number"]))
+    place = data.draw(st.integers(0, len(content) - 1))
+    if kind == "flip":
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        del content[place:]
+    elif kind == "grow":
+        content += bytes(data.draw(st.integers(1, 50)))
+    else:
+        digits = [i for i in range(8, len(content) - 21) if chr(content[i]).isdigit()]
+        content[data.draw(st.sampled_from(digits))] = ord(str(data.draw(st.integers(0, 9))))
+    path.write_bytes(content)
+    try:
+        file = SafetensorsFile(path)
+    except ValueError:
+        return
+    with file:  # sound: then every byte is in one tensor
+        spans = sorted((t.begin, t.end) for t in file.tensors.values())
+        assert spans[-1][1] == len(content)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))

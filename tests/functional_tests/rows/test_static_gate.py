@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row 65: the static gate sees whatever could run code that data brings, wherever it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.style_check import check
+
+HEAD = '# SPDX-License-Identifier: Apache-2.0\n"""One idea."""\n'
+APP, TOOL = "megatron/training/planted.py", "tools/planted.py"
+PLANTS = [
+    (APP, "import pickle\n"),
+    (TOOL, "from pickle import loads\n"),
+    (TOOL, "def f():\n    import _pickle as json\n"),
+    (TOOL, "import torch\nX = torch.load('a')\n"),
+    (TOOL, "import torch as t\nX = t.load('a', weights_only=False)\n"),
+    (APP, "import torch\nX = torch.load('a', weights_only=True)\n"),
+    (TOOL, "from torch import load as get\nX = get('a')\n"),
+    (TOOL, "X = eval('1')\n"),
+    (TOOL, "exec('1')\n"),
+    (TOOL, "import builtins\nbuiltins.eval('1')\n"),
+    (TOOL, "import yaml\nX = yaml.load('a', Loader=yaml.Loader)\n"),
+    (TOOL, "from yaml import unsafe_load\nX = unsafe_load('a')\n"),
+    (TOOL, "import subprocess\nsubprocess.run('a', shell=True)\n"),
+    (TOOL, "import subprocess as s\ns.getoutput('a')\n"),
+    (TOOL, "import os\nos.system('a')\n"),
+    (TOOL, "from os import popen\npopen('a')\n"),
+    (TOOL, "f = lambda g, on: g(trust_remote_code=on)\n"),
+    (TOOL, "f = lambda g: g(trust_remote_code=True)\n"),
+    (TOOL, "import numpy as np\nX = np.load('a', allow_pickle=True)\n"),
+    (TOOL, "import numpy as np\nX = np.load('a')\n"),
+    (APP, "import tarfile\n"),
+    (APP, "import zipfile\n"),
+    (TOOL, "import shutil\nshutil.unpack_archive('a')\n"),
+    (TOOL, "import torch.distributed as dist\ndist.broadcast_object_list([])\n"),
+]
+SAFE = [
+    "import torch\nX = torch.load('a', weights_only=True)\n",
+    "import numpy as np\nX = np.load('a', allow_pickle=False)\n",
+    "import yaml\nX = yaml.safe_load('a')\n",
+    "import subprocess\nsubprocess.run(['a'], shell=False)\nmodel.eval()\n",
+]
+
+
+def plant(root: Path, path: str, text: str) -> Path:
+    """Write one file below `root`, which has nothing else."""
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(("path", "text"), PLANTS)
+def test_row_65_the_static_gate_sees_a_planted_breach(path: str, text: str, tmp_path: Path) -> None:
+    plant(tmp_path, path, HEAD + text)
+    assert [breach.rule for breach in check(tmp_path)] == ["unsafe"]
+    listed = f'[[exception]]\nrule = "unsafe"\nwhere = "{path}"\nreason = "this is a test"\n'
+    plant(tmp_path, "tools/unsafe_allowed.toml", listed)
+    assert check(tmp_path) == []
+    plant(tmp_path, path, HEAD)
+    assert [breach.rule for breach in check(tmp_path)] == ["unused-exception"]
+
+
+def test_row_65_what_is_safe_passes_and_the_list_is_the_only_one(tmp_path: Path) -> None:
+    for number, text in enumerate(SAFE):
+        plant(tmp_path, f"tools/safe_{number}.py", HEAD + text)
+    assert check(tmp_path) == []
+    listed = f'[[exception]]\nrule = "unsafe"\nwhere = "{TOOL}"\nreason = "this is a test"\n'
+    plant(tmp_path, "tools/budgets.toml", listed)
+    with pytest.raises(ValueError, match="does not belong"):
+        check(tmp_path)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint gives a later run: its model's shape, its options as they were, its weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.core.dist_checkpointing import read_extra
+from megatron.training.config import Config
+from megatron.training.exit_codes import ExitCode
+from megatron.training.options.schema import options
+from megatron.training.options.yaml_file import read_options, write_options
+from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+
+SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a folder with token files at `tokens` and a checkpoint in `save`."""
+    root = tmp_path_factory.mktemp("saved")
+    prefix = write_tokens(root / "tokens")
+    assert run_here(flags(prefix, f"{SHORT} --save {root / 'save'}")) == 0
+    return root
+
+
+def printed(capsys, tmp_path, words: str) -> dict[str, object]:
+    """Return what `--print-config` prints, by option name."""
+    code = run_here([*words.split(), "--print-config"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    (tmp_path / "printed.yaml").write_text(out)
+    return read_options(tmp_path / "printed.yaml", options(Config))
+
+
+def test_the_shape_comes_from_the_checkpoint_and_what_is_given_wins(saved, tmp_path, capsys):
+    words = f"--use-checkpoint-args --load {saved / 'save'}"
+    got = printed(capsys, tmp_path, words)
+    assert (got["num-layers"], got["hidden-size"], got["ffn-hidden-size"]) == (2, 48, 64)
+    assert (got["normalization"], got["swiglu"], got["num-query-groups"]) == ("RMSNorm", True, 2)
+    assert (got["seq-length"], got["train-iters"], got["vocab-size"]) == (24, 2, 61)
+    assert (got["data-path"], got["split"]) == ((str(saved / "tokens"),), "90,10")
+    assert got["lr-decay-style"] == "linear", "a default, not the checkpoint's: not the model's"
+    (tmp_path / "defaults.yaml").write_text("hidden-dropout: 0.25\nattention-dropout: 0.25\n")
+    more = f"--config {tmp_path / 'defaults.yaml'} --attention-dropout 0.0 --train-samples 40"
+    more += " --data-path other"
+    given = printed(capsys, tmp_path, f"{words} {more}")
+    assert (given["hidden-dropout"], given["attention-dropout"]) == (0.25, 0.0)
+    assert (given["train-iters"], given["train-samples"]) == (None, 40)
+    assert (given["data-path"], given["split"]) == (("other",), "969,30,1"), "the data as a whole"
+    again = f"--config {tmp_path / 'printed.yaml'}"
+    assert printed(capsys, tmp_path, again) == given
+
+
+def test_a_run_goes_on_with_the_options_of_its_checkpoint(saved, tmp_path):
+    more = "--train-iters 3 --log-interval 1 --eval-interval 0"
+    words = f"--use-checkpoint-args --load {saved / 'save'} --global-batch-size 8 {more}"
+    words += f" --metrics-file {tmp_path / 'm'}"
+    assert run_here(words.split()) == 0
+    assert list(losses(tmp_path / "m")) == [3]
+
+
+def test_the_options_in_a_checkpoint_are_the_run_s_and_feed_back(saved, tmp_path, capsys):
+    argv = " ".join(flags(saved / "tokens", f"{SHORT} --save {saved / 'save'}"))
+    run = printed(capsys, tmp_path, argv)
+    stored = read_extra(saved / "save" / "iter_0000002")["config"]
+    assert stored == json.loads(json.dumps(run))
+    known = options(Config)
+    values = {o.name: o.from_json(stored[o.name], o.name) for o in known}
+    (tmp_path / "stored.yaml").write_text(write_options(values, known))
+    assert printed(capsys, tmp_path, f"--config {tmp_path / 'stored.yaml'}") == run
+
+
+def test_weights_come_from_a_pretrained_checkpoint_until_there_is_one_to_resume(
+    saved, tmp_path, capsys
+):
+    pretrained = f"--pretrained-checkpoint {saved / 'save'} --metrics-file {tmp_path / 'm'}"
+    pretrained += " --optimizer sgd"  # the other optimizer's state is left where it is
+    argv = flags(saved / "tokens", f"{SHORT} {pretrained} --save {tmp_path / 'a'}")
+    assert run_here([*argv, "--load", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    loaded = f"loaded the weights of {saved / 'save' / 'iter_0000002'}; starting at iteration 0"
+    assert loaded in out
+    fresh = tmp_path / "fresh"
+    assert run_here(flags(saved / "tokens", f"{SHORT} --metrics-file {fresh}")) == 0
+    assert losses(tmp_path / "m")[1] < losses(fresh)[1] - 0.05, "the weights are trained ones"
+    capsys.readouterr()
+    argv = flags(saved / "tokens", f"{SHORT} --train-iters 3 {pretrained} --load {tmp_path / 'a'}")
+    assert run_here(argv) == 0
+    assert f"loaded {tmp_path / 'a' / 'iter_0000002'}; going on at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--use-checkpoint-args", "--use-checkpoint-args needs --load or --pretrained-checkpoint"),
+        ("--use-checkpoint-args --load {0}", "--use-checkpoint-args: no checkpoint in {0}"),
+        ("--pretrained-checkpoint {0}", "--pretrained-checkpoint {0}: there is no checkpoint"),
+        ("--pretrained-checkpoint {0}/iter_9", "--pretrained-checkpoint {0}/iter_9: there is no"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there(saved, tmp_path, capsys, more, message):
+    absent = tmp_path / "absent"
+    argv = flags(saved / "tokens", f"{SHORT} {more.format(absent)}")
+    assert run_here(argv) == ExitCode.USER_ERROR
+    assert message.format(absent) in capsys.readouterr().err

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From conversations in JSONL to a fine-tuned model, on one process and on tp 2 x dp 2."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from megatron.training.monitoring.metrics import read_metrics
+from megatron.training.preprocess_data import PreprocessConfig, preprocess
+from tests.functional_tests.small_run import digests, flags, losses, run_here, run_on
+
+COMMON = (
+    "--vocab-size 257 --seq-length 96 --max-position-embeddings 96 --eval-interval 4 "
+    "--eval-iters 1 --split 90,10 --train-iters 8 --lr 1e-2 --attention-dropout 0 "
+    "--hidden-dropout 0"
+)
+
+
+@pytest.fixture
+def talks(tmp_path):
+    """Write conversations that count, and preprocess them; return the prefix."""
+    source = random.Random(3)
+    lines = []
+    for i in range(80):
+        start = source.randrange(50)
+        counted = " ".join(str(start + j) for j in range(source.randrange(2, 9)))
+        turns = [("user", f"count from {start}"), ("assistant", counted)]
+        if i % 3 == 0:
+            turns += [("user", "again"), ("assistant", str(start))]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        lines.append(json.dumps({"messages": messages}))
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    prefix = tmp_path / "talks"
+    preprocess(
+        PreprocessConfig(
+            input=(f"{prefix}.jsonl",),
+            output_prefix=str(prefix),
+            tokenizer_type="byte",
+            chat=True,
+            chat_template="plain",
+        )
+    )
+    return prefix
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_layouts_learn_the_same_and_go_on_where_they_stopped(talks, tmp_path, capsys, world):
+    """Tensor parallel over two ranks; the slow one has two lanes of them."""
+    common = f"--sft {COMMON} --save-interval 4"
+    assert run_here(flags(talks, f"{common} --save {tmp_path}/one")) == 0
+    assert "conversations packed into" in capsys.readouterr().out
+    layout = f"{common} --tensor-model-parallel-size 2 --sequence-parallel"
+    layout += " --use-distributed-optimizer"
+    run_on(world, flags(talks, f"{layout} --save {tmp_path}/many"))
+    one, many = (losses(tmp_path / name / "metrics.jsonl") for name in ("one", "many"))
+    assert many == pytest.approx(one, rel=2e-4)
+    assert one[8] < 0.8 * one[1]
+    kinds = [e["kind"] for e in read_metrics(tmp_path / "one/metrics.jsonl")]
+    assert kinds.count("validation") == 3
+
+    resumed = f"{common} --load {tmp_path}/one/iter_0000004 --save {tmp_path}/again"
+    assert run_here(flags(talks, resumed)) == 0
+    assert digests(tmp_path / "again/iter_0000008") == digests(tmp_path / "one/iter_0000008")
+
+
+def test_a_pretrained_model_is_fine_tuned(talks, tmp_path, capsys):
+    """Plain samples of the same tokens first; then conversations from the first sample on."""
+    before = f"{COMMON} --save {tmp_path}/base --train-iters 4"
+    assert run_here(flags(talks, before)) == 0
+    sft = f"--sft {COMMON} --train-iters 4"
+    capsys.readouterr()
+    assert run_here(flags(talks, f"{sft} --load {tmp_path}/base")) == 2
+    assert "kind: None in the checkpoint, sft now" in capsys.readouterr().err
+    found = {}
+    for name, how in (
+        ("finetune", f"--load {tmp_path}/base --finetune"),
+        ("pretrained", f"--pretrained-checkpoint {tmp_path}/base"),
+        ("scratch", ""),
+    ):
+        assert run_here(flags(talks, f"{sft} {how} --metrics-file {tmp_path}/{name}.jsonl")) == 0
+        found[name] = losses(tmp_path / f"{name}.jsonl")
+    assert found["finetune"] == found["pretrained"]
+    assert found["finetune"][1] < 0.9 * found["scratch"][1]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training and generation that start from a Hugging Face folder, without converting it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron.hf.convert import main as convert
+from megatron.inference.generate import main as generate
+from megatron.training import pretrain_gpt
+from megatron.training.data.tokenizers import train_bpe
+from tests.functional_tests.small_run import losses, run_on
+from tests.support.hf_folders import VOCABULARY, change_json, make_model, save_folder
+from tests.support.ranks import start_ranks
+
+RUN = (
+    "--mock-data --seq-length 24 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 "
+    "--eval-interval 0 --log-interval 1 --progress plain "
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of several files, whose tokenizer has a word for every second id."""
+    path = tmp_path_factory.mktemp("hf") / "model"
+    save_folder(make_model("qwen3-8to1"), path, max_shard_size="40KB")
+    vocabulary = {f"w{i}": i for i in range(0, VOCABULARY, 2)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
+def run(main: Any, words: str, *, code: int = 0) -> str:
+    """Run an entry point and return what it printed to the stream that matters."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(words.split(), {}) == code, err.getvalue()
+    return err.getvalue() if code else out.getvalue()
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def test_weights_arrive_in_model_and_masters_on_two_ranks(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    model = make_model("qwen3-8to1").to(torch.bfloat16)  # whose masters are memory of their own
+    folder = save_folder(model, tmp_path / "model", max_shard_size="20KB")
+    layout = "--bf16 --tensor-model-parallel-size 2 --sequence-parallel "
+    layout += "--use-distributed-optimizer"
+    # Steps too small to change a bit: what is saved has gone through the optimizer's masters.
+    run_on(
+        2, f"{RUN} --lr 1e-30 --weight-decay 0 {layout} --load-hf {folder} --save {saved}".split()
+    )
+    run(convert, f"export --load {saved} --save {tmp_path / 'out'}")
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "out")]
+    assert configs[0] == configs[1]
+
+
+def test_the_same_line_resumes_and_an_imported_checkpoint_starts(
+    folder: Path, tmp_path: Path
+) -> None:
+    saved, imported = tmp_path / "saved", tmp_path / "imported"
+    line = f"{RUN} --lr 1e-2 --load-hf {folder} --save {saved} --load {saved}"
+    said = run(pretrain_gpt.main, f"{line} --exit-interval 2")
+    assert f"read the weights of {folder}; starting at iteration 0" in said
+    assert "iter_0000002; going on at iteration 2" in run(pretrain_gpt.main, line)
+    run(convert, f"import --hf {folder} --save {imported}")
+    other = f"{RUN} --lr 1e-2 --load {imported} --use-checkpoint-args --save {tmp_path / 'b'}"
+    assert "loaded the weights of" in run(pretrain_gpt.main, other)
+    found = losses(saved / "metrics.jsonl")
+    assert len(found) == 3
+    assert found == losses(tmp_path / "b" / "metrics.jsonl")
+
+
+def test_what_makes_another_model_is_refused_by_flag(folder: Path) -> None:
+    free = "--attention-dropout 0.1 --max-position-embeddings 64"
+    same = "--hidden-size 48 --num-layers 2 --qk-layernorm --rotary-base 10000"
+    line = f"{RUN} --lr 1e-2 --load-hf {folder}"
+    printed = run(pretrain_gpt.main, f"{line} {free} {same} --print-config")
+    assert "hidden-size: 48" in printed
+    wrong = "--hidden-size 64 --no-swiglu --vocab-size 300"
+    text = run(pretrain_gpt.main, f"{line} {wrong}", code=2)
+    assert text.count("\n") == 1
+    for flag in ("--hidden-size is 64, there 48", "--swiglu is False", "--vocab-size is 300"):
+        assert flag in text
+    assert "--num-layers" not in text
+    both = run(pretrain_gpt.main, f"{line} --pretrained-checkpoint x", code=2)
+    assert "exclude each other" in both
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 64"
+    text = run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {shape} --load {folder}", code=2)
+    assert "is a Hugging Face folder: give it to --load-hf" in text
+
+
+def test_printed_options_feed_back(folder: Path, tmp_path: Path) -> None:
+    line = f"{RUN} --lr 1e-2 --load-hf {folder} --print-config"
+    printed = run(pretrain_gpt.main, line)
+    (tmp_path / "run.yaml").write_text(printed)
+    assert run(pretrain_gpt.main, f"--config {tmp_path / 'run.yaml'} --print-config") == printed
+
+
+def test_a_model_trained_here_opens_in_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = train_bpe(["low lower lowest"] * 3, 262, tmp_path / "tokenizer.json")
+    shape = "--num-layers 2 --hidden-size 48 --num-attention-heads 4 --kv-channels 10 --swiglu "
+    shape += "--normalization RMSNorm --qk-layernorm --disable-bias-linear --use-rope-scaling "
+    shape += f"--tokenizer-model {tmp_path / 'tokenizer.json'}"
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {shape} --save {saved}")
+    assert "verified" in run(convert, f"export --load {saved} --save {out} --verify")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(out))
+    assert theirs("lower low").input_ids == tokenizer.tokenize("lower low")
+    assert theirs.eos_token_id == tokenizer.eod
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == tokenizer.eod
+    run(pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {out} --save {tmp_path / 'b'}")
+    text = run(convert, f"export --load {saved} --save {out}", code=2)
+    assert "is there already" in text
+    plain = shape.replace("--swiglu ", "")
+    run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {plain} --save {tmp_path / 'plain'}")
+    text = run(convert, f"export --load {tmp_path / 'plain'} --save {tmp_path / 'no'}", code=2)
+    assert "mlp.gated is False, there True" in text
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("no")]
+
+
+def test_a_sentencepiece_tokenizer_is_taken_too(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = save_folder(make_model("llama-3to1"), tmp_path / "model")
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the theory of the thing"] * 20),
+            model_writer=file,
+            vocab_size=30,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    (one,) = results(folder, tmp_path / "one.json")
+    run(convert, f"import --hf {folder} --save {tmp_path / 'imported'}")
+    assert results(tmp_path / "imported", tmp_path / "again.json") == [one]
+    printed = run(pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {folder} --print-config")
+    assert 'tokenizer-type: "sentencepiece"' in printed
+    assert str(folder / "tokenizer.model") in printed
+
+
+def results(folder: Path, path: Path, more: str = "") -> list[dict[str, Any]]:
+    """Return what generation from a folder or a checkpoint yields."""
+    words = f"--load {folder} --temperature 0 --max-new-tokens 8 --device cpu --prompt w2 {more}"
+    run(generate, f"{words} --output-json {path}")
+    return json.loads(path.read_text())
+
+
+def generate_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[str, str]) -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return generate(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+
+def test_generation_from_folder_checkpoint_and_two_ranks(folder: Path, tmp_path: Path) -> None:
+    (one,) = results(folder, tmp_path / "one.json")
+    assert len(one["ids"]) == 8
+    run(convert, f"import --hf {folder} --save {tmp_path / 'imported'}")
+    assert results(tmp_path / "imported", tmp_path / "again.json") == [one]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    words = f"--load {folder} --temperature 0 --max-new-tokens 8 --device cpu --prompt w2 "
+    words += f"--tensor-model-parallel-size 2 --output-json {tmp_path / 'two.json'}"
+    with start_ranks(generate_on_a_rank, 2, words.split(), launcher, init=False) as ranks:
+        assert ranks.values(timeout=60.0) == [0, 0]
+    (two,) = json.loads((tmp_path / "two.json").read_text())
+    assert two["ids"] == one["ids"]
+    # Any of several ends stops, from the folder and from what was imported of it.
+    change_json(folder / "generation_config.json", eos_token_id=[one["ids"][3], 1])
+    first = one["ids"].index(one["ids"][3]) + 1
+    for source in (folder, tmp_path / "stopping"):
+        if source != folder:
+            run(convert, f"import --hf {folder} --save {source}")
+        (found,) = results(source, tmp_path / "stopped.json")
+        assert (found["ids"], found["finish_reason"]) == (one["ids"][:first], "stop")

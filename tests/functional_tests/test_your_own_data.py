@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page docs/your-own-data.md works as it stands: its blocks of bash are run in their order."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.dist_checkpointing import latest_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "your-own-data.md"
+
+
+def test_every_command_of_the_page_works(tmp_path):
+    for folder in ("megatron", "megatron_core/megatron"):
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 9
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    said = []
+    for block in blocks:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+        said.append(done.stdout)
+    everything = "\n".join(said)
+    sources = len(list(tmp_path.glob("data/texts/*.txt")))
+    assert f"wrote data/mine.bin and .idx: {sources:,} documents" in everything
+    assert IndexedDataset(tmp_path / "data" / "mine").num_documents == sources
+    assert latest_checkpoint(tmp_path / "data" / "model").name == "iter_0000040"
+    assert "going on at iteration 30" in everything
+    (generated,) = (text for block, text in zip(blocks, said, strict=True) if "generate" in block)
+    assert generated.startswith("def main(")
+    assert len(generated) > len("def main(\n")

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job started by torchrun itself, for the few tests that are about the launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron.training.monitoring.metrics import read_metrics
+
+
+def torchrun(
+    argv: list[str],
+    *launcher: str,
+    processes: int,
+    module: str = "megatron.training.pretrain_gpt",
+) -> subprocess.Popen:
+    """Start torchrun in a process group of its own, as a terminal does.
+
+    Args:
+        argv: arguments of the module.
+        launcher: further ones of torchrun.
+        processes: ranks.
+        module: what each of them runs.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += [*launcher, "-m", module, *argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_iteration(metrics: Path, iteration: int, job: subprocess.Popen) -> None:
+    """Wait until a job has logged an iteration; fail if it ends before."""
+    deadline = time.monotonic() + 100
+    while not metrics.exists() or iteration not in [e["iteration"] for e in read_metrics(metrics)]:
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline, "the job never came so far"
+        time.sleep(0.01)

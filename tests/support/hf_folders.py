@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face folders for tests: small random models of odd shapes, every weight random."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VOCABULARY, LENGTH = 263, 128
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+
+#: name: (class in transformers, what its configuration has beside the shape)
+CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama-3to1": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": ("Llama", {"attention_bias": True, "rope_parameters": LINEAR}),
+    "llama-mlp-bias": ("Llama", {"mlp_bias": True, "num_key_value_heads": 8}),
+    "qwen3-8to1": ("Qwen3", {"num_key_value_heads": 1}),
+    "qwen3-tied-yarn": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3-biases": ("Qwen3", {"attention_bias": True, "num_attention_heads": 6}),
+}
+
+
+def make_model(case: str, **changes: Any) -> Any:
+    """Build a model of transformers with every weight, norms and biases included, random."""
+    transformers = pytest.importorskip("transformers")
+    kind, extra = CASES[case]
+    # Llama's own check wants hidden_size to divide by the heads; head_dim is another number.
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": LENGTH,
+        "rms_norm_eps": 1e-3,
+        "bos_token_id": None,
+        "eos_token_id": 7,
+        "pad_token_id": None,
+        **extra,
+        **changes,
+    }
+    made = getattr(transformers, f"{kind}Config")(**config)
+    made._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            center = 1.0 if weight.ndim == 1 else 0.0
+            weight.copy_(center + 0.3 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def save_folder(model: Any, folder: Path, **options: Any) -> Path:
+    """Save a model as transformers does, quietly."""
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        model.save_pretrained(str(folder), **options)
+    return folder
+
+
+def load_folder(folder: Path) -> Any:
+    """Load a model as transformers does, in the dtype it has, quietly."""
+    transformers = pytest.importorskip("transformers")
+    with contextlib.redirect_stderr(io.StringIO()):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder), attn_implementation="eager"
+        ).eval()
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    """Change fields of a JSON file; None removes one."""
+    fields = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+    text = json.dumps({key: value for key, value in fields.items() if value is not None})
+    path.write_text(text, encoding="utf-8")
+
+
+def raw_safetensors(header: object, data: bytes, *, length: int | None = None) -> bytes:
+    """Return the bytes of a file with any header: an object, or text as it is."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+    """Return a tensor's entry of a header."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}

@@ -36,6 +36,7 @@ PLAIN_ROW: Mapping[str, object] = {
     "bias": "none",
     "gated": True,
     "dropout": 0.0,
+    "recompute": "none",
 }
 
 

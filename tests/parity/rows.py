@@ -29,6 +29,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", "qkv", "all"),
     "gated": (True, False),
     "dropout": (0.0, 0.1),
+    "recompute": ("none", "full", "selective"),
 }
 
 _SEQUENCE_NEEDS_TP = Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp)
@@ -64,6 +65,7 @@ def rows_of_eight() -> list[Row]:
         "bias": "none",
         "gated": True,
         "dropout": 0.1,
+        "recompute": "full",
     }
     deep = {
         "tp": 2,
@@ -83,6 +85,7 @@ def rows_of_eight() -> list[Row]:
         "bias": "all",
         "gated": False,
         "dropout": 0.0,
+        "recompute": "selective",
     }
     return [wide, deep]
 
@@ -110,6 +113,7 @@ def label(row: Row) -> str:
         row["norm"],
         f"bias_{row['bias']}",
         *switches,
+        *([row["recompute"]] if row["recompute"] != "none" else []),
         *(["scaled"] if row["loss_scale"] != 1.0 else []),
     ]
     return "-".join(parts + (["dropout"] if row["dropout"] else []))

@@ -60,6 +60,7 @@ ONE_RANK = {
     "dropout": 0.0,
     "loss_scale": 1.0,
     "vocabulary": 61,
+    "recompute": "none",
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.parity.training import LAYERS, Run, Step
+from tests.parity.training import LAYERS, RECOMPUTE, Run, Step
 from tests.support.activation import assert_active, assert_silent, matching, table
 from tests.support.covering_array import Row
 
@@ -46,8 +46,12 @@ def _launched(row: Row, run: Run, step: Step) -> None:
 def _over_lanes(row: Row, run: Run, step: Step) -> None:
     """One reduction per bucket and step, whatever the accumulation; ZeRO-1 gathers weights too.
 
-    The report's loss, and for a per-token loss the number of tokens, are summed as well.
+    For a per-token loss the number of tokens is summed as well; the report's loss is summed over
+    the world.
     """
+    if row["tp"] * row["dp"] > 1:
+        first = matching(step.records, kind="all_reduce", group="world")[:1]
+        assert_active(first, exactly=1, exactly_bytes=8)
     if row["dp"] == 1:
         assert_silent(step.records, group="lanes")
         return
@@ -55,31 +59,39 @@ def _over_lanes(row: Row, run: Run, step: Step) -> None:
     ran = ("reduce_scatter", "all_gather") if sharded else ("all_reduce",)
     for kind in ("reduce_scatter", "all_gather", "all_reduce"):
         count, size = (run.buckets, run.bucket_bytes) if kind in ran else (0, 0)
-        if kind == "all_reduce":  # the loss, fp64, and the number of tokens, fp32
-            count, size = count + 1 + row["per_token"], size + 8 + 4 * row["per_token"]
+        if kind == "all_reduce":  # the number of tokens, fp32
+            count, size = count + row["per_token"], size + 4 * row["per_token"]
         assert_active(step.records, kind=kind, group="lanes", exactly=count, exactly_bytes=size)
 
 
 def _all_reduces_in_regions(row: Row) -> int:
     """Return the all-reduces over tp of all microbatches: a maximum and a sum for the loss, and
-    without sequence parallelism one where a region ends, in forward and in backward."""
+    without sequence parallelism one where a region ends, in forward and in backward, and where
+    one is run again."""
     if row["tp"] == 1:
         return 0
-    ends = 0 if row["sequence_parallel"] else 4 * LAYERS + 2
+    ends = 0 if row["sequence_parallel"] else 4 * LAYERS + 2 + _regions_again(row)
     return (2 + ends) * row["accumulation"]
+
+
+def _regions_again(row: Row) -> int:
+    """Return how many regions of a layer, two each, are run a second time in backward."""
+    runs = RECOMPUTE[row["recompute"]].runs(LAYERS)
+    return sum(2 * (last - first) for first, last, again in runs if again)
 
 
 def _in_regions(row: Row, step: Step) -> None:
     """Two regions a layer, and one at each end of the model.
 
     With sequence parallelism, entering a region gathers (in backward once more, for the weight's
-    gradient) and leaving it scatters; in backward the other way round.
+    gradient) and leaving it scatters; in backward the other way round. A region that is run again
+    does both once more.
     """
-    regions = 2 * LAYERS
+    regions, again = 2 * LAYERS, _regions_again(row)
     microbatches = row["accumulation"] if row["sequence_parallel"] else 0
     for kind, count in (
-        ("all_gather", (3 * regions + 2) * microbatches),
-        ("reduce_scatter", (2 * regions + 2) * microbatches),
+        ("all_gather", (3 * regions + again + 2) * microbatches),
+        ("reduce_scatter", (2 * regions + again + 2) * microbatches),
     ):
         assert_active(step.records, kind=kind, group="tp", exactly=count)
 

@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig, StepResult
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather import WeightStore
 from megatron.training.step import TrainStep
 from tests.support.covering_array import Row
@@ -32,6 +32,11 @@ LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
 BATCH, SEQUENCE = 3, 12
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 2, 0.3, 0.1
 SEED = 7
+RECOMPUTE = {
+    "none": Recompute(),
+    "full": Recompute(granularity="full", method="uniform", num_layers=LAYERS),
+    "selective": Recompute(granularity="selective"),
+}
 BUCKET_BYTES = {"small": 5_000, "large": 10**9}
 
 
@@ -135,6 +140,7 @@ def train_row(
         seed=SEED,
         bucket_bytes=BUCKET_BYTES[row["bucket"]],
     )
+    model.decoder.set_recompute(RECOMPUTE[row["recompute"]])
     engine = DataParallel(
         model.store,
         groups,
@@ -278,9 +284,11 @@ def rank_of_row(
 
 
 def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
-    """Train a row in this process: one rank that works through the data of all lanes."""
+    """Train a row in this process: one rank that works through the data of all lanes, and keeps
+    all activations."""
+    kept = {**row, "recompute": "none"}
     with one_thread():
-        return train_row(row, ProcessGroupCollection.single(), initial, lanes=range(row["dp"]))
+        return train_row(kept, ProcessGroupCollection.single(), initial, lanes=range(row["dp"]))
 
 
 def world_of(row: Row) -> int:

@@ -61,9 +61,8 @@ parity: $(STAMP) ## every parallel layout against the single process, slow ones 
 	@echo "parity: pytest tests/parity"
 	@$(PY) -m pytest tests/parity $(PYTEST_FLAGS) -m "not gpu"
 
-gpu: $(STAMP) ## the tests that need a CUDA device
-	@echo "gpu: pytest $(TESTS), only those marked gpu"
-	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m gpu
+gpu: ## the tests marked gpu and a training benchmark, by the machine's own Python; no GPU: says so
+	@$(or $(PYTHON),python3) -m tools.gpu $(GPU_FLAGS)
 
 bench: $(STAMP) ## every benchmark, in one table
 	@$(PY) -m tools.bench $(BENCH_FLAGS)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the house style: every rule of `style_rules.py`, less the exceptions of `budgets.toml`.
+"""Check the house style, less the exceptions of `budgets.toml`, and the static gate of
+`security_rules.py`, less those of `unsafe_allowed.toml`.
 
     python tools/style_check.py [--root DIR]
 
 Prints one line per breach and exits 1 if there is any. An exception that nothing needs any more is
-a breach too, so `budgets.toml` only shrinks.
+a breach too, so both lists only shrink.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from security_rules import unsafe
 from style_rules import HARD_LIMITS, RULES, Finding, Source
 
 TREES = ("megatron_core/megatron", "megatron", "experimental", "tests", "tools")
-BUDGETS = "tools/budgets.toml"
+BUDGETS, UNSAFE_ALLOWED = "tools/budgets.toml", "tools/unsafe_allowed.toml"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Allowance:
     where: str
     reason: str
     limit: int | None = None
+    file: str = BUDGETS
 
     def covers(self, finding: Finding) -> bool:
         """Tell whether this exception allows `finding`."""
@@ -43,13 +46,20 @@ class Allowance:
         return self.limit is not None and finding.measured <= self.limit
 
 
-def read_allowances(path: Path) -> list[Allowance]:
-    """Read `budgets.toml`. Raises ValueError for an entry without a reason or over a hard limit."""
+def read_allowances(root: Path, file: str) -> list[Allowance]:
+    """Read a list of exceptions.
+
+    Raises:
+        ValueError: an entry without a reason, over a hard limit, or in the wrong list.
+    """
+    path = root / file
     if not path.is_file():
         return []
     allowances = []
     for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("exception", []):
-        allowance = Allowance(**entry)
+        allowance = Allowance(**entry, file=file)
+        if (allowance.rule == "unsafe") != (file == UNSAFE_ALLOWED):
+            raise ValueError(f"{path.name}: {allowance.rule} does not belong into this list")
         if len(allowance.reason.split()) < 3:
             raise ValueError(f"{path.name}: {allowance.where}: give a reason of a few words")
         hard = HARD_LIMITS.get(allowance.rule)
@@ -72,17 +82,17 @@ def sources(root: Path) -> Iterator[Source]:
 
 def check(root: Path) -> list[Finding]:
     """Return every breach under `root` that no exception allows, and every needless exception."""
-    allowances = read_allowances(root / BUDGETS)
+    allowances = read_allowances(root, BUDGETS) + read_allowances(root, UNSAFE_ALLOWED)
     used: set[Allowance] = set()
     breaches = []
     for source in sources(root):
-        for finding in (f for rule in RULES for f in rule(source)):
+        for finding in (f for rule in (*RULES, unsafe) for f in rule(source)):
             covering = [a for a in allowances if a.covers(finding)]
             used.update(covering)
             if not covering:
                 breaches.append(finding)
     breaches += [
-        Finding("unused-exception", BUDGETS, 1, f"{a.rule} at {a.where} is not needed: delete it")
+        Finding("unused-exception", a.file, 1, f"{a.rule} at {a.where} is not needed: delete it")
         for a in allowances
         if a not in used
     ]

@@ -29,17 +29,6 @@ ADAPTERS = {
     "transformer_engine": ("/extensions/transformer_engine.py",),
 }
 
-UNSAFE_MODULES = frozenset(
-    {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
-)
-UNSAFE_NAMES = frozenset({"eval", "exec"})
-UNSAFE_CALLS = frozenset(
-    {"torch.load", "torch.save", "os.system", "os.popen", "yaml.unsafe_load", "yaml.full_load"}
-)
-UNSAFE_KEYWORDS = frozenset({"trust_remote_code", "allow_pickle", "shell"})
-#: Collectives of torch.distributed that pickle what they send.
-UNSAFE_SUFFIXES = ("_object", "_object_list")
-
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = frozenset(
     ("list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter")
@@ -344,31 +333,6 @@ def dependencies(source: Source) -> Iterator[Finding]:
             yield Finding("dependency", source.path, line, text)
 
 
-def unsafe(source: Source) -> Iterator[Finding]:
-    """Nothing in the wheels can run code that a file, a peer or a flag brings."""
-    if not source.in_wheel:
-        return
-    for module, line in imported(source.tree):
-        if module.split(".")[0] in UNSAFE_MODULES:
-            text = f"{module} runs code from data: use JSON, safetensors or npy"
-            yield Finding("unsafe", source.path, line, text)
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = dotted(node.func)
-        pickles = name.startswith(("dist.", "torch.distributed.")) and name.endswith(
-            UNSAFE_SUFFIXES
-        )
-        if name in UNSAFE_NAMES or name in UNSAFE_CALLS or pickles:
-            text = f"{name} runs code from data: send tensors or JSON"
-            yield Finding("unsafe", source.path, node.lineno, text)
-        for keyword in node.keywords:
-            off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
-            if keyword.arg in UNSAFE_KEYWORDS and not off:
-                text = f"{keyword.arg} lets data run code: leave it off"
-                yield Finding("unsafe", source.path, node.lineno, text)
-
-
 RULES = (
     header,
     public_docstrings,
@@ -378,5 +342,4 @@ RULES = (
     module_state,
     core_calls,
     dependencies,
-    unsafe,
 )

@@ -26,11 +26,14 @@ def pins() -> dict[str, Requirement]:
 
 
 def asked_for() -> set[str]:
-    """Return the names of all direct dependencies and extras of both distributions."""
+    """Return what make venv installs by name: dependencies, and the extras that it asks for."""
+    script = (ROOT / "tools/make_venv.sh").read_text(encoding="utf-8")
+    extras = re.search(r"'\.\[([\w,]+)\]'", script)[1].split(",")
     names = set()
     for project in (ROOT / "pyproject.toml", ROOT / "megatron_core/pyproject.toml"):
         table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-        groups = [table["dependencies"], *table["optional-dependencies"].values()]
+        offered = table["optional-dependencies"]
+        groups = [table["dependencies"], *(offered[e] for e in extras if e in offered)]
         names |= {canonicalize_name(Requirement(t).name) for group in groups for t in group}
     return names - {"megatron-core"}
 

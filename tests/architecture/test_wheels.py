@@ -27,10 +27,22 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRY_POINTS = (
     "megatron.training.pretrain_gpt",
     "megatron.training.preprocess_data",
+    "megatron.training.train_tokenizer",
+    "megatron.training.inspect_data",
+    "megatron.training.plot",
+    "megatron.hf.convert import",
     "megatron.inference.generate",
 )
 #: Packages of extras: a module that imports one of them may fail to import without it.
-EXTRAS = ("triton", "transformer_engine", "tensorboard", "matplotlib")
+EXTRAS = (
+    "triton",
+    "transformer_engine",
+    "tensorboard",
+    "matplotlib",
+    "pyarrow",
+    "sentencepiece",
+    "jinja2",
+)
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
 for package in map(importlib.import_module, sys.argv[1:]):
@@ -50,7 +62,8 @@ STANDS_ALONE = """
 import importlib.metadata, importlib.util, megatron
 print(*sys.path, *megatron.__path__, sep="\\n")
 assert importlib.metadata.version("megatron-core").split("!")[-1] == megatron.core.__version__
-above = ("megatron.training", "megatron.inference", "tests", "tools", "experimental", "yaml")
+apps = ("megatron.training", "megatron.inference", "megatron.hf")
+above = (*apps, "tests", "tools", "experimental", "yaml")
 assert not [name for name in above if importlib.util.find_spec(name)]
 """
 
@@ -199,9 +212,9 @@ def test_the_applications_run(wheels: tuple[Path, Path], tmp_path: Path) -> None
     clean = CleanEnvironment(tmp_path, needs)
     for wheel in wheels:
         clean.install(wheel)
-    done = clean.run("-c", IMPORT_ALL, "megatron.training", "megatron.inference")
+    done = clean.run("-c", IMPORT_ALL, "megatron.training", "megatron.inference", "megatron.hf")
     assert done.returncode == 0, done.stderr
-    for module in ENTRY_POINTS:
-        done = clean.run("-m", module, "--help")
+    for command in ENTRY_POINTS:
+        done = clean.run("-m", *command.split(), "--help")
         assert done.returncode == 0, done.stderr
         assert "--config" in done.stdout

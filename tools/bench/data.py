@@ -2,6 +2,7 @@
 """Measure the data path in one table: writing, sample indices, reading, encoding.
 
     python -m tools.bench.data [--quick] [--clock cpu]
+    python -m tools.bench.data --memory GB      what preprocessing that much text takes
 
 Each line is the median of repeats that take turns, so that a busy moment hits all lines alike. Two
 lines are yardsticks made of plain calls, to judge the others by on any machine: copying one slice
@@ -13,10 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +35,10 @@ from megatron.core.datasets.sample_index import (
     build_shuffle_index,
     plan_epochs,
 )
-from megatron.training.corpus import build_corpus
-from megatron.training.documents import Tally, read_documents
+from megatron.training.data.corpus import build_corpus
+from megatron.training.data.documents import Tally, read_documents
+from megatron.training.data.tokenizers import train_bpe
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
-from megatron.training.tokenizers import train_bpe
 from tools.bench.table import Row, format_table
 
 SEQUENCE_LENGTH = 1024
@@ -43,7 +48,9 @@ TOKENS = 20_000_000
 INDEX_DOCUMENTS = 400_000
 INDEX_DOCUMENT_TOKENS = 10_000
 READ_SAMPLES = 4096
-ENCODED_BYTES = 2_000_000
+# Some seconds' work, so that starting workers counts as little as it does in real work.
+ENCODED_BYTES = 48_000_000
+SECONDS_BETWEEN_LOOKS = 0.1
 
 # What is counted, its target, and a call that does the work and returns how much of it there was.
 Case = tuple[str, str, Callable[[], float]]
@@ -127,28 +134,98 @@ def _reading(folder: Path) -> list[Case]:
 def _encoding(folder: Path) -> list[Case]:
     build_corpus(folder / "corpus.jsonl")
     texts, size = [], 0
-    for text in read_documents([folder / "corpus.jsonl"], Tally()):
+    for text in cycle(read_documents([folder / "corpus.jsonl"], Tally())):
         texts.append(text)
         size += len(text.encode())
         if size > ENCODED_BYTES:
             break
     part = folder / "part.jsonl"
     part.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    tokenizer = train_bpe(texts, VOCAB_SIZE, folder / "tokenizer.json")
-    config = PreprocessConfig(input=(str(part),), output_prefix=str(folder / "encoded"))
+    tokenizer = train_bpe(texts[:4000], VOCAB_SIZE, folder / "tokenizer.json")
+    config = PreprocessConfig(
+        input=(str(part),),
+        output_prefix=str(folder / "encoded"),
+        tokenizer_model=str(folder / "tokenizer.json"),
+    )
 
     def plain() -> float:
         tokenizer.encode_batch(texts)
         return size / 1e6
 
     def prepare() -> float:
-        preprocess(config, tokenizer=tokenizer)
+        preprocess(config)
         return size / 1e6
 
     return [
         ("yardstick: the library's encode_batch, MB/s", "", plain),
-        ("preprocess_data / encode_batch, MB/s", ">= 0.9", prepare),
+        ("preprocess_data / encode_batch, MB/s", ">= 0.8", prepare),
     ]
+
+
+def memory_rows(gigabytes: float) -> list[Row]:
+    """Preprocess a large file and compare the memory at its end with that at its beginning.
+
+    Args:
+        gigabytes: size of the file: this Python's own texts, repeated.
+
+    Returns:
+        For each tokenizer, the peak of all processes together in the last quarter of the work
+        against that in the second, in MB.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_corpus(folder / "corpus.jsonl")
+        texts = islice(read_documents([folder / "corpus.jsonl"], Tally()), 300)
+        train_bpe(texts[:4000], VOCAB_SIZE, folder / "tokenizer.json")
+        content = (folder / "corpus.jsonl").read_bytes()
+        with open(folder / "large.jsonl", "wb") as stream:
+            while stream.tell() < gigabytes * 1e9:
+                stream.write(content)
+        for kind in ("byte", "hf"):
+            model = ["--tokenizer-model", str(folder / "tokenizer.json")] if kind == "hf" else []
+            sizes, seconds = _watched(
+                ["--input", str(folder / "large.jsonl"), "--output-prefix", str(folder / kind)]
+                + ["--tokenizer-type", kind, *model]
+            )
+            speed = gigabytes * 1e3 / seconds
+            quarter = len(sizes) // 4
+            early, late = max(sizes[quarter : 2 * quarter]), max(sizes[-quarter:])
+            what = f"preprocess {gigabytes:g} GB, {kind}, at {speed:.0f} MB/s: peak MB late / early"
+            found.append(
+                Row(
+                    bench="data", what=what, ours=late, peer=early, ratio=late / early,
+                    target="<= 1.1",
+                )
+            )  # fmt: skip
+            for path in folder.glob(f"{kind}.*"):
+                path.unlink()
+    return found
+
+
+def _watched(arguments: list[str]) -> tuple[list[float], float]:
+    """Run preprocess_data; return MB of all its processes at regular times, and its seconds."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "megatron.training.preprocess_data", *arguments]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    sizes = []
+    while run.poll() is None:
+        sizes.append(_resident_mb(run.pid))
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    if run.returncode:
+        raise RuntimeError(f"preprocess_data ended with {run.returncode}")
+    return sizes, time.perf_counter() - begin
+
+
+def _resident_mb(process: int) -> float:
+    """Return the resident memory of a process and its children; 0 for one that is gone."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    own = sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+    return own / 1e3 + sum(_resident_mb(int(child)) for child in children)
 
 
 def measure(cases: list[Case], seconds: float, clock: Callable[[], float]) -> list[list[float]]:
@@ -199,13 +276,25 @@ def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Ro
     return found
 
 
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of its workers that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three rounds only")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="what is counted")
+    parser.add_argument(
+        "--memory", type=float, metavar="GB", help="preprocess a large file instead"
+    )
     given = parser.parse_args()
-    clock = time.process_time if given.clock == "cpu" else time.perf_counter
+    if given.memory:
+        print(format_table(memory_rows(given.memory)))
+        return
+    clock = _cpu_seconds if given.clock == "cpu" else time.perf_counter
     print(format_table(rows(given.quick, clock)))
 
 

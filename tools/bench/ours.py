@@ -34,16 +34,18 @@ def config_of(shape: Shape) -> GPTConfig:
     )
 
 
-def training_step(shape: Shape, *, bf16: bool) -> Step:
+def training_step(shape: Shape, *, bf16: bool, device: torch.device | None = None) -> Step:
     """Build a step: forward, backward into flat fp32 gradients, clip, AdamW.
 
     Args:
         shape: model and batch.
         bf16: bf16 weights and activations with fp32 masters, else fp32.
+        device: where; None is the CPU.
     """
     groups = ProcessGroupCollection.single()
     dtype = torch.bfloat16 if bf16 else torch.float32
-    model = GPTModel(config_of(shape), groups, seed=shapes.SEED, dtype=dtype)
+    device = device or torch.device("cpu")
+    model = GPTModel(config_of(shape), groups, seed=shapes.SEED, dtype=dtype, device=device)
     if model.store.num_parameters != shape.parameters:
         raise ValueError(
             f"our model has {model.store.num_parameters} weights, the shape {shape.parameters}"
@@ -56,9 +58,9 @@ def training_step(shape: Shape, *, bf16: bool) -> Step:
         clip_grad=shapes.CLIP,
     )
     optimizer = Optimizer(engine.owned(), groups, config=config)
-    tokens = tokens_of(shape)
+    tokens = tokens_of(shape).to(device)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    weights = torch.full(labels.shape, 1.0 / labels.numel())
+    weights = torch.full(labels.shape, 1.0 / labels.numel(), device=device)
 
     def step() -> float:
         engine.begin_step()

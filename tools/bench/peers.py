@@ -30,13 +30,14 @@ def tokens_of(shape: Shape) -> torch.Tensor:
     return torch.randint(0, shape.vocabulary, size, generator=generator)
 
 
-def transformers_step(shape: Shape, precision: str) -> Step:
+def transformers_step(shape: Shape, precision: str, *, device: torch.device | None = None) -> Step:
     """Build a step of transformers' Llama.
 
     Args:
         shape: model and batch.
-        precision: "fp32", "autocast" (bf16 with fp32 weights) or "compiled" (autocast under
-            torch.compile).
+        precision: "fp32", "autocast" (bf16 with fp32 weights), "compiled" (autocast under
+            torch.compile) or "bf16" (weights, gradients and moments in bf16 too).
+        device: where; None is the CPU.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,17 +56,21 @@ def transformers_step(shape: Shape, precision: str) -> Step:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).train()
+    device = device or torch.device("cpu")
+    with device:
+        model = LlamaForCausalLM(config).train()
+    if precision == "bf16":
+        model.to(torch.bfloat16)
     _check_parameters(model, shape)
     optimizer = _adamw(model)
     forward = torch.compile(model) if precision == "compiled" else model
-    tokens = tokens_of(shape)
+    tokens = tokens_of(shape).to(device)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    autocast = precision != "fp32"
+    autocast = precision not in ("fp32", "bf16")
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             loss = forward(input_ids=inputs, labels=labels, shift_labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), shapes.CLIP)

@@ -36,12 +36,14 @@ class Variant:
         rounds: seconds of each step, by round.
         values: what each timed step returned.
         peak_memory_bytes: the most memory that the process ever had resident.
+        facts: what else its worker said, last.
     """
 
     name: str
     rounds: list[list[float]] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     peak_memory_bytes: int = 0
+    facts: dict = field(default_factory=dict)
 
     def seconds(self) -> float:
         """Return the median seconds of a step."""
@@ -97,6 +99,7 @@ def take_turns(
                 found[name].rounds.append(answer[clock])
                 found[name].values.extend(answer["values"])
                 found[name].peak_memory_bytes = answer["peak_memory_bytes"]
+                found[name].facts = answer["facts"]
     finally:
         for worker in workers.values():
             worker.kill()
@@ -119,8 +122,13 @@ def _ask(worker: subprocess.Popen[str], name: str, steps: int) -> dict:
     return json.loads(line)
 
 
-def serve(build: Callable[[], Step]) -> None:
-    """Be a worker: build the step, then run as many as stdin asks for and answer on stdout."""
+def serve(build: Callable[[], Step], facts: Callable[[], dict] = dict) -> None:
+    """Be a worker: build the step, then run as many as stdin asks for and answer on stdout.
+
+    Args:
+        build: returns the step.
+        facts: what else to answer after each turn.
+    """
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not land among the answers
     step = build()
@@ -132,6 +140,7 @@ def serve(build: Callable[[], Step]) -> None:
             answer["wall"].append(time.perf_counter() - wall)
             answer["cpu"].append(time.process_time() - cpu)
         answer["peak_memory_bytes"] = _peak_memory_bytes()
+        answer["facts"] = facts()
         channel.write(json.dumps(answer) + "\n")
         channel.flush()
 

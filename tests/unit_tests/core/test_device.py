@@ -85,25 +85,3 @@ def test_memory_info_is_this_machine():
     info = devices.memory_info(CPU)
     assert 0 < info.free_bytes < info.total_bytes
     assert info.total_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-@pytest.mark.gpu
-def test_streams_events_and_memory_on_a_gpu():
-    gpu = devices.choose_device("cuda")
-    side = devices.new_stream(gpu, priority=-1)
-    start, end = (devices.new_event(gpu, timing=True) for _ in range(2))
-    source = devices.pin(torch.arange(1 << 20, dtype=torch.float32), gpu)
-    assert source.is_pinned()
-    with devices.on_stream(side):
-        assert devices.current_stream(gpu) == side
-        start.record(side)
-        copy = source.to(gpu, non_blocking=True)
-        end.record(side)
-    devices.current_stream(gpu).wait_event(end)
-    copy.record_stream(devices.current_stream(gpu))
-    assert copy.sum().item() == source.sum().item()
-    devices.synchronize(gpu)
-    assert start.elapsed_time(end) > 0.0
-    assert devices.peak_memory_bytes(gpu) >= copy.nbytes
-    info = devices.memory_info(gpu)
-    assert 0 < info.free_bytes < info.total_bytes

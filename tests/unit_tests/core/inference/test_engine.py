@@ -77,7 +77,7 @@ def test_prompts_of_one_length_need_no_document_ids() -> None:
 def test_a_sequence_stops_at_the_stop_token_alone() -> None:
     model = NextNumber()
     done = generate(
-        model, requests((1,), (6,), (3,)), max_new_tokens=6, sampling=GREEDY, stop_token=8
+        model, requests((1,), (6,), (3,)), max_new_tokens=6, sampling=GREEDY, stop_tokens=(8,)
     )
     assert [c.tokens for c in done] == [[2, 3, 4, 5, 6, 7], [7, 8], [4, 5, 6, 7, 8]]
     assert [c.finish_reason for c in done] == ["length", "stop", "stop"]
@@ -87,14 +87,14 @@ def test_a_sequence_stops_at_the_stop_token_alone() -> None:
 def test_the_loop_ends_when_all_have_stopped() -> None:
     model = NextNumber()
     steps = list(
-        stream(model, requests((6,), (7,)), max_new_tokens=50, sampling=GREEDY, stop_token=8)
+        stream(model, requests((6,), (7,)), max_new_tokens=50, sampling=GREEDY, stop_tokens=(8,))
     )
     assert len(steps) == len(model.calls) == 2
 
 
 def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
     (done,) = generate(
-        NextNumber(), requests((6,)), max_new_tokens=2, sampling=GREEDY, stop_token=8
+        NextNumber(), requests((6,)), max_new_tokens=2, sampling=GREEDY, stop_tokens=(8,)
     )
     assert (done.tokens, done.finish_reason) == ([7, 8], "stop")
 

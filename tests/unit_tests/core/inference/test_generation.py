@@ -105,7 +105,7 @@ def generate_on_a_rank(rank: int, world: int, name: str) -> list[list[Completion
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = make_model(name, groups)
     return [
-        generate(model, requests(PROMPTS), max_new_tokens=9, sampling=params, stop_token=STOP)
+        generate(model, requests(PROMPTS), max_new_tokens=9, sampling=params, stop_tokens=(STOP,))
         for params in (GREEDY, RANDOM)
     ]
 
@@ -121,7 +121,7 @@ def test_tensor_parallel_ranks_generate_what_one_process_does(name: str, world: 
     assert {c.finish_reason for batch in ranks[0] for c in batch} == {"stop", "length"}
     for got, params in zip(ranks[0], (GREEDY, RANDOM), strict=True):
         expected = generate(
-            single, requests(PROMPTS), max_new_tokens=9, sampling=params, stop_token=STOP
+            single, requests(PROMPTS), max_new_tokens=9, sampling=params, stop_tokens=(STOP,)
         )
         for completion, reference in zip(got, expected, strict=True):
             assert_same(completion, reference)
@@ -139,7 +139,7 @@ def test_a_sequence_that_ends_early_leaves_the_others_alone(model: GPTModel) -> 
     batch = requests(PROMPTS)
     endless = generate(model, batch, max_new_tokens=10, sampling=RANDOM)
     stop = endless[1].tokens[2]
-    got = generate(model, batch, max_new_tokens=10, sampling=RANDOM, stop_token=stop)
+    got = generate(model, batch, max_new_tokens=10, sampling=RANDOM, stop_tokens=(stop,))
     ended = 0
     for completion, whole in zip(got, endless, strict=True):
         if stop in whole.tokens:

@@ -15,6 +15,7 @@ from megatron.core.ops.linear_cross_entropy import (
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import activate, gated
+from tests.support.closeness import assert_close_by_metric
 from tests.unit_tests.core.ops.formulas import (
     ATTENTION_CASES,
     assert_close,
@@ -88,6 +89,26 @@ def test_layer_norm(make, dtype, with_bias, zero_centered):
         (inputs[0], inputs[2]),
         dtype,
     )
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_gradients_of_norm_weights_are_summed_in_fp32_over_many_rows(make, norm):
+    x, grad = make(4096, 37).bfloat16(), make(4096, 37).bfloat16()
+    inputs = [x, make(37).bfloat16(), make(37).bfloat16()][: 2 + (norm == "layer")]
+
+    def gradients(function, values):
+        leaves = [v.clone().requires_grad_() for v in values]
+        return torch.autograd.grad(function(*leaves), leaves, grad.to(leaves[0].dtype))
+
+    if norm == "rms":
+        ours, formula = rms_norm, lambda x, w: F.rms_norm(x, (37,), w, 1e-5)
+    else:
+        ours, formula = layer_norm, lambda x, w, b: F.layer_norm(x, (37,), w, b, 1e-5)
+    got = gradients(lambda *leaves: ours(*leaves, eps=1e-5), inputs)
+    wanted = gradients(formula, [v.double() for v in inputs])
+    for name, g, w in zip(("x", "weight", "bias"), got, wanted, strict=False):
+        # One rounding to bfloat16; sums in bfloat16 are off by 8 %.
+        assert_close_by_metric(name, g, w, bound=2**-8)
 
 
 @DTYPES

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make gpu`: what it runs needs no library but those of a GPU machine, and it says if there is no
+GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools import gpu
+
+ROOT = Path(__file__).parents[2]
+#: What such a machine does not have.
+ABSENT = (
+    "xxhash tyro rich yaml hypothesis xdist pytest_timeout tensorboard matplotlib pyarrow "
+    "sentencepiece wandb mlflow"
+)
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in %r:
+            return None
+        return PathFinder.find_spec(name, path, target)
+
+    find_distributions = PathFinder.find_distributions
+    invalidate_caches = PathFinder.invalidate_caches
+
+sys.meta_path[:] = [Hiding if f is PathFinder else f for f in sys.meta_path]
+"""
+
+
+def bare(folder: Path, absent: str = ABSENT) -> dict[str, str]:
+    """Return the environment of a Python that lacks some libraries, and all pytest plugins."""
+    (folder / "sitecustomize.py").write_text(HIDE % absent.split())
+    found = {**gpu.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    kept = {k: v for k, v in found.items() if not k.startswith(("COVERAGE_", "PYTEST_ADDOPTS"))}
+    return {**kept, "PYTHONPATH": f"{folder}{os.pathsep}{found['PYTHONPATH']}"}
+
+
+def run(command, environment):
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def test_the_gpu_tests_are_found_without_other_libraries(tmp_path):
+    done = run(gpu.test_command("--collect-only", "-q"), bare(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"(\d+) tests collected", done.stdout)
+    assert found, done.stdout
+    assert int(found.group(1)) >= 40
+
+
+def test_every_gpu_test_is_where_make_gpu_looks():
+    marked = [p for p in (ROOT / "tests").rglob("*.py") if "mark.gpu" in p.read_text()]
+    others = [str(p) for p in marked if p.parent != ROOT / gpu.TESTS]
+    assert others == [__file__]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_ends_well(tmp_path):
+    for words in (["-m", "tools.gpu"], ["-m", "tools.bench.gpu_train"]):
+        done = run([sys.executable, *words], bare(tmp_path))
+        assert done.returncode == 0
+        assert "sees no GPU" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_on_a_cpu_without_other_libraries(tmp_path):
+    # transformers, which the benchmark races, brings yaml.
+    words = ["--device", "cpu", "--smoke", "--output", str(tmp_path / "out")]
+    done = run(
+        [sys.executable, "-m", "tools.bench.gpu_train", *words],
+        bare(tmp_path, ABSENT.replace("yaml", "")),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tokens/s / transformers autocast" in done.stdout
+    assert {p.suffix for p in (tmp_path / "out").iterdir()} == {".md", ".json"}

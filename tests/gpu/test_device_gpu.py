@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams, events, pinned memory and memory figures of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core import device as devices
+
+
+@pytest.mark.gpu
+def test_streams_events_and_memory_on_a_gpu(device):
+    gpu = device
+    side = devices.new_stream(gpu, priority=-1)
+    start, end = (devices.new_event(gpu, timing=True) for _ in range(2))
+    source = devices.pin(torch.arange(1 << 20, dtype=torch.float32), gpu)
+    assert source.is_pinned()
+    with devices.on_stream(side):
+        assert devices.current_stream(gpu) == side
+        start.record(side)
+        copy = source.to(gpu, non_blocking=True)
+        end.record(side)
+    devices.current_stream(gpu).wait_event(end)
+    copy.record_stream(devices.current_stream(gpu))
+    assert copy.sum().item() == source.sum().item()
+    devices.synchronize(gpu)
+    assert start.elapsed_time(end) > 0.0
+    assert devices.peak_memory_bytes(gpu) >= copy.nbytes
+    info = devices.memory_info(gpu)
+    assert 0 < info.free_bytes < info.total_bytes

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Triton kernel on the GPU, forward and backward, against plain torch in fp64 there."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.core.ops.attention import attention
+from megatron.core.ops.dropout import AttentionDropout, dropout
+from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
+from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.swiglu import gated
+from megatron.core.ops.wide_product import add_product_
+from tests.support.closeness import relative_error
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16]
+#: PROOF's metric; bf16 rounds results and the inputs of the last products.
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
+SEQUENCE, BATCH, HEADS, GROUPS, FEATURES, HIDDEN = 2048, 2, 16, 4, 128, 2048
+
+
+def made(device, *shape):
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device=device)
+
+
+def agree(function, inputs, dtype):
+    """Compare outputs and gradients of the Triton kernel in `dtype` with the reference in fp64.
+
+    Args:
+        function: of `inputs`, and `implementation`.
+    """
+    found = []
+    rounded = [x.to(dtype) for x in inputs]
+    for implementation, kind in (("triton", dtype), ("reference", torch.float64)):
+        leaves = [x.to(kind, copy=True).requires_grad_() for x in rounded]
+        outputs = function(*leaves, implementation=implementation)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = tuple(y for y in outputs if y.requires_grad)
+        pulls = [made(y.device, *y.shape).to(dtype).to(y.dtype) for y in outputs]
+        torch.autograd.backward(outputs, pulls)
+        found.append([*(y.detach() for y in outputs), *(x.grad for x in leaves)])
+    errors = [relative_error(mine, true) for mine, true in zip(*found, strict=True)]
+    assert max(errors) <= BOUND[dtype], errors
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_norms_with_residual(device, dtype, norm):
+    x, r = (made(device, SEQUENCE, BATCH, HIDDEN + i) for i in (0, 1))
+    w, b = made(device, HIDDEN), made(device, HIDDEN) + 1
+    if norm == "rms":
+        agree(
+            lambda x, r, w, **o: rms_norm(x, w, eps=1e-5, residual=r, **o),
+            (x, r[..., :HIDDEN], w),
+            dtype,
+        )
+    else:
+        agree(
+            lambda x, r, w, b, **o: layer_norm(x, w, b, eps=1e-5, residual=r, **o),
+            (x, r[..., :HIDDEN], w, b),
+            dtype,
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(device, dtype, interleaved):
+    cos, sin = rotary_table(torch.arange(SEQUENCE, device=device), dim=FEATURES)
+    agree(
+        partial(apply_rope, cos=cos, sin=sin, interleaved=interleaved),
+        (made(device, SEQUENCE, BATCH, HEADS, FEATURES),),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated(device, dtype, activation):
+    agree(
+        lambda x, **o: gated(x, activation, **o), (made(device, SEQUENCE, BATCH, 2 * 5504),), dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropout_drops_what_the_reference_drops(device, dtype):
+    x = made(device, SEQUENCE, BATCH, HIDDEN).to(dtype)
+    options = {
+        "rate": 0.1,
+        "key": 5,
+        "sample_ids": torch.tensor([8, 3], device=device),
+        "position_ids": torch.arange(SEQUENCE, device=device),
+    }
+    mine = dropout(x, implementation="triton", **options)
+    assert torch.equal(mine, dropout(x, implementation="reference", **options))
+    on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    assert torch.equal(mine.cpu(), dropout(x.cpu(), **on_cpu)), "another device drops others"
+    assert 0.05 < (mine == 0).float().mean().item() < 0.15
+
+
+ATTENTION = {
+    "causal": {},
+    "window": {"window": 300},
+    "documents": {"documents": True},
+    "bidirectional": {"causal": False},
+    "dropout": {"dropout": True},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention(device, dtype, case):
+    options = dict(ATTENTION[case])
+    if options.pop("documents", False):
+        rows = torch.arange(SEQUENCE, device=device)
+        options["document_ids"] = torch.stack([rows // 700, (rows + 9) // 311], -1)
+    if options.pop("dropout", False):
+        ids = torch.tensor([8, 3], device=device)
+        drop = AttentionDropout(rate=0.3, key=5, sample_ids=ids, head_offset=2)
+        # No kernel draws dropout: what runs on a GPU is held to itself in fp64.
+        agree(
+            lambda q, k, v, implementation: attention(q, k, v, dropout=drop)[0],
+            [made(device, 256, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
+            dtype,
+        )
+        return
+    agree(
+        lambda q, k, v, **o: attention(q, k, v, **options, **o)[0],
+        [made(device, SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_cross_entropy(device, dtype):
+    tokens, vocabulary = 4096, 32000
+    targets = torch.randint(0, vocabulary - 7, (tokens,), device=device)
+    weights = torch.rand(tokens, device=device)
+    hidden, weight = made(device, tokens, 512), made(device, vocabulary, 512) * 0.05
+
+    def loss(hidden, weight, **options):
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            weights.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32),
+            valid_columns=vocabulary - 7,
+            **options,
+        )[0]
+
+    agree(loss, (hidden, weight), dtype)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_weight_gradients_are_not_rounded_to_bf16(device, overwrite):
+    left, right = made(device, 512, 4096).bfloat16(), made(device, 4096, 384).bfloat16()
+    total = made(device, 512, 384)
+    expected = left.double() @ right.double() + (0.0 if overwrite else total.double())
+    add_product_(total, left, right, overwrite=overwrite)
+    assert relative_error(total, expected) < 2e-5, "bf16 would be 4e-3"

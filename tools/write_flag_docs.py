@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write docs/flags.md: every option of the programs from their schemas, and what answers others.
+
+python tools/write_flag_docs.py
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron.hf.convert import ExportConfig, ImportConfig
+from megatron.inference.config import GenerateConfig
+from megatron.training.config import Config
+from megatron.training.data.preprocessing.options import PreprocessConfig
+from megatron.training.inspect_data import InspectConfig
+from megatron.training.options.flags import Invocation
+from megatron.training.options.help_pages import default_text, value_text
+from megatron.training.options.megatron_names import VALUE_NAMES, answered, answered_prefixes
+from megatron.training.options.schema import Option, option_docs, options, section_titles
+from megatron.training.train_tokenizer import TrainTokenizerConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+
+_INTRODUCTION = """\
+<!-- SPDX-License-Identifier: Apache-2.0 -->
+<!-- Written by tools/write_flag_docs.py from the schema in megatron/training/config. -->
+# Flags
+
+Names are Megatron's where Megatron has one. `--name VALUE`, `--name=VALUE` and, for a switch,
+`--name` or `--no-name`; `_` and `-` are alike. The same names are the keys of a YAML file.
+
+- `--config run.yaml` sets defaults and flags win over it. A value may hold `${NAME}`, which is
+  replaced by that environment variable; `$${` is a plain `${`. Unknown and repeated keys are errors
+  with file and line.
+- `--print-config` prints the run with every derived option, as YAML that `--config` reads back, and
+  stops. The same options are in every checkpoint: `--use-checkpoint-args` takes the model's from
+  there.
+- A flag given twice with different values is an error, and so is a flag or value that does not
+  exist. Errors exit with code 2, in one line for all that can be found together: first what is
+  spelled wrong or missing, then values out of range, then options that do not go together.
+- `eval "$(python -m megatron.training.pretrain_gpt --print-completion bash)"` completes flags in
+  bash, and the same with `zsh` in zsh.
+- Options are shown in logs and saved in checkpoints, so passwords are refused: services read theirs
+  from the environment.
+
+"""
+
+_ANSWERS = """\
+## Flags of Megatron that are not here
+
+A script written for Megatron may hold these. Each is answered with one line, and the run does not
+start: nothing is accepted and ignored. A degree of parallelism of 1 passes: it says what is so.
+
+"""
+
+_NAMES = """\
+## Values by Megatron's names
+
+These are read as ours, which is what `--print-config` and checkpoints show.
+
+"""
+
+
+PROGRAMS: Mapping[str, type] = types.MappingProxyType(
+    {
+        "megatron.training.pretrain_gpt": Config,
+        "megatron.training.preprocess_data": PreprocessConfig,
+        "megatron.training.train_tokenizer": TrainTokenizerConfig,
+        "megatron.training.inspect_data": InspectConfig,
+        "megatron.inference.generate": GenerateConfig,
+        "megatron.hf.convert import": ImportConfig,
+        "megatron.hf.convert export": ExportConfig,
+    }
+)
+
+_HEADER = ["flag", "value", "default", "meaning"]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _rows(found: list[Option], docs: dict[str, str]) -> list[list[str]]:
+    return [
+        [
+            f"`--{option.name}`",
+            _cell(value_text(option).replace(",", ", ")) or "switch",
+            _cell(default_text(option)),
+            _cell(docs[option.name]),
+        ]
+        for option in found
+    ]
+
+
+def _program(name: str, schema: type) -> Iterator[str]:
+    """Yield the part of one program: a table for each section of its options."""
+    yield f"## `python -m {name}`\n\n"
+    docs = option_docs(schema)
+    groups = [(None, ""), *section_titles(schema).items()]
+    for section, title in groups:
+        found = [option for option in options(schema) if option.section == section]
+        if found:
+            yield f"### {title.rstrip('.')}\n\n" if title else ""
+            yield table(_HEADER, _rows(found, docs))
+
+
+def _parts() -> Iterator[str]:
+    """Yield the parts of the page."""
+    yield _INTRODUCTION
+    yield "## Options about options\n\nEvery program has these.\n\n"
+    yield table(_HEADER, _rows(options(Invocation), option_docs(Invocation)))
+    for name, schema in PROGRAMS.items():
+        yield from _program(name, schema)
+    yield _NAMES
+    values = [
+        [f"`--{flag}`", f"`{theirs}`", f"`{ours}`"]
+        for flag, pairs in VALUE_NAMES.items()
+        for theirs, ours in pairs.items()
+    ]
+    yield table(["flag", "Megatron's value", "ours"], values)
+    yield _ANSWERS
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, known in answered().items():
+        mend = f"`--{known.nearest}`" if known.nearest else "leave it out"
+        grouped.setdefault((mend, known.reason), []).append(f"`--{name}`")
+    for prefix, reason in answered_prefixes().items():
+        grouped.setdefault(("leave it out", reason), []).append(f"`--{prefix}...`")
+    rows = [[" ".join(names), mend, _cell(reason)] for (mend, reason), names in grouped.items()]
+    yield table(["flag", "instead", "reason"], rows).rstrip() + "\n"
+
+
+def page() -> str:
+    """Return the text of docs/flags.md."""
+    return "".join(_parts())
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leases on a GPU: a buffer is not written by its next holder before its last one has read it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.weight_gather.arena import Arena
+
+
+@pytest.mark.gpu
+def test_the_next_holders_stream_waits_for_the_last_one():
+    device = torch.device("cuda")
+    arena = Arena(device)
+    compute, gather = torch.cuda.Stream(), torch.cuda.Stream()
+    lease = arena.lease(1 << 24, torch.float32, stream=gather)
+    out = torch.empty_like(lease)
+    with torch.cuda.stream(gather):
+        lease.fill_(1.0)
+    compute.wait_stream(gather)
+    with torch.cuda.stream(compute):
+        torch.cuda._sleep(200_000_000)
+        out.copy_(lease)
+        arena.release(lease)
+    again = arena.lease(1 << 24, torch.float32, stream=gather)
+    assert again.data_ptr() == lease.data_ptr()
+    with torch.cuda.stream(gather):
+        again.fill_(2.0)
+    torch.cuda.synchronize()
+    assert bool((out == 1.0).all())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -32,7 +33,10 @@ def random_grid(source: random.Random) -> RankGrid:
     ep = source.choice([n for n in range(1, inside // etp + 1) if (inside // etp) % n == 0])
     left = inside // etp // ep
     egtp = source.choice([n for n in range(1, left + 1) if left % n == 0])
-    return RankGrid(world_size=world, tp=tp, gtp=gtp, cp=cp, pp=pp, etp=etp, ep=ep, egtp=egtp)
+    both = math.gcd(dp, left // egtp)
+    instances = source.choice([n for n in range(1, both + 1) if both % n == 0])
+    sizes = {"tp": tp, "gtp": gtp, "cp": cp, "pp": pp, "etp": etp, "ep": ep, "egtp": egtp}
+    return RankGrid(world_size=world, instances=instances, **sizes)
 
 
 def enumerated(grid: RankGrid, order: tuple[str, ...]) -> list[dict[str, int]]:
@@ -41,8 +45,16 @@ def enumerated(grid: RankGrid, order: tuple[str, ...]) -> list[dict[str, int]]:
     return [dict(zip(reversed(order), point, strict=True)) for point in loops]
 
 
+def joined(order: tuple[str, ...]) -> tuple[str, ...]:
+    """Name the two data axes of a factorisation by their common name."""
+    data = "dp" if order == DENSE_AXES else "edp"
+    return (*(axis for axis in order if not axis.startswith(data)), data)
+
+
 def brute_force_groups(grid: RankGrid, axes: tuple[str, ...]) -> set[tuple[int, ...]]:
     """Group the ranks that agree on every axis outside `axes`."""
+    both = {"dp": ["dp_inner", "dp_outer"], "edp": ["edp_inner", "edp_outer"]}
+    axes = tuple(single for axis in axes for single in both.get(axis, [axis]))
     order = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, point in enumerate(enumerated(grid, order)):
@@ -58,8 +70,10 @@ def test_grid_equals_brute_force_enumeration():
             for rank, point in enumerate(enumerated(grid, order)):
                 assert {a: grid.coordinates(rank)[a] for a in order} == point
                 assert grid.rank_of(**point) == rank
+                whole = {axis: grid.coordinates(rank)[axis] for axis in joined(order)}
+                assert grid.rank_of(**whole) == rank
             for count in (0, 1, 2, 3):
-                axes = tuple(source.sample(order, count))
+                axes = tuple(source.sample(source.choice((order, joined(order))), count))
                 assert {tuple(g) for g in grid.ranks(axes)} == brute_force_groups(grid, axes)
 
 
@@ -69,11 +83,14 @@ def test_groups_partition_the_world_and_group_of_finds_ones_own():
         grid = random_grid(source)
         for name, axes in GROUP_AXES.items():
             groups = grid.ranks(axes)
+            assert groups == grid.named_ranks(name)
             assert sorted(itertools.chain(*groups)) == list(range(grid.world_size)), name
             assert all(members == sorted(members) for members in groups), name
             for members in groups:
                 assert len(members) == math.prod(grid.size(a) for a in axes)
-                assert all(grid.group_of(rank, axes) == members for rank in members)
+                assert all(
+                    grid.group_of(rank, axes) == members for rank in {*members[:2], members[-1]}
+                )
 
 
 def test_worked_example_of_eight_ranks():
@@ -82,6 +99,38 @@ def test_worked_example_of_eight_ranks():
     assert grid.ranks(("tp",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert sorted(grid.ranks(("dp",))) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert sorted(grid.ranks(("pp",))) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_hybrid_sharding_cuts_data_parallelism_into_an_inner_and_an_outer_axis():
+    grid = RankGrid(world_size=16, tp=2, instances=2)
+    assert (grid.dp, grid.dp_inner, grid.dp_outer) == (8, 4, 2)
+    assert (grid.edp, grid.edp_inner, grid.edp_outer) == (8, 4, 2)
+    assert grid.named_ranks("inner_lanes")[0] == [0, 2, 4, 6]
+    assert grid.named_ranks("outer_lanes")[0] == [0, 8]
+    assert grid.named_ranks("lanes")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
+    at = grid.coordinates(11)
+    assert (at["dp"], at["dp_inner"], at["dp_outer"]) == (5, 1, 1)
+    assert grid.rank_of(tp=1, dp=5) == grid.rank_of(tp=1, dp_inner=1, dp_outer=1) == 11
+    for instances, text in (
+        (3, "3 optimizer instances do not divide dp=8: use a divisor of 8"),
+        (0, "instances size is 0: use a positive integer"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            RankGrid(world_size=16, tp=2, instances=instances)
+    with pytest.raises(ValueError, match="2 optimizer instances do not divide edp=1"):
+        RankGrid(world_size=8, tp=2, etp=1, ep=8, instances=2)
+
+
+def test_without_instances_the_outer_axis_has_one_rank():
+    source = random.Random(4)
+    for _ in range(20):
+        drawn = random_grid(source)
+        grid = dataclasses.replace(drawn, instances=1)
+        for inner, whole in (("inner_lanes", "lanes"), ("expert_inner_lanes", "expert_lanes")):
+            assert grid.named_ranks(inner) == grid.named_ranks(whole)
+        assert all(len(members) == 1 for members in grid.named_ranks("outer_lanes"))
+        for name in ("lanes", "dp_cp", "dp", "edp", "expert_lanes", "world"):
+            assert grid.named_ranks(name) == drawn.named_ranks(name)
 
 
 def test_expert_tensor_parallelism_follows_the_dense_one_unless_given():
@@ -154,6 +203,7 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
         RankGrid(world_size=4, tp=2, pp=2, etp=1, ep=2),
         RankGrid(world_size=4, tp=2, gtp=2),
         RankGrid(world_size=4, pp=4),
+        RankGrid(world_size=4, instances=2),
     ):
         groups = ProcessGroupCollection.create(grid, rank=rank)
         for name, axes in GROUP_AXES.items():
@@ -169,10 +219,13 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
         else:
             with pytest.raises(ValueError, match="no group 'tied'"):
                 groups["tied"]
-        if grid.gtp > 1:  # gradient traffic has a communicator to itself, other equal groups share
-            assert groups["lanes"].ranks == groups["gtp"].ranks
-            assert groups["lanes"].handle is not groups["gtp"].handle
+        if grid.gtp > 1:  # equal groups share a communicator if they carry the same kind of traffic
+            equal = [groups[name] for name in ("lanes", "gather_lanes", "gtp")]
+            assert len({group.ranks for group in equal}) == 1
+            assert len({id(group.handle) for group in equal}) == 3
             assert groups["tp"].handle is groups["tp_cp"].handle
+            assert groups["lanes"].handle is groups["inner_lanes"].handle
+            assert groups["gather_lanes"].handle is groups["expert_gather_lanes"].handle
     _subgroups_and_refusals(rank)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.process_groups import RankGrid
 from megatron.core.weight_sharding import (
-    PLACEMENTS,
+    STRATEGIES,
     Box,
     Cut,
     Placement,
@@ -24,6 +24,7 @@ from megatron.core.weight_sharding import (
     local_boxes,
     local_shape,
     memory_bytes,
+    placement,
     range_boxes,
     replica_ranks,
     shard_range,
@@ -172,10 +173,42 @@ def test_a_placement_over_data_leaves_only_model_parallel_replicas():
     grid = RankGrid(world_size=8, tp=2, cp=2, etp=1, ep=2)
     dense = WeightSharding.of("w", (4,), gradient={"tp": "identical"})
     expert = WeightSharding.of("e", (4,), Cut(axis="ep", dim=0), expert=True)
-    optimizer = PLACEMENTS["optim"].optimizer
+    optimizer = placement("optim").optimizer
     assert replica_ranks(dense, "w", grid=grid, rank=3, sharded=optimizer) == (2, 3)
     assert replica_ranks(expert, "e", grid=grid, rank=3) == (1, 3, 5, 7)
     assert replica_ranks(expert, "e", grid=grid, rank=3, sharded=optimizer) == (3,)
+
+
+def test_hybrid_sharding_repeats_over_the_outer_lanes():
+    grid = RankGrid(world_size=8, cp=2, etp=1, ep=2, instances=2)  # dp 2 x 2, edp 2 x 2
+    dense = WeightSharding.of("w", (4,))
+    expert = WeightSharding.of("e", (4,), Cut(axis="ep", dim=0), expert=True)
+    plain = placement("optim_grads_params")
+    assert plain == placement("optim_grads_params", "no_shard")
+    assert replica_ranks(dense, "w", grid=grid, rank=1, sharded=plain.weight) == (1, 5)
+    assert replica_ranks(expert, "e", grid=grid, rank=1, sharded=plain.weight) == (1, 5)
+    both = placement("optim_grads_params", "optim")
+    assert (both.weight, both.gradient) == (plain.weight, plain.gradient)
+    assert replica_ranks(dense, "w", grid=grid, rank=1, sharded=both.optimizer) == (1,)
+    assert replica_ranks(expert, "e", grid=grid, rank=1, sharded=both.optimizer) == (1,)
+
+
+def test_the_stages_of_sharding_add_one_role_each():
+    roles = [placement(name) for name in STRATEGIES]
+    assert [(bool(p.optimizer), bool(p.gradient), bool(p.weight)) for p in roles] == [
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, True, True),
+    ]
+    for strategy, outer, text in (
+        ("zero3", "no_shard", "strategy 'zero3': use one of no_shard, optim, optim_grads"),
+        ("optim", "zero1", "outer data-parallel sharding strategy 'zero1': use one of no_shard"),
+        ("optim_grads", "optim", "'optim' with 'optim_grads' would be plain sharding over all"),
+        ("no_shard", "optim", "use 'optim_grads_params', or one optimizer instance"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            placement(strategy, outer)
 
 
 def test_values_laid_out_by_boxes_are_the_slices_that_layers_multiply_with():
@@ -268,9 +301,9 @@ def test_memory_of_the_strategies():
         ("optim_grads", 30 * 2 + Fraction(30 * 16, 4), 12 * 2 + Fraction(12 * 16, 2)),
         ("optim_grads_params", Fraction(30 * 18, 4), Fraction(12 * 18, 2)),
     ):
-        placement = PLACEMENTS[name]
-        assert memory_bytes(dense, grid, placement, weight_bytes=2) == on_dense
-        assert memory_bytes(expert, grid, placement, weight_bytes=2) == on_expert
+        placed = placement(name)
+        assert memory_bytes(dense, grid, placed, weight_bytes=2) == on_dense
+        assert memory_bytes(expert, grid, placed, weight_bytes=2) == on_expert
     inner = Placement(weight=("cp",))
     assert memory_bytes(dense, grid, inner, weight_bytes=2) == 30 * (1 + 4 + 12)
 

@@ -31,9 +31,9 @@ from megatron.core.weight_gather import (
     WeightStore,
     owned_range,
 )
-from megatron.core.weight_sharding import PLACEMENTS
+from megatron.core.weight_sharding import placement
 
-#: The strategies this engine carries out; `weight_sharding.PLACEMENTS` defines what each means.
+#: The strategies this engine carries out; `weight_sharding.placement` defines what each means.
 STRATEGIES = ("no_shard", "optim")
 
 
@@ -94,7 +94,7 @@ class DataParallel:
             raise ValueError("materialize the weight store before building DataParallel over it")
         self.store, self.groups = store, groups
         self.config = config or DataParallelConfig()
-        self.placement = PLACEMENTS[self.config.strategy]
+        self.placement = placement(self.config.strategy)
         self.launched_in_backward = 0
         self._last, self._in_step = False, False
         self._puts: dict[str, int] = {}

@@ -30,12 +30,18 @@ from megatron.core.weight_sharding.boxes import (
     shard_range,
 )
 from megatron.core.weight_sharding.description import (
-    PLACEMENTS,
+    DENSE_LANES,
+    EXPERT_LANES,
+    INNER_LANES,
+    OUTER_LANES,
+    OUTER_STRATEGIES,
+    STRATEGIES,
     Cut,
     GradientKind,
     Placement,
     Segment,
     WeightSharding,
+    placement,
 )
 from megatron.core.weight_sharding.gradient_plan import (
     GradientPlan,
@@ -45,7 +51,12 @@ from megatron.core.weight_sharding.gradient_plan import (
 )
 
 __all__ = [
-    "PLACEMENTS",
+    "DENSE_LANES",
+    "EXPERT_LANES",
+    "INNER_LANES",
+    "OUTER_LANES",
+    "OUTER_STRATEGIES",
+    "STRATEGIES",
     "Box",
     "Cut",
     "GradientKind",
@@ -60,6 +71,7 @@ __all__ = [
     "local_shape",
     "loss_factor",
     "memory_bytes",
+    "placement",
     "range_boxes",
     "replica_ranks",
     "shard_range",

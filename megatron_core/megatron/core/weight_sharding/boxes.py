@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron.core.process_groups import RankGrid
+from megatron.core.rank_grid import RankGrid
 from megatron.core.weight_sharding.description import Cut, Placement, Segment, WeightSharding
 
 Coordinates = Mapping[str, int]

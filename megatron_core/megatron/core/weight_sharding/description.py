@@ -6,15 +6,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
-from megatron.core.process_groups import DENSE_AXES, EXPERT_AXES, RankGrid
+from megatron.core.rank_grid import DENSE_AXES, EXPERT_AXES, RankGrid
 
 GradientKind = Literal["identical", "partial"]
 
-DENSE_LANES = ("gtp", "cp", "dp")
-EXPERT_LANES = ("egtp", "edp")
+#: The data axes: ranks along them see different tokens. Hybrid sharding cuts over the inner ones.
+INNER_LANES = ("gtp", "cp", "dp_inner")
+OUTER_LANES = ("dp_outer",)
+DENSE_LANES = INNER_LANES + OUTER_LANES
+EXPERT_LANES = ("egtp", "edp_inner", "edp_outer")
+
+#: The strategies of data parallelism: ZeRO 0, 1, 2 and 3.
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+#: What hybrid sharding does with the optimizer state over the outer axis.
+OUTER_STRATEGIES = ("no_shard", "optim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +84,41 @@ class Placement:
     optimizer: tuple[str, ...] = ()
 
 
-#: The strategies of data parallelism as placements (ZeRO 0, 1, 2, 3: Rajbhandari et al. 2020,
-#: section 5).
-PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
-    {
-        "no_shard": Placement(),
-        "optim": Placement(optimizer=DENSE_LANES),
-        "optim_grads": Placement(gradient=DENSE_LANES, optimizer=DENSE_LANES),
-        "optim_grads_params": Placement(
-            weight=DENSE_LANES, gradient=DENSE_LANES, optimizer=DENSE_LANES
-        ),
-    }
-)
+def placement(strategy: str, outer: str = "no_shard") -> Placement:
+    """Return which data axes shard weight, gradient and optimizer state.
+
+    ZeRO stages 0 to 3 (Rajbhandari et al. 2020, section 5) over the inner lanes, which are all
+    lanes unless the grid has `instances`. Over the outer lanes everything is repeated (hybrid
+    sharding, Zhao et al. 2023, section 3.2), except the optimizer state if `outer` says so.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        outer: one of `OUTER_STRATEGIES`; "optim" only with "optim_grads_params".
+
+    Raises:
+        ValueError: an unknown name, or an outer strategy that this strategy cannot have.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"data-parallel sharding strategy {strategy!r}: use one of {', '.join(STRATEGIES)}"
+        )
+    if outer not in OUTER_STRATEGIES:
+        raise ValueError(
+            f"outer data-parallel sharding strategy {outer!r}: "
+            f"use one of {', '.join(OUTER_STRATEGIES)}"
+        )
+    if outer == "optim" and strategy != "optim_grads_params":
+        raise ValueError(
+            f"outer sharding strategy 'optim' with {strategy!r} would be plain sharding over all "
+            "lanes: use 'optim_grads_params', or one optimizer instance without an outer strategy"
+        )
+    stage = STRATEGIES.index(strategy)
+    sharded_outside = OUTER_LANES if outer == "optim" else ()
+    return Placement(
+        weight=INNER_LANES if stage >= 3 else (),
+        gradient=INNER_LANES if stage >= 2 else (),
+        optimizer=INNER_LANES + sharded_outside if stage >= 1 else (),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +167,7 @@ class WeightSharding:
         """Return the data axes of a placement as axes of this weight's own grid."""
         if not self.expert:
             return axes
-        # The expert grid has no cp: its ranks are among those of edp.
-        wanted = {{"gtp": "egtp"}.get(axis, "edp") for axis in axes}
+        # The expert grid has no cp: its ranks are among those of edp_inner.
+        own = {"gtp": "egtp", "dp_outer": "edp_outer"}
+        wanted = {own.get(axis, "edp_inner") for axis in axes}
         return tuple(axis for axis in EXPERT_LANES if axis in wanted)

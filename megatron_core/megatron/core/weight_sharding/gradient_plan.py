@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron.core.process_groups import TIED, RankGrid
+from megatron.core.rank_grid import TIED, RankGrid
 from megatron.core.weight_sharding.description import DENSE_LANES, WeightSharding
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.initialize import InitSpec, fill_
 from megatron.core.process_groups import GROUP_AXES, Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Bucket, OwnedRange, WeightStore, owned_range
-from megatron.core.weight_sharding import PLACEMENTS, Cut, Segment, WeightSharding
+from megatron.core.weight_sharding import Cut, Segment, WeightSharding, placement
 
 ROWS = Cut(axis="tp", dim=0)
 NORMAL = InitSpec.normal(0.5)
@@ -211,7 +211,7 @@ def test_owned_ranges_name_every_element_once_and_no_padding(parts: int):
 def test_owned_boxes_are_views_with_their_values_and_their_replicas():
     grid = RankGrid(world_size=8, tp=2, etp=1, ep=2)
     store = store_of(pretended(grid, 5))
-    optimizer = PLACEMENTS["optim"].optimizer
+    optimizer = placement("optim").optimizer
     for axes, norm in (((), {"model", "expert_model"}), (optimizer, {"world"})):
         groups = set()
         for bucket in store.buckets:

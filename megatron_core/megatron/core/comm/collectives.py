@@ -8,7 +8,7 @@ differ between versions of torch are chosen in `_gather_method` and `_scatter_me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -164,6 +164,42 @@ def reduce_scatter_async(
         out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     waits = _observe("reduce_scatter", group, x, how="sum")
     return Pending(out, _scatter_method(_handle(group))(out, x), x, waits)
+
+
+def all_to_all(
+    x: torch.Tensor, group: Group, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> torch.Tensor:
+    """Send each rank its part of `x` [sum of send_counts] and return what all ranks sent here.
+
+    Args:
+        x: parts for rank 0, 1, ... one after another; a part may be empty.
+        send_counts, receive_counts: elements to and from each rank.
+
+    Returns:
+        [sum of receive_counts], by rank of origin.
+
+    Raises:
+        ValueError: counts that do not fit the group or `x`.
+    """
+    return all_to_all_async(x, group, send_counts=send_counts, receive_counts=receive_counts).wait()
+
+
+def all_to_all_async(
+    x: torch.Tensor, group: Group, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> Pending:
+    """Start `all_to_all`; the output must not be read before `wait()`."""
+    if not len(send_counts) == len(receive_counts) == group.size or sum(send_counts) != len(x):
+        raise ValueError(
+            f"all_to_all over {group.name} of {group.size} ranks: {len(x)} elements, but counts "
+            f"{list(send_counts)} to send and {list(receive_counts)} to receive"
+        )
+    if group.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty(sum(receive_counts))
+    waits = _observe("all_to_all", group, x)
+    work = _handle(group).alltoall_base(out, x, list(receive_counts), list(send_counts))
+    return Pending(out, work, x, waits)
 
 
 def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor:

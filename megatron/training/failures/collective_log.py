@@ -25,7 +25,9 @@ class LastCollective:
 
 
 def describe(record: CollectiveRecord) -> str:
-    """Return a collective in words."""
+    """Return a collective in words, the same on all ranks that take part in it alike."""
+    if record.kind == "all_to_all":  # its parts are uneven: every rank has its own sizes
+        return f"{record.kind} of {record.dtype} over {record.group}"
     how = f" ({record.how})" if record.how else ""
     size = " x ".join(map(str, record.shape)) or "one number"
     return f"{record.kind}{how} of {record.dtype} [{size}] over {record.group}"

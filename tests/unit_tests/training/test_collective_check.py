@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.comm import all_gather, all_reduce, broadcast
+from megatron.core.comm import all_gather, all_reduce, all_to_all, broadcast
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.errors import PeerLost, RunStopped
 from megatron.training.failures.collective_check import CollectiveCheck
@@ -24,6 +24,8 @@ def _agree(rank, groups):
         all_reduce(torch.ones(2), groups[name])
         all_gather(torch.ones(2), groups[name])
     broadcast(torch.ones(2), groups["tp"], source=1)
+    counts = {"send_counts": [rank] * 4, "receive_counts": range(4)}  # uneven is no difference
+    all_to_all(torch.ones(4 * rank), groups["world"], **counts)
 
 
 def _kind(rank, groups):
@@ -85,7 +87,7 @@ def _run(work: str, *, world: int = 2, limit: float = 60.0):
 
 def test_equal_collectives_pass_and_are_compared():
     found = _run("_agree", world=4)
-    assert [(text, compared) for text, _, compared in found] == [("", 9)] * 4
+    assert [(text, compared) for text, _, compared in found] == [("", 10)] * 4
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from megatron.core.comm import (
     CollectiveRecord,
     all_gather,
     all_reduce,
-    all_to_all,
     broadcast,
     copy_to_group,
     gather_from_group,
@@ -163,33 +162,6 @@ def _explicit_outputs(tp, rank: int, world: int) -> None:
     whole[2 * rank : 2 * rank + 2] = content(rank, 2, 3)
     all_gather(whole[2 * rank : 2 * rank + 2], tp, out=whole)
     assert torch.equal(whole, torch.cat([content(r, 2, 3) for r in range(world)]))
-
-
-def uneven_parts(rank: int, world: int) -> None:
-    """Send `3 r + s` elements from rank r to rank s, none from the last rank to the first."""
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-
-    def part(source: int, destination: int) -> torch.Tensor:
-        empty = (source, destination) == (world - 1, 0)
-        return content(source, 0 if empty else 3 * source + destination)
-
-    sent = [part(rank, s) for s in range(world)]
-    wanted = [part(r, rank) for r in range(world)]
-    counts = {
-        "send_counts": [len(p) for p in sent],
-        "receive_counts": [len(p) for p in wanted],
-    }
-    with nan_memory(), trace(groups) as records:
-        found = all_to_all(torch.cat(sent), groups["tp"], **counts)
-    assert torch.equal(found, torch.cat(wanted))
-    own = 4 * sum(counts["send_counts"])
-    assert records == [CollectiveRecord("all_to_all", "tp", world, own)]
-    with pytest.raises(ValueError, match="all_to_all over tp of 3 ranks: 1 elements"):
-        all_to_all(torch.zeros(1), groups["tp"], **counts)
-
-
-def test_all_to_all_sends_uneven_and_empty_parts():
-    run_ranks(uneven_parts, 3)
 
 
 def test_plain_collectives():

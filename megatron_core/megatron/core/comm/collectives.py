@@ -25,9 +25,9 @@ _OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.M
 class CollectiveRecord:
     """One collective that ran: its kind, its group's name and size, the bytes of its wide side.
 
-    What follows tells equal ones apart and takes no part in comparisons: the group's global ranks,
-    this rank's tensor on the wide side, and what is done with it (`sum`, `max`, or `from 0` for a
-    broadcast).
+    The wide side of an all-to-all is what this rank sends, its own part included. What follows
+    tells equal ones apart and takes no part in comparisons: the group's global ranks, this rank's
+    tensor on the wide side, and what is done with it (`sum`, `max`, or `from 0` for a broadcast).
     """
 
     kind: str
@@ -167,38 +167,50 @@ def reduce_scatter_async(
 
 
 def all_to_all(
-    x: torch.Tensor, group: Group, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    x: torch.Tensor,
+    group: Group,
+    *,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Send each rank its part of `x` [sum of send_counts] and return what all ranks sent here.
+    """Send rows of `x` [n, ...] to every rank and return the rows that they sent here.
 
     Args:
-        x: parts for rank 0, 1, ... one after another; a part may be empty.
-        send_counts, receive_counts: elements to and from each rank.
+        x: the rows for rank 0 of the group, then those for rank 1, and so on.
+        send_counts: how many rows go to each rank; equal parts if None.
+        receive_counts: how many rows come from each rank; equal parts if None. What rank i sends to
+            j must be what j receives from i.
+        out: where the result goes; must not overlap `x`.
 
     Returns:
-        [sum of receive_counts], by rank of origin.
+        [sum(receive_counts), ...], by rank of origin.
 
     Raises:
-        ValueError: counts that do not fit the group or `x`.
+        ValueError: the rows do not divide or add up, or only one of the counts is given.
     """
-    return all_to_all_async(x, group, send_counts=send_counts, receive_counts=receive_counts).wait()
+    return all_to_all_async(
+        x, group, send_counts=send_counts, receive_counts=receive_counts, out=out
+    ).wait()
 
 
 def all_to_all_async(
-    x: torch.Tensor, group: Group, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    x: torch.Tensor,
+    group: Group,
+    *,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
 ) -> Pending:
-    """Start `all_to_all`; the output must not be read before `wait()`."""
-    if not len(send_counts) == len(receive_counts) == group.size or sum(send_counts) != len(x):
-        raise ValueError(
-            f"all_to_all over {group.name} of {group.size} ranks: {len(x)} elements, but counts "
-            f"{list(send_counts)} to send and {list(receive_counts)} to receive"
-        )
+    """Start `all_to_all`; the input must be left alone and the output not read before `wait()`."""
+    sends, receives = _splits(x.shape[0], group, send_counts, receive_counts)
     if group.size == 1:
-        return Pending(x)
+        return Pending(x if out is None else out.copy_(x))
     x = x.contiguous()
-    out = x.new_empty(sum(receive_counts))
+    if out is None:
+        out = x.new_empty((sum(receives) if receives else x.shape[0], *x.shape[1:]))
     waits = _observe("all_to_all", group, x)
-    work = _handle(group).alltoall_base(out, x, list(receive_counts), list(send_counts))
+    work = _handle(group).alltoall_base(out, x, receives, sends, dist.AllToAllOptions())
     return Pending(out, work, x, waits)
 
 
@@ -215,6 +227,28 @@ def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor
 def _handle(group: Group) -> dist.ProcessGroup:
     assert group.handle is not None
     return group.handle
+
+
+def _splits(
+    rows: int, group: Group, send: Sequence[int] | None, receive: Sequence[int] | None
+) -> tuple[list[int], list[int]]:
+    """Return rows to and from each rank, empty lists for equal parts."""
+    if send is None and receive is None:
+        if rows % group.size:
+            raise ValueError(
+                f"all_to_all over {group.name}: {rows} rows do not divide by {group.size} ranks: "
+                "pass send_counts and receive_counts"
+            )
+        return [], []
+    if send is None or receive is None:
+        raise ValueError(f"all_to_all over {group.name}: pass both counts or neither")
+    if not len(send) == len(receive) == group.size or sum(send) != rows:
+        raise ValueError(
+            f"all_to_all over {group.name} of {group.size} ranks: {rows} rows, but counts "
+            f"{list(send)} to send and {list(receive)} to receive: give one for each rank, those "
+            "to send adding up to the rows"
+        )
+    return list(send), list(receive)
 
 
 def _observe(

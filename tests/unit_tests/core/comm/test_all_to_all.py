@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-to-all: every row arrives once, in order, with splits of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.comm import CollectiveRecord, all_to_all, trace
+from megatron.core.comm.collectives import all_to_all_async
+from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
+
+
+def rows(source: int, target: int, count: int) -> torch.Tensor:
+    """The rows [count, 2] that one rank has for another: each says whence, whither and which."""
+    first = torch.full((count,), 100.0 * source + 10.0 * target)
+    return torch.stack([first + torch.arange(count), torch.full((count,), 7.0)], dim=1)
+
+
+def exchange(rank: int, world: int) -> None:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    group = groups["tp"]
+
+    def count(source: int, target: int) -> int:
+        return (2 * source + 3 * target) % 4  # zeros among them
+
+    ranks = range(world)
+    with nan_memory(), trace(groups) as records:
+        x = torch.cat([rows(rank, target, count(rank, target)) for target in ranks])
+        wanted = torch.cat([rows(source, rank, count(source, rank)) for source in ranks])
+        send = [count(rank, target) for target in ranks]
+        receive = [count(source, rank) for source in ranks]
+        kept = x.clone()
+        assert torch.equal(all_to_all(x, group, send_counts=send, receive_counts=receive), wanted)
+        assert torch.equal(x, kept)
+        out = torch.empty_like(wanted)
+        pending = all_to_all_async(x, group, send_counts=send, receive_counts=receive, out=out)
+        assert pending.wait() is out
+        assert torch.equal(out, wanted)
+
+        even = torch.cat([rows(rank, target, 3) for target in ranks])
+        assert torch.equal(
+            all_to_all(even, group), torch.cat([rows(source, rank, 3) for source in ranks])
+        )
+        nothing = all_to_all(x[:0], group, send_counts=[0] * world, receive_counts=[0] * world)
+        assert tuple(nothing.shape) == (0, 2)
+        half = even.t().bfloat16().t()  # columns first
+        assert torch.equal(all_to_all(half, group), all_to_all(half.contiguous(), group))
+
+    sizes = [8 * sum(send)] * 2 + [8 * 3 * world, 0] + [4 * 3 * world] * 2
+    assert records == [CollectiveRecord("all_to_all", "tp", world, size) for size in sizes]
+    _refusals(x, group, send)
+
+
+def _refusals(x: torch.Tensor, group: Group, send: list[int]) -> None:
+    """Check that splits which cannot be are said before anything is sent."""
+    for wrong, said in (
+        ({"send_counts": send}, "both counts or neither"),
+        ({"send_counts": send[:-1], "receive_counts": send}, "give one for each rank"),
+        (
+            {"send_counts": [n + 1 for n in send], "receive_counts": send},
+            f"ranks: {x.shape[0]} rows, but counts",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            all_to_all(x, group, **wrong)
+    with pytest.raises(ValueError, match="do not divide"):
+        all_to_all(torch.zeros(group.size + 1), group)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_to_all(world: int):
+    run_ranks(exchange, world)
+
+
+def test_one_rank_keeps_its_rows_without_a_trace():
+    groups = ProcessGroupCollection.single()
+    x = torch.arange(6.0).view(3, 2)
+    with trace(groups) as records:
+        assert all_to_all(x, groups["tp"]) is x
+        assert all_to_all(x, groups["tp"], send_counts=[3], receive_counts=[3]) is x
+        out = torch.zeros(3, 2)
+        assert all_to_all(x, groups["tp"], out=out) is out
+    assert torch.equal(out, x)
+    assert records == []

@@ -10,8 +10,7 @@ from megatron.core.weight_gather.arena import Arena
 
 
 @pytest.mark.gpu
-def test_the_next_holders_stream_waits_for_the_last_one():
-    device = torch.device("cuda")
+def test_the_next_holders_stream_waits_for_the_last_one(device):
     arena = Arena(device)
     compute, gather = torch.cuda.Stream(), torch.cuda.Stream()
     lease = arena.lease(1 << 24, torch.float32, stream=gather)

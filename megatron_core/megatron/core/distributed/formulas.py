@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a strategy of data parallelism costs: bytes kept per rank, and collectives per step.
+
+Pure arithmetic on the sizes of the buckets, for tests that hold the engine to it, for the line a
+run starts with, and to choose a strategy by. With w, g, s bytes of weight, gradient and optimizer
+state per element, over i inner and o outer lanes (ZeRO: Rajbhandari et al. 2020, section 5):
+
+    no_shard              w + g + s
+    optim                 w + g + s/i
+    optim_grads           w + (4 + s)/i         and the buckets whose gradients are not reduced yet
+    optim_grads_params    (w + 4 + s)/i         and these, and the gathered weights
+      outer "optim"       (w + 4)/i + s/(i·o)
+
+Gradients that are cut are kept in fp32, whatever the buffers that backward fills.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron.core.weight_gather import Bucket
+from megatron.core.weight_sharding import OUTER_LANES, Placement, placement
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSize:
+    """The size of a bucket and who shares it.
+
+    Args:
+        numel: elements, padding included.
+        inner: ranks that share it.
+        outer: ranks that hold the same shard, under hybrid sharding.
+        root: its weights belong to no unit.
+        trainable: it has gradients.
+        expert: it lies on the expert lanes.
+    """
+
+    numel: int
+    inner: int
+    outer: int = 1
+    root: bool = False
+    trainable: bool = True
+    expert: bool = False
+
+    @staticmethod
+    def of(bucket: Bucket) -> BucketSize:
+        """Return the size of a bucket of a store."""
+        return BucketSize(
+            numel=bucket.layout.numel,
+            inner=bucket.group.size,
+            outer=bucket.outer.size,
+            root=bucket.root,
+            trainable=any(handle.trainable for handle in bucket.handles),
+            expert=bucket.handles[0].sharding.expert,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementBytes:
+    """Bytes per element.
+
+    Args:
+        weight: of weights as they are stored and gathered.
+        gradient: of the gradients that backward fills and that travel.
+        optimizer: of optimizer state with its fp32 master, where weights are not their own.
+        wide_sum: bf16 gradients are summed in fp32, apart from the buffers that backward fills.
+    """
+
+    weight: int = 4
+    gradient: int = 4
+    optimizer: int = 8
+    wide_sum: bool = False
+
+    def kept_gradients(self, placed: Placement, inner: int) -> Fraction:
+        """Return the gradient bytes per element that stay between steps, on `inner` ranks."""
+        if placed.gradient:
+            return Fraction(_FP32_BYTES, inner)
+        apart = Fraction(_FP32_BYTES, inner) if self.wide_sum else Fraction(0)
+        return self.gradient + apart
+
+
+@dataclass(frozen=True)
+class RoleBytes:
+    """Bytes on one rank, by role.
+
+    `gathered` is the most that gathered weights take at a time, and `reducing` the most that
+    gradients take that are on their way into their shards.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int = 0
+    reducing: int = 0
+
+    @property
+    def kept(self) -> int:
+        """What stays between steps."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def bytes_per_parameter(
+    strategy: str, outer: str = "no_shard", *, inner_size: int, outer_size: int, of: ElementBytes
+) -> Fraction:
+    """Return the bytes per parameter that one rank keeps between steps.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    placed = placement(strategy, outer)
+    weights = Fraction(of.weight, _parts(placed.weight, inner_size, outer_size))
+    state = Fraction(of.optimizer, _parts(placed.optimizer, inner_size, outer_size))
+    return weights + of.kept_gradients(placed, inner_size) + state
+
+
+def bytes_per_rank(
+    buckets: Sequence[BucketSize],
+    placed: Placement,
+    *,
+    of: ElementBytes,
+    prefetch: bool = False,
+    ahead: int = 0,
+    overlap: bool = True,
+) -> RoleBytes:
+    """Return the bytes on one rank.
+
+    Args:
+        buckets: of its part of the model.
+        placed: what is cut over which lanes.
+        of: bytes per element.
+        prefetch, ahead: whether the next unit is gathered early, and the bytes beyond it.
+        overlap: a bucket is reduced while backward fills the next.
+    """
+    weights = gradients = optimizer = Fraction(0)
+    for b in buckets:
+        weights += Fraction(of.weight * b.numel, _parts(placed.weight, b.inner, b.outer))
+        if b.trainable:
+            gradients += b.numel * of.kept_gradients(placed, b.inner)
+            parts = _parts(placed.optimizer, b.inner, b.outer)
+            optimizer += Fraction(of.optimizer * b.numel, parts)
+    gathered = reducing = 0
+    if placed.weight:
+        gathered = of.weight * _together(buckets, 1 + prefetch) + ahead * prefetch
+        gathered = min(gathered, of.weight * sum(b.numel for b in buckets))
+    if placed.gradient:
+        trained = [b for b in buckets if b.trainable]
+        reducing = of.gradient * _together(trained, 1 + overlap)
+    return RoleBytes(int(weights), int(gradients), int(optimizer), gathered, reducing)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one group: how many, and the bytes of their wide sides."""
+
+    kind: str
+    group: str
+    count: int
+    bytes: int
+
+
+def collectives_per_step(
+    buckets: Sequence[BucketSize],
+    placed: Placement,
+    *,
+    of: ElementBytes,
+    microbatches: int,
+    gathers: Sequence[int] | None = None,
+) -> list[Traffic]:
+    """Return what one step sends over the data lanes, up to the weights of the next.
+
+    Args:
+        buckets: of this rank's part of the model.
+        placed: what is cut over which lanes.
+        of: bytes per element.
+        microbatches: of the step.
+        gathers: how often each bucket is gathered; None is once where any rank's range of it is
+            trained. Where weights are stored in shards the gather plan says it.
+
+    Returns:
+        Sorted by kind and group; nothing on a single lane.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+
+    def add(kind: str, group: str, size: int, *, parties: int, times: int = 1) -> None:
+        if parties > 1 and times:
+            counts[kind, group] += times
+            sent[kind, group] += times * size
+
+    cut_outside = any(axis in placed.optimizer for axis in OUTER_LANES)
+    times = [int(b.trainable) for b in buckets] if gathers is None else gathers
+    for bucket, often in zip(buckets, times, strict=True):
+        prefix = "expert_" if bucket.expert else ""
+        lanes, i, o = f"{prefix}lanes", bucket.inner, bucket.outer
+        inner, outer = (f"{prefix}inner_lanes", f"{prefix}outer_lanes") if o > 1 else (lanes, "")
+        gradient, weight = of.gradient * bucket.numel, of.weight * bucket.numel
+        if placed.optimizer:
+            gather = f"{prefix}gather_lanes" if placed.weight else inner
+            add("all_gather", gather, weight, parties=i, times=often)
+            if bucket.trainable and cut_outside:
+                add("all_gather", outer, weight // i, parties=o)
+        if not bucket.trainable:
+            continue
+        if not placed.optimizer:
+            add("all_reduce", lanes, gradient, parties=i)
+            continue
+        scatter = "all_to_all" if of.wide_sum else "reduce_scatter"
+        add(scatter, inner, gradient, parties=i, times=microbatches if placed.gradient else 1)
+        fp32 = placed.gradient or of.wide_sum
+        shard = (_FP32_BYTES if fp32 else of.gradient) * bucket.numel // i
+        add("reduce_scatter" if cut_outside else "all_reduce", outer, shard, parties=o)
+    return [Traffic(*key, counts[key], sent[key]) for key in sorted(counts)]
+
+
+def _together(buckets: Sequence[BucketSize], units: int) -> int:
+    """Return the elements of some units and of all that is outside units."""
+    largest = max((b.numel for b in buckets if not b.root), default=0)
+    return sum(b.numel for b in buckets if b.root) + units * largest
+
+
+def _parts(axes: tuple[str, ...], inner_size: int, outer_size: int) -> int:
+    """Return into how many parts a role is cut."""
+    if not axes:
+        return 1
+    return inner_size * (outer_size if any(axis in axes for axis in OUTER_LANES) else 1)

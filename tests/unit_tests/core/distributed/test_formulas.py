@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a strategy: published bytes per parameter and volumes, and the weights' own sums."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from megatron.core.distributed.formulas import (
+    BucketSize,
+    ElementBytes,
+    Traffic,
+    bytes_per_parameter,
+    bytes_per_rank,
+    collectives_per_step,
+)
+from megatron.core.process_groups import RankGrid
+from megatron.core.weight_sharding import STRATEGIES, WeightSharding, memory_bytes, placement
+
+#: Adam: two fp32 moments, and a master where weights are not fp32.
+FP32 = ElementBytes()
+BF16 = ElementBytes(weight=2, optimizer=12)
+BF16_GRADIENTS = ElementBytes(weight=2, gradient=2, optimizer=12)
+WIDE_SUM = ElementBytes(weight=2, gradient=2, optimizer=12, wide_sum=True)
+#: Bytes per parameter on d lanes, as (whole, cut by d), for the strategies in order.
+PUBLISHED = (
+    (FP32, ((16, 0), (8, 8), (4, 12), (0, 16))),
+    (BF16, ((18, 0), (6, 12), (2, 16), (0, 18))),
+    (BF16_GRADIENTS, ((16, 0), (4, 12), (2, 16), (0, 18))),
+    (WIDE_SUM, ((16, 4), (4, 16), (2, 16), (0, 18))),
+)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 8])
+def test_bytes_per_parameter_are_the_published_ones(lanes: int):
+    for of, rows in PUBLISHED:
+        for strategy, (whole, cut) in zip(STRATEGIES, rows, strict=True):
+            found = bytes_per_parameter(strategy, inner_size=lanes, outer_size=1, of=of)
+            assert found == whole + Fraction(cut, lanes), strategy
+
+
+def test_hybrid_sharding_cuts_by_the_inner_lanes_alone_save_for_the_optimizer():
+    sizes = {"inner_size": 4, "outer_size": 2, "of": BF16}
+    assert [bytes_per_parameter(name, **sizes) for name in STRATEGIES] == [
+        18,
+        6 + Fraction(12, 4),
+        2 + Fraction(16, 4),
+        Fraction(18, 4),
+    ]
+    both = bytes_per_parameter("optim_grads_params", "optim", **sizes)
+    assert both == Fraction(2 + 4, 4) + Fraction(12, 8)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_of_buckets_are_the_sums_of_their_weights(strategy: str):
+    grid = RankGrid(world_size=8, instances=2)
+    weights = [WeightSharding.of("a", (64, 3)), WeightSharding.of("b", (128,))]
+    buckets = [BucketSize(numel=numel, inner=4, outer=2) for numel in (192, 128)]
+    placed = placement(strategy)
+    kept = bytes_per_rank(buckets, placed, of=BF16).kept
+    assert kept == sum(memory_bytes(w, grid, placed, weight_bytes=2) for w in weights)
+    frozen = [BucketSize(numel=192, inner=4, outer=2, trainable=False)]
+    only = bytes_per_rank(frozen, placed, of=BF16)
+    assert (only.gradients, only.optimizer) == (0, 0)
+    assert only.weights == memory_bytes(
+        weights[0], grid, placed, weight_bytes=2, gradient_bytes=0, optimizer_bytes=0
+    )
+
+
+def test_what_is_on_the_way_is_two_units_and_what_is_outside_of_units():
+    sizes = ((100, True), (30, False), (40, False), (40, False), (10, True))
+    buckets = [BucketSize(numel=numel, inner=2, root=root) for numel, root in sizes]
+    sharded = placement("optim_grads_params")
+    for prefetch, ahead, gathered in ((False, 0, 150), (True, 0, 190), (True, 12, 202)):
+        found = bytes_per_rank(buckets, sharded, of=FP32, prefetch=prefetch, ahead=4 * ahead)
+        assert (found.gathered, found.reducing) == (4 * gathered, 4 * 190)
+    everything = bytes_per_rank(buckets, sharded, of=FP32, prefetch=True, ahead=10**6)
+    assert everything.gathered == 4 * 220
+    whole = bytes_per_rank(buckets, placement("optim_grads"), of=BF16_GRADIENTS, overlap=False)
+    assert (whole.gathered, whole.reducing) == (0, 2 * 150)
+    assert bytes_per_rank(buckets, placement("optim"), of=FP32).reducing == 0
+
+
+def volume(traffic: list[Traffic], ranks: int) -> Fraction:
+    """Return the bytes that a rank sends with ring algorithms, of which an all-reduce has two."""
+    rounds = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+    return sum(Fraction(t.bytes * rounds[t.kind] * (ranks - 1), ranks) for t in traffic)
+
+
+def test_volumes_are_the_published_ones():
+    # Rajbhandari et al. 2020, section 7: 2, 2, 2 and 3 times the parameters.
+    ranks, numel = 4, 64
+    buckets = [BucketSize(numel=numel // 2, inner=ranks)] * 2
+    for strategy, times in zip(STRATEGIES, (2, 2, 2, 3), strict=True):
+        gathers = (2, 2) if strategy == "optim_grads_params" else None
+        found = collectives_per_step(
+            buckets, placement(strategy), of=FP32, microbatches=1, gathers=gathers
+        )
+        assert volume(found, ranks) == Fraction(times * 4 * numel * (ranks - 1), ranks), strategy
+
+
+def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
+    buckets = [BucketSize(numel=8, inner=2), BucketSize(numel=4, inner=2, trainable=False)]
+
+    def found(strategy: str, **more: object) -> list[Traffic]:
+        return collectives_per_step(
+            buckets, placement(strategy), of=more.pop("of", BF16_GRADIENTS), microbatches=3, **more
+        )
+
+    assert found("no_shard") == [Traffic("all_reduce", "lanes", 1, 16)]
+    assert found("optim") == [
+        Traffic("all_gather", "lanes", 1, 16),
+        Traffic("reduce_scatter", "lanes", 1, 16),
+    ]
+    assert found("optim_grads") == [
+        Traffic("all_gather", "lanes", 1, 16),
+        Traffic("reduce_scatter", "lanes", 3, 48),
+    ]
+    assert found("optim_grads_params", gathers=(5, 6), of=WIDE_SUM) == [
+        Traffic("all_gather", "gather_lanes", 11, 5 * 16 + 6 * 8),
+        Traffic("all_to_all", "lanes", 3, 48),
+    ]
+
+
+def test_hybrid_sharding_sums_shards_over_the_outer_lanes_once():
+    buckets = [BucketSize(numel=8, inner=2, outer=3)]
+
+    def found(strategy: str, outer: str = "no_shard") -> list[Traffic]:
+        placed = placement(strategy, outer)
+        return collectives_per_step(buckets, placed, of=FP32, microbatches=2, gathers=(2,))
+
+    assert found("optim_grads") == [
+        Traffic("all_gather", "inner_lanes", 2, 64),
+        Traffic("all_reduce", "outer_lanes", 1, 16),
+        Traffic("reduce_scatter", "inner_lanes", 2, 64),
+    ]
+    assert found("optim_grads_params", "optim") == [
+        Traffic("all_gather", "gather_lanes", 2, 64),
+        Traffic("all_gather", "outer_lanes", 1, 16),
+        Traffic("reduce_scatter", "inner_lanes", 2, 64),
+        Traffic("reduce_scatter", "outer_lanes", 1, 16),
+    ]
+
+
+def test_a_single_lane_sends_nothing():
+    buckets = [BucketSize(numel=8, inner=1)]
+    for strategy in STRATEGIES:
+        placed = placement(strategy)
+        assert not collectives_per_step(buckets, placed, of=FP32, microbatches=2, gathers=(2,))

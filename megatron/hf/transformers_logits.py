@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.weight_gather import Storage
 from megatron.core.dist_checkpointing import CheckpointError, load_checkpoint, read_extra
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
@@ -40,7 +41,7 @@ def compare_logits(checkpoint: Path, folder: Path, *, dtype: torch.dtype | None 
     except ImportError:
         raise ValueError("--verify needs transformers: pip install transformers") from None
     config = GPTConfig.from_json(read_extra(checkpoint)["model"])
-    model = GPTModel(config, ProcessGroupCollection.single(), initialize=False)
+    model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
     try:
         chunks = weight_chunks(model.store)
         load_checkpoint(checkpoint, chunks, convert_dtype=True)

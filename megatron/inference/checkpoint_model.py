@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.weight_gather import Storage
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -95,7 +96,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
     tokenizer = build_tokenizer(guess_type(chosen), model=chosen)
     dtype = described.dtype or torch.float32
     model = GPTModel(
-        described.config, place.groups, dtype=dtype, device=place.device, initialize=False
+        described.config, place.groups, dtype=dtype, device=place.device, storage=Storage(initialize=False)
     )
     read_weights(folder, described, weight_chunks(model.store), coordinator=place.coordinator)
     ends = set(end_tokens(folder.path))
@@ -125,7 +126,7 @@ def _from_checkpoint(source: ModelSource, place: _Place) -> CheckpointModel:
         config, options = _described(folder, extra)
         tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
         dtype = weight_dtype(options)
-        model = GPTModel(config, place.groups, dtype=dtype, device=place.device, initialize=False)
+        model = GPTModel(config, place.groups, dtype=dtype, device=place.device, storage=Storage(initialize=False))
         chunks = weight_chunks(model.store)
         load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)
     except CheckpointError as error:

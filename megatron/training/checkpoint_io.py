@@ -34,7 +34,6 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import replica_ranks
 from megatron.training.data.data_sets import compare_identity
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
@@ -66,23 +65,17 @@ class RunFacts:
 
 def weight_chunks(store: WeightStore) -> list[TensorChunk]:
     """List the boxes of logical weights that this rank holds, as views of its memory."""
-    found = []
-    for handle in store.handles.values():
-        flat = handle.get().view(-1)
-        for box in store.boxes(handle):
-            ranks = replica_ranks(
-                handle.sharding, box.name, grid=store.groups.grid, rank=store.groups.rank
-            )
-            found.append(
-                TensorChunk(
-                    name=box.name,
-                    shape=box.shape,
-                    offsets=box.offsets,
-                    tensor=flat[box.start : box.start + box.numel].view(box.sizes),
-                    replica_ranks=ranks,
-                )
-            )
-    return found
+    return [
+        TensorChunk(
+            name=held.box.name,
+            shape=held.box.shape,
+            offsets=held.box.offsets,
+            tensor=held.tensor,
+            replica_ranks=held.replica_ranks,
+        )
+        for handle in store.handles.values()
+        for held in store.held(handle)
+    ]
 
 
 def optimizer_chunks(optimizer: Optimizer) -> list[TensorChunk]:

@@ -66,6 +66,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     shape = gpt_config(config, vocabulary.size)
     bucket = config.parallel.ddp_bucket_size
     assert bucket is not None, "the run must be resolved"
+    data_parallel = data_parallel_config(config)
     model = GPTModel(
         shape,
         place.groups,
@@ -74,11 +75,11 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         dtype=weight_dtype(config),
         device=place.device,
         vocab_multiple=config.tokenizer.make_vocab_size_divisible_by,
-        bucket_bytes=4 * bucket,
+        storage=data_parallel.storage(bucket_bytes=4 * bucket),
         backend=backend(config),
     )
     model.decoder.set_recompute(recompute(config))
-    engine = DataParallel(model.store, place.groups, config=data_parallel_config(config))
+    engine = DataParallel(model.store, place.groups, config=data_parallel)
     optimizer = Optimizer(
         engine.owned(),
         place.groups,

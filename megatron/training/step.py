@@ -164,7 +164,7 @@ class TrainStep:
             )
         result = self.optimizer.step(lr, weight_decay)
         if result.applied:
-            self.engine.gather_weights()
+            self.engine.start_param_sync()
         return StepReport(
             mean,
             result.applied,
@@ -180,7 +180,7 @@ class TrainStep:
         scale = self.optimizer.scaler.scale
         factors = self.loss_factors(microbatches)
         total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
-        self.engine.begin_step()
+        self.engine.begin_step(len(microbatches))
         try:
             for i, (batch, factor) in enumerate(zip(microbatches, factors, strict=True)):
                 weights = batch.loss_mask * (factor * scale)

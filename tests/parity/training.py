@@ -133,19 +133,16 @@ def train_row(
         initial: logical weights to start from; None keeps the model's own initial values.
         lanes: the data lanes whose microbatches this rank works through.
     """
+    config = DataParallelConfig(strategy=row["placement"], overlap_grad_reduce=row["overlap"])
     model = GPTModel(
         gpt_config(row),
         groups,
         sequence_parallel=row["sequence_parallel"],
         seed=SEED,
-        bucket_bytes=BUCKET_BYTES[row["bucket"]],
+        storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
     )
     model.decoder.set_recompute(RECOMPUTE[row["recompute"]])
-    engine = DataParallel(
-        model.store,
-        groups,
-        config=DataParallelConfig(strategy=row["placement"], overlap_grad_reduce=row["overlap"]),
-    )
+    engine = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(
         engine.owned(),
         groups,
@@ -155,7 +152,7 @@ def train_row(
     run = Run(
         initial=weight_pieces(model.store),
         buckets=len(engine.buckets),
-        bucket_bytes=sum(entry.gradients.data.nbytes for entry in engine.buckets),
+        bucket_bytes=sum(4 * entry.bucket.layout.numel for entry in engine.buckets),
     )
     if initial is not None:
         write_weights(model.store, initial)
@@ -225,21 +222,19 @@ def weight_pieces(store: WeightStore) -> list[Piece]:
     """Return a copy of every piece of a logical weight that this rank holds."""
     found = []
     for handle in store.handles.values():
-        flat = handle.get().view(-1)
-        for box in store.boxes(handle):
-            values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
-            found.append(Piece(box.name, box.shape, box.offsets, values))
+        for held in store.held(handle):
+            box = held.box
+            found.append(Piece(box.name, box.shape, box.offsets, held.tensor.clone()))
     return found
 
 
 def write_weights(store: WeightStore, logical: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's part of every weight from the logical ones."""
     for handle in store.handles.values():
-        flat = handle.get().view(-1)
-        for box in store.boxes(handle):
+        for held in store.held(handle):
+            box = held.box
             where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-            local = flat[box.start : box.start + box.numel].view(box.sizes)
-            local.copy_(logical[box.name][where])
+            held.tensor.copy_(logical[box.name][where])
 
 
 def assembled(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:

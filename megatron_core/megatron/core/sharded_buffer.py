@@ -128,12 +128,17 @@ class ShardedBuffer:
         """The element range that is this rank's shard."""
         return self.layout.shard(self.group.rank)
 
+    @property
+    def stored_range(self) -> tuple[int, int]:
+        """The element range that this rank's storage covers."""
+        sharded = self.placement is BufferPlacement.SHARDED and self.data.numel() < self.layout.numel
+        return self.shard_range if sharded else (0, self.layout.numel)
+
     def shard(self) -> torch.Tensor:
         """Return this rank's shard [numel/size], a view."""
-        if self.placement is BufferPlacement.SHARDED:
-            return self.data
+        low, _ = self.stored_range
         start, stop = self.shard_range
-        return self.data[start:stop]
+        return self.data[start - low : stop - low]
 
     def redistribute(self, placement: BufferPlacement) -> Pending:
         """Start moving to another placement inside this buffer's own storage.

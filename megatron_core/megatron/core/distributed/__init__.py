@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data-parallel engine: gradients of many lanes made whole in flat buckets."""
+"""The data-parallel engine: ZeRO 0 to 3 and hybrid sharding as placements over the data lanes."""
 
-from megatron.core.distributed.data_parallel import DataParallel, DataParallelConfig
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.gradients import GradientBucket
 
-__all__ = ["DataParallel", "DataParallelConfig"]
+__all__ = ["DataParallel", "DataParallelConfig", "GradientBucket"]

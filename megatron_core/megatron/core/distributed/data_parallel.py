@@ -1,86 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataParallel: gradients accumulate in flat buckets, which are reduced as they fill.
+"""DataParallel: one engine for ZeRO 0 to 3 and hybrid sharding.
 
 A step, as its caller sees it:
 
-    engine.begin_step()
-    for each microbatch:  engine.backward(loss, last=...)
-    engine.finish()           # gradients are whole: on every rank, or each rank's shard of them
-    ...                       # the optimizer writes weight shards
-    engine.gather_weights()
+    engine.begin_step(microbatches)
+    for each microbatch:  loss = model.loss(...);  engine.backward(loss, last=...)
+    engine.finish()              # gradients are whole: on every rank, or each rank's range of them
+    ...                          # the optimizer writes the ranges of `owned()`
+    engine.start_param_sync()    # the other ranks' ranges follow, at once or when they are needed
 
-All scaling is in the loss, so every reduction is a plain sum. In the last microbatch a bucket is
-reduced as soon as each of its weights has had all its puts; what finishes later is reduced by
-`finish`, which then carries out the remaining sums of the gradient plan (weights whole on tp that
-saw different tokens or heads).
+A strategy is the placement of weight, gradient and optimizer state on the data axes, nothing else:
+`Gatherer` makes cut weights whole, `GradientBucket` sums gradients into where they are kept.
+
+All scaling is in the loss, so every reduction is a plain sum. A bucket is reduced as soon as each
+of its weights has had all its puts; what is still open is reduced at the end of the microbatch
+(cut gradients) or by `finish`, which then carries out the remaining sums of the gradient plan
+(weights whole on tp that saw different tokens or heads).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from megatron.core.comm.collectives import Pending, all_reduce
-from megatron.core.process_groups import Group, ProcessGroupCollection
-from megatron.core.sharded_buffer import BufferPlacement, Member, ShardedBuffer
+from megatron.core.device import new_stream
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.gradients import GradientBucket
+from megatron.core.distributed.model_sums import ModelSums
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import (
-    Bucket,
+    BACKWARD,
+    EVALUATION,
+    FORWARD,
+    Arena,
+    Gatherer,
     OwnedRange,
-    WeightHandle,
     WeightStore,
     owned_range,
 )
-from megatron.core.weight_sharding import placement
 
-#: The strategies this engine carries out; `weight_sharding.placement` defines what each means.
-STRATEGIES = ("no_shard", "optim")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataParallelConfig:
-    """How gradients are made whole over the data lanes.
-
-    Args:
-        strategy: "no_shard" (all-reduce; every rank keeps the whole optimizer state) or "optim"
-            (ZeRO-1: reduce-scatter; each rank keeps 1/lanes of it and gathers the weights back).
-        overlap_grad_reduce: reduce a bucket as soon as backward has filled it; False waits for the
-            end.
-    """
-
-    strategy: str = "no_shard"
-    overlap_grad_reduce: bool = True
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(
-                f"data-parallel sharding strategy {self.strategy!r}: "
-                f"use one of {', '.join(STRATEGIES)}"
-            )
-
-
-@dataclass
-class GradientBucket:
-    """A bucket's gradients and how far this step has filled and reduced them."""
-
-    bucket: Bucket
-    gradients: ShardedBuffer
-    trainable: list[WeightHandle]
-    waiting: int = 0
-    pending: Pending | None = None
-    launched: bool = False
+#: Reductions of cut gradients under way at a time; each holds a whole bucket's gradients.
+_REDUCTIONS_UNDER_WAY = 2
 
 
 class DataParallel:
-    """Give the weights of a store gradient buffers, and reduce those over the data lanes.
+    """Train the weights of a store over the data lanes.
 
     Args:
-        store: materialised; frozen weights get no gradient buffer use.
+        store: materialised for the same strategy; frozen weights get no gradients.
         groups: its process groups.
 
+    Raises:
+        ValueError: the store is not materialised, or for another strategy.
+
     Attributes:
-        buckets: in the order in which backward fills them.
-        launched_in_backward: buckets of this step whose reduction started before `finish`.
+        buckets: those with trained weights, in the order in which backward fills them.
+        gatherer: makes weights whole; None if every rank keeps and updates all of them.
+        launched_in_backward: reductions of the last microbatch that started before `finish`.
     """
 
     def __init__(
@@ -93,47 +72,69 @@ class DataParallel:
         if not store.buckets:
             raise ValueError("materialize the weight store before building DataParallel over it")
         self.store, self.groups = store, groups
-        self.config = config or DataParallelConfig()
-        self.placement = placement(self.config.strategy)
+        self.config = config = config or DataParallelConfig()
+        self.placement = config.storage().effective(groups)
+        if self.placement.weight != store.placement.weight or (
+            self.placement.optimizer != store.placement.optimizer
+        ):
+            raise ValueError(
+                f"the weights are stored for strategy {store.storage.strategy} (outer "
+                f"{store.storage.outer}), the engine is to carry out {config.strategy} (outer "
+                f"{config.outer}): materialize the store with the engine's config.storage()"
+            )
         self.launched_in_backward = 0
+        self.arena = Arena(store.device, poison=config.debug)
+        self.gatherer: Gatherer | None = None
+        if self.placement.optimizer:
+            self.gatherer = Gatherer(
+                store.buckets,
+                prefetch=config.overlap_param_gather,
+                ahead=config.prefetch_bytes,
+                poison=config.debug,
+            )
+        stream = new_stream(store.device)
+        self.buckets = [
+            GradientBucket(
+                bucket,
+                config=config,
+                placement=self.placement,
+                arena=self.arena,
+                stream=stream,
+                on_full=self._on_full,
+            )
+            for bucket in store.buckets
+            if any(handle.trainable for handle in bucket.handles)
+        ]
+        self._sums = ModelSums(store, self.buckets)
         self._last, self._in_step = False, False
-        self._puts: dict[str, int] = {}
-        self._bucket_of: dict[str, GradientBucket] = {}
-        self.buckets = [self._gradient_bucket(b) for b in store.buckets]
-        self._sums = self._model_sums()
+        self._under_way: deque[GradientBucket] = deque()
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank keeps only its range of the gradients and of the optimizer state."""
+        """Whether each rank keeps only its range of the optimizer state."""
         return bool(self.placement.optimizer)
 
     def owned(self) -> list[OwnedRange]:
         """Return what this rank's optimizer updates, one range per bucket."""
-        return [
-            owned_range(
-                self.store,
-                entry.bucket,
-                entry.gradients.data,
-                span=self._span(entry.bucket),
-                sharded_axes=self.placement.optimizer,
-            )
-            for entry in self.buckets
-        ]
+        return [owned_range(self.store, b.bucket, b.gradients) for b in self.buckets]
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Forget the last step's gradients."""
+    def begin_step(self, microbatches: int = 1) -> None:
+        """Forget the last step's gradients.
+
+        Args:
+            microbatches: of this step; another number than that costs time, not correctness.
+        """
         self._in_step, self._last, self.launched_in_backward = True, False, 0
-        for entry in self.buckets:
-            entry.gradients.placement = BufferPlacement.PARTIAL
-            entry.waiting, entry.pending, entry.launched = len(entry.trainable), None, False
-            for handle in entry.trainable:
-                handle.fresh = True
-                self._puts[handle.name] = 0
+        for bucket in self.buckets:
+            bucket.begin_step()
+        if self.gatherer is not None:
+            self.gatherer.begin((FORWARD, BACKWARD) * microbatches)
+            self.gatherer.segment(FORWARD)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Run one microbatch's backward; `last` lets full buckets be reduced while it runs.
+        """Run one microbatch's backward; `last` lets whole gradients be reduced while it runs.
 
         Raises:
             ValueError: no step has begun.
@@ -141,11 +142,20 @@ class DataParallel:
         if not self._in_step:
             raise ValueError("backward outside a step: call begin_step() first")
         self.accumulate(last=last)
+        if self.gatherer is not None:
+            self.gatherer.segment(BACKWARD)
         loss.backward()
+        if self.store.queue is None:
+            self._close_microbatch()
+        if self.gatherer is not None:
+            self.gatherer.segment(FORWARD)
 
     def accumulate(self, *, last: bool) -> None:
         """Say whether the step's last puts follow, for callers that split backward."""
         self._last = last
+        if last:
+            for bucket in self.buckets:
+                bucket.begin_last()
 
     def finish(self) -> None:
         """Make every gradient whole: reduce what is left, wait, then sum over the model axes.
@@ -155,118 +165,87 @@ class DataParallel:
         """
         if not self._in_step:
             raise ValueError("finish outside a step: call begin_step() first")
-        for entry in self.buckets:
-            for handle, member in zip(
-                entry.bucket.handles, entry.bucket.layout.members, strict=True
-            ):
-                if handle.fresh and handle.trainable:  # not used in this step
-                    entry.gradients.data[member.start : member.stop].zero_()
-            if entry.trainable and not entry.launched:
-                self._launch(entry)
-        for entry in self.buckets:
-            if entry.pending is not None:
-                entry.pending.wait()
-                entry.pending = None
-        for group, views in self._sums:
-            flat = torch.cat(views)
-            all_reduce(flat, group, out=flat)
-            torch._foreach_copy_(views, list(flat.split([v.numel() for v in views])))
+        for bucket in self.buckets:
+            if bucket.is_open and bucket.cut or not bucket.launched:
+                self._reduce(bucket)
+        self._settle(0)
+        for bucket in self.buckets:
+            bucket.settle()
+            bucket.reduce_outer()
+        for bucket in self.buckets:
+            bucket.settle_outer()
+        self._sums.run()
+        if self.gatherer is not None:
+            self.gatherer.finish()
         self._in_step = False
 
     def abort(self) -> None:
         """Leave a step that failed half-way; the next `begin_step` starts clean."""
-        for entry in self.buckets:
-            if entry.pending is not None:
-                entry.pending.wait()
-                entry.pending = None
+        self._under_way.clear()
+        for bucket in self.buckets:
+            bucket.abort()
+        if self.gatherer is not None:
+            self.gatherer.abort()
         self._in_step = False
 
-    def gather_weights(self) -> None:
-        """Gather the weights that the optimizer has written shard by shard, if it has."""
-        if not self.sharded:
+    # --- between steps ----------------------------------------------------------------------------
+
+    def start_param_sync(self, *, force_sync: bool = False) -> None:
+        """Have the other ranks' updates arrive, after the optimizer has written the owned ranges.
+
+        With `overlap_param_gather` they are gathered when they are needed, and the first of them
+        started here unless `fsdp_all_gather_in_start_param_sync` is False. Otherwise, or with
+        `force_sync`, all are gathered here, except that weights which are stored in shards would
+        be released again: they are only with `force_sync`.
+        """
+        if self.gatherer is None:
             return
-        pending = []
-        for entry in self.buckets:
-            if not entry.trainable:
-                continue
-            entry.bucket.weights.placement = BufferPlacement.SHARDED
-            pending.append(entry.bucket.weights.redistribute(BufferPlacement.REPLICATED))
-        for transfer in pending:
-            transfer.wait()
+        self.gatherer.invalidate()
+        if force_sync or not (self.config.overlap_param_gather or self.gatherer.leases):
+            self.gatherer.gather_all()
+        elif self.config.overlap_param_gather and self.config.fsdp_all_gather_in_start_param_sync:
+            self.gatherer.start_early()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Run forwards without backward inside, between two steps.
+
+        Raises:
+            ValueError: a step is under way.
+        """
+        if self._in_step:
+            raise ValueError("evaluation inside a step: finish() or abort() it first")
+        if self.gatherer is None:
+            yield
+            return
+        self.gatherer.begin((EVALUATION,))
+        self.gatherer.segment(EVALUATION)
+        try:
+            yield
+        finally:
+            self.gatherer.finish()
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _span(self, bucket: Bucket) -> tuple[int, int]:
-        return bucket.weights.shard_range if self.sharded else (0, bucket.layout.numel)
-
-    def _gradient_bucket(self, bucket: Bucket) -> GradientBucket:
-        gradients = ShardedBuffer.empty(
-            bucket.layout,
-            bucket.group,
-            placement=BufferPlacement.PARTIAL,
-            dtype=torch.float32,
-            device=self.store.device,
-        )
-        trainable = [h for h in bucket.handles if h.trainable]
-        entry = GradientBucket(bucket, gradients, trainable)
-        for handle, member in zip(bucket.handles, bucket.layout.members, strict=True):
-            if handle.trainable:
-                handle.slot = gradients.view(member)
-                handle.on_put = self._on_put
-                self._bucket_of[handle.name] = entry
-        return entry
-
-    def _on_put(self, handle: WeightHandle) -> None:
-        if not (self._last and self.config.overlap_grad_reduce):
+    def _on_full(self, bucket: GradientBucket) -> None:
+        if not bucket.cut and not (self._last and self.config.overlap_grad_reduce):
             return
-        self._puts[handle.name] += 1
-        if self._puts[handle.name] > handle.uses:
-            raise ValueError(
-                f"{handle.name} got more gradients than its {handle.uses} declared uses, some "
-                "perhaps after its reduction had begun: declare it once per use"
-            )
-        if self._puts[handle.name] != handle.uses:
-            return
-        entry = self._bucket_of[handle.name]
-        entry.waiting -= 1
-        if entry.waiting == 0:
-            self._launch(entry)
-            self.launched_in_backward += 1
+        self._reduce(bucket)
+        self.launched_in_backward += self._last
 
-    def _launch(self, entry: GradientBucket) -> None:
-        entry.launched = True
-        target = BufferPlacement.SHARDED if self.sharded else BufferPlacement.REPLICATED
-        entry.pending = entry.gradients.redistribute(target)
+    def _close_microbatch(self) -> None:
+        """Reduce cut gradients that got fewer puts than declared, on every rank alike."""
+        for bucket in self.buckets:
+            if bucket.cut and bucket.is_open:
+                self._reduce(bucket)
 
-    def _model_sums(self) -> list[tuple[Group, list[torch.Tensor]]]:
-        """Collect, per group of the gradient plans, the ranges that have to be summed over it."""
-        views: dict[str, list[torch.Tensor]] = {}
-        for entry in self.buckets:
-            low, high = self._span(entry.bucket)
-            for handle, member in zip(
-                entry.bucket.handles, entry.bucket.layout.members, strict=True
-            ):
-                if not handle.trainable:
-                    continue
-                for step in self.store.plans[handle.name].steps:
-                    found = views.setdefault(step.group, [])
-                    for start, stop in self._ranges(handle, member, step.segments):
-                        start, stop = max(start, low), min(stop, high)
-                        if start < stop:
-                            found.append(entry.gradients.data[start:stop])
-        # Every rank of the world walks the same names in the same order: sub-groups are made here.
-        sums = [(self._group(name), found) for name, found in sorted(views.items())]
-        return [(group, found) for group, found in sums if found and group.size > 1]
+    def _reduce(self, bucket: GradientBucket) -> None:
+        bucket.reduce()
+        self._under_way.append(bucket)
+        if bucket.cut:
+            self._settle(_REDUCTIONS_UNDER_WAY - 1 if self.config.overlap_grad_reduce else 0)
 
-    def _ranges(
-        self, handle: WeightHandle, member: Member, segments: tuple[str, ...]
-    ) -> list[tuple[int, int]]:
-        return [
-            (member.start + box.start, member.start + box.start + box.numel)
-            for box in self.store.boxes(handle)
-            if box.name in segments
-        ]
-
-    def _group(self, name: str) -> Group:
-        axis, _, size = name.partition("/")
-        return self.groups.subgroups(axis, int(size)) if size else self.groups[axis]
+    def _settle(self, left: int) -> None:
+        """Wait for the oldest reductions until so many are left."""
+        while len(self._under_way) > left:
+            self._under_way.popleft().settle()

@@ -144,24 +144,15 @@ class Decoder(nn.Module):
     def __init__(self, name: str, config: DecoderConfig, *, build: LayerBuild) -> None:
         super().__init__()
         self.config = config
-        blocks, attentions = [], 0
-        for i, symbol in enumerate(config.pattern):
-            prefix = f"{name}.blocks.{i}"
-            norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
-            if symbol == ATTENTION:
-                mixer: nn.Module = SelfAttention(
-                    f"{prefix}.attention",
-                    attentions,
-                    config=config.attention,
-                    norm=config.norm,
-                    build=build,
-                )
-                attentions += 1
-            else:
-                mixer = MLP(f"{prefix}.mlp", config=config.mlp, build=build)
-            drop = HiddenDropout(prefix, config.hidden_dropout, build=build)
-            handles = [h for n, h in build.store.handles.items() if n.startswith(f"{prefix}.")]
-            blocks.append(Block(prefix, norm, mixer=mixer, drop=drop, handles=handles))
+        #: [first, last) blocks of each layer; a layer is the unit in which cut weights are gathered
+        self.layers = layer_blocks(config.pattern)
+        blocks: list[Block] = []
+        attentions = 0
+        for layer, (first, last) in enumerate(self.layers):
+            with build.store.unit(f"{name}.layers.{layer}"):
+                for i in range(first, last):
+                    blocks.append(self._block(i, attentions, prefix=f"{name}.blocks.{i}", build=build))
+                    attentions += config.pattern[i] == ATTENTION
         self.blocks = nn.ModuleList(blocks)
         self.num_attention_layers = attentions
         self.final_norm = Norm(
@@ -169,17 +160,33 @@ class Decoder(nn.Module):
         )
         self.set_recompute(Recompute())
 
+    def _block(self, index: int, attentions: int, *, prefix: str, build: LayerBuild) -> Block:
+        """Build block `index`, behind so many attentions; its weights' names start by `prefix`."""
+        config, symbol = self.config, self.config.pattern[index]
+        norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
+        if symbol == ATTENTION:
+            mixer: nn.Module = SelfAttention(
+                f"{prefix}.attention",
+                attentions,
+                config=config.attention,
+                norm=config.norm,
+                build=build,
+            )
+        else:
+            mixer = MLP(f"{prefix}.mlp", config=config.mlp, build=build)
+        drop = HiddenDropout(prefix, config.hidden_dropout, build=build)
+        handles = [h for n, h in build.store.handles.items() if n.startswith(f"{prefix}.")]
+        return Block(prefix, norm, mixer=mixer, drop=drop, handles=handles)
+
     def set_recompute(self, recompute: Recompute) -> None:
         """Choose what is computed again in backward; it changes no value.
-
-        An attention block and the MLP behind it are one layer, any other block is one by itself.
 
         Raises:
             ValueError: more layers than there are.
         """
-        ends = [0] + [found.end() for found in re.finditer(r"\*-|.", self.config.pattern)]
         self.runs = [
-            (ends[first], ends[last], again) for first, last, again in recompute.runs(len(ends) - 1)
+            (self.layers[first][0], self.layers[last - 1][1], again)
+            for first, last, again in recompute.runs(len(self.layers))
         ]
         selective = recompute.granularity == "selective"
         for block in self.blocks:
@@ -209,6 +216,14 @@ class Decoder(nn.Module):
             else:
                 delta, stream = run(delta, stream)
         return self.final_norm(delta, stream)[0]
+
+
+def layer_blocks(pattern: str) -> list[tuple[int, int]]:
+    """Return the [first, last) blocks of each layer of a pattern.
+
+    An attention block and the MLP behind it are one layer, any other block is one by itself.
+    """
+    return [(found.start(), found.end()) for found in re.finditer(r"\*-|.", pattern)]
 
 
 def _through(

@@ -33,7 +33,7 @@ from megatron.core.transformer import (
     RopeConfig,
     RopeTable,
 )
-from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_gather import Storage, WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,7 @@ class GPTModel(nn.Module):
         dtype, device: of the weights and activations.
         vocab_multiple: each rank's vocabulary rows are padded to a multiple of this; changes no
             result.
-        bucket_bytes: size of a gradient bucket.
-        initialize: write initial values; False leaves zeros for a checkpoint to fill.
+        storage: how the weights are stored; `DataParallelConfig.storage()` for training.
         backend: the implementations of the parts.
     """
 
@@ -139,8 +138,7 @@ class GPTModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         vocab_multiple: int = 1,
-        bucket_bytes: int = 160_000_000,
-        initialize: bool = True,
+        storage: Storage | None = None,
         backend: Backend = LOCAL,
     ) -> None:
         super().__init__()
@@ -180,7 +178,7 @@ class GPTModel(nn.Module):
             "head.weight", config.vocab_size, config.hidden_size, row_multiple=vocab_multiple
         )
         self.head = VocabParallelHead(rows if config.tied else head, **ends)
-        self.store.materialize(bucket_bytes=bucket_bytes, initialize=initialize)
+        self.store.materialize(storage)
 
     def forward(
         self,

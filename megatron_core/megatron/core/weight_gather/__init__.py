@@ -1,22 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight handles, the only way a layer sees a weight, and the store that lays them out.
+"""Weight handles, the only way a layer sees a weight, and what is behind them.
 
 A layer declares a weight and keeps its handle; it computes by `handle.linear(x)`,
 `handle.embedding(ids)`, `handle.use()`. Where the weight and its gradient lie is decided after the
 model is built, by whoever materialises the store, and model code never changes for it.
+
+    handle, queue            what a layer calls; gradients put off
+    store, layout, bucket    declaration, and the division into flat buckets
+    owned                    what a rank stores and what its optimizer updates, in logical terms
+    plan, arena, gatherer    cut weights made whole just before use: when, where, and by whom
 """
 
+from megatron.core.weight_gather.arena import Arena
+from megatron.core.weight_gather.bucket import Bucket
+from megatron.core.weight_gather.gatherer import BACKWARD, EVALUATION, FORWARD, Gatherer
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.owned import OwnedRange, PlacedBox, owned_range
+from megatron.core.weight_gather.layout import Storage
+from megatron.core.weight_gather.owned import HeldBox, OwnedRange, PlacedBox, owned_range
+from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
 from megatron.core.weight_gather.queue import WgradQueue
-from megatron.core.weight_gather.store import Bucket, WeightStore
+from megatron.core.weight_gather.store import WeightStore
 
 __all__ = [
+    "BACKWARD",
+    "EVALUATION",
+    "FORWARD",
+    "Arena",
     "Bucket",
+    "GatherPlan",
+    "Gatherer",
+    "HeldBox",
     "OwnedRange",
     "PlacedBox",
+    "Storage",
     "WeightHandle",
     "WeightStore",
     "WgradQueue",
+    "check_plan",
+    "compile_plan",
     "owned_range",
 ]

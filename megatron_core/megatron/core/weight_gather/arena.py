@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.comm.poison import poison_
 from megatron.core.device import Event, Stream, current_stream, new_event, on_stream
 
 #: A size class is at most 1/64 above what was asked for, and a multiple of so many elements.
@@ -119,12 +120,3 @@ def size_class(numel: int) -> int:
     """Return `numel` rounded up to the size in which buffers are kept, at most 1/64 or 15 more."""
     step = max(_ALIGNMENT, 1 << max(0, numel.bit_length() - 1 - _STEPS_PER_OCTAVE_LOG2))
     return -(-numel // step) * step
-
-
-def poison_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor with NaN, or with the largest value of a dtype that has none; return it."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return tensor.fill_(float("nan"))
-    if tensor.dtype is torch.bool:
-        return tensor.fill_(True)
-    return tensor.fill_(torch.iinfo(tensor.dtype).max)

@@ -6,13 +6,15 @@ gradient, its backward returns None for it, and `.grad` stays None. The gradient
 the handle's slot, a view of a flat fp32 buffer, so the optimizer and the reduction never touch
 parameters.
 
-This handle is resident: the whole local weight is always there. A gathering handle differs only in
-what `get()` does.
+The whole local weight may always be there, or be gathered when an op asks for it and taken away
+afterwards; only `get()` knows. An op's weights must lie in one bucket: asking for another may end
+the life of the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,19 @@ from torch import nn
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
 from megatron.core.weight_gather.queue import WgradQueue
 from megatron.core.weight_sharding import WeightSharding
+
+if TYPE_CHECKING:
+    from megatron.core.weight_gather.bucket import Bucket
+
+
+class GradientSink(Protocol):
+    """Where the gradients of a bucket's weights go."""
+
+    def open(self) -> None:
+        """Give every trained weight of the bucket a slot."""
+
+    def put_done(self, handle: WeightHandle) -> None:
+        """Take note of a put."""
 
 
 class WeightHandle:
@@ -31,11 +46,14 @@ class WeightHandle:
         shape: the local shape.
         uses: how many layers declared it (2 for tied embeddings); its gradient is whole after so
             many puts.
-        param: the local weight, a view of a flat buffer; None until the store is materialised.
-        slot: where its gradient goes, fp32 of the same shape; None while it is frozen or not
-            training.
-        fresh: the slot holds nothing of this step yet: the next put overwrites.
-        on_put: called after every put, by the data-parallel engine.
+        param: what this rank stores of it: the local weight, or the part of it in this rank's
+            shard [k]; None until the store is materialised.
+        bucket: where it lies.
+        whole: the local weight while it is bound; the bucket sets it.
+        slot: where its gradient goes, of the local shape; None while it is frozen or no buffer is
+            open.
+        fresh: the slot holds nothing yet: the next put overwrites.
+        gradients: who opens slots and is told of puts; None while it is frozen or not training.
         queue: where puts wait while backward is split; None runs them at once.
     """
 
@@ -45,9 +63,11 @@ class WeightHandle:
         self.shape = shape
         self.uses = 1
         self.param: nn.Parameter | None = None
+        self.bucket: Bucket | None = None
+        self.whole: torch.Tensor | None = None
         self.slot: torch.Tensor | None = None
         self.fresh = True
-        self.on_put: Callable[[WeightHandle], None] | None = None
+        self.gradients: GradientSink | None = None
         self.queue: WgradQueue | None = None
 
     def __repr__(self) -> str:
@@ -56,8 +76,20 @@ class WeightHandle:
     # --- what a layer calls -----------------------------------------------------------------------
 
     def get(self) -> torch.Tensor:
-        """Return the local weight for immediate use; it must not outlive the asking op."""
-        return self.anchor.detach()
+        """Return the local weight for immediate use; it must not outlive the asking op.
+
+        Gathers it if it is not here: every rank that shares it must ask in the same order.
+
+        Raises:
+            ValueError: the store is not materialised.
+        """
+        bucket = self.bucket
+        if bucket is None:
+            raise ValueError(f"{self.name} has no storage yet: call materialize() on its store")
+        if not bucket.current:
+            bucket.need()
+        assert self.whole is not None
+        return self.whole
 
     @property
     def anchor(self) -> nn.Parameter:
@@ -112,7 +144,7 @@ class WeightHandle:
         self._put(lambda: self._run_index(ids, valid, grad))
 
     def _put(self, run: Callable[[], None]) -> None:
-        if self.slot is None:
+        if self.gradients is None:
             if self.trainable:
                 raise ValueError(
                     f"{self.name} has no gradient buffer: build a DataParallel engine over "
@@ -124,35 +156,43 @@ class WeightHandle:
         else:
             run()
 
+    def _open(self) -> torch.Tensor:
+        """Return the slot, opening it if this is the bucket's first put."""
+        assert self.gradients is not None
+        if self.slot is None:
+            self.gradients.open()
+        assert self.slot is not None
+        return self.slot
+
     def _done(self) -> None:
+        assert self.gradients is not None
         self.fresh = False
-        if self.on_put is not None:
-            self.on_put(self)
+        self.gradients.put_done(self)
 
     def _run_linear(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        assert self.slot is not None
+        slot = self._open()
         with torch.no_grad():
-            linear_wgrad_(self.slot, grad, x, overwrite=self.fresh)
+            linear_wgrad_(slot, grad, x, overwrite=self.fresh)
         self._done()
 
     def _run_add(self, grad: torch.Tensor) -> None:
-        assert self.slot is not None
+        slot = self._open()
         with torch.no_grad():
             if self.fresh:
-                self.slot.copy_(grad)
+                slot.copy_(grad)
             else:
-                self.slot.add_(grad)
+                slot.add_(grad)
         self._done()
 
     def _run_index(self, ids: torch.Tensor, valid: torch.Tensor | None, grad: torch.Tensor) -> None:
-        assert self.slot is not None
+        slot = self._open()
         with torch.no_grad():
             if self.fresh:
-                self.slot.zero_()
-            rows = grad.reshape(-1, grad.shape[-1]).to(self.slot.dtype)  # [t, h]
+                slot.zero_()
+            rows = grad.reshape(-1, grad.shape[-1]).to(slot.dtype)  # [t, h]
             if valid is not None:
                 rows = rows * valid.reshape(-1, 1)
-            self.slot.index_add_(0, ids.reshape(-1), rows)
+            slot.index_add_(0, ids.reshape(-1), rows)
         self._done()
 
 

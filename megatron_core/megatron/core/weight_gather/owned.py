@@ -7,7 +7,8 @@ weights, buckets or strategies, and a checkpoint can name every element of the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,9 @@ import torch
 from megatron.core.weight_sharding import Box, range_boxes, replica_ranks
 
 if TYPE_CHECKING:
-    from megatron.core.weight_gather.store import Bucket, WeightStore
+    from megatron.core.weight_gather.bucket import Bucket
+    from megatron.core.weight_gather.handle import WeightHandle
+    from megatron.core.weight_gather.store import WeightStore
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,15 @@ class OwnedRange:
 
     Args:
         weights: [k], a view of the bucket's weights.
-        gradients: fp32 [k], a view of the bucket's gradients.
+        gradients: [k], what this rank keeps of the bucket's gradients.
         decayed, undecayed: element ranges with and without weight decay (no padding, no frozen
             weights).
         counted: element ranges that this rank counts in norms; replicas elsewhere do not count
             them.
         boxes: the logical content.
-        norm_group: name of the group over which sums of squares of `counted` add up to the whole.
+        norm_group: name of the group over which sums of squares of `counted` add up to the whole,
+            times `replicas`.
+        replicas: ranks of that group that hold the same range.
     """
 
     weights: torch.Tensor
@@ -53,28 +58,64 @@ class OwnedRange:
     counted: tuple[tuple[int, int], ...]
     boxes: tuple[PlacedBox, ...]
     norm_group: str
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class HeldBox:
+    """A box of a logical tensor in this rank's memory.
+
+    Args:
+        box: in logical coordinates.
+        tensor: its elements, a view [sizes].
+        replica_ranks: the global ranks that store the same box.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+    replica_ranks: tuple[int, ...]
+
+
+def held_boxes(store: WeightStore, handle: WeightHandle) -> list[HeldBox]:
+    """List what this rank stores of a weight."""
+    bucket, stored = handle.bucket, handle.anchor.detach().view(-1)
+    assert bucket is not None
+    member = next(m for h, m in bucket.members() if h is handle)
+    low, high = bucket.weights.stored_range
+    start, stop = max(member.start, low), min(member.stop, high)
+    if start >= stop:
+        return []
+    found = []
+    for box in range_boxes(store.boxes(handle), start - member.start, stop - member.start):
+        ranks = replica_ranks(
+            handle.sharding,
+            box.name,
+            grid=store.groups.grid,
+            rank=store.groups.rank,
+            sharded=store.placement.weight,
+        )
+        found.append(HeldBox(box, stored[box.start : box.start + box.numel].view(box.sizes), ranks))
+    return found
 
 
 def owned_range(
     store: WeightStore,
     bucket: Bucket,
     gradients: torch.Tensor,
-    *,
-    span: tuple[int, int],
-    sharded_axes: tuple[str, ...],
 ) -> OwnedRange:
-    """Describe the elements `span` of a bucket for an optimizer.
+    """Describe what this rank's optimizer updates of a bucket.
 
     Args:
-        gradients: the bucket's whole gradient storage [numel].
-        sharded_axes: data axes over which the optimizer's state is cut; () if every lane keeps all.
+        gradients: of the owned range [high - low].
     """
-    low, high = span
+    low, high = bucket.owned_range
+    sharded_axes = store.placement.optimizer
     decayed: list[tuple[int, int]] = []
     undecayed: list[tuple[int, int]] = []
     counted: list[tuple[int, int]] = []
     boxes: list[PlacedBox] = []
-    for handle, member in zip(bucket.handles, bucket.layout.members, strict=True):
+    grid = store.groups.grid
+    for handle, member in bucket.members():
         start, stop = max(member.start, low), min(member.stop, high)
         if start >= stop or not handle.trainable:
             continue
@@ -83,31 +124,26 @@ def owned_range(
             at = box.start + start - low
             if box.counted:
                 _extend(counted, at, at + box.numel)
-            placed = Box(
-                name=box.name,
-                shape=box.shape,
-                offsets=box.offsets,
-                sizes=box.sizes,
-                start=at,
-                counted=box.counted,
-            )
             ranks = replica_ranks(
                 handle.sharding,
                 box.name,
-                grid=store.groups.grid,
+                grid=grid,
                 rank=store.groups.rank,
                 sharded=sharded_axes,
             )
-            boxes.append(PlacedBox(placed, ranks))
-    expert = bucket.handles[0].sharding.expert
+            boxes.append(PlacedBox(replace(box, start=at), ranks))
+    sharding = bucket.handles[0].sharding
+    lanes = sharding.lanes_of(sharded_axes)
+    uncut = [axis for axis in sharding.lane_axes if axis not in lanes]
     return OwnedRange(
-        weights=bucket.weights.data[low:high],
-        gradients=gradients[low:high],
+        weights=bucket.owned,
+        gradients=gradients,
         decayed=tuple(decayed),
         undecayed=tuple(undecayed),
         counted=tuple(counted),
         boxes=tuple(boxes),
-        norm_group="world" if sharded_axes else "expert_model" if expert else "model",
+        norm_group="world" if sharded_axes else "expert_model" if sharding.expert else "model",
+        replicas=math.prod(grid.size(axis) for axis in uncut) if sharded_axes else 1,
     )
 
 

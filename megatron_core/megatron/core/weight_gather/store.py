@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """WeightStore: all weights of a model, declared by its layers and laid out once into flat buckets.
 
-Building a model only declares. `materialize` then decides the layout: buckets of about
-`bucket_bytes` in reverse order of declaration (backward's order, so that early buckets fill first),
-allocates them, binds every handle and writes the initial values, each a function of (seed, name,
+Building a model only declares. `materialize` then decides the layout (`layout`), allocates what
+this rank stores, binds every handle and writes the initial values, each a function of (seed, name,
 logical index).
 """
 
@@ -12,19 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megatron.core.initialize import InitSpec, fill_
-from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, ShardedBuffer
+from megatron.core.weight_gather.bucket import Bucket
 from megatron.core.weight_gather.handle import WeightHandle
+from megatron.core.weight_gather.layout import BucketGroups, BucketPlan, Storage, bucket_plans
+from megatron.core.weight_gather.owned import HeldBox, held_boxes
 from megatron.core.weight_gather.queue import WgradQueue
 from megatron.core.weight_sharding import (
     Box,
     GradientPlan,
+    Placement,
     WeightSharding,
     check,
     gradient_plan,
@@ -32,16 +34,8 @@ from megatron.core.weight_sharding import (
     local_shape,
 )
 
-
-@dataclass
-class Bucket:
-    """Weights that lie, and whose gradients are reduced, together."""
-
-    index: int
-    handles: list[WeightHandle]
-    layout: BufferLayout
-    group: Group
-    weights: ShardedBuffer
+#: Every shard ends at a multiple of this many elements: 128 bytes of fp32, for vector loads.
+_QUANTUM = 32
 
 
 class WeightStore:
@@ -52,6 +46,11 @@ class WeightStore:
         seed: of the initial values.
         dtype: of the weights.
         device: where they live.
+
+    Attributes:
+        storage: how they were laid out.
+        placement: what of them is cut over the data lanes: nothing on a single lane.
+        queue: where puts go while backward is split.
     """
 
     def __init__(
@@ -67,7 +66,12 @@ class WeightStore:
         self.handles: dict[str, WeightHandle] = {}
         self.plans: dict[str, GradientPlan] = {}
         self.buckets: list[Bucket] = []
+        self.storage = Storage()
+        self.placement = Placement()
+        self.queue: WgradQueue | None = None
         self._init: dict[str, InitSpec] = {}
+        self._units: dict[str, str | None] = {}
+        self._unit: str | None = None
 
     def declare(self, sharding: WeightSharding, init: InitSpec) -> WeightHandle:
         """Register a weight and return its handle; the same name again is another use of the same
@@ -94,39 +98,50 @@ class WeightStore:
         handle = WeightHandle(sharding, local_shape(sharding, self.groups.grid))
         self.handles[sharding.name] = handle
         self._init[sharding.name] = init
+        self._units[sharding.name] = self._unit
         return handle
 
-    def materialize(self, *, bucket_bytes: int = 160_000_000, initialize: bool = True) -> None:
-        """Lay out, allocate and (unless a checkpoint will be loaded) initialise all weights.
+    @contextmanager
+    def unit(self, name: str) -> Iterator[None]:
+        """Declare what follows as one unit: weights that are needed together, such as a layer's."""
+        outside, self._unit = self._unit, self._unit or name
+        try:
+            yield
+        finally:
+            self._unit = outside
 
-        Args:
-            bucket_bytes: fp32 gradient bytes after which a bucket closes; a weight is never split.
-            initialize: write initial values; otherwise zeros.
-        """
+    def materialize(self, storage: Storage | None = None) -> None:
+        """Lay out, allocate and (unless a checkpoint will be loaded) initialise all weights."""
         if self.buckets:
             raise ValueError("the store is already materialised")
-        for handles in self._fill_buckets(bucket_bytes):
-            group = self.groups[self.plans[handles[0].name].lanes]
-            # Weights without decay last: the optimizer then sees two ranges a bucket, not one a
-            # weight.
-            handles.sort(key=lambda h: not h.sharding.weight_decay)
-            layout = BufferLayout.of([(h.name, h.shape) for h in handles], parts=group.size)
-            weights = ShardedBuffer.empty(
-                layout,
-                group,
-                placement=BufferPlacement.REPLICATED,
-                dtype=self.dtype,
-                device=self.device,
-            )
-            self.buckets.append(Bucket(len(self.buckets), handles, layout, group, weights))
-            for handle, member in zip(handles, layout.members, strict=True):
-                handle.param = nn.Parameter(weights.view(member))
-                if initialize:
+        self.storage = storage = storage or Storage()
+        self.placement = storage.effective(self.groups)
+        plans = bucket_plans(
+            self.handles.values(),
+            self.plans,
+            units=self._units,
+            storage=storage,
+            by_unit=bool(self.placement.weight),
+        )
+        for plan in plans:
+            bucket = self._bucket(plan)
+            self.buckets.append(bucket)
+            for handle, member in bucket.members():
+                low, high = bucket.weights.stored_range
+                start, stop = max(member.start, low), min(member.stop, high)
+                stored = bucket.weights.data[start - low : max(start, stop) - low]
+                handle.param = nn.Parameter(stored if bucket.sharded else stored.view(member.shape))
+                if storage.initialize:
                     self._initialize(handle)
 
     def boxes(self, handle: WeightHandle) -> list[Box]:
-        """List the boxes of logical tensors that this rank's local weight holds."""
+        """List the boxes of logical tensors in a whole local weight."""
         return local_boxes(handle.sharding, self.groups.grid, self.groups.coordinates)
+
+    def held(self, handle: WeightHandle) -> list[HeldBox]:
+        """List the boxes of logical tensors that this rank stores, as views of its memory."""
+        assert handle.param is not None, "the store must be materialised"
+        return held_boxes(self, handle)
 
     def logical_names(self) -> list[str]:
         """Return the names of all logical weights, the same on every rank."""
@@ -141,19 +156,20 @@ class WeightStore:
         for name in names:
             if name not in self.handles:
                 raise ValueError(f"no weight {name!r} to freeze: see the names in store.handles")
-            if self.handles[name].slot is not None:
+            if self.handles[name].gradients is not None:
                 raise ValueError(f"{name}: freeze it before building DataParallel over its store")
             self.handles[name].anchor.requires_grad_(False)
 
     @contextmanager
     def defer(self) -> Iterator[WgradQueue]:
         """Split backward: inside, weight gradients are queued; drain the yielded queue for them."""
-        queue = WgradQueue()
+        self.queue = queue = WgradQueue()
         for handle in self.handles.values():
             handle.queue = queue
         try:
             yield queue
         finally:
+            self.queue = None
             for handle in self.handles.values():
                 handle.queue = None
 
@@ -162,29 +178,44 @@ class WeightStore:
         """Logical parameters of the whole model (each weight once, no padding)."""
         return sum(math.prod(s.shape) for h in self.handles.values() for s in h.sharding.segments)
 
-    def _fill_buckets(self, bucket_bytes: int) -> list[list[WeightHandle]]:
-        """Split the weights into buckets, in reverse order of declaration, by lane group."""
-        full: list[list[WeightHandle]] = []
-        opened: dict[str, tuple[list[WeightHandle], int]] = {}
-        for handle in reversed(self.handles.values()):
-            lanes = self.plans[handle.name].lanes
-            members, size = opened.get(lanes, ([], 0))
-            members.append(handle)
-            size += 4 * math.prod(handle.shape)
-            opened[lanes] = (members, size)
-            if size >= bucket_bytes:
-                full.append(members)
-                del opened[lanes]
-        return full + [members for members, _ in opened.values()]
+    def _bucket(self, plan: BucketPlan) -> Bucket:
+        """Allocate a bucket."""
+        # Weights without decay last: the optimizer then sees two ranges a bucket, not one a weight.
+        handles = sorted(plan.handles, key=lambda h: not h.sharding.weight_decay)
+        lanes = self.plans[handles[0].name].lanes
+        groups = BucketGroups.of(self.groups, lanes, self.placement)
+        layout = BufferLayout.of(
+            [(h.name, h.shape) for h in handles],
+            parts=groups.shared.size,
+            # the ranks of the outer axis may share a shard once more
+            shard_quantum=_QUANTUM * groups.outer.size,
+        )
+        sharded = bool(self.placement.weight)
+        weights = ShardedBuffer.empty(
+            layout,
+            groups.shared,
+            placement=BufferPlacement.SHARDED if sharded else BufferPlacement.REPLICATED,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        return Bucket(
+            len(self.buckets),
+            plan.name,
+            root=plan.root,
+            handles=handles,
+            layout=layout,
+            groups=groups,
+            weights=weights,
+            placement=self.placement,
+        )
 
     def _initialize(self, handle: WeightHandle) -> None:
-        flat = handle.get().view(-1)
-        for box in self.boxes(handle):
+        for held in self.held(handle):
             fill_(
-                flat[box.start : box.start + box.numel].view(box.sizes),
+                held.tensor,
                 self._init[handle.name],
                 seed=self.seed,
-                name=box.name,
-                shape=box.shape,
-                offsets=box.offsets,
+                name=held.box.name,
+                shape=held.box.shape,
+                offsets=held.box.offsets,
             )

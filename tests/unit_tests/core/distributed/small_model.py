@@ -8,6 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from megatron.core.distributed import DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightStore
@@ -28,6 +29,7 @@ class SmallModel:
     """Embedding, a biased layer, a scale, and the embedding again as the head; `spare` is optional.
 
     Args:
+        config: of the engine that will train it.
         bucket_bytes: small ones make a bucket per weight.
     """
 
@@ -35,11 +37,22 @@ class SmallModel:
         self,
         groups: ProcessGroupCollection,
         *,
+        config: DataParallelConfig | None = None,
         bucket_bytes: int = 1,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.store = WeightStore(groups, seed=9, dtype=dtype)
-        for name in ("table", "first", "first.bias", "scale", "spare", "table"):
+        self._declare("table")
+        with self.store.unit("hidden"):
+            self._declare("first", "first.bias")
+        with self.store.unit("gate"):
+            self._declare("scale", "spare")
+        self._declare("table")
+        config = config or DataParallelConfig()
+        self.store.materialize(config.storage(bucket_bytes=bucket_bytes))
+
+    def _declare(self, *names: str) -> None:
+        for name in names:
             sharding = WeightSharding.of(
                 name,
                 SHAPES[name],
@@ -47,7 +60,6 @@ class SmallModel:
                 weight_decay=len(SHAPES[name]) > 1,
             )
             self.store.declare(sharding, InitSpec.normal(0.6))
-        self.store.materialize(bucket_bytes=bucket_bytes)
 
     def loss(self, ids: torch.Tensor, targets: torch.Tensor, *, spare: bool = True) -> torch.Tensor:
         """Return the summed loss of ids and targets [t]."""

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gatherer: makes the weights of buckets whole just before use, the next ones ahead of time.
+
+The first step runs on demand and leaves a trace of which bucket every segment (forward, backward)
+needs and when. From it the next step's plan is compiled (`plan`), and is followed as long as what
+is needed is what was planned; after a mismatch everything is gathered on demand until the step
+ends, is counted, and the step after that has a new plan. A plan changes when something is
+gathered, never what, so no result depends on it.
+
+Two kinds of buckets go through it:
+
+- stored in shards: gathered into a leased buffer and released again, within a budget of bytes;
+- stored whole, of which the optimizer has written one range on each rank: gathered in place, once
+  a step.
+
+A gather has two parts under hybrid sharding with a sharded optimizer: over the outer ranks, once
+after every optimizer step, then over the ranks that share the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.core.comm.collectives import Pending, all_gather_async
+from megatron.core.device import current_stream, new_stream, on_stream
+from megatron.core.weight_gather.arena import Arena
+from megatron.core.weight_gather.bucket import Bucket
+from megatron.core.weight_gather.plan import GatherPlan, Trace, compile_plan
+
+#: Segments of a training step, and of a forward without backward.
+FORWARD, BACKWARD, EVALUATION = "forward", "backward", "evaluation"
+
+
+@dataclass
+class _Gathered:
+    """A bucket's gather: under way while it is pending, else done."""
+
+    whole: torch.Tensor
+    pending: Pending | None
+
+
+@dataclass
+class GatherCounts:
+    """What happened since the counts were made.
+
+    Args:
+        gathers: that were started.
+        prefetched: of them, started before the bucket was needed.
+        on_demand: needs that no plan foresaw.
+        mismatches: steps in which something else was needed than planned.
+        peak_bytes: most bytes of leased weights at a time.
+    """
+
+    gathers: int = 0
+    prefetched: int = 0
+    on_demand: int = 0
+    mismatches: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass
+class _Program:
+    """The step under way: its plan, if there is one, and how far it has come."""
+
+    segments: tuple[str, ...]
+    plan: GatherPlan | None
+    cursor: int = 0
+    segment: str | None = None
+    trace: list[int] = field(default_factory=list)
+    traces: dict[str, Trace] = field(default_factory=dict)
+
+
+class Gatherer:
+    """Gather the buckets of a store.
+
+    Args:
+        buckets: all of the store, of one kind.
+        prefetch: gather ahead of need; False gathers when a bucket is needed.
+        ahead: bytes gathered ahead beyond the next bucket.
+        poison: fill unused buffers with NaN.
+
+    Attributes:
+        budget: bytes that leased weights may take: two units, the weights outside units, `ahead`.
+        counts: see `GatherCounts`.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], *, prefetch: bool, ahead: int = 0, poison: bool = False
+    ) -> None:
+        self.buckets = list(buckets)
+        self.prefetch, self.ahead = prefetch, ahead
+        device = buckets[0].weights.data.device
+        self.arena = Arena(device, poison=poison)
+        self.stream = new_stream(device)
+        self.counts = GatherCounts()
+        self.leases = buckets[0].sharded
+        self.sizes = [bucket.whole_bytes for bucket in self.buckets]
+        self.budget = sum(self.sizes)
+        if self.leases:
+            units = [b.whole_bytes for b in self.buckets if not b.root]
+            root = sum(b.whole_bytes for b in self.buckets if b.root)
+            self.budget = root + (1 + prefetch) * max(units, default=0) + ahead * prefetch
+        self._gathered: dict[int, _Gathered] = {}
+        self._outer: dict[int, Pending] = {}
+        self._outer_stale: set[int] = set()
+        self._current: Bucket | None = None
+        self._traces: dict[str, Trace] = {}
+        self._plans: dict[tuple[str, ...], GatherPlan] = {}
+        self._program = _Program((), None)
+        for bucket in self.buckets:
+            bucket.source = self
+
+    @property
+    def planned(self) -> GatherPlan | None:
+        """The plan that is being followed, or was in the last step; None on demand."""
+        return self._program.plan
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The buckets whose gather is under way, in the order in which they were started."""
+        flying = [i for i, g in self._gathered.items() if g.pending is not None]
+        return flying + [i for i in self._outer if i not in flying]
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def begin(self, segments: Sequence[str]) -> None:
+        """Start a step that runs these segments, and the gathers that its first need waits for."""
+        self._leave_segment()
+        program = tuple(segments)
+        if not self.leases:  # every bucket is needed first in a forward, and then stays
+            program = program[:1]
+        self.stream.wait_stream(current_stream(self.arena.device))
+        plan = self._plan(program)
+        self._program = _Program(program, plan)
+        early = set(self.in_flight if plan is None else plan.prologue)
+        for index in set(self._gathered) - early if self.leases else ():
+            self._release(index)
+        self._start_outer()
+        if plan is not None:
+            self._start(plan.prologue)
+
+    def segment(self, name: str) -> None:
+        """Say which segment runs from now on."""
+        if self._current is not None and self.leases:
+            self._current.current = False
+        self._close_trace()
+        self._program.segment = name
+
+    def finish(self) -> None:
+        """End a step: wait for what is under way, release what is leased, and keep what the step
+        has taught for the next plan."""
+        self._leave_segment()
+        self._settle()
+        for name, trace in self._program.traces.items():
+            if self._traces.get(name) != trace:
+                self._traces[name] = trace
+                self._plans.clear()
+
+    def abort(self) -> None:
+        """Leave a step that failed: wait for what is under way, release everything, learn
+        nothing."""
+        self._leave_segment()
+        self._settle()
+        self._program = _Program((), None)
+
+    def consume(self, bucket: Bucket) -> None:
+        """Make a bucket current; what was current before may be released."""
+        if self._current is not None and self.leases:
+            self._current.current = False
+        again = self._current is bucket and bucket.index in self._gathered
+        self._current = bucket
+        program = self._program
+        if not program.trace or program.trace[-1] != bucket.index:
+            program.trace.append(bucket.index)
+        if not again and not self._follow(bucket):
+            self._on_demand(bucket)
+        gathered = self._gathered[bucket.index]
+        if gathered.pending is not None:
+            gathered.pending.wait()
+            gathered.pending = None
+        bucket.current = True
+
+    # --- between steps ----------------------------------------------------------------------------
+
+    def invalidate(self) -> None:
+        """Forget everything gathered: the optimizer has written the owned ranges."""
+        self._leave_segment()
+        self._settle()
+        self.stream.wait_stream(current_stream(self.arena.device))
+        self._gathered.clear()
+        for bucket in self.buckets:
+            if not (self.leases or any(handle.trainable for handle in bucket.handles)):
+                continue  # nobody has written it
+            bucket.current = False
+            if bucket.outer_shards:
+                self._outer_stale.add(bucket.index)
+
+    def start_early(self) -> None:
+        """Start the gathers of the next step's first need without waiting for any."""
+        plan = self._plan(self._program.segments)
+        # without a plan: what was declared first
+        first = plan.prologue if plan is not None else (self.buckets[-1].index,)
+        for index in first:
+            if index in self._outer_stale:
+                self._gather_outer(self.buckets[index])
+            else:
+                self._start((index,))
+
+    def gather_all(self) -> None:
+        """Gather every bucket, in the order of forward, and wait; what is leased is released as
+        soon as it is complete."""
+        self._start_outer()
+        for bucket in reversed(self.buckets):
+            if not bucket.current:
+                self._issue(bucket)
+                if self.leases:
+                    self._release(bucket.index)
+        for index, gathered in self._gathered.items():
+            if gathered.pending is not None:
+                gathered.pending.wait()
+                gathered.pending = None
+            self.buckets[index].current = not self.leases
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _plan(self, program: tuple[str, ...]) -> GatherPlan | None:
+        if not program or any(name not in self._traces for name in program):
+            return None
+        if program not in self._plans:
+            self._plans[program] = compile_plan(
+                self._traces,
+                program,
+                sizes=self.sizes,
+                budget=self.budget,
+                ahead=self.ahead,
+                prefetch=self.prefetch,
+            )
+        return self._plans[program]
+
+    def _follow(self, bucket: Bucket) -> bool:
+        """Do what the plan says for this need; False if it says nothing of it."""
+        program = self._program
+        if program.plan is None:
+            return False
+        planned = program.plan.consumes
+        if program.cursor >= len(planned) or planned[program.cursor].block != bucket.index:
+            self.counts.mismatches += 1
+            program.plan = None
+            return False
+        step = planned[program.cursor]
+        program.cursor += 1
+        for index in step.release:
+            self._release(index)
+        self._start(step.issue)
+        return True
+
+    def _on_demand(self, bucket: Bucket) -> None:
+        """Gather a bucket that no plan foresaw, releasing what has been there longest."""
+        if bucket.index in self._gathered:
+            return
+        self.counts.on_demand += 1
+        self.stream.wait_stream(current_stream(self.arena.device))
+        if self.leases:
+            held = sum(self.sizes[i] for i in self._gathered)
+            for index in list(self._gathered):
+                if held + self.sizes[bucket.index] <= self.budget:
+                    break
+                self._release(index)
+                held -= self.sizes[index]
+        self._issue(bucket)
+
+    def _start(self, blocks: Sequence[int]) -> None:
+        for index in blocks:
+            if index not in self._gathered:
+                bucket = self.buckets[index]
+                self.counts.prefetched += bucket is not self._current
+                self._issue(bucket)
+
+    def _issue(self, bucket: Bucket) -> None:
+        """Start a bucket's gather on the gather stream."""
+        shard, index = bucket.weights.shard(), bucket.index
+        with on_stream(self.stream):
+            if index in self._outer_stale:
+                self._gather_outer(bucket)
+            if index in self._outer:
+                self._outer.pop(index).wait()
+            whole = bucket.weights.data
+            if self.leases:
+                whole = self.arena.lease(bucket.layout.numel, whole.dtype, stream=self.stream)
+            pending = all_gather_async(shard, bucket.groups.gather, out=whole)
+        self._gathered[index] = _Gathered(whole, pending)
+        self.counts.gathers += 1
+        if self.leases:
+            bucket.bind(whole)
+            self.counts.peak_bytes = max(self.counts.peak_bytes, self.arena.live_bytes)
+
+    def _gather_outer(self, bucket: Bucket) -> None:
+        self._outer_stale.discard(bucket.index)
+        with on_stream(self.stream):
+            pending = all_gather_async(bucket.owned, bucket.outer, out=bucket.weights.shard())
+        self._outer[bucket.index] = pending
+
+    def _start_outer(self) -> None:
+        for bucket in reversed(self.buckets):
+            if bucket.index in self._outer_stale:
+                self._gather_outer(bucket)
+
+    def _release(self, index: int) -> None:
+        gathered = self._gathered.pop(index)
+        if gathered.pending is not None:
+            gathered.pending.wait()
+        self.buckets[index].unbind()
+        self.arena.release(gathered.whole)
+
+    def _settle(self) -> None:
+        """Wait for what is under way and release what is leased."""
+        for index, gathered in list(self._gathered.items()):
+            if self.leases:
+                self._release(index)
+            elif gathered.pending is not None:
+                gathered.pending.wait()
+                gathered.pending = None
+                self.buckets[index].current = True
+        for index in list(self._outer):
+            self._outer.pop(index).wait()
+
+    def _close_trace(self) -> None:
+        program = self._program
+        if program.segment is not None and program.trace:
+            program.traces[program.segment] = tuple(program.trace)
+        program.segment, program.trace = None, []
+
+    def _leave_segment(self) -> None:
+        self._close_trace()
+        if self._current is not None and self.leases:
+            self._current.current = False
+        self._current = None

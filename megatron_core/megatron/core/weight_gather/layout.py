@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage: how the weights of a store are divided into buckets and over the ranks that share them.
+
+    strategy             stored            a bucket is
+    no_shard, optim,     whole             about `bucket_bytes` of fp32 gradients, in reverse order
+    optim_grads                            of declaration (backward's order: early ones fill first)
+    optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.core.weight_gather.handle import WeightHandle
+from megatron.core.weight_sharding import GradientPlan, Placement, placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How weights are stored.
+
+    Args:
+        strategy: the strategy of the data-parallel engine that will be built over the store.
+        outer: what hybrid sharding does over the outer data axis: "no_shard" or "optim".
+        bucket_bytes: fp32 gradient bytes after which a bucket closes, where weights are stored
+            whole; a weight is never split.
+        initialize: write initial values; otherwise zeros.
+    """
+
+    strategy: str = "no_shard"
+    outer: str = "no_shard"
+    bucket_bytes: int = 160_000_000
+    initialize: bool = True
+
+    @property
+    def placement(self) -> Placement:
+        return placement(self.strategy, self.outer)
+
+    def effective(self, groups: ProcessGroupCollection) -> Placement:
+        """Return the placement on these ranks: one lane has nobody to share with."""
+        if groups["lanes"].size == 1:
+            return Placement()
+        return self.placement
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The weights of a bucket to be, before anything is allocated."""
+
+    name: str
+    handles: list[WeightHandle]
+    root: bool
+
+
+def bucket_plans(
+    handles: Iterable[WeightHandle],
+    plans: Mapping[str, GradientPlan],
+    *,
+    units: Mapping[str, str | None],
+    storage: Storage,
+    by_unit: bool,
+) -> list[BucketPlan]:
+    """Divide weights into buckets, each of one lane group.
+
+    Args:
+        handles: in order of declaration.
+        plans: by weight name.
+        units: the unit of each weight by name; None if it is in none.
+        by_unit: a bucket is a unit, else it is filled by bytes.
+
+    Returns:
+        In the order in which backward fills them.
+    """
+    found: list[BucketPlan] = []
+    opened: dict[str, list[WeightHandle]] = {}
+    unit: str | None = None
+
+    def close(lanes: str) -> None:
+        members = opened.pop(lanes)
+        first, last = members[-1].name, members[0].name
+        name = unit or (first if first == last else f"{first} ... {last}")
+        found.append(BucketPlan(name, members, unit is None))
+
+    for handle in reversed(list(handles)):
+        lanes = plans[handle.name].lanes
+        if by_unit and units[handle.name] != unit:
+            for open_lanes in list(opened):
+                close(open_lanes)
+            unit = units[handle.name]
+        opened.setdefault(lanes, []).append(handle)
+        size = sum(4 * math.prod(h.shape) for h in opened[lanes])
+        if not by_unit and size >= storage.bucket_bytes:
+            close(lanes)
+    for lanes in list(opened):
+        close(lanes)
+    return found
+
+
+@dataclass(frozen=True)
+class BucketGroups:
+    """Who shares a bucket: its owners, the ranks that hold the same range, and who gathers it."""
+
+    shared: Group
+    outer: Group
+    gather: Group
+
+    @staticmethod
+    def of(groups: ProcessGroupCollection, lanes: str, placement: Placement) -> BucketGroups:
+        """Choose the groups for the lanes ("lanes" or "expert_lanes") of a placement."""
+        alone = Group.single("outer", groups.rank)
+        hybrid = groups.grid.instances > 1 and bool(placement.optimizer)
+        shared = groups[lanes.replace("lanes", "inner_lanes") if hybrid else lanes]
+        outer = groups[lanes.replace("lanes", "outer_lanes")] if hybrid else alone
+        # Gathers have a communicator of their own: they never queue behind gradients.
+        gather = groups[lanes.replace("lanes", "gather_lanes")] if placement.weight else shared
+        return BucketGroups(shared, outer, gather)

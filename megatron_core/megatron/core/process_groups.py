@@ -58,7 +58,8 @@ class Group:
     and every collective of `megatron.core.comm` is the identity on it, so one process runs the same
     code as many. `observers` (shared by the groups of one collection) are called with a record of
     every collective before it starts; what they return, if not None, is entered as a context while
-    its caller waits.
+    its caller waits. The last of `links` (shared likewise) carries the collectives in place of the
+    real communicator: see `megatron.core.comm.links`.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Group:
     observers: list[Callable[[object], Any]] = field(
         default_factory=list, repr=False, compare=False
     )
+    links: list[Callable[[Any], Any]] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.ranks):
@@ -99,6 +101,7 @@ class ProcessGroupCollection:
     observers: list[Callable[[object], Any]] = field(
         default_factory=list, repr=False, compare=False
     )
+    links: list[Callable[[Any], Any]] = field(default_factory=list, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> Group:
         """Return a group by name. Raises ValueError if the collection has no such group."""
@@ -145,6 +148,7 @@ class ProcessGroupCollection:
                 f"the grid is for {grid.world_size} ranks but the world has {dist.get_world_size()}"
             )
         observers: list[Callable[[object], Any]] = []
+        links: list[Callable[[Any], Any]] = []
         made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         groups: dict[str, Group] = {}
         timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -155,8 +159,10 @@ class ProcessGroupCollection:
                 if len(ranks) > 1 and key not in made:
                     made[key] = dist.new_group(list(ranks), timeout=timeout)
                 if rank in ranks:
-                    groups[name] = Group(name, ranks, ranks.index(rank), made.get(key), observers)
-        return ProcessGroupCollection(grid, rank, MappingProxyType(groups), observers)
+                    groups[name] = Group(
+                        name, ranks, ranks.index(rank), made.get(key), observers, links
+                    )
+        return ProcessGroupCollection(grid, rank, MappingProxyType(groups), observers, links)
 
     def subgroups(self, name: str, size: int, *, timeout_seconds: float = 600.0) -> Group:
         """Create the sub-group of `size` consecutive members of every `name` group (collective).
@@ -177,6 +183,6 @@ class ProcessGroupCollection:
                 handle = dist.new_group(list(ranks), timeout=timeout) if size > 1 else None
                 if self.rank in ranks:
                     at = ranks.index(self.rank)
-                    mine = Group(f"{name}/{size}", ranks, at, handle, self.observers)
+                    mine = Group(f"{name}/{size}", ranks, at, handle, self.observers, self.links)
         assert mine is not None
         return mine

@@ -3,7 +3,6 @@
 
 from megatron.core.comm.collectives import (
     CollectiveRecord,
-    Pending,
     all_gather,
     all_reduce,
     all_to_all,
@@ -18,9 +17,14 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
+from megatron.core.comm.links import Early, Late, Latency, simulated
+from megatron.core.comm.transfer import Pending
 
 __all__ = [
     "CollectiveRecord",
+    "Early",
+    "Late",
+    "Latency",
     "Pending",
     "all_gather",
     "all_reduce",
@@ -32,5 +36,6 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_to_group",
     "scatter_to_group",
+    "simulated",
     "trace",
 ]

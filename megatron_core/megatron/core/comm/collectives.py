@@ -9,13 +9,14 @@ differ between versions of torch are chosen in `_gather_method` and `_scatter_me
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.comm.transfer import Pending, Transfer, Underway
 from megatron.core.process_groups import Group, ProcessGroupCollection
 
 _OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX})
@@ -38,33 +39,6 @@ class CollectiveRecord:
     shape: tuple[int, ...] = field(default=(), compare=False)
     dtype: str = field(default="", compare=False)
     how: str = field(default="", compare=False)
-
-
-@dataclass
-class Pending:
-    """A collective under way; `wait()` returns its output and may be called again.
-
-    `source` keeps the input alive and untouched until the transfer is done. Each of `waits` is
-    entered while the caller waits for that.
-    """
-
-    output: torch.Tensor
-    work: dist.Work | None = None
-    source: torch.Tensor | None = None
-    waits: tuple[AbstractContextManager[object], ...] = ()
-
-    def wait(self) -> torch.Tensor:
-        """Block until the output is valid (on a GPU: until the current stream may read it)."""
-        if self.work is not None:
-            if self.waits:
-                with ExitStack() as stack:
-                    for context in self.waits:
-                        stack.enter_context(context)
-                    self.work.wait()
-            else:
-                self.work.wait()
-            self.work = self.source = None
-        return self.output
 
 
 @contextmanager
@@ -109,8 +83,10 @@ def all_reduce_async(
         out.copy_(x)
     options = dist.AllreduceOptions()
     options.reduceOp = _OPERATIONS[op]
-    waits = _observe("all_reduce", group, out, how=op)
-    return Pending(out, _handle(group).allreduce([out], options), waits=waits)
+    transfer = Transfer(
+        "all_reduce", group, None, out, lambda: _handle(group).allreduce([out], options)
+    )
+    return _launch(transfer, out, how=op)
 
 
 def all_gather(x: torch.Tensor, group: Group, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -131,8 +107,9 @@ def all_gather_async(x: torch.Tensor, group: Group, *, out: torch.Tensor | None 
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    waits = _observe("all_gather", group, out)
-    return Pending(out, _gather_method(_handle(group))(out, x), x, waits)
+    gather = _gather_method(_handle(group))
+    transfer = Transfer("all_gather", group, x, out, lambda: gather(out, x), keeps_source=True)
+    return _launch(transfer, out)
 
 
 def reduce_scatter(
@@ -154,16 +131,52 @@ def reduce_scatter_async(
         if out is None or out.data_ptr() == x.data_ptr():
             return Pending(x if out is None else out)
         return Pending(out.copy_(x))
-    if x.shape[0] % group.size:
-        raise ValueError(
-            f"reduce_scatter over {group.name}: {x.shape[0]} rows do not divide by "
-            f"{group.size} ranks"
-        )
+    _check_rows("reduce_scatter", x.shape[0], group)
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    waits = _observe("reduce_scatter", group, x, how="sum")
-    return Pending(out, _scatter_method(_handle(group))(out, x), x, waits)
+    scatter = _scatter_method(_handle(group))
+    transfer = Transfer("reduce_scatter", group, x, out, lambda: scatter(out, x))
+    return _launch(transfer, x, how="sum")
+
+
+def reduce_scatter_wide_async(
+    x: torch.Tensor,
+    group: Group,
+    *,
+    out: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
+) -> Pending:
+    """Start a reduce-scatter that sends `x` as it is and sums in fp32, in the order of ranks.
+
+    The addends of one rank's rows come to it by all-to-all, so a bf16 sum is rounded once, at the
+    inputs, and not at every rank. Wait for it where it was started (on a GPU: that stream).
+
+    Args:
+        x: [n·size, ...]; left alone before `wait()`.
+        out: fp32 [n, ...], where the result goes; must not overlap `x`.
+        parts: like `x`: where the addends arrive, free after `wait()`.
+
+    Raises:
+        ValueError: dimension 0 does not divide by the size of the group.
+    """
+    _check_rows("reduce_scatter", x.shape[0], group)
+    rows = x.shape[0] // group.size
+    if out is None:
+        out = x.new_empty((rows, *x.shape[1:]), dtype=torch.float32)
+    if group.size == 1:
+        return Pending(out.copy_(x))
+    x = x.contiguous()
+    parts = torch.empty_like(x) if parts is None else parts
+    exchange = _handle(group).alltoall_base
+    transfer = Transfer(
+        "all_to_all",
+        group,
+        x,
+        out,
+        lambda: _Sum(exchange(parts, x, [], [], dist.AllToAllOptions()), parts, out),
+    )
+    return _launch(transfer, x)
 
 
 def all_to_all(
@@ -209,9 +222,15 @@ def all_to_all_async(
     x = x.contiguous()
     if out is None:
         out = x.new_empty((sum(receives) if receives else x.shape[0], *x.shape[1:]))
-    waits = _observe("all_to_all", group, x)
-    work = _handle(group).alltoall_base(out, x, receives, sends, dist.AllToAllOptions())
-    return Pending(out, work, x, waits)
+    exchange = _handle(group).alltoall_base
+    transfer = Transfer(
+        "all_to_all",
+        group,
+        x,
+        out,
+        lambda: exchange(out, x, receives, sends, dist.AllToAllOptions()),
+    )
+    return _launch(transfer, x)
 
 
 def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor:
@@ -219,9 +238,27 @@ def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor
     if group.size > 1:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        waits = _observe("broadcast", group, x, how=f"from {source}")
-        Pending(x, _handle(group).broadcast([x], options), waits=waits).wait()
+        transfer = Transfer(
+            "broadcast", group, None, x, lambda: _handle(group).broadcast([x], options)
+        )
+        _launch(transfer, x, how=f"from {source}").wait()
     return x
+
+
+@dataclass
+class _Sum:
+    """An all-to-all under way whose parts are then summed into `out`, in its dtype."""
+
+    work: Underway
+    parts: torch.Tensor
+    out: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        first, *others = self.parts.view(-1, *self.out.shape)  # [size, n, ...]
+        self.out.copy_(first)
+        for part in others:
+            self.out.add_(part)
 
 
 def _handle(group: Group) -> dist.ProcessGroup:
@@ -229,16 +266,20 @@ def _handle(group: Group) -> dist.ProcessGroup:
     return group.handle
 
 
+def _check_rows(kind: str, rows: int, group: Group) -> None:
+    """Raise ValueError unless the rows have an equal part for every rank."""
+    if rows % group.size:
+        raise ValueError(
+            f"{kind} over {group.name}: {rows} rows do not divide by {group.size} ranks"
+        )
+
+
 def _splits(
     rows: int, group: Group, send: Sequence[int] | None, receive: Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
     """Return rows to and from each rank, empty lists for equal parts."""
     if send is None and receive is None:
-        if rows % group.size:
-            raise ValueError(
-                f"all_to_all over {group.name}: {rows} rows do not divide by {group.size} ranks: "
-                "pass send_counts and receive_counts"
-            )
+        _check_rows("all_to_all", rows, group)
         return [], []
     if send is None or receive is None:
         raise ValueError(f"all_to_all over {group.name}: pass both counts or neither")
@@ -249,6 +290,12 @@ def _splits(
             "to send adding up to the rows"
         )
     return list(send), list(receive)
+
+
+def _launch(transfer: Transfer, wide: torch.Tensor, *, how: str = "") -> Pending:
+    """Start a transfer whose wide side is `wide`, its observers told before."""
+    waits = _observe(transfer.kind, transfer.group, wide, how=how)
+    return Pending(transfer.output, transfer.launch(), transfer.source, waits)
 
 
 def _observe(

@@ -3,17 +3,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron.core.optimizer.weight_groups import NameFactors, factor_problems
 
-KINDS = ("adam", "sgd")
+KINDS = ("adam", "sgd", "muon")
 STATE_DTYPES = (torch.float32, torch.bfloat16)
+#: Factors of an orthogonal update of [rows, cols]; `newton_schulz.update_scale` has the formulas.
+SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "rms")
 #: A running average moves by (1 - beta) of itself. bf16 rounds to 8 bits: where that share is
 #: below 2^-7, up to all of a move is lost and the average cannot fall any more.
 LEAST_BF16_MOVE = 2.0**-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Settings of Muon (Jordan et al. 2024), which updates matrices; AdamW updates the rest.
+
+    Args:
+        momentum: M' = momentum M + G.
+        nesterov: orthogonalise G + momentum M' instead of M'.
+        num_ns_steps: Newton-Schulz iterations.
+        scale_mode: how an update is scaled by its matrix's shape.
+        extra_scale_factor: a factor of every update beside that.
+        split_fused: orthogonalise each logical tensor of a fused weight (q, k, v; gate, up) by
+            itself; False joins those of one weight along their rows.
+        adam_names: patterns of logical names of matrices that AdamW updates all the same.
+        round_bytes: what the buffers of a round of exchanges may take on any rank; a matrix that
+            alone needs more makes a round of its own.
+
+    Raises:
+        ValueError: everything out of range, in one message.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    num_ns_steps: int = 5
+    scale_mode: str = "spectral"
+    extra_scale_factor: float = 1.0
+    split_fused: bool = True
+    adam_names: tuple[str, ...] = ("embedding.*", "*.embedding.*", "head.*")
+    round_bytes: int = 2**28
+
+    def __post_init__(self) -> None:
+        found = []
+        if not 0.0 <= self.momentum < 1.0:
+            found.append(f"muon momentum is {self.momentum}: use 0 <= value < 1")
+        if self.num_ns_steps < 1:
+            found.append(f"muon takes {self.num_ns_steps} Newton-Schulz steps: use at least 1")
+        if self.scale_mode not in SCALE_MODES:
+            found.append(
+                f"muon scale mode {self.scale_mode!r}: use one of {', '.join(SCALE_MODES)}"
+            )
+        if not 0.0 < self.extra_scale_factor < float("inf"):
+            found.append(
+                f"muon extra scale factor is {self.extra_scale_factor}: use a positive number"
+            )
+        if self.round_bytes < 1:
+            found.append(f"muon rounds of {self.round_bytes} bytes: use a positive number")
+        if found:
+            raise ValueError("; ".join(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +72,8 @@ class OptimizerConfig:
     """Settings of the update.
 
     Args:
-        kind: "adam" (AdamW, decoupled weight decay) or "sgd" (with momentum).
+        kind: "adam" (AdamW, decoupled weight decay), "sgd" (with momentum) or "muon" (matrices by
+            Muon, the rest by AdamW).
         adam_beta1, adam_beta2, adam_eps: Adam's constants.
         exp_avg_dtype, exp_avg_sq_dtype: how Adam's moments are kept between steps, fp32 or bf16;
             every update computes in fp32 and rounds to nearest when it stores.
@@ -30,8 +82,11 @@ class OptimizerConfig:
         decay_factors: the same for weight decay, in place of the rule that biases and norms have
             none.
         sgd_momentum: SGD's momentum; 0 keeps no state.
+        muon: settings of Muon.
         clip_grad: largest L2 norm of the whole gradient; 0 does not clip.
         count_zeros: count gradient elements that are exactly zero, at every step.
+        offload_fraction: share of the elements whose masters and moments live in host memory,
+            where they are also updated.
 
     Raises:
         ValueError: everything out of range, in one message.
@@ -46,8 +101,10 @@ class OptimizerConfig:
     lr_factors: NameFactors = ()
     decay_factors: NameFactors = ()
     sgd_momentum: float = 0.0
+    muon: MuonConfig = field(default_factory=MuonConfig)
     clip_grad: float = 1.0
     count_zeros: bool = False
+    offload_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         found = []
@@ -60,6 +117,13 @@ class OptimizerConfig:
             found.append(f"adam_eps is {self.adam_eps}: use a positive number")
         if not self.clip_grad >= 0.0:
             found.append(f"clip_grad is {self.clip_grad}: use 0 (no clipping) or a positive norm")
+        if not 0.0 <= self.offload_fraction <= 1.0:
+            found.append(f"offload_fraction is {self.offload_fraction}: use 0 to 1")
+        elif self.offload_fraction and self.kind == "muon":
+            found.append(
+                "muon keeps its momentum where it multiplies matrices: "
+                "offload the state of adam or sgd, or none"
+            )
         found += self._state_problems()
         found += factor_problems(self.lr_factors, what="learning rate of")
         found += factor_problems(self.decay_factors, what="weight decay of")
@@ -72,7 +136,7 @@ class OptimizerConfig:
             dtype, decay = getattr(self, f"{moment}_dtype"), getattr(self, beta)
             if dtype not in STATE_DTYPES:
                 found.append(f"{moment}_dtype is {dtype}: use torch.float32 or torch.bfloat16")
-            elif dtype is not torch.float32 and self.kind != "adam":
+            elif dtype is not torch.float32 and self.kind == "sgd":
                 found.append(f"{moment}_dtype is {dtype}: optimizer {self.kind} has no {moment}")
             elif dtype is torch.bfloat16 and 1.0 - decay < LEAST_BF16_MOVE:
                 found.append(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer: AdamW or SGD over flat ranges of weights, with fp32 masters.
+"""Optimizer: AdamW, SGD or Muon over flat ranges of weights, with fp32 masters.
 
 A range is a few contiguous pieces (with and without weight decay, and what patterns of names set
 apart), so a step is a handful of fused kernels whatever the number of weights. Where weights are
 fp32 they are their own masters. Unscaling and clipping cost no pass of their own: they are one
-factor handed to the update. Moments kept in bf16 are widened one range at a time.
+factor handed to the update. Gradients and moments in bf16 are widened one range at a time.
 
 The norm counts every weight once: pieces that are replicas of another model-parallel rank's are
-left out, and the sum runs over the data lanes only if they hold different ranges.
+left out, the sum runs over the data lanes only if they hold different ranges, and where several
+hold the same one it is divided by their number.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.elementwise import StepNumbers, update_range
+from megatron.core.optimizer.host_updates import HostUpdates
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, LossScaler
-from megatron.core.optimizer.weight_groups import UpdateRanges, check_patterns, update_ranges
+from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.range_state import range_states
+from megatron.core.optimizer.weight_groups import check_patterns
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather.owned import OwnedRange
+from megatron.core.weight_sharding import WeightSharding
 
 
 @dataclass(frozen=True)
@@ -43,37 +47,6 @@ class StepResult:
     num_zeros: int | None = None
 
 
-class RangeState:
-    """The optimizer's tensors for one owned range: the fp32 master and the moments, flat [k], and
-    what is updated alike."""
-
-    def __init__(self, owned: OwnedRange, config: OptimizerConfig) -> None:
-        self.owned = owned
-        own_master = owned.weights.dtype != torch.float32
-        self.master = owned.weights.float() if own_master else owned.weights
-        self.writes_back = own_master
-        self.updates = update_ranges(owned, lr=config.lr_factors, weight_decay=config.decay_factors)
-        self.moments: dict[str, torch.Tensor] = {}
-        if config.kind == "adam":
-            self.moments = {
-                "exp_avg": torch.zeros_like(self.master, dtype=config.exp_avg_dtype),
-                "exp_avg_sq": torch.zeros_like(self.master, dtype=config.exp_avg_sq_dtype),
-            }
-        elif config.sgd_momentum:
-            self.moments = {"momentum": torch.zeros_like(self.master)}
-
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the flat tensors that a checkpoint must hold, the master included only if it is
-        one."""
-        own = {"master": self.master} if self.writes_back else {}
-        return {**own, **self.moments}
-
-    def reload_master(self) -> None:
-        """Take the masters from the weights (after loading weights without optimizer state)."""
-        if self.writes_back:
-            self.master.copy_(self.owned.weights)
-
-
 class Optimizer:
     """Update the owned ranges from their gradients.
 
@@ -83,11 +56,17 @@ class Optimizer:
         scaler: the loss scaler whose scale is in the gradients.
         names: logical names of the whole model's weights; every pattern of the config must match
             one. None: those of `owned`, which on one rank of many need not be all.
+        weights: descriptions of this rank's weights; Muon needs them to join fused ones.
+
+    With kind "muon" building one is collective over the world.
 
     Raises:
         ValueError: a pattern that matches no weight.
 
     Attributes:
+        ranges: the state of every range, divided where rule or memory change.
+        muon: what updates matrices; None for another kind.
+        host: what updates the ranges in host memory.
         steps: updates applied so far (Adam's bias correction; saved and restored by the caller).
     """
 
@@ -99,6 +78,7 @@ class Optimizer:
         config: OptimizerConfig | None = None,
         scaler: LossScaler | None = None,
         names: Collection[str] | None = None,
+        weights: Collection[WeightSharding] | None = None,
     ) -> None:
         self.config = config or OptimizerConfig()
         if names is None:
@@ -107,8 +87,16 @@ class Optimizer:
         check_patterns(self.config.decay_factors, names, what="weight decay groups")
         self.groups = groups
         self.scaler: LossScaler = scaler or ConstantLossScaler()
-        self.ranges = [RangeState(o, self.config) for o in owned]
+        self.ranges = [state for one in owned for state in range_states(one, self.config)]
         self.steps = 0
+        device = owned[0].weights.device if owned else torch.device("cpu")
+        self.host = HostUpdates([s for s in self.ranges if s.on_host], device)
+        self.muon: Muon | None = None
+        if self.config.kind == "muon":
+            matrices = [s for s in self.ranges if s.kind == "muon"]
+            self.muon = Muon(
+                matrices, groups["world"], config=self.config.muon, device=device, weights=weights
+            )
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float = 0.0) -> StepResult:
@@ -131,108 +119,63 @@ class Optimizer:
         clip = self.config.clip_grad
         divisor = scale * max(1.0, (norm + 1e-6) / clip) if clip > 0.0 else scale
         self.steps += 1
-        for state in self.ranges:
-            for alike in state.updates:
-                self._update(state, alike, lr=lr, decay=weight_decay, divisor=divisor)
-            if state.writes_back:
-                state.owned.weights.copy_(state.master)
+        self._apply(StepNumbers(lr, weight_decay, divisor, self.steps))
         return StepResult(True, norm, zeros)
+
+    def after_load(self, *, with_state: bool) -> None:
+        """Bring masters up to date after weights, and with or without them optimizer state, have
+        been loaded into the tensors."""
+        for state in self.ranges:
+            if not (with_state and state.saves_master):
+                state.reload_master()
+
+    def state_bytes(self, *, on_host: bool) -> int:
+        """Return the bytes of masters and moments in host memory, or where the weights are."""
+        return sum(state.state_bytes() for state in self.ranges if state.on_host == on_host)
 
     def grad_norm(self) -> float:
         """Return the L2 norm of all gradients, each weight counted once, loss scale included."""
-        return math.sqrt(self._total(lambda flat: torch.linalg.vector_norm(flat).double() ** 2))
+        return math.sqrt(self._total(_square))
 
     def count_zeros(self) -> int:
         """Return the number of gradient elements that are exactly zero, each counted once."""
-        return int(self._total(lambda flat: (flat == 0).sum().double()))
+        return round(self._total(lambda flat: (flat == 0).sum().double()))
 
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the L2 norm of the fp32 weights that are trained, each counted once."""
-        return math.sqrt(
-            self._total(lambda flat: torch.linalg.vector_norm(flat).double() ** 2, of_weights=True)
-        )
+        return math.sqrt(self._total(_square, of_weights=True))
 
     def _total(self, measure, *, of_weights: bool = False) -> float:
         """Sum a measure of the counted pieces over the ranks that hold different ones."""
         by_group: dict[str, torch.Tensor] = {}
         for state in self.ranges:
-            flat = state.master if of_weights else state.owned.gradients
+            owned = state.owned
+            flat = state.master if of_weights else owned.gradients
             total = by_group.setdefault(
-                state.owned.norm_group, torch.zeros((), dtype=torch.float64, device=flat.device)
+                owned.norm_group,
+                torch.zeros((), dtype=torch.float64, device=owned.weights.device),
             )
-            for start, stop in state.owned.counted:
-                total += measure(flat[start:stop])
+            for start, stop in owned.counted:
+                total += measure(flat[start:stop]) / owned.replicas
         return sum(float(all_reduce(t, self.groups[g])) for g, t in sorted(by_group.items()))
 
-    def _update(
-        self,
-        state: RangeState,
-        alike: UpdateRanges,
-        *,
-        lr: float,
-        decay: float,
-        divisor: float,
-    ) -> None:
-        """Run the fused update on some ranges of one state; gradients are divided by `divisor`
-        first."""
-
-        def pieces(flat: torch.Tensor) -> list[torch.Tensor]:
-            return [flat[start:stop] for start, stop in alike.ranges]
-
-        masters, gradients = pieces(state.master), pieces(state.owned.gradients)
-        moments = {name: pieces(flat) for name, flat in state.moments.items()}
-        # the same tensors where they are fp32
-        wide = {name: [one.float() for one in kept] for name, kept in moments.items()}
-        lr, decay = lr * alike.lr_factor, decay * alike.decay_factor
-        if self.config.kind == "adam":
-            self._adam(masters, gradients, wide, lr=lr, decay=decay, divisor=divisor)
-        else:
-            if divisor != 1.0:
-                torch._foreach_div_(gradients, divisor)
-            sgd(
-                masters,
-                gradients,
-                wide.get("momentum", [None] * len(masters)),
-                foreach=True,
-                weight_decay=decay,
-                momentum=self.config.sgd_momentum,
-                lr=lr,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-            )
-        for name, kept in moments.items():
-            if state.moments[name].dtype != torch.float32:
-                torch._foreach_copy_(kept, wide[name])
-
-    def _adam(
-        self,
-        masters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        moments: dict[str, list[torch.Tensor]],
-        *,
-        lr: float,
-        decay: float,
-        divisor: float,
-    ) -> None:
-        """Run AdamW in place on flat fp32 pieces."""
-        device = masters[0].device
-        adamw(
-            masters,
-            gradients,
-            moments["exp_avg"],
-            moments["exp_avg_sq"],
-            [],
-            # the kernel adds one before it corrects the bias
-            [torch.tensor(self.steps - 1.0, device=device) for _ in masters],
-            fused=True,
-            grad_scale=None if divisor == 1.0 else torch.tensor(divisor, device=device),
-            amsgrad=False,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
-            lr=lr,
-            weight_decay=decay,
-            eps=self.config.adam_eps,
-            maximize=False,
+    def _apply(self, numbers: StepNumbers) -> None:
+        """Update every range; the device works on its own ranges while the host does the others."""
+        self.host.begin()
+        for state in self.ranges:
+            if not state.on_host and state.kind != "muon":
+                update_range(state, state.owned.gradients, numbers, config=self.config)
+        if self.muon is not None:
+            self.muon.update(numbers)
+        for state in self.ranges:
+            if state.writes_back and not state.on_host:
+                state.owned.weights.copy_(state.master)
+        self.host.run(
+            lambda state, gradients: update_range(state, gradients, numbers, config=self.config)
         )
+
+
+def _square(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a flat tensor, summed in fp32."""
+    return torch.linalg.vector_norm(flat, dtype=torch.float32).double() ** 2

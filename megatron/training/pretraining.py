@@ -40,7 +40,7 @@ from megatron.training.monitoring.progress import Display
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
 from megatron.training.session import Session, build_session, restore
-from megatron.training.step import Microbatch, StepReport, evaluate
+from megatron.training.step import Microbatch, StepReport
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ class SessionSteps:
         fresh = validation_batches(self._session.data, run, lanes=lanes, split=split)
         count = run.config.training.eval_iters * run.num_microbatches
         microbatches = (microbatch(batch, place.device) for batch in islice(fresh, count))
-        return evaluate(self._session.model, microbatches, place.groups)
+        return self._session.step.evaluate(microbatches)
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint."""
@@ -260,7 +260,7 @@ def describe(session: Session) -> str:
         f"{session.vocabulary.size:,}; {run.world_size} processes: tensor parallel "
         f"{config.parallel.tensor_model_parallel_size}"
         f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}, data parallel "
-        f"{run.data_parallel_size} ({config.parallel.data_parallel_sharding_strategy}); global "
+        f"{run.data_parallel_size} ({config.data_parallel.strategy}); global "
         f"batch {config.training.global_batch_size} = {run.data_parallel_size} x "
         f"{config.training.micro_batch_size} x {run.num_microbatches} microbatches; "
         f"{run.train_iters:,} iterations"

@@ -220,17 +220,17 @@ class TrainStep:
         factor = loss_factor(self.groups.grid, len(microbatches))
         return factor / counts.clamp(min=1.0)
 
-
-@torch.no_grad()
-def evaluate(
-    model: LossModel, microbatches: Iterable[Microbatch], groups: ProcessGroupCollection
-) -> float:
-    """Return the mean loss per token over all lanes, without dropout and without touching
-    gradients."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    for batch in microbatches:
-        loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask, **batch.documents)
-        # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
-        sums = sums.to(loss.device) + torch.stack([loss, batch.loss_mask.sum()]).double()
-    total, tokens = all_reduce(sums, groups["lanes"]).tolist()
-    return total / max(tokens, 1.0)
+    @torch.no_grad()
+    def evaluate(self, microbatches: Iterable[Microbatch]) -> float:
+        """Return the mean loss per token over all lanes, without dropout and without touching
+        gradients."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for batch in microbatches:
+            with self.engine.evaluation():
+                loss, _ = self.model.loss(
+                    batch.tokens, batch.labels, batch.loss_mask, **batch.documents
+                )
+            # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
+            sums = sums.to(loss.device) + torch.stack([loss, batch.loss_mask.sum()]).double()
+        total, tokens = all_reduce(sums, self.groups["lanes"]).tolist()
+        return total / max(tokens, 1.0)

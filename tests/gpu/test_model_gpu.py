@@ -124,7 +124,7 @@ def test_bf16_training_learns_and_needs_the_memory_it_should(device):
         engine.backward(loss, last=True)
         engine.finish()
         assert optimizer.step(3e-4).applied
-        engine.gather_weights()
+        engine.start_param_sync()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(10.4, abs=0.4)
     assert losses[-1] < losses[0] - 2.0, losses

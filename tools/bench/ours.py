@@ -68,7 +68,7 @@ def training_step(shape: Shape, *, bf16: bool, device: torch.device | None = Non
         engine.backward(loss, last=True)
         engine.finish()
         optimizer.step(shapes.LEARNING_RATE, shapes.WEIGHT_DECAY)
-        engine.gather_weights()
+        engine.start_param_sync()
         return loss.item()
 
     return step

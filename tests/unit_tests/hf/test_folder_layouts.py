@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.core.weight_gather import Storage
 from megatron.core.dist_checkpointing import Solo, read_manifest
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -32,7 +33,7 @@ def read_half(rank: int, world: int, path: Path) -> tuple[int, int, int, dict[st
     described = read_model(folder.config, where="x")
     grid = RankGrid(world_size=2, tp=2)
     groups = ProcessGroupCollection.create(grid, rank=rank, timeout_seconds=30)
-    model = GPTModel(described.config, groups, initialize=False)
+    model = GPTModel(described.config, groups, storage=Storage(initialize=False))
     chunks = weight_chunks(model.store)
     for chunk in chunks:
         chunk.tensor.fill_(1.0)  # touched, so that what follows is not its memory
@@ -68,7 +69,9 @@ def check_halves(path: Path, *, slack: int) -> None:
     described = read_model(folder.config, where="x")
     with start_ranks(read_half, 2, path) as ranks:
         found = ranks.values(timeout=100)
-    whole = GPTModel(described.config, ProcessGroupCollection.single(), initialize=False)
+    whole = GPTModel(
+        described.config, ProcessGroupCollection.single(), storage=Storage(initialize=False)
+    )
     chunks = weight_chunks(whole.store)
     read_weights(folder, described, chunks, coordinator=Solo())
     logical = {chunk.name: chunk.tensor for chunk in chunks}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.core.weight_gather import Storage
 from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_extra
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
@@ -54,7 +55,7 @@ def convert(*words: object) -> str:
 def our_logits(checkpoint: Path) -> torch.Tensor:
     """Return the logits [b, s, v] of a checkpoint."""
     config = GPTConfig.from_json(read_extra(checkpoint)["model"])
-    model = GPTModel(config, ProcessGroupCollection.single(), initialize=False)
+    model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
     load_checkpoint(checkpoint, weight_chunks(model.store))
     with torch.no_grad():
         return model.full_logits(TOKENS).transpose(0, 1)
@@ -187,7 +188,9 @@ def test_read_weights_reads_each_byte_once(tmp_path: Path) -> None:
     source = save_folder(make_model("qwen3-8to1"), tmp_path / "source", max_shard_size="60KB")
     folder = open_folder(source)
     model = read_model(folder.config, where="x")
-    ours = GPTModel(model.config, ProcessGroupCollection.single(), initialize=False)
+    ours = GPTModel(
+        model.config, ProcessGroupCollection.single(), storage=Storage(initialize=False)
+    )
     count = read_weights(folder, model, weight_chunks(ours.store), coordinator=Solo())
     files = list(source.glob("*.safetensors"))
     assert len(files) > 1

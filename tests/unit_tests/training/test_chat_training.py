@@ -20,7 +20,7 @@ from megatron.training.config.resolve import Run, resolve
 from megatron.training.data.data_sets import build_data_sets, training_batches
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.pretraining import take
-from megatron.training.step import Microbatch, StepReport, TrainStep, evaluate
+from megatron.training.step import Microbatch, StepReport, TrainStep
 from tests.support.ranks import run_ranks
 from tests.unit_tests.training.small_config import small_config
 
@@ -79,7 +79,7 @@ def _train_packed(
     lanes = step.groups["lanes"]
     batches = training_batches(data, run, lanes=lanes, consumed_samples=0)
     microbatches = take(batches, run.num_microbatches, torch.device("cpu"))
-    before = evaluate(step.model, microbatches, step.groups)
+    before = step.evaluate(microbatches)
     report = step(microbatches, lr=0.5, weight_decay=0.0)
     rows = [torch.cat([m.tokens, m.labels[:, -1:]], dim=1) for m in microbatches]
     return before, report, torch.cat(rows)
@@ -119,7 +119,7 @@ def test_a_step_on_packed_rows_is_a_step_on_their_conversations(talks):
     before, report, rows = _train_packed(packed, prefix)
     parts = _alone(rows, conversations)
     assert len(parts) > ROWS + 3
-    wanted_before = evaluate(alone.model, parts, single)
+    wanted_before = alone.evaluate(parts)
     wanted = alone(parts, lr=0.5, weight_decay=0.0)
     assert before == pytest.approx(wanted_before, rel=1e-5)
     assert report.loss == pytest.approx(wanted.loss, rel=1e-5)

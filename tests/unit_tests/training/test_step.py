@@ -14,9 +14,9 @@ from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_gather import Storage, WeightStore
 from megatron.core.weight_sharding import WeightSharding
-from megatron.training.step import Microbatch, TrainStep, evaluate
+from megatron.training.step import Microbatch, TrainStep
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import microbatch
 from tests.support.ranks import run_ranks
@@ -33,7 +33,7 @@ class Bigram:
         shape = (VOCABULARY, HIDDEN)
         for name in ("table", "head"):
             self.store.declare(WeightSharding.of(name, shape), InitSpec.normal(0.7))
-        self.store.materialize(bucket_bytes=1)
+        self.store.materialize(Storage(bucket_bytes=1))
         self.samples: list[object] = []
 
     def loss(self, tokens, labels, token_weights, *, sample_ids=None):
@@ -150,7 +150,7 @@ def lanes_and_skips(rank: int, world: int) -> dict:
         # The next step owes nothing to the skipped ones.
         report = step([batch_of(rank, 5)], lr=LEARNING_RATE, weight_decay=0.0)
         found[per_token, "after"] = (report, weights_of(step))
-        found[per_token, "evaluated"] = evaluate(step.model, [batch_of(rank, 6)], groups)
+        found[per_token, "evaluated"] = step.evaluate([batch_of(rank, 6)])
     shared = ProcessGroupCollection.create(RankGrid(world_size=world, cp=2), rank=rank)
     for per_token in (False, True):
         step = trainer(shared, per_token_loss=per_token)
@@ -231,9 +231,9 @@ def test_evaluation_is_per_token_without_dropout_and_leaves_gradients_alone():
     step = trainer(groups)
     data = [batch_of(0, i) for i in range(3)]
     slots = {n: h.slot.fill_(7.0) for n, h in step.model.store.handles.items()}
-    loss = evaluate(step.model, data, groups)
+    loss = step.evaluate(data)
     wanted, _ = plain_step(weights_of(step), [data], per_token=True)
     assert loss == pytest.approx(wanted, rel=1e-6)
     assert step.model.samples == [None] * 3
     assert all((slot == 7.0).all() for slot in slots.values())
-    assert evaluate(step.model, [], groups) == 0.0
+    assert step.evaluate([]) == 0.0

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.weight_gather import Storage
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.ops.rope import RopeScaling
@@ -166,7 +167,7 @@ def test_logits_loss_and_gradients(case: str):
     with one_thread():
         theirs = their_model(config, kind, extra)
         config = dataclasses.replace(config, hidden_size=theirs.config.hidden_size)
-        ours = GPTModel(config, ProcessGroupCollection.single(), initialize=False)
+        ours = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
         weights = {our_name(n): w for n, w in theirs.named_parameters()}
         targets = pieces(ours, lambda handle: handle.get())
         assert targets.keys() == weights.keys()

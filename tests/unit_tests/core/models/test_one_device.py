@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.weight_gather import Storage
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -53,7 +54,9 @@ MODELS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_stays_on_its_device_and_reads_nothing(name, packed, dtype):
     groups = ProcessGroupCollection.single()
-    model = GPTModel(MODELS[name], groups, dtype=dtype, device=META, initialize=False)
+    model = GPTModel(
+        MODELS[name], groups, dtype=dtype, device=META, storage=Storage(initialize=False)
+    )
     engine = DataParallel(model.store, groups)
     tokens = torch.zeros(2, 33, dtype=torch.int64, device=META)
     weights = torch.ones(2, 32, device=META)

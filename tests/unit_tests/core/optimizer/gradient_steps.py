@@ -10,7 +10,7 @@ from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_gather import Storage, WeightStore
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 from tests.support.inputs import generator
 
@@ -63,12 +63,13 @@ class Training:
         strategy: str = "no_shard",
         dtype: torch.dtype = torch.float32,
         scale: float = 1.0,
+        bucket_bytes: int = 300,
     ) -> None:
         self.groups, self.scale = groups, scale
         self.store = WeightStore(groups, seed=2, dtype=dtype)
         for sharding in shardings():
             self.store.declare(sharding, InitSpec.normal(0.8))
-        self.store.materialize(bucket_bytes=300)
+        self.store.materialize(Storage(strategy=strategy, bucket_bytes=bucket_bytes))
         self.engine = DataParallel(self.store, groups, config=DataParallelConfig(strategy=strategy))
         scaler = ConstantLossScaler(scale)
         self.optimizer = Optimizer(
@@ -77,6 +78,7 @@ class Training:
             config=config,
             scaler=scaler,
             names=self.store.logical_names(),
+            weights=[handle.sharding for handle in self.store.handles.values()],
         )
 
     def step(self, gradients: dict[str, torch.Tensor], *, fault: float = 0.0, **options: float):
@@ -104,7 +106,7 @@ class Training:
             handle.add_gradient(local.view(handle.shape))
         self.engine.finish()
         result = self.optimizer.step(**options)
-        self.engine.gather_weights()
+        self.engine.start_param_sync()
         return result
 
     def pieces(self) -> list[tuple]:

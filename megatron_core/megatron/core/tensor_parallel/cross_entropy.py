@@ -4,10 +4,13 @@
 Each chunk's logits [t, V/tp] exist only while that chunk is worked on: its softmax statistics are
 combined over tp (one all-reduce of the maximum, one of the sums), and both gradients are made on
 the spot, since the weight of every token's loss is known in forward. Backward only multiplies by
-the incoming gradient.
+the incoming gradient. Where one rank has the whole vocabulary there is nothing to combine, and a
+CPU goes through a chunk once, a few rows in its cache at a time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -15,6 +18,7 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
+    fused_gradient_,
     tokens_per_chunk,
 )
 from megatron.core.process_groups import Group
@@ -65,6 +69,30 @@ def combine_statistics(
     return top + torch.log(sums[0]), sums[1]
 
 
+def _chunk_gradient_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    token_weights: torch.Tensor,
+    *,
+    group: Group,
+    columns: Mapping[str, int],
+    wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a chunk's nll [t] and, if `wanted`, overwrite its logits by their gradient.
+
+    Also returned: the factor [t, 1] by which that gradient must still be multiplied, or None.
+    """
+    if group.size == 1 and logits.device.type == "cpu":
+        nll, factor = fused_gradient_(
+            logits, targets, valid_columns=columns["valid_columns"], gradient=wanted
+        )
+        return nll, None if factor is None else factor.mul_(token_weights)[:, None]
+    lse, target_logit = combine_statistics(*chunk_statistics(logits, targets, **columns), group)
+    if wanted:
+        chunk_gradient_(logits, targets, lse, token_weights, **columns)
+    return lse - target_logit, None
+
+
 class _CrossEntropy(torch.autograd.Function):
     """forward loss, and both gradients if wanted; backward scales them. Saves d_hidden and dW."""
 
@@ -91,16 +119,21 @@ class _CrossEntropy(torch.autograd.Function):
         for start in range(0, targets.shape[0], step):
             part = slice(start, start + step)
             chunk = hidden[part].to(matrix.dtype)  # [t, h]
-            logits = linear_forward(chunk, matrix)  # [t, V/tp]
-            statistics = chunk_statistics(logits, targets[part], **columns)
-            lse, target_logit = combine_statistics(*statistics, group)
-            nll[part] = lse - target_logit
-            if want_hidden or want_weight:
-                grad = chunk_gradient_(logits, targets[part], lse, token_weights[part], **columns)
-                if d_hidden is not None:
-                    d_hidden[part] = linear_dgrad(grad, matrix)
-                if d_weight is not None:
-                    linear_wgrad_(d_weight, grad, chunk, overwrite=start == 0)
+            logits = linear_forward(chunk, matrix)  # [t, V/tp], then their gradient
+            nll[part], factor = _chunk_gradient_(
+                logits,
+                targets[part],
+                token_weights[part],
+                group=group,
+                columns=columns,
+                wanted=want_hidden or want_weight,
+            )
+            if d_hidden is not None:
+                product = linear_dgrad(logits, matrix)
+                d_hidden[part] = product if factor is None else product.mul_(factor)
+            if d_weight is not None:
+                rows_in = chunk if factor is None else (chunk * factor).to(chunk.dtype)
+                linear_wgrad_(d_weight, logits, rows_in, overwrite=start == 0)
         ctx.handle = handle
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(nll)

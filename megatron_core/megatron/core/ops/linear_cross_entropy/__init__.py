@@ -8,7 +8,13 @@ import torch
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.linear_cross_entropy import fused, reference
 
-__all__ = ["chunk_gradient_", "chunk_statistics", "linear_cross_entropy", "tokens_per_chunk"]
+__all__ = [
+    "chunk_gradient_",
+    "chunk_statistics",
+    "fused_gradient_",
+    "linear_cross_entropy",
+    "tokens_per_chunk",
+]
 
 
 def chunk_statistics(
@@ -82,6 +88,39 @@ def chunk_gradient_(
 
         return kernels.chunk_gradient_(logits, targets, lse, weights, vocab_start, valid_columns)
     return reference.chunk_gradient_(logits, targets, lse, weights, vocab_start, valid_columns)
+
+
+def fused_gradient_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    valid_columns: int,
+    gradient: bool,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the loss of a whole vocabulary and overwrite logits by its gradient, in one pass.
+
+    The gradient (softmax - onehot) may be left short of a factor per row, which the caller applies
+    where it costs less.
+
+    Args:
+        logits: [t, v], overwritten.
+        targets: int64 [t].
+        valid_columns: columns from here on are padding: their gradient is exactly 0.
+        gradient: also make the gradient; else `logits` are meaningless afterwards.
+
+    Returns:
+        (nll fp32 [t], the factor fp32 [t] or None without `gradient`).
+
+    Raises:
+        ValueError: shapes or `valid_columns` that do not fit.
+    """
+    _check_chunk("fused_gradient_", logits, targets, valid_columns)
+    if choose(implementation, logits, "fused_gradient_") == "triton":
+        from megatron.core.ops.linear_cross_entropy import triton as kernels
+
+        return kernels.fused_gradient_(logits, targets, valid_columns, gradient=gradient)
+    return reference.fused_gradient_(logits, targets, valid_columns, gradient=gradient)
 
 
 def tokens_per_chunk(vocabulary: int, device: torch.device) -> int:

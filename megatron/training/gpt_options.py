@@ -127,11 +127,18 @@ def recompute(config: Config) -> Recompute:
 
 
 def data_parallel_config(config: Config) -> DataParallelConfig:
-    """Return how gradients are made whole."""
-    strategy = config.parallel.data_parallel_sharding_strategy
-    assert strategy is not None, "the config must be resolved"
+    """Return what the data-parallel engine cuts and when it communicates."""
+    chosen = config.data_parallel
     return DataParallelConfig(
-        strategy=strategy, overlap_grad_reduce=config.parallel.overlap_grad_reduce
+        strategy=chosen.strategy,
+        outer=chosen.outer_dp_sharding_strategy,
+        overlap_grad_reduce=chosen.overlap_grad_reduce,
+        overlap_param_gather=chosen.overlap_param_gather,
+        fsdp_all_gather_in_start_param_sync=chosen.fsdp_all_gather_in_start_param_sync,
+        prefetch_bytes=chosen.param_gather_prefetch_bytes,
+        grad_dtype=torch.bfloat16 if chosen.grad_reduce_in_bf16 else torch.float32,
+        fp32_accumulation=chosen.reduce_scatter_with_fp32_accumulation,
+        debug=chosen.check_weight_gather,
     )
 
 

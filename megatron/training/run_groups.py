@@ -49,6 +49,15 @@ class RunGroups:
     attempt: int = 0
 
 
+def rank_grid(run: Run) -> RankGrid:
+    """Return the layout that a run asks for."""
+    return RankGrid(
+        world_size=run.world_size,
+        tp=run.config.parallel.tensor_model_parallel_size,
+        instances=run.config.data_parallel.num_distributed_optimizer_instances,
+    )
+
+
 @contextlib.contextmanager
 def join_run(
     run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests
@@ -83,8 +92,9 @@ def join_run(
         world_size=launch.world_size,
         timeout=timedelta(seconds=seconds),
     )
-    grid = RankGrid(world_size=launch.world_size, tp=run.config.parallel.tensor_model_parallel_size)
-    groups = ProcessGroupCollection.create(grid, rank=launch.rank, timeout_seconds=seconds)
+    groups = ProcessGroupCollection.create(
+        rank_grid(run), rank=launch.rank, timeout_seconds=seconds
+    )
     coordinator = StoreCoordinator(
         launch.open_store(timeout_seconds=seconds),
         launch.rank,

@@ -64,7 +64,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     """Build model, engine and optimizer on this rank's part of the grid."""
     config = run.config
     shape = gpt_config(config, vocabulary.size)
-    bucket = config.parallel.ddp_bucket_size
+    bucket = config.data_parallel.ddp_bucket_size
     assert bucket is not None, "the run must be resolved"
     data_parallel = data_parallel_config(config)
     model = GPTModel(

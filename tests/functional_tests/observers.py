@@ -80,6 +80,7 @@ def plan(argv: list[str], world: int) -> Any:
         "padded": padded_vocab_size(run.config, vocab_size),
         "dtype": gpt_options.weight_dtype(run.config),
         "recompute": repr(gpt_options.recompute(run.config)),
+        "grid": repr(run_groups.rank_grid(run)),
         "engine": repr(gpt_options.data_parallel_config(run.config)),
         "optimizer": repr(gpt_options.optimizer_config(run.config)),
         "scaler": [type(scaler).__name__, _plain(vars(scaler))],

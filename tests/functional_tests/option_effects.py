@@ -45,6 +45,8 @@ _SAMPLES = "--train-samples 96"
 _YARN = "--position-embedding-type yarn"
 _TRACE = "--profile --use-pytorch-profiler --profile-dir {out}/traces"
 _STEPS = "--profile-step-start 0 --profile-step-end 1"
+_OPTIM = "--data-parallel-sharding-strategy optim"
+_CUT = "--data-parallel-sharding-strategy optim_grads_params"
 _FULL = "--recompute-granularity full"
 _DATA = "--data-path --split"
 _TRAIN = "--train-data-path {data}"
@@ -93,8 +95,20 @@ EFFECTS: dict[str, Effect] = {
     "tensor-model-parallel-size": Effect("plan", "1", "2", world=4),
     "sequence-parallel": Effect("plan", base="--tensor-model-parallel-size 2", world=2),
     "use-distributed-optimizer": Effect("plan"),
-    "data-parallel-sharding-strategy": Effect("plan", "no_shard", "optim"),
+    "data-parallel-sharding-strategy": Effect("plan", "optim_grads", "optim_grads_params"),
+    "num-distributed-optimizer-instances": Effect("plan", "1", "2", _OPTIM, world=4),
+    "outer-dp-sharding-strategy": Effect(
+        "plan", "no_shard", "optim", f"{_CUT} --num-distributed-optimizer-instances 2", world=4
+    ),
     "overlap-grad-reduce": Effect("plan"),
+    "overlap-param-gather": Effect("plan", base=_OPTIM),
+    "fsdp-all-gather-in-start-param-sync": Effect("plan", base=f"{_CUT} --overlap-param-gather"),
+    "param-gather-prefetch-bytes": Effect("plan", "0", "4096", f"{_CUT} --overlap-param-gather"),
+    "grad-reduce-in-bf16": Effect("plan", base="--bf16"),
+    "reduce-scatter-with-fp32-accumulation": Effect(
+        "plan", base=f"{_OPTIM} --bf16 --grad-reduce-in-bf16"
+    ),
+    "check-weight-gather": Effect("plan", base=_CUT),
     "ddp-bucket-size": Effect("plan", "1000", "2000"),
     "distributed-timeout-minutes": Effect("plan", "10", "20"),
     "transformer-impl": Effect("refusal", "local", "transformer_engine"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.config.data_parallel import DataParallelConfig
 from megatron.training.config.failures import FailureConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig, PositionConfig, TokenizerConfig
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DataParallelConfig",
     "FailureConfig",
     "LoggingConfig",
     "LossScaleConfig",
@@ -50,6 +52,7 @@ class Config:
     position: PositionConfig
     tokenizer: TokenizerConfig
     parallel: ParallelConfig
+    data_parallel: DataParallelConfig
     recompute: RecomputeConfig
     training: TrainingConfig
     optimizer: OptimizerConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from megatron.training.config import Config, switches
+from megatron.training.config import Config, data_parallel, switches
 from megatron.training.data import data_paths
 
 
@@ -19,6 +19,7 @@ def check(config: Config, world_size: int) -> list[str]:
         itertools.chain(
             _layout(config, world_size),
             _batch(config, world_size),
+            _data_parallel(config, world_size),
             _heads(config),
             _rope_scaling(config),
             _kernels(config),
@@ -69,6 +70,14 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
             "data parallel "
             f"size {dp} = {micro * dp}: use {near}, for example"
         )
+
+
+def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
+    tp = config.parallel.tensor_model_parallel_size
+    size = world_size // tp if world_size % tp == 0 else 1
+    yield from data_parallel.problems(
+        config.data_parallel, data_parallel_size=size, bf16=config.training.bf16
+    )
 
 
 def _heads(config: Config) -> Iterator[str]:

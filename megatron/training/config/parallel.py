@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config.values import positive, require
+from megatron.training.config.values import positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,17 +18,6 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Also cut activations outside of matrix products along the sequence over the tensor parallel
     ranks."""
-    use_distributed_optimizer: bool = False
-    """Cut optimizer state over the data parallel ranks (the same as
-    --data-parallel-sharding-strategy optim)."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim"] | None = None
-    """What is cut over the data parallel ranks; derived: no_shard, or optim with
-    --use-distributed-optimizer."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradient buckets while the backward pass still runs."""
-    ddp_bucket_size: int | None = None
-    """Elements per gradient bucket; derived: 40,000,000 or 1,000,000 per data parallel rank,
-    whichever is more."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     transformer_impl: Literal["local"] = "local"
@@ -38,13 +27,4 @@ class ParallelConfig:
     reference."""
 
     def __post_init__(self) -> None:
-        positive(self, "tensor_model_parallel_size", "ddp_bucket_size")
-        positive(self, "distributed_timeout_minutes")
-        require(
-            not (
-                self.use_distributed_optimizer
-                and self.data_parallel_sharding_strategy == "no_shard"
-            ),
-            "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy "
-            "no_shard: keep one",
-        )
+        positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megatron.training.config import (
     Config,
+    DataParallelConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     ProfilingConfig,
     ScheduleConfig,
     TokenizerConfig,
@@ -73,7 +73,7 @@ def resolve(config: Config, world_size: int) -> Run:
         config,
         model=_model(config.model, training.seq_length),
         tokenizer=_tokenizer(config.tokenizer),
-        parallel=_parallel(config.parallel, dp),
+        data_parallel=_data_parallel(config.data_parallel, dp),
         training=training,
         optimizer=_optimizer(config.optimizer),
         schedule=schedule,
@@ -123,15 +123,12 @@ def padded_vocab_size(config: Config, vocab_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _parallel(parallel: ParallelConfig, dp: int) -> ParallelConfig:
-    strategy = parallel.data_parallel_sharding_strategy
-    if strategy is None:
-        strategy = "optim" if parallel.use_distributed_optimizer else "no_shard"
+def _data_parallel(chosen: DataParallelConfig, dp: int) -> DataParallelConfig:
     return replace(
-        parallel,
-        data_parallel_sharding_strategy=strategy,
-        use_distributed_optimizer=strategy == "optim",
-        ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * dp),
+        chosen,
+        data_parallel_sharding_strategy=chosen.strategy,
+        use_distributed_optimizer=chosen.strategy != "no_shard",
+        ddp_bucket_size=chosen.ddp_bucket_size or max(40_000_000, 1_000_000 * dp),
     )
 
 

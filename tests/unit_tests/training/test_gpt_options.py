@@ -8,8 +8,10 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core.distributed import DataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler
+from megatron.core.process_groups import RankGrid
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import (
     data_parallel_config,
@@ -20,6 +22,7 @@ from megatron.training.gpt_options import (
     weight_decay_schedule,
     weight_dtype,
 )
+from megatron.training.run_groups import rank_grid
 from tests.unit_tests.training.small_config import small_config
 
 YARN = "--position-embedding-type yarn"
@@ -200,3 +203,21 @@ def test_data_parallel():
     assert (config.strategy, config.overlap_grad_reduce) == ("optim", True)
     config = data_parallel_config(resolve(small_config(), 2).config)
     assert (config.strategy, config.overlap_grad_reduce) == ("no_shard", False)
+    assert config.fsdp_all_gather_in_start_param_sync
+    more = "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather --bf16 "
+    more += "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
+    more += "--no-fsdp-all-gather-in-start-param-sync --param-gather-prefetch-bytes 4096 "
+    more += "--grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation --check-weight-gather"
+    run = resolve(small_config(more), 4)
+    assert rank_grid(run) == RankGrid(world_size=4, instances=2)
+    assert data_parallel_config(run.config) == DataParallelConfig(
+        strategy="optim_grads_params",
+        outer="optim",
+        overlap_grad_reduce=False,
+        overlap_param_gather=True,
+        fsdp_all_gather_in_start_param_sync=False,
+        prefetch_bytes=4096,
+        grad_dtype=torch.bfloat16,
+        fp32_accumulation=True,
+        debug=True,
+    )

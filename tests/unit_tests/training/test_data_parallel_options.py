@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of data parallelism: each impossible combination is named, and no possible one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron.core.process_groups import RankGrid
+from megatron.training.config.check import check
+from megatron.training.config.resolve import resolve
+from megatron.training.gpt_options import data_parallel_config
+from megatron.training.run_groups import rank_grid
+from tests.unit_tests.training.small_config import small_config
+
+STRATEGY = "--data-parallel-sharding-strategy"
+INSTANCES = "--num-distributed-optimizer-instances"
+CUT = f"{STRATEGY} optim_grads_params"
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "message"),
+    [
+        (
+            f"{CUT} {INSTANCES} 3",
+            4,
+            "3 does not divide the data parallel size of 4: use one of",
+        ),
+        (f"{CUT} {INSTANCES} 2", 1, "does not divide the data parallel size of 1: use one of 1"),
+        (
+            f"{CUT} {INSTANCES} 2 --tensor-model-parallel-size 2",
+            4,
+            "2 leaves each instance one of the 2 data parallel ranks",
+        ),
+        (f"{INSTANCES} 2", 4, "2 has no effect with --data-parallel-sharding-strategy no_shard"),
+        (f"{CUT} --outer-dp-sharding-strategy optim", 4, "needs .*instances above 1"),
+        (
+            f"{STRATEGY} optim_grads {INSTANCES} 2 --outer-dp-sharding-strategy optim",
+            4,
+            "optim with --data-parallel-sharding-strategy optim_grads is the same as one instance",
+        ),
+        ("--overlap-param-gather", 2, "--overlap-param-gather has no effect with .* no_shard"),
+        ("--check-weight-gather", 2, "--check-weight-gather has no effect with .* no_shard"),
+        (f"{CUT} --param-gather-prefetch-bytes 1", 2, "without --overlap-param-gather: add that"),
+        ("--grad-reduce-in-bf16", 2, "--grad-reduce-in-bf16 needs --bf16"),
+        (
+            f"{CUT} --bf16 --reduce-scatter-with-fp32-accumulation",
+            2,
+            "accumulation needs --grad-reduce-in-bf16",
+        ),
+        (
+            "--bf16 --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation",
+            2,
+            "needs gradients that are reduce-scattered: choose",
+        ),
+    ],
+)
+def test_each_problem_is_found_alone(more, world, message):
+    problems = check(small_config(more), world)
+    assert len(problems) == 1, problems
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problems[0])
+
+
+def test_all_problems_come_at_once():
+    more = f"{INSTANCES} 3 --outer-dp-sharding-strategy optim --overlap-param-gather "
+    more += "--reduce-scatter-with-fp32-accumulation"
+    problems = check(small_config(more), 4)
+    assert len(problems) == 6, problems
+
+
+def test_contradictions_of_one_section_are_named():
+    for more, message in (
+        (f"--use-distributed-optimizer {STRATEGY} no_shard", "contradicts"),
+        (f"{INSTANCES} 0", "must be above 0"),
+        ("--param-gather-prefetch-bytes -1", "must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            small_config(more)
+
+
+def test_the_core_takes_every_combination_that_has_no_problem():
+    fine = 0
+    for strategy, outer, instances, gather, narrow, wide, ahead in itertools.product(
+        ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        ("no_shard", "optim"),
+        (1, 2),
+        ("", "--overlap-param-gather"),
+        ("", "--grad-reduce-in-bf16"),
+        ("", "--reduce-scatter-with-fp32-accumulation"),
+        (0, 64),
+    ):
+        more = f"--bf16 {STRATEGY} {strategy} --outer-dp-sharding-strategy {outer} {gather} "
+        more += f"{INSTANCES} {instances} {narrow} {wide} --param-gather-prefetch-bytes {ahead}"
+        config = small_config(more)
+        problems = check(config, 4)
+        run = resolve(config, 4)
+        if problems:
+            continue
+        fine += 1
+        data_parallel_config(run.config)
+        assert rank_grid(run) == RankGrid(world_size=4, instances=instances)
+        assert resolve(run.config, 4) == run
+        assert check(run.config, 4) == []
+    # no_shard has 2; optim and optim_grads go with 2 kinds of instances, optim_grads_params with 3,
+    # each with 3 ways of gathering and 3 of gradients
+    assert fine == 2 + (2 + 2 + 3) * 3 * 3
+
+
+def test_a_distributed_optimizer_goes_with_every_strategy_that_cuts_its_state():
+    assert resolve(
+        small_config("--use-distributed-optimizer"), 2
+    ).config.data_parallel.strategy == ("optim")
+    chosen = resolve(small_config(f"--use-distributed-optimizer {CUT}"), 2).config.data_parallel
+    assert (chosen.strategy, chosen.use_distributed_optimizer) == ("optim_grads_params", True)
+    assert not resolve(small_config(), 2).config.data_parallel.use_distributed_optimizer

@@ -6,7 +6,7 @@ With U = G / |G|_F (G transposed if it has more rows than columns), each step is
     A = U U^T,    U <- a U + (b A + c A^2) U,    (a, b, c) = (3.4445, -4.7750, 2.0315)
 
 a quintic that takes every singular value s in (0, 1] to a s + b s^3 + c s^5 and so, after five
-steps, to about 1 (0.68 to 1.13 once s is above 0.003): G's singular vectors with all singular
+steps, to about 1 (0.68 to 1.21 for s above 0.002): G's singular vectors with all singular
 values near 1. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
 """
 
@@ -18,8 +18,9 @@ import torch
 
 #: a, b, c: the largest slope at 0 for which all singular values stay near 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-#: Added to the norm, so that a gradient of zeros gives an update of zeros.
-EPSILON = 1e-7
+#: The least norm that is divided by, so that a gradient of zeros gives an update of zeros. A bound
+#: and no addend: the scale of the gradient then does not matter at all.
+LEAST_NORM = 1e-20
 #: The root mean square of AdamW's updates, that mode "rms" matches (Liu et al. 2025, "Muon is
 #: scalable for LLM training", arXiv 2502.16982, section 2.2).
 ADAMW_RMS = 0.2
@@ -34,7 +35,8 @@ def orthogonalize(x: torch.Tensor, *, steps: int, dtype: torch.dtype) -> torch.T
     """
     a, b, c = COEFFICIENTS
     tall = x.shape[0] > x.shape[1]
-    u = (x / (torch.linalg.vector_norm(x, dtype=torch.float32) + EPSILON)).to(dtype)
+    norm = torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=LEAST_NORM)
+    u = (x / norm).to(dtype)
     u = u.mT if tall else u  # [m, n] with m <= n: the products of [m, m] are the small ones
     for _ in range(steps):
         gram = u @ u.mT  # [m, m]

@@ -10,7 +10,7 @@ from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.weight_gather import Storage, WeightStore
+from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 from tests.support.inputs import generator
 
@@ -64,13 +64,15 @@ class Training:
         dtype: torch.dtype = torch.float32,
         scale: float = 1.0,
         bucket_bytes: int = 300,
+        **parallel: object,
     ) -> None:
         self.groups, self.scale = groups, scale
         self.store = WeightStore(groups, seed=2, dtype=dtype)
         for sharding in shardings():
             self.store.declare(sharding, InitSpec.normal(0.8))
-        self.store.materialize(Storage(strategy=strategy, bucket_bytes=bucket_bytes))
-        self.engine = DataParallel(self.store, groups, config=DataParallelConfig(strategy=strategy))
+        placed = DataParallelConfig(strategy=strategy, **parallel)  # type: ignore[arg-type]
+        self.store.materialize(placed.storage(bucket_bytes=bucket_bytes))
+        self.engine = DataParallel(self.store, groups, config=placed)
         scaler = ConstantLossScaler(scale)
         self.optimizer = Optimizer(
             self.engine.owned(),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.weight_gather import Storage
 from megatron.core.dist_checkpointing import CheckpointError, load_checkpoint, read_extra
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_gather import Storage
 from megatron.training.checkpoint_io import weight_chunks
 
 #: Largest difference between two logits in fp32.

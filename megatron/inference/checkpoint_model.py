@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.weight_gather import Storage
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -26,6 +25,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_gather import Storage
 from megatron.hf.defaults import open_model
 from megatron.hf.export_folder import carried_folder
 from megatron.hf.folder import end_tokens, is_folder
@@ -96,7 +96,11 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
     tokenizer = build_tokenizer(guess_type(chosen), model=chosen)
     dtype = described.dtype or torch.float32
     model = GPTModel(
-        described.config, place.groups, dtype=dtype, device=place.device, storage=Storage(initialize=False)
+        described.config,
+        place.groups,
+        dtype=dtype,
+        device=place.device,
+        storage=Storage(initialize=False),
     )
     read_weights(folder, described, weight_chunks(model.store), coordinator=place.coordinator)
     ends = set(end_tokens(folder.path))
@@ -126,7 +130,13 @@ def _from_checkpoint(source: ModelSource, place: _Place) -> CheckpointModel:
         config, options = _described(folder, extra)
         tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
         dtype = weight_dtype(options)
-        model = GPTModel(config, place.groups, dtype=dtype, device=place.device, storage=Storage(initialize=False))
+        model = GPTModel(
+            config,
+            place.groups,
+            dtype=dtype,
+            device=place.device,
+            storage=Storage(initialize=False),
+        )
         chunks = weight_chunks(model.store)
         load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)
     except CheckpointError as error:

@@ -131,8 +131,8 @@ class ShardedBuffer:
     @property
     def stored_range(self) -> tuple[int, int]:
         """The element range that this rank's storage covers."""
-        sharded = self.placement is BufferPlacement.SHARDED and self.data.numel() < self.layout.numel
-        return self.shard_range if sharded else (0, self.layout.numel)
+        whole = self.data.numel() == self.layout.numel
+        return (0, self.layout.numel) if whole else self.shard_range
 
     def shard(self) -> torch.Tensor:
         """Return this rank's shard [numel/size], a view."""

@@ -166,7 +166,7 @@ class DataParallel:
         if not self._in_step:
             raise ValueError("finish outside a step: call begin_step() first")
         for bucket in self.buckets:
-            if bucket.is_open and bucket.cut or not bucket.launched:
+            if (bucket.cut and bucket.is_open) or not bucket.launched:
                 self._reduce(bucket)
         self._settle(0)
         for bucket in self.buckets:
@@ -177,6 +177,8 @@ class DataParallel:
         self._sums.run()
         if self.gatherer is not None:
             self.gatherer.finish()
+            if self.config.debug:
+                self.gatherer.check_order()
         self._in_step = False
 
     def abort(self) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GradientBucket: the gradients of one bucket, from backward's puts to what the optimizer reads.
 
-    gradients    backward fills               reduced                         kept
-    whole        one buffer all step long     once, after the last microbatch the buffer, or its own
-                                                                              range (optim)
-    cut          a leased buffer a microbatch in every microbatch             this rank's shard, fp32
+    gradients   backward fills                  reduced                 kept
+    whole       one buffer all step long        once, at the end        it, or its own range (optim)
+    cut         a leased buffer a microbatch    in every microbatch     this rank's shard, fp32
 
 A reduction is a sum over the ranks that share the bucket; over the outer ranks of hybrid sharding
 another one follows, once a step, of this rank's shard.
@@ -20,6 +19,7 @@ from megatron.core.comm.collectives import (
     Pending,
     all_reduce_async,
     reduce_scatter_async,
+    reduce_scatter_wide_async,
 )
 from megatron.core.device import Stream, current_stream, on_stream
 from megatron.core.distributed.config import DataParallelConfig
@@ -171,6 +171,7 @@ class GradientBucket:
         group = self.bucket.outer
         if group.size == 1:
             return
+        self.stream.wait_stream(current_stream(self.arena.device))
         with on_stream(self.stream):
             if self.bucket.outer_shards:
                 self._outer = reduce_scatter_async(self._shard, group, out=self.gradients)
@@ -203,7 +204,6 @@ class GradientBucket:
             out = self._shard
             if not first:
                 out = self.arena.lease(high - low, torch.float32)
-            from megatron.core.comm.collectives import reduce_scatter_wide_async
             return reduce_scatter_wide_async(whole, group, out=out)
         if self.cut and first and whole.dtype is self._shard.dtype:
             return reduce_scatter_async(whole, group, out=self._shard)

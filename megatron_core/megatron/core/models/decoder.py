@@ -151,7 +151,9 @@ class Decoder(nn.Module):
         for layer, (first, last) in enumerate(self.layers):
             with build.store.unit(f"{name}.layers.{layer}"):
                 for i in range(first, last):
-                    blocks.append(self._block(i, attentions, prefix=f"{name}.blocks.{i}", build=build))
+                    blocks.append(
+                        self._block(i, attentions, prefix=f"{name}.blocks.{i}", build=build)
+                    )
                     attentions += config.pattern[i] == ATTENTION
         self.blocks = nn.ModuleList(blocks)
         self.num_attention_layers = attentions

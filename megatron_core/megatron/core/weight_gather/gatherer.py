@@ -19,12 +19,13 @@ after every optimizer step, then over the ranks that share the bucket.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.comm.collectives import Pending, all_gather_async
+from megatron.core.comm.collectives import Pending, all_gather, all_gather_async
 from megatron.core.device import current_stream, new_stream, on_stream
 from megatron.core.weight_gather.arena import Arena
 from megatron.core.weight_gather.bucket import Bucket
@@ -158,6 +159,21 @@ class Gatherer:
             if self._traces.get(name) != trace:
                 self._traces[name] = trace
                 self._plans.clear()
+
+    def check_order(self) -> None:
+        """Compare with the other ranks in which order the step needed its buckets.
+
+        Raises:
+            ValueError: it was another one: gathers of different buckets have met each other.
+        """
+        order = repr(sorted(self._program.traces.items())).encode()
+        digest = int.from_bytes(hashlib.blake2b(order, digest_size=7).digest())
+        mine = torch.tensor([digest], device=self.arena.device)
+        if (all_gather(mine, self.buckets[0].groups.gather) != digest).any():
+            raise ValueError(
+                "the ranks that share weights needed them in different orders in this step: "
+                f"here {self._program.traces}; every rank must run the same layers"
+            )
 
     def abort(self) -> None:
         """Leave a step that failed: wait for what is under way, release everything, learn

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage: how the weights of a store are divided into buckets and over the ranks that share them.
 
-    strategy             stored            a bucket is
-    no_shard, optim,     whole             about `bucket_bytes` of fp32 gradients, in reverse order
-    optim_grads                            of declaration (backward's order: early ones fill first)
-    optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit
+strategy             stored            a bucket is
+no_shard, optim,     whole             about `bucket_bytes` of fp32 gradients, in reverse order
+optim_grads                            of declaration (backward's order: early ones fill first)
+optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit
 """
 
 from __future__ import annotations

@@ -101,9 +101,12 @@ def test_bytes_are_counted_as_asked_for_and_memory_as_held():
     assert (arena.live_bytes, arena.peak_bytes) == (600, 600)
     arena.release(a)
     assert (arena.live_bytes, arena.peak_bytes) == (200, 600)
+    arena.release(arena.lease(100, torch.float32))
+    arena.release(arena.lease(1, torch.float32))
+    assert (arena.live_bytes, arena.peak_bytes) == (200, 600)
     arena.reset_peak()
     assert arena.peak_bytes == 200
-    assert arena.reserved_bytes == 112 * 6
+    assert arena.reserved_bytes == 112 * 6 + 16 * 4
     arena.trim()
     assert arena.reserved_bytes == 112 * 2
     arena.release(b)

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from megatron.core.initialize import InitSpec, fill_
 from megatron.core.process_groups import GROUP_AXES, Group, ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather import Bucket, OwnedRange, WeightStore, owned_range
-from megatron.core.weight_sharding import Cut, Segment, WeightSharding, placement
+from megatron.core.weight_gather import OwnedRange, Storage, WeightStore, owned_range
+from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 
 ROWS = Cut(axis="tp", dim=0)
 NORMAL = InitSpec.normal(0.5)
@@ -47,11 +45,15 @@ def shardings(tp: int = 1) -> list[WeightSharding]:
 
 
 def store_of(groups: ProcessGroupCollection, **options: object) -> WeightStore:
-    """Return a materialised store of all of them."""
+    """Return a materialised store of all of them; the norm, qk and down are a unit."""
     store = WeightStore(groups, seed=21)
-    for sharding in shardings(groups.grid.tp):
-        store.declare(sharding, NORMAL)
-    store.materialize(**options)  # type: ignore[arg-type]
+    table, *layer, experts = shardings(groups.grid.tp)
+    store.declare(table, NORMAL)
+    with store.unit("layer"):
+        for sharding in layer:
+            store.declare(sharding, NORMAL)
+    store.declare(experts, NORMAL)
+    store.materialize(Storage(**options))  # type: ignore[arg-type]
     return store
 
 
@@ -145,58 +147,80 @@ def test_a_store_refuses_what_cannot_be():
         store.declare(shardings()[1], NORMAL)
     with pytest.raises(ValueError, match="no weight 'tabel' to freeze"):
         store.freeze("tabel")
-    handle.slot = torch.zeros(handle.shape)
+    handle.gradients = object()  # an engine's
     with pytest.raises(ValueError, match="table: freeze it before building DataParallel"):
         store.freeze("table")
 
 
-def owned_parts(store: WeightStore, bucket: Bucket, parts: int, axes) -> list[OwnedRange]:
-    """Cut a bucket into `parts` spans and describe each."""
-    gradients = torch.zeros(bucket.layout.numel)
-    size = -(-bucket.layout.numel // parts)
-    return [
-        owned_range(
-            store,
-            bucket,
-            gradients,
-            span=(i * size, min((i + 1) * size, bucket.layout.numel)),
-            sharded_axes=axes,
-        )
-        for i in range(parts)
-    ]
+#: (strategy, outer, instances) and whether weights lie in shards.
+LAYOUTS = [
+    ("no_shard", "no_shard", 1),
+    ("optim", "no_shard", 1),
+    ("optim_grads", "no_shard", 2),
+    ("optim_grads_params", "no_shard", 1),
+    ("optim_grads_params", "no_shard", 2),
+    ("optim_grads_params", "optim", 2),
+]
+MODEL_RANKS, LANES = 4, 6
 
 
-def marked(parts: list[OwnedRange], numel: int, ranges) -> torch.Tensor:
-    """Count how often each element of a bucket is in the given ranges of its parts."""
-    found, at = torch.zeros(numel), 0
-    for part in parts:
-        for start, stop in ranges(part):
-            found[at + start : at + stop] += 1
-        at += part.weights.numel()
+def lane_stores(rank: int, strategy: str, outer: str, instances: int) -> list[WeightStore]:
+    """Return the stores of all lanes at one place of the model."""
+    grid = RankGrid(world_size=MODEL_RANKS * LANES, tp=4, etp=1, ep=4, instances=instances)
+    found = []
+    for lane in range(LANES):
+        groups = pretended(grid, rank + MODEL_RANKS * lane)
+        found.append(store_of(groups, strategy=strategy, outer=outer, bucket_bytes=190))
+        found[-1].freeze("down")
     return found
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_owned_ranges_name_every_element_once_and_no_padding(parts: int):
-    grid = RankGrid(world_size=4, tp=4, etp=1, ep=4)
-    for rank in range(4):
-        store = store_of(pretended(grid, rank))
-        store.freeze("down")
-        for bucket in store.buckets:
+def parts_of(stores: list[WeightStore], index: int) -> dict[tuple[int, int], OwnedRange]:
+    """Describe what every lane owns of a bucket, by range; equal ranges are equal descriptions."""
+    found: dict[tuple[int, int], OwnedRange] = {}
+    for store in stores:
+        bucket = store.buckets[index]
+        low, high = bucket.owned_range
+        part = owned_range(store, bucket, torch.zeros(high - low))
+        same = found.setdefault((low, high), part)
+        for field in ("decayed", "undecayed", "counted", "boxes", "norm_group", "replicas"):
+            assert getattr(same, field) == getattr(part, field), field
+        assert torch.equal(same.weights, part.weights)
+    return found
+
+
+def marked(parts: dict[tuple[int, int], OwnedRange], numel: int, ranges) -> torch.Tensor:
+    """Count how often each element of a bucket is in the given ranges of its parts."""
+    found = torch.zeros(numel)
+    for (low, _), part in parts.items():
+        for start, stop in ranges(part):
+            found[low + start : low + stop] += 1
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "outer", "instances"), LAYOUTS)
+def test_owned_ranges_name_every_element_once_and_no_padding(
+    strategy: str, outer: str, instances: int
+):
+    repeated = LANES if strategy == "no_shard" else instances if outer == "no_shard" else 1
+    for rank in range(MODEL_RANKS):
+        stores = lane_stores(rank, strategy, outer, instances)
+        for index, bucket in enumerate(stores[0].buckets):
             numel = bucket.layout.numel
             wanted = {key: torch.zeros(numel) for key in ("decayed", "undecayed", "counted", "box")}
-            for handle, member in zip(bucket.handles, bucket.layout.members, strict=True):
+            for handle, member in bucket.members():
                 if handle.name == "down":
                     continue
                 kind = "decayed" if handle.sharding.weight_decay else "undecayed"
                 wanted[kind][member.start : member.stop] = 1
-                for box in store.boxes(handle):
+                for box in stores[0].boxes(handle):
                     span = slice(member.start + box.start, member.start + box.start + box.numel)
                     wanted["box"][span] = 1
                     # Whole weights count on the first rank, kv heads on the first of a pair.
                     first = {"norm": rank == 0, "down.bias": rank == 0, "k": rank % 2 == 0}
                     wanted["counted"][span] = first.get(box.name, True)
-            found = owned_parts(store, bucket, parts, ())
+            found = parts_of(stores, index)
+            assert len(found) == LANES // repeated
             for key in ("decayed", "undecayed", "counted"):
                 got = marked(found, numel, lambda part, key=key: getattr(part, key))
                 assert torch.equal(got, wanted[key]), (bucket.index, key)
@@ -206,33 +230,101 @@ def test_owned_ranges_name_every_element_once_and_no_padding(parts: int):
                 lambda part: [(b.box.start, b.box.start + b.box.numel) for b in part.boxes],
             )
             assert torch.equal(boxes, wanted["box"])
+            cut = strategy != "no_shard"
+            expert = bucket.handles[0].sharding.expert
+            for part in found.values():
+                assert part.replicas == (repeated if cut else 1)
+                assert part.norm_group == (
+                    "world" if cut else "expert_model" if expert else "model"
+                )
 
 
-def test_owned_boxes_are_views_with_their_values_and_their_replicas():
-    grid = RankGrid(world_size=8, tp=2, etp=1, ep=2)
-    store = store_of(pretended(grid, 5))
-    optimizer = placement("optim").optimizer
-    for axes, norm in (((), {"model", "expert_model"}), (optimizer, {"world"})):
-        groups = set()
-        for bucket in store.buckets:
-            for part in owned_parts(store, bucket, 3, axes):
-                groups.add(part.norm_group)
+def initial(box) -> torch.Tensor:
+    """Return the initial values of a box."""
+    return fill_(
+        torch.empty(box.sizes),
+        NORMAL,
+        seed=21,
+        name=box.name,
+        shape=box.shape,
+        offsets=box.offsets,
+    )
+
+
+@pytest.mark.parametrize(("strategy", "outer", "instances"), LAYOUTS)
+def test_owned_boxes_are_views_with_their_values_and_their_replicas(
+    strategy: str, outer: str, instances: int
+):
+    holders: dict[tuple, list[int]] = {}
+    told: dict[tuple, set[tuple[int, ...]]] = {}
+    for place in range(MODEL_RANKS):
+        for store in lane_stores(place, strategy, outer, instances):
+            for bucket in store.buckets:
+                low, high = bucket.owned_range
+                part = owned_range(store, bucket, torch.zeros(high - low))
                 for placed in part.boxes:
-                    values = placed.of(part.weights)
-                    box = placed.box
-                    whole = fill_(
-                        torch.empty(box.sizes),
-                        NORMAL,
-                        seed=21,
-                        name=box.name,
-                        shape=box.shape,
-                        offsets=box.offsets,
-                    )
-                    assert torch.equal(values, whole)
+                    box, values = placed.box, placed.of(part.weights)
+                    assert torch.equal(values, initial(box))
                     assert values.data_ptr() == part.weights[box.start :].data_ptr()
-                    lanes = (5,) if axes else (1, 3, 5, 7)
-                    both = {"norm", "down.bias"}
-                    pairs = itertools.chain(*((r - 1, r) for r in lanes))
-                    ranks = tuple(pairs) if box.name in both else lanes
-                    assert placed.replica_ranks == ranks, box.name
-        assert groups == norm
+                    key = (box.name, box.offsets, box.sizes)
+                    holders.setdefault(key, []).append(store.groups.rank)
+                    told.setdefault(key, set()).add(placed.replica_ranks)
+    for key, ranks in holders.items():
+        assert told[key] == {tuple(sorted(ranks))}, key
+
+
+@pytest.mark.parametrize(("strategy", "outer", "instances"), LAYOUTS)
+def test_what_ranks_hold_is_every_element_with_its_value_and_its_replicas(
+    strategy: str, outer: str, instances: int
+):
+    holders: dict[tuple, list[int]] = {}
+    told: dict[tuple, set[tuple[int, ...]]] = {}
+    covered: dict[tuple[int, str], int] = {}
+    for place in range(MODEL_RANKS):
+        stores = lane_stores(place, strategy, outer, instances)
+        for store in stores:
+            sharded = strategy == "optim_grads_params"
+            for handle in store.handles.values():
+                held = store.held(handle)
+                assert sum(h.tensor.numel() for h in held) <= handle.param.numel()
+                for found in held:
+                    box = found.box
+                    assert torch.equal(found.tensor, initial(box))
+                    base = handle.bucket.weights.data.untyped_storage().data_ptr()
+                    assert found.tensor.untyped_storage().data_ptr() == base
+                    key = (box.name, box.offsets, box.sizes)
+                    holders.setdefault(key, []).append(store.groups.rank)
+                    told.setdefault(key, set()).add(found.replica_ranks)
+                    at = (place, handle.name)
+                    covered[at] = covered.get(at, 0) + box.numel
+        times = instances if sharded else LANES
+        for handle in stores[0].handles.values():
+            whole = sum(box.numel for box in stores[0].boxes(handle))
+            assert covered.get((place, handle.name), 0) == times * whole, handle.name
+    for key, ranks in holders.items():
+        assert told[key] == {tuple(sorted(ranks))}, key
+
+
+def test_sharded_weights_lie_by_units_and_some_ranks_hold_nothing_of_one():
+    grid = RankGrid(world_size=24, tp=1, etp=1)
+    stores = [store_of(pretended(grid, r), strategy="optim_grads_params") for r in range(24)]
+    for store in stores:
+        assert [[h.name for h in b.handles] for b in store.buckets] == [
+            ["experts"],
+            ["down", "qk", "down.bias", "norm"],
+            ["table"],
+        ]
+        assert [b.name for b in store.buckets] == ["experts", "layer", "table"]
+        assert [b.root for b in store.buckets] == [True, False, True]
+        assert all(b.sharded and not b.current for b in store.buckets)
+        assert all(b.weights.data.numel() == b.layout.numel // 24 for b in store.buckets)
+    sizes = [store.handles["norm"].param.numel() for store in stores]
+    assert sorted(sizes) == [0] * 23 + [6]
+    with pytest.raises(ValueError, match="table is stored in shards: build DataParallel over"):
+        stores[0].handles["table"].get()
+
+
+def test_one_lane_stores_everything_whole_whatever_the_strategy():
+    store = store_of(ProcessGroupCollection.single(), strategy="optim_grads_params", outer="optim")
+    assert not any(bucket.sharded for bucket in store.buckets)
+    assert store.placement.weight == store.placement.optimizer == ()

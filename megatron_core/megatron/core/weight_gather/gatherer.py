@@ -208,7 +208,7 @@ class Gatherer:
         self.stream.wait_stream(current_stream(self.arena.device))
         self._gathered.clear()
         for bucket in self.buckets:
-            if not (self.leases or any(handle.trainable for handle in bucket.handles)):
+            if not any(handle.trainable for handle in bucket.handles):
                 continue  # nobody has written it
             bucket.current = False
             if bucket.outer_shards:
@@ -217,8 +217,10 @@ class Gatherer:
     def start_early(self) -> None:
         """Start the gathers of the next step's first need without waiting for any."""
         plan = self._plan(self._program.segments)
-        # without a plan: what was declared first
-        first = plan.prologue if plan is not None else (self.buckets[-1].index,)
+        if plan is not None:
+            first = plan.prologue
+        else:  # what was declared first and is not here
+            first = tuple(b.index for b in reversed(self.buckets) if not b.current)[:1]
         for index in first:
             if index in self._outer_stale:
                 self._gather_outer(self.buckets[index])
@@ -259,7 +261,7 @@ class Gatherer:
     def _follow(self, bucket: Bucket) -> bool:
         """Do what the plan says for this need; False if it says nothing of it."""
         program = self._program
-        if program.plan is None:
+        if program.plan is None or program.segment is None:
             return False
         planned = program.plan.consumes
         if program.cursor >= len(planned) or planned[program.cursor].block != bucket.index:
@@ -268,7 +270,7 @@ class Gatherer:
             return False
         step = planned[program.cursor]
         program.cursor += 1
-        for index in step.release:
+        for index in step.release if self.leases else ():
             self._release(index)
         self._start(step.issue)
         return True

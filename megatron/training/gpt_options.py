@@ -13,7 +13,7 @@ from megatron.core.backend import LOCAL, Backend
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import (
     ConstantLossScaler,
     DynamicLossScaler,
@@ -156,8 +156,23 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         lr_factors=_lr_factors(config),
         decay_factors=name_factors("--weight-decay-group", chosen.weight_decay_group),
         sgd_momentum=chosen.sgd_momentum,
+        muon=_muon_config(config),
         clip_grad=chosen.clip_grad,
         count_zeros=config.logging.log_num_zeros_in_grad,
+        offload_fraction=chosen.optimizer_offload_fraction if chosen.optimizer_cpu_offload else 0.0,
+    )
+
+
+def _muon_config(config: Config) -> MuonConfig:
+    chosen = config.muon
+    return MuonConfig(
+        momentum=chosen.muon_momentum,
+        nesterov=chosen.muon_use_nesterov,
+        num_ns_steps=chosen.muon_num_ns_steps,
+        scale_mode=chosen.muon_scale_mode,
+        extra_scale_factor=chosen.muon_extra_scale_factor,
+        split_fused=chosen.muon_split_qkv,
+        adam_names=chosen.muon_adam_weights or (),
     )
 
 

@@ -85,7 +85,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         place.groups,
         config=optimizer_config(config),
         scaler=loss_scaler(config),
-        names=model.store.logical_names(),
+        weights=[handle.sharding for handle in model.store.handles.values()],
     )
     gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     padded = padded_vocab_size(config, vocabulary.size)

@@ -47,6 +47,7 @@ _TRACE = "--profile --use-pytorch-profiler --profile-dir {out}/traces"
 _STEPS = "--profile-step-start 0 --profile-step-end 1"
 _OPTIM = "--data-parallel-sharding-strategy optim"
 _CUT = "--data-parallel-sharding-strategy optim_grads_params"
+_MUON = "--optimizer muon"
 _FULL = "--recompute-granularity full"
 _DATA = "--data-path --split"
 _TRAIN = "--train-data-path {data}"
@@ -152,7 +153,16 @@ EFFECTS: dict[str, Effect] = {
     "weight-decay-group": Effect("plan", "*norm*=0", "*norm*=0.5"),
     "decoupled-lr": Effect("plan", "", "1e-3"),
     "sgd-momentum": Effect("plan", "0.9", "0.5", "--optimizer sgd"),
+    "muon-momentum": Effect("plan", "0.95", "0.9", _MUON),
+    "muon-use-nesterov": Effect("plan", base=_MUON),
+    "muon-num-ns-steps": Effect("plan", "5", "6", _MUON),
+    "muon-scale-mode": Effect("loss", "spectral", "rms", _MUON),
+    "muon-extra-scale-factor": Effect("loss", "1", "0.2", _MUON),
+    "muon-split-qkv": Effect("loss", base=_MUON),
+    "muon-adam-weights": Effect("loss", "*.down.weight", "*.up.weight", _MUON),
     "clip-grad": Effect("plan", "1", "0.5"),
+    "optimizer-cpu-offload": Effect("parts"),
+    "optimizer-offload-fraction": Effect("plan", "1", "0.5", "--optimizer-cpu-offload"),
     "loss-scale": Effect("plan", "", "128", "--fp16"),
     "initial-loss-scale": Effect("plan", "1024", "2048", "--fp16"),
     "min-loss-scale": Effect("plan", "1", "2", "--fp16"),

@@ -18,6 +18,7 @@ from megatron.training.config.data_parallel import DataParallelConfig
 from megatron.training.config.failures import FailureConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig, PositionConfig, TokenizerConfig
+from megatron.training.config.muon import MuonConfig
 from megatron.training.config.optimization import LossScaleConfig, OptimizerConfig, ScheduleConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.profiling import ProfilingConfig
@@ -33,6 +34,7 @@ __all__ = [
     "LoggingConfig",
     "LossScaleConfig",
     "ModelConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PositionConfig",
@@ -56,6 +58,7 @@ class Config:
     recompute: RecomputeConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
+    muon: MuonConfig
     loss_scale: LossScaleConfig
     schedule: ScheduleConfig
     data: DataConfig

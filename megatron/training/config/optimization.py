@@ -23,8 +23,9 @@ _LEAST_BF16_MOVE = 2.0**-7
 class OptimizerConfig:
     """Optimizer."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW (decoupled weight decay)."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """adam is AdamW (decoupled weight decay); muon updates matrices by Muon and the rest by
+    AdamW."""
     weight_decay: float = 0.01
     """Weight decay; biases and norms have none."""
     start_weight_decay: float | None = None
@@ -53,6 +54,10 @@ class OptimizerConfig:
     """Momentum of --optimizer sgd."""
     clip_grad: float = 1.0
     """Largest L2 norm of the gradient; 0 = no clipping."""
+    optimizer_cpu_offload: bool = False
+    """Keep masters and moments in host memory and update there."""
+    optimizer_offload_fraction: float = 1.0
+    """With --optimizer-cpu-offload, the share of the elements that is kept and updated there."""
 
     def __post_init__(self) -> None:
         not_negative(self, "weight_decay", "start_weight_decay", "end_weight_decay", "clip_grad")
@@ -64,18 +69,31 @@ class OptimizerConfig:
         self._check_state(
             "--exp-avg-sq-dtype", self.exp_avg_sq_dtype, "--adam-beta2", self.adam_beta2
         )
+        self._check_offload()
 
     def _check_state(self, flag: str, dtype: str, beta_flag: str, beta: float) -> None:
         if dtype == "fp32":
             return
         require(
-            self.optimizer == "adam",
+            self.optimizer != "sgd",
             f"{flag} {dtype} has no effect with --optimizer {self.optimizer}: drop it",
         )
         require(
             1.0 - beta >= _LEAST_BF16_MOVE,
             f"{flag} {dtype} with {beta_flag} {beta}: rounding loses what one step adds: lower "
             f"{beta_flag} to at most 0.992, or keep fp32",
+        )
+
+    def _check_offload(self) -> None:
+        share = self.optimizer_offload_fraction
+        require(
+            0.0 < share <= 1.0,
+            f"--optimizer-offload-fraction is {share}: it must be above 0 and at most 1",
+        )
+        require(
+            not (self.optimizer_cpu_offload and self.optimizer == "muon"),
+            "--optimizer-cpu-offload does not go with --optimizer muon, which multiplies its "
+            "momentum's matrices on the device: drop it or choose adam",
         )
 
 

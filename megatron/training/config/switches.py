@@ -21,6 +21,10 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     spikes = failures.loss_spike_factor is not None
     yield failures, "loss_spike_window", spikes, "--loss-spike-factor"
     yield failures, "straggler_factor", failures.log_straggler, "--log-straggler"
+    optimizer = config.optimizer
+    yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"
+    offloads = optimizer.optimizer_cpu_offload
+    yield optimizer, "optimizer_offload_fraction", offloads, "--optimizer-cpu-offload"
     loads = checkpoint.load is not None
     yield config.data, "allow_data_change", loads, "--load"
     some = loads or checkpoint.pretrained_checkpoint is not None

@@ -136,9 +136,11 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-nan-in-grad "
      "check-for-spiky-loss check-for-large-grads error-injection-rate "
      "error-injection-type"),
-    ("optimizer", "adam and sgd are here, and adam is AdamW",
-     "muon-momentum use-muon adam-decoupled "
-     "optimizer-cpu-offload optimizer-offload-fraction "
+    ("muon-split-qkv", "it is a switch with a --no- form", "muon-no-split-qkv"),
+    ("optimizer", "muon multiplies whole matrices, in bf16 on a GPU, by the published coefficients",
+     "muon-tp-mode muon-fp32-matmul-prec muon-coefficient-type use-muon"),
+    ("optimizer", "adam, sgd and muon are here, and adam is AdamW",
+     "adam-decoupled "
      "override-opt-param-scheduler override-opt_param-scheduler use-checkpoint-opt-param-scheduler "
      "use-checkpoint-opt_param-scheduler override-lr-scheduler use-checkpoint-lr-scheduler"),
     ("lr-decay-iters", "the schedule's length is given by itself", "lr-decay-tokens"),
@@ -261,6 +263,7 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
                 "NullTokenizer": "null",
             }
         ),
+        "optimizer": types.MappingProxyType({"dist_muon": "muon"}),
         "attention-backend": types.MappingProxyType({"local": "reference", "unfused": "reference"}),
     }
 )

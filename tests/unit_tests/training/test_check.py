@@ -77,6 +77,8 @@ from tests.unit_tests.training.small_config import small_config
         ("--rope-scaling-factor 3", 1, "has no effect without --use-rope-scaling"),
         ("--yarn-beta-fast 64", 1, "has no effect without --position-embedding-type yarn"),
         ("--loss-spike-window 3", 1, "has no effect without --loss-spike-factor"),
+        ("--no-muon-split-qkv", 1, "--muon-split-qkv has no effect without --optimizer muon"),
+        ("--optimizer-offload-fraction 0.5", 1, "has no effect without --optimizer-cpu-offload"),
         ("--straggler-factor 9", 1, "has no effect without --log-straggler"),
         ("--allow-data-change", 1, "has no effect without --load"),
         ("--finetune", 1, "has no effect without --load or --pretrained-checkpoint"),

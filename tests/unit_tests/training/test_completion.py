@@ -36,7 +36,7 @@ def test_flags_choices_and_files():
     start = ("torchrun", "--nproc-per-node", "2", "-m", MODULE)
     assert offered(script(), *start, "--num-l") == ["--num-layers"]
     assert offered(script(), *start, "--bf16", "--no-bf") == ["--no-bf16"]
-    assert offered(script(), *start, "--optimizer", "") == ["adam", "sgd"]
+    assert offered(script(), *start, "--optimizer", "") == ["adam", "sgd", "muon"]
     assert offered(script(), *start, "--optimizer", "s") == ["sgd"]
     assert offered(script(), *start, "--save", "") == [], "the shell offers files"
     assert len(offered(script(), *start, "")) > len(options(Config))

@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.optimizer import MuonConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler
 from megatron.core.process_groups import RankGrid
 from megatron.training.config.resolve import resolve
@@ -114,6 +115,8 @@ def test_optimizer():
     )
     assert dataclasses.asdict(optimizer_config(small_config(flags))) == {
         "kind": "sgd",
+        "muon": dataclasses.asdict(MuonConfig()),
+        "offload_fraction": 0.0,
         "adam_beta1": 0.8,
         "adam_beta2": 0.95,
         "adam_eps": 1e-6,
@@ -125,6 +128,33 @@ def test_optimizer():
         "clip_grad": 0.5,
         "count_zeros": True,
     }
+
+
+def test_muon():
+    flags = (
+        "--optimizer dist_muon --muon-momentum 0.9 --no-muon-use-nesterov --muon-num-ns-steps 6 "
+        "--muon-scale-mode rms --muon-extra-scale-factor 0.5 --no-muon-split-qkv "
+        "--muon-adam-weights *.router.* *.gate.*"
+    )
+    chosen = optimizer_config(small_config(flags))
+    assert chosen.kind == "muon"
+    assert dataclasses.asdict(chosen.muon) == {
+        "momentum": 0.9,
+        "nesterov": False,
+        "num_ns_steps": 6,
+        "scale_mode": "rms",
+        "extra_scale_factor": 0.5,
+        "split_fused": False,
+        "adam_names": ("*.router.*", "*.gate.*"),
+        "round_bytes": MuonConfig().round_bytes,
+    }
+    assert optimizer_config(small_config("--optimizer muon")).muon == MuonConfig()
+
+
+def test_offload():
+    assert optimizer_config(small_config("--optimizer-cpu-offload")).offload_fraction == 1.0
+    some = small_config("--optimizer-cpu-offload --optimizer-offload-fraction 0.25")
+    assert optimizer_config(some).offload_fraction == 0.25
 
 
 def test_optimizer_groups_and_state():
@@ -149,6 +179,10 @@ def test_optimizer_groups_and_state():
         ("--exp-avg-sq-dtype bf16", "with --adam-beta2 0.999: rounding loses .* at most 0.992"),
         ("--exp-avg-dtype bf16 --optimizer sgd", "no effect with --optimizer sgd: drop it"),
         ("--exp-avg-sq-dtype fp16", "range is too small"),
+        ("--optimizer-cpu-offload --optimizer muon", "drop it or choose adam"),
+        ("--optimizer-offload-fraction 0", "must be above 0 and at most 1"),
+        ("--muon-momentum 1", r"--muon-momentum is 1.0: it must lie in \[0, 1\)"),
+        ("--muon-num-ns-steps 0", "--muon-num-ns-steps is 0: it must be above 0"),
     ],
 )
 def test_optimizer_options_that_cannot_be(flags: str, message: str):

@@ -13,6 +13,9 @@ KINDS = ("adam", "sgd", "muon")
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 #: Factors of an orthogonal update of [rows, cols]; `newton_schulz.update_scale` has the formulas.
 SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "rms")
+#: Patterns of names of matrices that AdamW updates beside what Muon updates: each of their rows is a
+#: token's, used alone, so that the matrix as a whole means nothing.
+TOKEN_MATRICES = ("embedding.*", "*.embedding.*", "head.*", "*.head.*")
 #: A running average moves by (1 - beta) of itself. bf16 rounds to 8 bits: where that share is
 #: below 2^-7, up to all of a move is lost and the average cannot fall any more.
 LEAST_BF16_MOVE = 2.0**-7
@@ -30,7 +33,8 @@ class MuonConfig:
         extra_scale_factor: a factor of every update beside that.
         split_fused: orthogonalise each logical tensor of a fused weight (q, k, v; gate, up) by
             itself; False joins those of one weight along their rows.
-        adam_names: patterns of logical names of matrices that AdamW updates all the same.
+        adam_names: patterns of logical names of further matrices that AdamW updates, beside
+            embedding and head.
         round_bytes: what the buffers of a round of exchanges may take on any rank; a matrix that
             alone needs more makes a round of its own.
 
@@ -44,7 +48,7 @@ class MuonConfig:
     scale_mode: str = "spectral"
     extra_scale_factor: float = 1.0
     split_fused: bool = True
-    adam_names: tuple[str, ...] = ("embedding.*", "*.embedding.*", "head.*")
+    adam_names: tuple[str, ...] = ()
     round_bytes: int = 2**28
 
     def __post_init__(self) -> None:

@@ -54,9 +54,9 @@ class Optimizer:
         owned: what a data-parallel engine's `owned()` returns.
         groups: for the sums of the norm.
         scaler: the loss scaler whose scale is in the gradients.
-        names: logical names of the whole model's weights; every pattern of the config must match
-            one. None: those of `owned`, which on one rank of many need not be all.
-        weights: descriptions of this rank's weights; Muon needs them to join fused ones.
+        weights: descriptions of the whole model's weights: every pattern of the config must match
+            the name of one, and Muon joins fused ones. None: what `owned` tells, which on one rank
+            of many need not be all, and nothing to join.
 
     With kind "muon" building one is collective over the world.
 
@@ -77,14 +77,17 @@ class Optimizer:
         *,
         config: OptimizerConfig | None = None,
         scaler: LossScaler | None = None,
-        names: Collection[str] | None = None,
         weights: Collection[WeightSharding] | None = None,
     ) -> None:
         self.config = config or OptimizerConfig()
-        if names is None:
-            names = {placed.box.name for one in owned for placed in one.boxes}
+        names = {placed.box.name for one in owned for placed in one.boxes}
+        if weights is not None:
+            names = {segment.name for sharding in weights for segment in sharding.segments}
         check_patterns(self.config.lr_factors, names, what="learning rate groups")
         check_patterns(self.config.decay_factors, names, what="weight decay groups")
+        if self.config.kind == "muon":
+            patterns = tuple((pattern, 1.0) for pattern in self.config.muon.adam_names)
+            check_patterns(patterns, names, what="matrices that AdamW updates")
         self.groups = groups
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.ranges = [state for one in owned for state in range_states(one, self.config)]

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from megatron.core.device import pin
-from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.config import TOKEN_MATRICES, OptimizerConfig
 from megatron.core.optimizer.weight_groups import update_ranges
 from megatron.core.weight_gather.owned import OwnedRange, PlacedBox
 from megatron.core.weight_sharding import Box, range_boxes
@@ -100,9 +100,10 @@ def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]
 
 
 def is_matrix(box: Box, adam_names: Sequence[str]) -> bool:
-    """Tell whether Muon updates the logical tensor of a box: it has two dimensions, and no pattern
-    gives it to AdamW."""
-    return len(box.shape) == 2 and not any(fnmatchcase(box.name, p) for p in adam_names)
+    """Tell whether Muon updates the logical tensor of a box: it has two dimensions, is no matrix of
+    tokens, and no pattern gives it to AdamW."""
+    patterns = (*TOKEN_MATRICES, *adam_names)
+    return len(box.shape) == 2 and not any(fnmatchcase(box.name, p) for p in patterns)
 
 
 def split_range(owned: OwnedRange, cuts: Sequence[int]) -> list[OwnedRange]:

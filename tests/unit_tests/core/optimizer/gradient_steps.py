@@ -79,7 +79,6 @@ class Training:
             groups,
             config=config,
             scaler=scaler,
-            names=self.store.logical_names(),
             weights=[handle.sharding for handle in self.store.handles.values()],
         )
 

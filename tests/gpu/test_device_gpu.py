@@ -22,7 +22,7 @@ def test_streams_events_and_memory_on_a_gpu(device):
         copy = source.to(gpu, non_blocking=True)
         end.record(side)
     devices.current_stream(gpu).wait_event(end)
-    copy.record_stream(devices.current_stream(gpu))
+    devices.record_use(copy, devices.current_stream(gpu))
     assert copy.sum().item() == source.sum().item()
     devices.synchronize(gpu)
     assert start.elapsed_time(end) > 0.0

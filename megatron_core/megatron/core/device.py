@@ -125,6 +125,13 @@ def new_event(device: torch.device, *, timing: bool = False) -> Event:
     return torch.cuda.Event(enable_timing=timing) if device.type == "cuda" else NullEvent()
 
 
+def record_use(tensor: Tensor, stream: Stream) -> None:
+    """Keep a tensor's memory, once nobody holds it, from being used again before `stream` has run
+    what is on it now; for a tensor that was allocated on another stream."""
+    if not isinstance(stream, NullStream):
+        tensor.record_stream(stream)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until everything put on `device` has run."""
     if device.type == "cuda":

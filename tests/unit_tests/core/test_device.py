@@ -53,6 +53,7 @@ def test_streams_and_events_are_no_ops_on_a_cpu():
     end.wait(main)
     end.synchronize()
     devices.synchronize(CPU)
+    devices.record_use(torch.zeros(1), side)
     assert total == 199_990_000
     assert end.query()
     assert 0.0 < start.elapsed_time(end) < 10_000.0

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.comm.transfer import Pending, Transfer, Underway
+from megatron.core.device import current_stream, record_use
 from megatron.core.process_groups import Group, ProcessGroupCollection
 
 _OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX})
@@ -150,7 +151,7 @@ def reduce_scatter_wide_async(
     """Start a reduce-scatter that sends `x` as it is and sums in fp32, in the order of ranks.
 
     The addends of one rank's rows come to it by all-to-all, so a bf16 sum is rounded once, at the
-    inputs, and not at every rank. Wait for it where it was started (on a GPU: that stream).
+    inputs, and not at every rank.
 
     Args:
         x: [n·size, ...]; left alone before `wait()`.
@@ -259,6 +260,7 @@ class _Sum:
         self.out.copy_(first)
         for part in others:
             self.out.add_(part)
+        record_use(self.parts, current_stream(self.parts.device))
 
 
 def _handle(group: Group) -> dist.ProcessGroup:

@@ -20,7 +20,7 @@ class Underway(Protocol):
         """Block until the transfer is done (on a GPU: make the current stream wait for it)."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Transfer:
     """A collective that is about to start.
 

@@ -108,8 +108,9 @@ class WeightHandle:
 
     def linear(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
         """Return x [..., h] Wᵀ + bias, [..., o]. Saves x only."""
-        bias_anchor = None if bias is None else bias.anchor
-        return _Linear.apply(x, self.anchor, bias_anchor, self, bias)
+        if bias is None:
+            return _Linear.apply(x, self.anchor, self)
+        return _Linear.apply(x, self.anchor, self, bias, bias.anchor)
 
     def embedding(self, ids: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows `ids` [...] of the weight, [..., h]; zero where `valid` is False. Saves
@@ -128,8 +129,16 @@ class WeightHandle:
 
     def wgrad(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Put dyᵀ x, now or through the queue."""
+        if self.queue is None and self.gradients is not None and not torch.is_grad_enabled():
+            self._run_linear(grad, x)  # the everyday case, at half the microseconds
+            return
         grad, x = grad.detach(), x.detach()
-        self._put(lambda: self._run_linear(grad, x))
+
+        def run() -> None:
+            with torch.no_grad():
+                self._run_linear(grad, x)
+
+        self._put(run)
 
     def add_gradient(self, grad: torch.Tensor) -> None:
         """Put a gradient that is already computed, of the local shape, now or through the queue."""
@@ -170,9 +179,9 @@ class WeightHandle:
         self.gradients.put_done(self)
 
     def _run_linear(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Write or add dyᵀ x; grad mode must be off."""
         slot = self._open()
-        with torch.no_grad():
-            linear_wgrad_(slot, grad, x, overwrite=self.fresh)
+        linear_wgrad_(slot, grad, x, overwrite=self.fresh)
         self._done()
 
     def _run_add(self, grad: torch.Tensor) -> None:
@@ -200,9 +209,9 @@ class _Linear(torch.autograd.Function):
     """forward y = x Wᵀ + b; dgrad dx = dy W; wgrad dW = dyᵀ x into the slot. Saves x."""
 
     @staticmethod
-    def forward(ctx, x, anchor, bias_anchor, handle, bias):
+    def forward(ctx, x, anchor, handle, bias=None, bias_anchor=None):
         ctx.handle, ctx.bias = handle, bias
-        ctx.save_for_backward(x if handle.trainable else None)
+        ctx.save_for_backward(x if anchor.requires_grad else None)
         return linear_forward(x, handle.get(), bias=None if bias is None else bias.get())
 
     @staticmethod

@@ -22,6 +22,8 @@ from megatron.core.ops.wide_product import add_product_
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which `x`'s device multiplies matrices of its dtype."""
+    if x.dtype is torch.float32:
+        return x.dtype
     return cpu_matmul_dtype(x.dtype) if x.device.type == "cpu" else x.dtype
 
 
@@ -53,6 +55,9 @@ def linear_wgrad_(
         grad: dy [..., o].
         x: [..., h], the same leading shape.
     """
-    grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
+    if x.ndim != 2:
+        grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
     dtype = product_dtype(x)
-    add_product_(slot, grad.to(dtype).t(), x.to(dtype), overwrite=overwrite)
+    if grad.dtype is not dtype or x.dtype is not dtype:
+        grad, x = grad.to(dtype), x.to(dtype)
+    add_product_(slot, grad.t(), x, overwrite=overwrite)

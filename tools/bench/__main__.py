@@ -14,7 +14,7 @@ import sys
 
 from tools.bench.table import Row, format_table
 
-BENCHES = ("data", "checkpoint", "ops", "startup", "train")
+BENCHES = ("data", "checkpoint", "ops", "startup", "train", "data_parallel")
 
 
 def main() -> None:

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our data-parallel engine against torch DDP and FSDP2: one model, the same units, gloo ranks.
+
+python -m tools.bench.data_parallel                        every race on 2 and on 4 ranks
+python -m tools.bench.data_parallel --ranks 2 --rounds 60 --race no_shard/ddp
+python -m tools.bench.data_parallel --profile optim_grads_params
+python -m tools.bench.data_parallel --latency 5            prefetch against none on a slow link
+python -m tools.bench.data_parallel --machinery            what a weight costs on one rank
+
+Both sides live in the same processes and take turns step by step, with process groups of their
+own. A ratio is the median over rounds of ours / theirs of the slower rank's seconds, so below 1 is
+faster. `cpu` is the same of the processor seconds of all ranks: what is left on a busy machine.
+Every loss of every step must agree, or the race stops. Gloo on two cores overlaps nothing with
+computing: what overlap is worth shows on a simulated link, on which every collective takes some
+milliseconds in which nobody computes for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.comm.links import Latency, simulated
+from megatron.core.distributed import DataParallelConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tools.bench import gloo_ranks, machinery
+from tools.bench.data_parallel_steps import (
+    Batch,
+    OurStep,
+    TimedStep,
+    Timing,
+    TorchStep,
+    ddp,
+    fsdp2,
+)
+from tools.bench.shapes import SHAPES, Shape
+from tools.bench.table import Row, format_table
+
+#: ours / theirs, and what the issue of the engine promises of the ratio.
+RACES = {"no_shard/ddp": "<= 1.0", "optim_grads_params/fsdp2": "<= 0.9"}
+OURS = {
+    "no_shard": DataParallelConfig(strategy="no_shard"),
+    "optim": DataParallelConfig(strategy="optim", overlap_param_gather=True),
+    "optim_grads": DataParallelConfig(strategy="optim_grads", overlap_param_gather=True),
+    "optim_grads_params": DataParallelConfig(
+        strategy="optim_grads_params", overlap_param_gather=True
+    ),
+    "optim_grads_params_on_demand": DataParallelConfig(
+        strategy="optim_grads_params", overlap_grad_reduce=False
+    ),
+}
+PEERS = ("ddp", "fsdp2", "local")
+PREFETCH_TARGET = "<= 0.77"  # 1.3 times faster
+BUCKET_BYTES = 4 << 20  # of 21 MB: DDP's and our buckets
+WARMUP_ROUNDS = 3  # DDP orders its buckets anew after its first step
+LOSS_ERROR = 1e-5  # relative; fp32 sums in another order, over some tens of steps
+
+
+def batch_of(shape: Shape, rank: int, index: int) -> Batch:
+    """Return the tokens and labels of one step of one rank."""
+    generator = torch.Generator().manual_seed(1000 * index + rank)
+    size = (shape.batch, shape.sequence + 1)
+    tokens = torch.randint(0, shape.vocabulary, size, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def build(names: Sequence[str], shape: Shape, groups: ProcessGroupCollection) -> dict[str, object]:
+    """Build the named variants, all from the same weights.
+
+    Raises:
+        ValueError: a name that is no strategy of ours and no peer.
+    """
+    source = OurStep(shape, groups, config=OURS["no_shard"], bucket_bytes=BUCKET_BYTES).model
+    wraps: dict[str, Callable] = {
+        "ddp": partial(ddp, bucket_bytes=BUCKET_BYTES),
+        "fsdp2": fsdp2,
+        "local": lambda plain: plain,
+    }
+    found: dict[str, object] = {}
+    for name in names:
+        if name in wraps:
+            found[name] = TorchStep(shape, source, wrap=wraps[name])
+        elif name in OURS:
+            found[name] = OurStep(shape, groups, config=OURS[name], bucket_bytes=BUCKET_BYTES)
+        else:
+            raise ValueError(f"variant {name!r}: use {', '.join((*OURS, *PEERS))}")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What is raced, and how.
+
+    Args:
+        names: the variants; a ratio is that of the first two.
+        rounds: steps of each that count.
+        batch: rows of 256 tokens on each rank.
+        latency_seconds: of every collective of ours, one at a time on each communicator; 0 leaves
+            gloo as it is.
+    """
+
+    names: tuple[str, ...]
+    rounds: int
+    batch: int = SHAPES["S"].batch
+    latency_seconds: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """Return what tells its rows from other courses'."""
+        late = f", {1e3 * self.latency_seconds:g} ms latency" if self.latency_seconds else ""
+        return f"{'/'.join(self.names)}, {self.rounds} pairs, {self.batch}x256{late}"
+
+
+def race(rank: int, world: int, course: Course) -> dict[str, list[Timing]]:
+    """Let the variants take turns as one rank; return the timings of the counted rounds."""
+    shape, names, rounds = replace(SHAPES["S"], batch=course.batch), course.names, course.rounds
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    steps: dict[str, TimedStep] = {n: v.step for n, v in build(names, shape, groups).items()}
+    found: dict[str, list[Timing]] = {name: [] for name in names}
+    for index in range(WARMUP_ROUNDS + rounds):
+        batch = batch_of(shape, rank, index)
+        turn = index % len(names)
+        losses = {}
+        for name in (*names[turn:], *names[:turn]):
+            dist.barrier()
+            with slow_link(groups, course.latency_seconds):
+                timing = steps[name](batch)
+            losses[name] = timing.loss
+            if index >= WARMUP_ROUNDS:
+                found[name].append(timing)
+        _check_losses(losses, world, index)
+    return found
+
+
+def slow_link(groups: ProcessGroupCollection, seconds: float) -> AbstractContextManager[object]:
+    """Return a context in which collectives over `groups` take `seconds`; 0 changes nothing."""
+    if not seconds:
+        return nullcontext()
+    return simulated(groups, Latency(seconds, shared=False))
+
+
+def _check_losses(losses: dict[str, float], world: int, index: int) -> None:
+    """Raise ValueError unless all variants saw the same loss on this rank."""
+    means = {n: v if n in PEERS else v * world for n, v in losses.items()}
+    low, high = min(means.values()), max(means.values())
+    if not high - low <= LOSS_ERROR * abs(high):
+        raise ValueError(f"step {index}: the losses differ, so the race is void: {means}")
+
+
+def over_ranks(timings: Sequence[Sequence[Timing]], part: str) -> list[float]:
+    """Return, of each step, the slowest rank's seconds of a part; of `cpu` the sum over ranks."""
+    total = sum if part == "cpu" else max
+    return [total(_seconds(t, part) for t in step) for step in zip(*timings, strict=True)]
+
+
+def _seconds(timing: Timing, part: str) -> float:
+    parts = {
+        "forward": timing.forward,
+        "backward": timing.backward,
+        "update": timing.update,
+        "total": timing.total,
+        "cpu": timing.cpu,
+    }
+    return parts[part]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median over steps of ours / theirs."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+PARTS = ("forward", "backward", "update", "total", "cpu")
+
+
+def describe(course: Course, world: int, *, target: str = "") -> list[Row]:
+    """Run one race and return its rows: milliseconds of each part and the ratios."""
+    ranks = gloo_ranks.run(race, world, course)
+    found = []
+    for part in PARTS:
+        seconds = [over_ranks([rank[n] for rank in ranks], part) for n in course.names]
+        medians = [1e3 * statistics.median(s) for s in seconds]
+        found.append(
+            Row(
+                bench="data_parallel",
+                what=f"{world} ranks: ms of {part}, {course.title}",
+                ours=medians[0],
+                peer=medians[1] if len(medians) > 1 else None,
+                ratio=ratio(*seconds) if len(seconds) > 1 else None,
+                target=target if part == "total" else "",
+            )
+        )
+    return found
+
+
+def slow_links(milliseconds: float, rounds: int, *, batch: int = 1) -> list[Row]:
+    """Race prefetch and overlap against none on two ranks with slow links."""
+    course = Course(
+        names=("optim_grads_params", "optim_grads_params_on_demand"),
+        rounds=rounds,
+        batch=batch,
+        latency_seconds=milliseconds / 1e3,
+    )
+    return describe(course, 2, target=PREFETCH_TARGET)
+
+
+def profile(rank: int, world: int, name: str, steps: int) -> str:
+    """Return the table of a profile of some steps, as one rank saw them."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    shape = SHAPES["S"]
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    step = build([name], shape, groups)[name].step
+    for index in range(WARMUP_ROUNDS):
+        step(batch_of(shape, rank, index))
+    with profiler(activities=[ProfilerActivity.CPU]) as found:
+        for index in range(steps):
+            step(batch_of(shape, rank, index))
+    return found.key_averages().table(
+        sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=60
+    )
+
+
+def rows(quick: bool) -> list[Row]:
+    """Run every race on 2 ranks and, unless `quick`, on 4; then the slow links, and one rank."""
+    rounds = 10 if quick else 40
+    found = []
+    for world in (2,) if quick else (2, 4):
+        for name, target in RACES.items():
+            course = Course(names=tuple(name.split("/")), rounds=rounds)
+            found += describe(course, world, target=target)
+    return found + slow_links(5.0, rounds) + machinery.rows(quick)
+
+
+def main() -> None:
+    """Measure what was asked for and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of steps that count")
+    parser.add_argument("--batch", type=int, help="rows of 256 tokens on each rank")
+    parser.add_argument(
+        "--race",
+        nargs="+",
+        default=list(RACES),
+        help=f"ours/theirs, of {', '.join((*OURS, *PEERS))}",
+    )
+    parser.add_argument("--latency", type=float, metavar="MS", help="race prefetch against none")
+    parser.add_argument("--machinery", action="store_true", help="microseconds of a weight")
+    parser.add_argument("--profile", metavar="VARIANT", help="print where five steps' time goes")
+    arguments = parser.parse_args()
+    if arguments.machinery:
+        print(format_table(machinery.rows(quick=False)))
+    elif arguments.latency:
+        print(
+            format_table(
+                slow_links(arguments.latency, arguments.rounds, batch=arguments.batch or 1)
+            )
+        )
+    elif arguments.profile:
+        print(gloo_ranks.run(profile, arguments.ranks[0], arguments.profile, 5)[0])
+    else:
+        batch = arguments.batch or SHAPES["S"].batch
+        for world in arguments.ranks:
+            found = []
+            for name in arguments.race:
+                names = tuple(name.split("/"))
+                course = Course(names=names, rounds=arguments.rounds, batch=batch)
+                found += describe(course, world, target=RACES.get(name, ""))
+            print(format_table(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step under our engine, torch DDP or FSDP2, with the seconds of its three parts.
+
+All train the weights of one GPT from the same values: clip the gradient, then fused AdamW without
+decay of norms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from tools.bench import shapes
+from tools.bench.ours import config_of
+from tools.bench.plain_model import PlainModel, copy_weights
+from tools.bench.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one step on one rank, and its loss summed over this rank's tokens' weights.
+
+    `cpu` counts all threads of the process, those of the communication too, and not the waiting.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    cpu: float
+    loss: float
+
+    @property
+    def total(self) -> float:
+        """Return the seconds from the first to the last operation."""
+        return self.forward + self.backward + self.update
+
+
+#: A batch's tokens and labels, each int64 [b, s].
+Batch = tuple[torch.Tensor, torch.Tensor]
+TimedStep = Callable[[Batch], Timing]
+
+
+def timed(
+    forward: Callable[[Batch], torch.Tensor],
+    backward: Callable[[torch.Tensor], None],
+    update: Callable[[], None],
+) -> TimedStep:
+    """Return a step made of three parts, with a clock between them."""
+
+    def step(batch: Batch) -> Timing:
+        cpu, start = time.process_time(), time.perf_counter()
+        loss = forward(batch)
+        middle = time.perf_counter()
+        backward(loss)
+        reduced = time.perf_counter()
+        update()
+        end = time.perf_counter()
+        used = time.process_time() - cpu
+        return Timing(middle - start, reduced - middle, end - reduced, used, loss.item())
+
+    return step
+
+
+class OurStep:
+    """A step of our model under our engine.
+
+    Args:
+        groups: the process groups; every rank is a lane.
+        config: of the engine.
+        bucket_bytes: fp32 gradient bytes of a bucket, where weights are stored whole.
+
+    Attributes:
+        step: takes a batch.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        groups: ProcessGroupCollection,
+        *,
+        config: DataParallelConfig,
+        bucket_bytes: int,
+    ) -> None:
+        self.model = GPTModel(
+            config_of(shape),
+            groups,
+            seed=shapes.SEED,
+            storage=config.storage(bucket_bytes=bucket_bytes),
+        )
+        self.engine = DataParallel(self.model.store, groups, config=config)
+        settings = OptimizerConfig(
+            adam_beta1=shapes.BETAS[0],
+            adam_beta2=shapes.BETAS[1],
+            adam_eps=shapes.EPSILON,
+            clip_grad=shapes.CLIP,
+        )
+        self.optimizer = Optimizer(self.engine.owned(), groups, config=settings)
+        factor = 1.0 / (shape.tokens * groups["lanes"].size)
+        self.weights = torch.full((shape.batch, shape.sequence), factor)
+        self.step = timed(self._forward, self._backward, self._update)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        self.engine.begin_step()
+        return self.model.loss(*batch, self.weights)[0]
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss, last=True)
+        self.engine.finish()
+
+    def _update(self) -> None:
+        self.optimizer.step(shapes.LEARNING_RATE, shapes.WEIGHT_DECAY)
+        self.engine.start_param_sync()
+
+
+class TorchStep:
+    """A step of the plain module under torch's data parallelism.
+
+    Args:
+        ours: the model whose weights it starts from.
+        wrap: makes the module data parallel, in place or by another around it.
+
+    Attributes:
+        step: takes a batch.
+    """
+
+    def __init__(
+        self, shape: Shape, ours: GPTModel, *, wrap: Callable[[PlainModel], nn.Module]
+    ) -> None:
+        plain = PlainModel(shape)
+        copy_weights(plain, ours, shape)
+        self.model = wrap(plain)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": shapes.WEIGHT_DECAY},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=shapes.LEARNING_RATE,
+            betas=shapes.BETAS,
+            eps=shapes.EPSILON,
+            fused=True,
+        )
+        # Theirs is a mean over the ranks of each rank's mean.
+        self.weights = torch.full((shape.batch, shape.sequence), 1.0 / shape.tokens)
+        self.step = timed(self._forward, self._backward, self._update)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        return self.model(*batch, self.weights)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def _update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), shapes.CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def ddp(plain: PlainModel, *, bucket_bytes: int) -> nn.Module:
+    """Wrap in DistributedDataParallel, gradients as views of its buckets."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(
+        plain, bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=True
+    )
+
+
+def fsdp2(plain: PlainModel, *, reshard: bool = True) -> nn.Module:
+    """Apply `fully_shard` to every layer and to the root, which holds both vocabularies."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in plain.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(plain, mesh=mesh)

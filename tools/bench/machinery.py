@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reaching a weight through a handle costs on one rank, against `F.linear` and autograd.
+
+The matrices are so small that only the calls are timed. A chain of layers is run forward and
+backward, ours under the engine, theirs over leaves whose gradients autograd stores; the order
+changes every round, and a figure is the median over rounds of the difference per weight.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.initialize import InitSpec
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_sharding import WeightSharding
+from tools.bench.table import Row
+
+LAYERS, SIZE, TOKENS = 64, 8, 4
+Chain = Callable[[torch.Tensor], torch.Tensor]
+
+
+def our_chain(strategy: str) -> tuple[Chain, Callable[[torch.Tensor], None]]:
+    """Return (forward, backward) of a chain of handles on one rank."""
+    groups = ProcessGroupCollection.single()
+    store = WeightStore(groups)
+    handles = [
+        store.declare(WeightSharding.of(f"layer{i}", (SIZE, SIZE)), InitSpec.normal(0.3))
+        for i in range(LAYERS)
+    ]
+    config = DataParallelConfig(strategy=strategy)
+    store.materialize(config.storage())
+    engine = DataParallel(store, groups, config=config)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for handle in handles:
+            x = handle.linear(x)
+        return x
+
+    def backward(loss: torch.Tensor) -> None:
+        engine.accumulate(last=True)
+        loss.backward()
+
+    def begin_and_forward(x: torch.Tensor) -> torch.Tensor:
+        engine.begin_step()
+        return forward(x)
+
+    return begin_and_forward, backward
+
+
+def plain_chain() -> tuple[Chain, Callable[[torch.Tensor], None]]:
+    """Return (forward, backward) of a chain of leaves."""
+    leaves = [torch.randn(SIZE, SIZE).mul_(0.3).requires_grad_() for _ in range(LAYERS)]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        for leaf in leaves:
+            x = F.linear(x, leaf)
+        return x
+
+    return forward, torch.Tensor.backward
+
+
+def rows(quick: bool) -> list[Row]:
+    """Measure microseconds per weight of forward and backward."""
+    torch.set_num_threads(1)
+    rounds = 60 if quick else 400
+    chains = {"ours": our_chain("optim_grads_params"), "plain": plain_chain()}
+    x = torch.randn(TOKENS, SIZE)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in chains}
+    for turn in range(rounds + rounds // 10):
+        names = list(chains) if turn % 2 else list(chains)[::-1]
+        for name in names:
+            measured = _measure(*chains[name], x)
+            if turn >= rounds // 10:
+                seconds[name].append(measured)
+    found = []
+    for part, what in enumerate(("forward", "backward")):
+        ours = [1e6 * s[part] / LAYERS for s in seconds["ours"]]
+        plain = [1e6 * s[part] / LAYERS for s in seconds["plain"]]
+        difference = statistics.median(a - b for a, b in zip(ours, plain, strict=True))
+        for name, figure, peer, target in (
+            (f"us per weight and {what}", statistics.median(ours), statistics.median(plain), ""),
+            (f"us more than F.linear, {what}", difference, None, "<= 5"),
+        ):
+            found.append(
+                Row(
+                    bench="data_parallel",
+                    what=f"1 rank: {name}",
+                    ours=figure,
+                    peer=peer,
+                    ratio=None,
+                    target=target,
+                )
+            )
+    return found
+
+
+def _measure(
+    forward: Chain, backward: Callable[[torch.Tensor], None], x: torch.Tensor
+) -> Sequence[float]:
+    """Return the processor seconds of forward and of backward: other programs do not count."""
+    start = time.process_time()
+    loss = forward(x)
+    middle = time.process_time()
+    total = loss.sum()
+    begun = time.process_time()
+    backward(total)
+    return [middle - start, time.process_time() - begun]

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing import (
     latest_checkpoint,
     load_checkpoint,
     read_extra,
+    read_manifest,
     save_checkpoint,
 )
 from megatron.core.optimizer import Optimizer
@@ -202,7 +203,9 @@ def load_run(
             _check_data(folder, extra["data"], facts, coordinator)
         chunks = weight_chunks(store)
         if with_optimizer:
-            chunks += optimizer_chunks(optimizer)
+            state = optimizer_chunks(optimizer)
+            _check_state(folder, state, coordinator)
+            chunks += state
         moved = _other_state_dtypes(extra, facts) if with_optimizer else []
         if moved:
             coordinator.say(f"converting optimizer state of {folder}: {'; '.join(moved)}")
@@ -214,9 +217,7 @@ def load_run(
     if with_optimizer:
         optimizer.steps = int(extra["optimizer"]["steps"])
         optimizer.scaler.load_state_dict(extra["optimizer"]["scaler"])
-    else:
-        for state in optimizer.ranges:
-            state.reload_master()
+    optimizer.after_load(with_state=with_optimizer)
     if not with_progress:
         return Progress()
     window.restore(extra["window"])
@@ -258,6 +259,24 @@ def _check_extra(
                 f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
                 "or leave its optimizer state with --no-load-optim"
             )
+
+
+def _check_state(folder: Path, state: list[TensorChunk], coordinator: Coordinator) -> None:
+    """See that a checkpoint holds all state that any rank's optimizer has. Raises ValueError."""
+
+    def absent() -> list[str]:
+        return sorted({chunk.name for chunk in state} - read_manifest(folder).tensors.keys())
+
+    coordinator.begin(f"comparing optimizer state with {folder.name}")
+    found = coordinator.agree(
+        "state", absent, lambda names: sorted({n for one in names for n in one})
+    )
+    if found:
+        more = f" and {len(found) - 1} tensors more" if len(found) > 1 else ""
+        raise ValueError(
+            f"{folder} lacks optimizer state of this run: {found[0]}{more}: give the flags it was "
+            "saved with, or leave its optimizer state with --no-load-optim"
+        )
 
 
 def _other_state_dtypes(extra: Mapping[str, Any], facts: RunFacts) -> list[str]:

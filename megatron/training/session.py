@@ -176,5 +176,4 @@ def _read_folder(path: str, session: Session) -> None:
         raise ValueError(f"--load-hf {path} holds another model: {'; '.join(found)}")
     chunks = weight_chunks(session.model.store)
     read_weights(folder, model, chunks, coordinator=session.place.coordinator)
-    for state in session.optimizer.ranges:
-        state.reload_master()
+    session.optimizer.after_load(with_state=False)

@@ -15,6 +15,8 @@ COMMON = "--eval-interval 0 --train-iters 4 --micro-batch-size 4 --adam-beta2 0.
 GROUPS = "--lr-group embedding.*=0.3 --weight-decay-group *norm*=0.5 --decoupled-lr 1e-2"
 NARROW = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
+CUT = "--data-parallel-sharding-strategy optim_grads_params"
+
 
 def dtypes(checkpoint: Path) -> dict[str, str]:
     """Return the dtype of each kind of optimizer state in a checkpoint."""
@@ -57,3 +59,59 @@ def test_a_pattern_for_no_weight_ends_the_run_with_a_line(tmp_path, capfd):
     assert run_here(flags(prefix, "--lr-group nothing.*=0.5")) == ExitCode.USER_ERROR
     said = capfd.readouterr()
     assert "no weight is called nothing.*: weights have names such as" in said.out + said.err
+
+
+def kinds(checkpoint: Path) -> dict[str, set[str]]:
+    """Return the kinds of optimizer state of each weight in a checkpoint."""
+    found: dict[str, set[str]] = {}
+    for name in read_manifest(checkpoint).tensors:
+        if name.startswith("optimizer."):
+            kind, _, weight = name.removeprefix("optimizer.").partition("/")
+            found.setdefault(weight, set()).add(kind)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_muon_goes_on_on_another_layout_and_not_with_another_optimizer(tmp_path, capfd):
+    prefix = write_tokens(tmp_path / "tokens")
+    original, muon = tmp_path / "original", f"{COMMON} --optimizer muon --muon-scale-mode rms"
+    run_on(2, flags(prefix, f"{muon} {CUT} --save-interval 2 --save {original}"))
+    start = original / "iter_0000002"
+    found = kinds(start)
+    assert found.pop("embedding.weight") == found.pop("head.weight") == {"exp_avg", "exp_avg_sq"}
+    matrices = {name for name, kept in found.items() if kept == {"momentum"}}
+    assert {name for name in found if "norm" not in name} == matrices
+    assert len(matrices) == 2 * 7, "q, k, v, output, gate, up and down of two layers"
+    wanted, metrics = losses(original / "metrics.jsonl"), tmp_path / "m"
+    more = f"{muon} --load {start} --metrics-file {metrics}"
+    run_on(2, flags(prefix, f"{more} --tensor-model-parallel-size 2"))
+    assert sorted(losses(metrics)) == [3, 4]
+    for iteration, loss in losses(metrics).items():
+        assert loss == pytest.approx(wanted[iteration], rel=1e-6), iteration
+    for words, message in (
+        (f"{COMMON} --load {start}", "optimizer: 'muon' in the checkpoint, 'adam' in"),
+        (f"{more} --muon-adam-weights *.down.*", "lacks optimizer state of this run: optimizer."),
+    ):
+        capfd.readouterr()
+        assert run_here(flags(prefix, words)) == ExitCode.USER_ERROR
+        said = capfd.readouterr()
+        assert message in said.out + said.err
+        assert "--no-load-optim" in said.out + said.err
+
+
+@pytest.mark.timeout(120)
+def test_state_in_host_memory_is_saved_like_any_other(tmp_path):
+    prefix = write_tokens(tmp_path / "tokens")
+    for dtype, bound in (("", 1e-6), ("--bf16", 1e-4)):
+        original, metrics = tmp_path / f"original{dtype}", tmp_path / f"m{dtype}"
+        offload = f"{COMMON} {dtype} --optimizer-cpu-offload"
+        run_on(2, flags(prefix, f"{offload} {CUT} --save-interval 2 --save {original}"))
+        start, wanted = original / "iter_0000002", losses(original / "metrics.jsonl")
+        own = {"master": "F32"} if dtype else {}
+        assert dtypes(start) == {**own, "exp_avg": "F32", "exp_avg_sq": "F32"}
+        for host in ("", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"):
+            words = f"{COMMON} {dtype} {host} --load {start} --metrics-file {metrics}"
+            assert run_here(flags(prefix, words)) == 0
+            assert sorted(losses(metrics)) == [3, 4]
+            for iteration, loss in losses(metrics).items():
+                assert loss == pytest.approx(wanted[iteration], rel=bound), (dtype, iteration)

@@ -13,7 +13,7 @@ KINDS = ("adam", "sgd", "muon")
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 #: Factors of an orthogonal update of [rows, cols]; `newton_schulz.update_scale` has the formulas.
 SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "rms")
-#: Patterns of names of matrices that AdamW updates beside what Muon updates: each of their rows is a
+#: Patterns of names of matrices that AdamW updates whatever Muon does: each of their rows is a
 #: token's, used alone, so that the matrix as a whole means nothing.
 TOKEN_MATRICES = ("embedding.*", "*.embedding.*", "head.*", "*.head.*")
 #: A running average moves by (1 - beta) of itself. bf16 rounds to 8 bits: where that share is

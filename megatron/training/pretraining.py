@@ -181,6 +181,7 @@ class SessionSteps:
         session = self._session
         root = session.run.config.checkpoint.save
         assert root is not None
+        session.step.engine.complete_weights()
         folder = save_run(
             root,
             store=session.model.store,

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,10 +82,16 @@ def rank_process(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
 
 
 @contextlib.contextmanager
-def running(world: int, argv: list[str]) -> Iterator[RankSet]:
-    """Start the run on fresh ranks; the store is served here, as torchrun serves it."""
+def running(
+    world: int, argv: list[str], *, process: Callable[..., None] = rank_process
+) -> Iterator[RankSet]:
+    """Start the run on fresh ranks; the store is served here, as torchrun serves it.
+
+    Args:
+        process: what each rank does, with the arguments of `rank_process`.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with start_ranks(rank_process, world, server.port, argv, init=False) as ranks:
+    with start_ranks(process, world, server.port, argv, init=False) as ranks:
         yield ranks
     del server
 

@@ -1,32 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of tp2 x dp2 goes on at tp1 and at tp4 with the losses of the original layout."""
+"""One run through every strategy and layout: each part goes on from the last one's checkpoint, and
+has the losses of a single process that was never interrupted."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from tests.functional_tests.small_run import flags, losses, run_on, write_tokens
+from megatron.core.dist_checkpointing import latest_checkpoint
+from tests.functional_tests.held_run import hold
+from tests.functional_tests.small_run import (
+    flags,
+    losses,
+    rank_process,
+    run_on,
+    running,
+    write_tokens,
+)
 
-COMMON = "--eval-interval 0 --train-iters 6 --micro-batch-size 4"
+COMMON = "--eval-interval 0 --train-iters 11 --save-interval 1 --ddp-bucket-size 4000"
+TENSOR = "--tensor-model-parallel-size"
+STRATEGY = "--data-parallel-sharding-strategy"
+CUT = f"{STRATEGY} optim_grads_params --overlap-param-gather --overlap-grad-reduce"
+HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
+
+#: Processes, layout and last iteration of each part.
+PARTS = (
+    (2, f"{TENSOR} 2 {STRATEGY} optim --sequence-parallel", 4),
+    (4, f"{CUT} {HYBRID} --param-gather-prefetch-bytes 60000 --check-weight-gather", 6),
+    (4, f"{TENSOR} 2 {STRATEGY} optim_grads --no-overlap-grad-reduce", 8),
+    (4, f"{TENSOR} 4 --sequence-parallel", 9),
+    (4, f"{TENSOR} 2 {CUT} --no-fsdp-all-gather-in-start-param-sync", 10),
+    (1, "", 11),
+)
 
 
-@pytest.mark.timeout(200)
-def test_other_layouts_continue_within_a_millionth(tmp_path):
+def held_process(rank: int, world: int, port: int, argv: list[str]) -> None:
+    """Be one rank of a run that waits in its third step."""
+    hold(3)
+    rank_process(rank, world, port, argv)
+
+
+@pytest.mark.timeout(300)
+def test_every_strategy_and_layout_goes_on_within_a_millionth(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
-    original = tmp_path / "original"
-    layout = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
-    run_on(4, flags(prefix, f"{COMMON} {layout} --save-interval 3 --save {original}"))
-    expected = losses(original / "metrics.jsonl")
-    assert expected[5] != pytest.approx(expected[1], rel=1e-3), "the model has not learnt anything"
-    start = original / "iter_0000003"
-    for world, layout in (
-        (1, ""),
-        (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
-    ):
-        metrics = tmp_path / f"tp{world}.jsonl"
-        more = f"{COMMON} {layout} --load {start} --metrics-file {metrics}"
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts"
+    run_on(1, flags(prefix, f"{COMMON.replace('--save-interval 1', '')} --metrics-file {whole}"))
+    expected = losses(whole)
+    assert expected[10] < expected[2] - 0.1, "the model has not learnt anything"
+
+    argv = flags(prefix, f"{COMMON} {CUT} --save {parts}")
+    with running(4, argv, process=held_process) as ranks:
+        deadline = time.monotonic() + 60
+        while not parts.is_dir() or latest_checkpoint(parts, say=print) != parts / "iter_0000002":
+            assert time.monotonic() < deadline, [ranks.log(rank) for rank in range(4)]
+            time.sleep(0.01)
+        for rank in range(4):
+            ranks.kill(rank)
+    for world, layout, last in PARTS:
+        more = f"{COMMON} {layout} --save {parts} --load {parts} --exit-interval {last}"
         run_on(world, flags(prefix, more))
-        found = losses(metrics)
-        assert sorted(found) == [4, 5, 6]
-        for iteration, loss in found.items():
-            assert loss == pytest.approx(expected[iteration], rel=1e-6), (world, iteration)
+        found = losses(parts / "metrics.jsonl")
+        assert max(found) == last
+    assert found.keys() == expected.keys()
+    for iteration, loss in found.items():
+        assert loss == pytest.approx(expected[iteration], rel=1e-6), iteration

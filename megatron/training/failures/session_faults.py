@@ -106,6 +106,7 @@ def roll_back(session: Session) -> Progress | None:
     if found is None:
         return None
     window = session.window.to_json()
+    session.step.engine.complete_weights()  # what is under way would write over what is loaded
     progress = load_run(
         found,
         store=session.model.store,
@@ -114,5 +115,6 @@ def roll_back(session: Session) -> Progress | None:
         facts=session.facts,
         coordinator=place.coordinator,
     )
+    session.step.engine.start_param_sync()
     session.window.restore(window)
     return progress

@@ -208,6 +208,19 @@ class DataParallel:
         elif self.config.overlap_param_gather and self.config.fsdp_all_gather_in_start_param_sync:
             self.gatherer.start_early()
 
+    def complete_weights(self) -> None:
+        """Have all updates arrive in what this rank stores, before that is saved or read.
+
+        Ranks that store the same hold the same after it. Every rank of the lanes calls this.
+
+        Raises:
+            ValueError: a step is under way.
+        """
+        if self._in_step:
+            raise ValueError("complete_weights inside a step: finish() or abort() it first")
+        if self.gatherer is not None:
+            self.gatherer.complete_stored()
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Run forwards without backward inside, between two steps.

@@ -156,7 +156,8 @@ class Gatherer:
         self._leave_segment()
         self._settle()
         for name, trace in self._program.traces.items():
-            if self._traces.get(name) != trace:
+            known = not trace and not self.leases  # everything was there: nothing was needed
+            if self._traces.get(name) != trace and not known:
                 self._traces[name] = trace
                 self._plans.clear()
 
@@ -232,7 +233,7 @@ class Gatherer:
         soon as it is complete."""
         self._start_outer()
         for bucket in reversed(self.buckets):
-            if not bucket.current:
+            if not bucket.current and bucket.index not in self._gathered:
                 self._issue(bucket)
                 if self.leases:
                     self._release(bucket.index)
@@ -241,6 +242,15 @@ class Gatherer:
                 gathered.pending.wait()
                 gathered.pending = None
             self.buckets[index].current = not self.leases
+
+    def complete_stored(self) -> None:
+        """Wait until this rank holds the latest values of all that it stores."""
+        if not self.leases:
+            self.gather_all()
+            return
+        self._start_outer()
+        for index in list(self._outer):
+            self._outer.pop(index).wait()
 
     # --- inside -----------------------------------------------------------------------------------
 

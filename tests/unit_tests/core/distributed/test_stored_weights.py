@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank stores is up to date before it is saved, however late the gathers come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.comm import Late, simulated
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.distributed.small_model import SmallModel, tokens
+
+
+def stored_weights(rank: int, world: int) -> None:
+    """Write every rank's own ranges, and read what it stores of the others'."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
+    for strategy, outer in (("optim_grads_params", "optim"), ("optim", "no_shard")):
+        for early in (True, False):
+            config = DataParallelConfig(
+                strategy=strategy,
+                outer=outer,
+                overlap_param_gather=True,
+                fsdp_all_gather_in_start_param_sync=early,
+            )
+            with simulated(groups, Late()):
+                _write_and_complete(groups, config)
+
+
+def _write_and_complete(groups: ProcessGroupCollection, config: DataParallelConfig) -> None:
+    model = SmallModel(groups, config=config)
+    engine = DataParallel(model.store, groups, config=config)
+    for step in range(3):
+        engine.begin_step()
+        with pytest.raises(ValueError, match="complete_weights inside a step"):
+            engine.complete_weights()
+        engine.backward(model.loss(*tokens(groups["lanes"].rank, step)), last=True)
+        engine.finish()
+        for bucket in model.store.buckets:
+            start, stop = bucket.owned_range
+            bucket.owned.copy_(step + torch.arange(start, stop) / 1e4)
+        engine.start_param_sync()
+        engine.complete_weights()
+        for bucket in model.store.buckets:
+            start, stop = bucket.weights.stored_range
+            assert torch.equal(bucket.weights.data, step + torch.arange(start, stop) / 1e4), (
+                config,
+                bucket.name,
+            )
+    assert engine.gatherer is not None
+    assert engine.gatherer.counts.mismatches == 0
+    assert engine.gatherer.counts.gathers >= 3 * len(model.store.buckets)
+
+
+def test_completed_weights_are_those_of_every_rank():
+    run_ranks(stored_weights, 4)
+
+
+def test_without_lanes_there_is_nothing_to_complete():
+    groups = ProcessGroupCollection.single()
+    model = SmallModel(groups, config=DataParallelConfig(strategy="optim"))
+    before = [bucket.weights.data.clone() for bucket in model.store.buckets]
+    DataParallel(
+        model.store, groups, config=DataParallelConfig(strategy="optim")
+    ).complete_weights()
+    for bucket, values in zip(model.store.buckets, before, strict=True):
+        assert torch.equal(bucket.weights.data, values)

@@ -115,6 +115,23 @@ class Arena:
                 buffer.released.synchronize()
         self._free.clear()
 
+    def detach(self) -> list[torch.Tensor]:
+        """Hand over the buffers that nobody leases: no later lease gets their memory.
+
+        A buffer that was leased while a CUDA graph was captured belongs to that graph: replays
+        write it, and nothing outside may wait for the event that it carries.
+
+        Raises:
+            ValueError: something is leased.
+        """
+        if self._leased:
+            raise ValueError(
+                f"{len(self._leased)} buffers are leased from the arena: release them first"
+            )
+        found = [buffer.data for free in self._free.values() for buffer in free]
+        self._free.clear()
+        return found
+
 
 def size_class(numel: int) -> int:
     """Return `numel` rounded up to the size in which buffers are kept, at most 1/64 or 15 more."""

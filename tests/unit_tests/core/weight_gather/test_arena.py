@@ -120,3 +120,17 @@ def test_size_classes_waste_at_most_a_64th():
         assert numel <= rounded <= max(numel + 15, numel * 65 / 64)
         assert rounded % 16 == 0
         assert size_class(rounded) == rounded
+
+
+def test_detached_buffers_are_never_leased_again():
+    arena = Arena("cpu")
+    leases = [arena.lease(n, torch.float32) for n in (1000, 1000, 40)]
+    with pytest.raises(ValueError, match="3 buffers are leased"):
+        arena.detach()
+    for lease in leases:
+        arena.release(lease)
+    held = arena.detach()
+    assert sorted(t.numel() for t in held) == [48, 1008, 1008]
+    assert arena.reserved_bytes == 0
+    taken = {t.data_ptr() for t in held}
+    assert arena.lease(1000, torch.float32).data_ptr() not in taken

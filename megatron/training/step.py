@@ -13,7 +13,7 @@ then a plain sum, and the reported loss is the sum of what each lane computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,10 +103,48 @@ class _Computed:
     own: torch.Tensor
 
 
+class ForwardBackward:
+    """Run the microbatches of a step forward and backward and make every gradient whole.
+
+    Whatever of a step needs no number on the host: a CUDA graph can hold all of it.
+    """
+
+    def __init__(self, model: LossModel, engine: DataParallel) -> None:
+        self.model, self.engine = model, engine
+
+    def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the microbatches add to the step's loss on this rank, an fp64
+        scalar.
+
+        Args:
+            factors: of each microbatch's token losses, loss scale included, fp32 [microbatches].
+        """
+        total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
+        self.engine.begin_step(len(microbatches))
+        try:
+            for i, (batch, factor) in enumerate(zip(microbatches, factors, strict=True)):
+                loss, _ = self.model.loss(
+                    batch.tokens,
+                    batch.labels,
+                    batch.loss_mask * factor,
+                    sample_ids=batch.sample_ids,
+                    **batch.documents,
+                )
+                total += loss.detach()
+                self.engine.backward(loss, last=i == len(microbatches) - 1)
+            self.engine.finish()
+        except BaseException:
+            self.engine.abort()
+            raise
+        return total
+
+
 class TrainStep:
     """Carry out steps.
 
     Args:
+        forward_backward: carries out the first part, as `ForwardBackward` does, which it is if
+            None.
         per_token_loss: weigh every token of the step equally instead of every microbatch.
         reruns: compute a step whose loss is not finite once more, and use that if it is finite.
             Nothing of a step but its gradients has changed by then, and dropout has no state, so
@@ -120,9 +158,12 @@ class TrainStep:
         *,
         optimizer: Optimizer,
         groups: ProcessGroupCollection,
+        forward_backward: Callable[[Sequence[Microbatch], torch.Tensor], torch.Tensor]
+        | None = None,
         per_token_loss: bool = False,
         reruns: bool = False,
     ) -> None:
+        self.forward_backward = forward_backward or ForwardBackward(model, engine)
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.groups, self.per_token_loss, self.reruns = groups, per_token_loss, reruns
 
@@ -177,26 +218,8 @@ class TrainStep:
 
     def _compute(self, microbatches: Sequence[Microbatch], votes: Sequence[float]) -> _Computed:
         """Run forward and backward, make gradients whole and sum loss and votes."""
-        scale = self.optimizer.scaler.scale
-        factors = self.loss_factors(microbatches)
-        total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
-        self.engine.begin_step(len(microbatches))
-        try:
-            for i, (batch, factor) in enumerate(zip(microbatches, factors, strict=True)):
-                weights = batch.loss_mask * (factor * scale)
-                loss, _ = self.model.loss(
-                    batch.tokens,
-                    batch.labels,
-                    weights,
-                    sample_ids=batch.sample_ids,
-                    **batch.documents,
-                )
-                total += loss.detach()
-                self.engine.backward(loss, last=i == len(microbatches) - 1)
-            self.engine.finish()
-        except BaseException:
-            self.engine.abort()
-            raise
+        factors = self.loss_factors(microbatches) * self.optimizer.scaler.scale
+        total = self.forward_backward(microbatches, factors)
         # Every rank takes part, although those of one lane have the same loss: a decision that
         # some ranks come to and others do not would leave them in different collectives.
         # NaN and Inf times 0 are NaN, so they reach all ranks from every one.

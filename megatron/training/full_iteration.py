@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FullIterationGraph: forward and backward of all microbatches of a step, replayed as one graph.
+
+    steps 1 … n     eager: kernels are compiled, communicators opened, the gather plan is made
+    step n + 1      recorded, then replayed
+    from there on   inputs are copied to the addresses that were recorded, and one call launches all
+
+Inside are every gather and reduction between `begin_step` and `finish`; outside, with all that
+needs a number on the host, the loss factors, the sum of the loss and the votes over the ranks, the
+optimizer, evaluation, checkpoints and logs. Dropout has no state: its masks follow from the sample
+numbers, which are inputs. The loss scale is a factor of the inputs too, so it may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron.core.distributed.capture import StepRecording, unforeseen_needs
+from megatron.training.graph_recorder import Recorder
+from megatron.training.step import ForwardBackward, Microbatch
+
+#: Eager steps behind the warm-up in which the needs of weights may still differ from the plan.
+PATIENCE = 4
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Microbatch))
+
+
+class StepInputs:
+    """Copies of a step's inputs whose addresses stay.
+
+    Args:
+        microbatches, factors: of the step that is recorded.
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
+        self.microbatches = [
+            Microbatch(**{name: _copied(getattr(batch, name)) for name in _FIELDS})
+            for batch in microbatches
+        ]
+        self.factors = factors.clone(memory_format=torch.contiguous_format)
+
+    def fit(self, microbatches: Sequence[Microbatch]) -> bool:
+        """Return whether a step has as many microbatches, of the same shapes and dtypes."""
+        return [_form(batch) for batch in self.microbatches] == [_form(b) for b in microbatches]
+
+    def take(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
+        """Copy a step's inputs here."""
+        self.factors.copy_(factors)
+        for mine, batch in zip(self.microbatches, microbatches, strict=True):
+            for name in _FIELDS:
+                if (kept := getattr(mine, name)) is not None:
+                    kept.copy_(getattr(batch, name))
+
+
+class FullIterationGraph:
+    """Carry out `ForwardBackward` eagerly at first, then by replays of one recording.
+
+    A step of another form than the recorded one runs eagerly, and is counted.
+
+    Args:
+        run: what is recorded.
+        recorder: of the device on which it runs.
+        warmup_steps: eager steps before the recording; more follow, up to `PATIENCE`, while
+            weights are needed that the gather plan does not foresee.
+        say: shows one line.
+
+    Raises:
+        ValueError: the engine's settings keep a step from being recorded.
+
+    Attributes:
+        replays, eager_steps: how many steps ran in which way.
+    """
+
+    def __init__(
+        self,
+        run: ForwardBackward,
+        *,
+        recorder: Recorder,
+        warmup_steps: int,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.run, self.recorder, self.warmup_steps, self.say = run, recorder, warmup_steps, say
+        self.recording = StepRecording(run.engine)
+        self.replays, self.eager_steps = 0, 0
+        self._planned = True
+        self._inputs: StepInputs | None = None
+        self._total: torch.Tensor | None = None
+
+    def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
+        """Return what `ForwardBackward` does.
+
+        Raises:
+            ValueError: weights are needed in an order that keeps changing.
+        """
+        if self._inputs is None and self._warm():
+            self._record(microbatches, factors)
+        if self._inputs is None or not self._inputs.fit(microbatches):
+            return self._eagerly(microbatches, factors)
+        self._inputs.take(microbatches, factors)
+        self.recorder.replay()
+        self.recording.replayed()
+        self.replays += 1
+        assert self._total is not None
+        return self._total.clone()  # the next replay overwrites it
+
+    def _warm(self) -> bool:
+        """Return whether it is time to record: the last step needed only what its plan foresaw."""
+        if self.eager_steps < self.warmup_steps:
+            return False
+        if not self._planned and self.eager_steps >= self.warmup_steps + PATIENCE:
+            raise ValueError(
+                f"after {self.eager_steps} steps layers still need weights in another order than "
+                "in the step before, so no step can be recorded: drop --cuda-graph-impl"
+            )
+        return self._planned
+
+    def _eagerly(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
+        before = unforeseen_needs(self.run.engine)
+        total = self.run(microbatches, factors)
+        self._planned = unforeseen_needs(self.run.engine) == before
+        self.eager_steps += 1
+        return total
+
+    def _record(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
+        # Allocated here and not inside: what a recording allocates it may use again for others.
+        inputs = StepInputs(microbatches, factors)
+
+        def run() -> None:
+            with self.recording.inside():
+                self._total = self.run(inputs.microbatches, inputs.factors)
+
+        self.recording.prepare()
+        self.recorder.capture(run)
+        self.recording.close()
+        self._inputs = inputs
+        self.say(
+            f"recorded forward and backward of {len(microbatches)} microbatches as one CUDA graph "
+            f"after {self.eager_steps} eager steps"
+        )
+
+
+def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _form(batch: Microbatch) -> list[tuple[torch.Size, torch.dtype] | None]:
+    tensors = [getattr(batch, name) for name in _FIELDS]
+    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StepRecording: keep a data-parallel engine's step within itself while a CUDA graph records it.
+
+What is recorded runs no Python when it is replayed, and must not touch what was put on the GPU
+outside. So, between `begin_step` and `finish` of the step that is recorded:
+
+- no event of before is waited for: nothing is under way, and the arenas start empty, as a buffer
+  given back earlier carries an event;
+- the side streams start behind the recording stream and end before it;
+- every need of a gathered weight is one that the plan foresaw;
+- what is stale is what is stale behind an applied update, so that a replay gathers all of that,
+  also if the step that is recorded follows a skipped one.
+
+Afterwards the buffers that were leased meanwhile are the recording's, and eager steps lease others.
+What the engine calls stale after a replay may be fresh already, never the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron.core.device import Stream, current_stream
+from megatron.core.distributed.data_parallel import DataParallel
+
+
+def unforeseen_needs(engine: DataParallel) -> int:
+    """Return how often so far a weight was needed that no plan foresaw."""
+    if engine.gatherer is None:
+        return 0
+    return engine.gatherer.counts.on_demand + engine.gatherer.counts.mismatches
+
+
+class StepRecording:
+    """The recording of one step of an engine, from `prepare` to `close`.
+
+    Args:
+        engine: between two steps.
+
+    Raises:
+        ValueError: the engine communicates across the border of steps, or reads on the host.
+
+    Attributes:
+        buffers: what replays write and nothing else may.
+    """
+
+    def __init__(self, engine: DataParallel) -> None:
+        config = engine.config
+        if config.overlap_param_gather and config.fsdp_all_gather_in_start_param_sync:
+            raise ValueError(
+                "a recorded step cannot wait for a gather that was started before it: set "
+                "fsdp_all_gather_in_start_param_sync to False"
+            )
+        if config.debug:
+            raise ValueError("debug compares orders on the host: a recorded step cannot")
+        self.engine = engine
+        self.buffers: list[torch.Tensor] = []
+        self._gathers = self._prefetched = self._unforeseen = 0
+
+    @property
+    def _streams(self) -> list[Stream]:
+        gatherer = self.engine.gatherer
+        found = [] if gatherer is None else [gatherer.stream]
+        return found + [bucket.stream for bucket in self.engine.buckets[:1]]
+
+    def prepare(self) -> None:
+        """Bring the engine where it is behind every applied update, with nothing under way.
+
+        Every rank calls this for the same step: it gathers what `start_param_sync` does.
+        """
+        engine, gatherer = self.engine, self.engine.gatherer
+        engine.start_param_sync()
+        assert gatherer is None or not gatherer.in_flight
+        for arena in [engine.arena] if gatherer is None else [engine.arena, gatherer.arena]:
+            arena.trim()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Surround the recorded work, on the stream that records."""
+        self._note()
+        here = current_stream(self.engine.store.device)
+        for stream in self._streams:
+            stream.wait_stream(here)
+        yield
+        for stream in self._streams:
+            here.wait_stream(stream)
+
+    def close(self) -> None:
+        """Take the buffers of what was recorded out of the arenas.
+
+        Raises:
+            ValueError: weights were needed in another order than the step before needed them.
+        """
+        engine, gatherer = self.engine, self.engine.gatherer
+        self.buffers += engine.arena.detach()
+        if gatherer is None:
+            return
+        self.buffers += gatherer.arena.detach()
+        if unforeseen_needs(engine) != self._unforeseen:
+            raise ValueError(
+                "the step that was recorded needed weights in another order than the one before "
+                "it: a recorded step must run the same layers every time"
+            )
+        self._gathers = gatherer.counts.gathers - self._gathers
+        self._prefetched = gatherer.counts.prefetched - self._prefetched
+        # Recording has started none of them: the first replay does.
+        gatherer.counts.gathers -= self._gathers
+        gatherer.counts.prefetched -= self._prefetched
+
+    def replayed(self) -> None:
+        """Count what a replay gathers."""
+        if self.engine.gatherer is not None:
+            self.engine.gatherer.counts.gathers += self._gathers
+            self.engine.gatherer.counts.prefetched += self._prefetched
+
+    def _note(self) -> None:
+        self._unforeseen = unforeseen_needs(self.engine)
+        if self.engine.gatherer is not None:
+            self._gathers = self.engine.gatherer.counts.gathers
+            self._prefetched = self.engine.gatherer.counts.prefetched

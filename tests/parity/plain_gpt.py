@@ -38,9 +38,9 @@ class PlainGPT:
         """Return [b, s, v] for tokens [b, s]."""
         hidden = weights["embedding.weight"][tokens]  # [b, s, h]
         for layer in range(self.layers):
-            hidden = hidden + self._attention(weights, f"decoder.blocks.{2 * layer}", hidden)
-            hidden = hidden + self._mlp(weights, f"decoder.blocks.{2 * layer + 1}", hidden)
-        hidden = self._norm(weights, "decoder.final_norm", hidden)
+            hidden = hidden + self.attention(weights, f"decoder.blocks.{2 * layer}", hidden)
+            hidden = hidden + self.mlp(weights, f"decoder.blocks.{2 * layer + 1}", hidden)
+        hidden = self.norm_of(weights, "decoder.final_norm", hidden)
         head = weights["embedding.weight" if self.tied else "head.weight"]
         return hidden @ head.T
 
@@ -57,7 +57,8 @@ class PlainGPT:
         bias = weights.get(f"{name}.bias")
         return out if bias is None else out + bias
 
-    def _norm(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    def norm_of(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., h] normalised by the weights of `name`."""
         if self.norm == "LayerNorm":
             x = x - x.mean(-1, keepdim=True)
         out = x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
@@ -65,14 +66,15 @@ class PlainGPT:
         bias = weights.get(f"{name}.bias")
         return out if bias is None else out + bias
 
-    def _attention(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        x = self._norm(weights, f"{name}.norm", hidden)
+    def attention(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what attention block `name` adds to hidden [b, s, h]."""
+        x = self.norm_of(weights, f"{name}.norm", hidden)
         query = self._heads(weights, f"{name}.attention.query", x)  # [b, n, s, d]
         key = self._heads(weights, f"{name}.attention.key", x)  # [b, g, s, d]
         value = self._heads(weights, f"{name}.attention.value", x)
         if self.qk_norm:
-            query = self._norm(weights, f"{name}.attention.query_norm", query)
-            key = self._norm(weights, f"{name}.attention.key_norm", key)
+            query = self.norm_of(weights, f"{name}.attention.query_norm", query)
+            key = self.norm_of(weights, f"{name}.attention.key_norm", key)
         query, key = self._rotated(query), self._rotated(key)
         each = self.heads // self.groups
         key, value = (t.repeat_interleave(each, dim=1) for t in (key, value))  # [b, n, s, d]
@@ -99,8 +101,9 @@ class PlainGPT:
             dim=-1,
         )
 
-    def _mlp(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        x = self._norm(weights, f"{name}.norm", hidden)
+    def mlp(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what MLP block `name` adds to hidden [b, s, h]."""
+        x = self.norm_of(weights, f"{name}.norm", hidden)
         up = self._linear(weights, f"{name}.mlp.up", x)
         if self.gated:
             inner = functional.silu(self._linear(weights, f"{name}.mlp.gate", x)) * up

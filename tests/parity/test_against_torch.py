@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every gradient of every strategy against torch's own data parallelism, DDP and FSDP2, in fp64.
+
+Two ranks, two steps of SGD without clipping, two microbatches a step, other data for each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron.core.comm import trace
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from tests.parity import wrapped_gpt
+from tests.parity.plain_gpt import PlainGPT
+from tests.parity.training import Piece, assembled, weight_pieces, write_weights
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import Microbatch, microbatch, perturbed
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
+
+LANES, STEPS, ACCUMULATION, LEARNING_RATE = 2, 2, 2, 0.3
+LAYERS, HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCABULARY = 3, 36, 4, 2, 10, 52, 61
+CONFIGS = {
+    "no_shard": {},
+    "optim": {},
+    "optim, gathered when needed": {"overlap_param_gather": True},
+    "optim_grads": {"overlap_param_gather": True},
+    "optim_grads_params": {},
+    "optim_grads_params, prefetch": {"overlap_param_gather": True, "prefetch_bytes": 50_000},
+    "optim_grads_params, debug": {"overlap_param_gather": True, "debug": True},
+    "optim_grads_params, no overlap": {"overlap_grad_reduce": False},
+}
+PLAIN = PlainGPT(layers=LAYERS, heads=HEADS, groups=GROUPS, head_dim=HEAD_DIM, qk_norm=True)
+
+
+def gpt_config() -> GPTConfig:
+    """Return the model that both sides train."""
+    return GPTConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        vocab_size=VOCABULARY,
+        attention=AttentionConfig(
+            num_attention_heads=HEADS,
+            num_query_groups=GROUPS,
+            kv_channels=HEAD_DIM,
+            qkv_bias=True,
+            qk_norm=True,
+        ),
+        mlp=MLPConfig(ffn_hidden_size=FFN, bias=True),
+    )
+
+
+def initial_weights() -> dict[str, torch.Tensor]:
+    """Return logical weights, none at its usual initial value."""
+    model = GPTModel(gpt_config(), ProcessGroupCollection.single())
+    return perturbed(assembled(weight_pieces(model.store)), seed=3)
+
+
+def lane_data(lane: int) -> list[list[Microbatch]]:
+    """Return the microbatches of one lane, by step."""
+    shape = {"batch": 3, "sequence": 12, "vocabulary": VOCABULARY}
+    return [
+        [
+            microbatch(seed=5, lane=lane, index=step * ACCUMULATION + i, **shape)
+            for i in range(ACCUMULATION)
+        ]
+        for step in range(STEPS)
+    ]
+
+
+def train_ours(
+    groups: ProcessGroupCollection, initial: dict[str, torch.Tensor], name: str
+) -> tuple[list[list[Piece]], dict[str, int]]:
+    """Train under our engine; return this rank's gradients by step, and what was active."""
+    config = DataParallelConfig(strategy=name.partition(",")[0], **CONFIGS[name])
+    model = GPTModel(gpt_config(), groups, storage=config.storage(bucket_bytes=20_000))
+    write_weights(model.store, initial)
+    engine = DataParallel(model.store, groups, config=config)
+    optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
+    found = []
+    with nan_memory(), trace(groups) as records:
+        for batches in lane_data(groups["lanes"].rank):
+            engine.begin_step(ACCUMULATION)
+            for i, batch in enumerate(batches):
+                share = batch.loss_mask.sum() * ACCUMULATION * groups["lanes"].size
+                loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask / share)
+                engine.backward(loss, last=i == ACCUMULATION - 1)
+            engine.finish()
+            found.append(
+                [
+                    Piece(p.box.name, p.box.shape, p.box.offsets, p.of(o.gradients).clone())
+                    for o in engine.owned()
+                    for p in o.boxes
+                ]
+            )
+            optimizer.step(LEARNING_RATE)
+            engine.start_param_sync()
+    sent = Counter(record.kind for record in records if record.group != "world")
+    counters = {
+        "stored": sum(b.weights.data.numel() for b in model.store.buckets),
+        "whole": sum(b.layout.numel for b in model.store.buckets),
+        "prefetched": engine.gatherer.counts.prefetched if engine.gatherer else 0,
+        "early": engine.launched_in_backward,
+    }
+    return found, {**sent, **counters}
+
+
+def train_all(rank: int, world: int, initial: dict[str, torch.Tensor]):
+    """Train under both references and under every strategy, as one rank."""
+    references = {}
+    for wrap in (wrapped_gpt.ddp, wrapped_gpt.fsdp2):
+        wrapped = wrap(wrapped_gpt.WrappedGPT(PLAIN, initial))
+        stored = wrapped_gpt.stored_elements(wrapped)
+        gradients = wrapped_gpt.train(wrapped, lane_data(rank), lr=LEARNING_RATE)
+        references[wrap.__name__] = stored, gradients
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    return references, {name: train_ours(groups, initial, name) for name in CONFIGS}
+
+
+@functools.cache
+def outcome():
+    """Return the initial weights and what every rank found, from one run."""
+    initial = initial_weights()
+    return initial, run_ranks(train_all, LANES, initial)
+
+
+def test_the_two_references_agree_and_only_one_is_sharded():
+    initial, ranks = outcome()
+    elements = sum(weight.numel() for weight in initial.values())
+    for references, _ in ranks:
+        assert references["ddp"][0] == elements
+        assert references["fsdp2"][0] < 0.6 * elements
+        for step in range(STEPS):
+            theirs = references["fsdp2"][1][step]
+            assert_all_close(theirs, references["ddp"][1][step], bound=1e-12)
+            assert theirs.keys() == initial.keys()
+
+
+@pytest.mark.parametrize("reference", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_gradient_is_torchs(name: str, reference: str):
+    _, ranks = outcome()
+    for step in range(STEPS):
+        ours = assembled(piece for _, found in ranks for piece in found[name][0][step])
+        assert_all_close(ours, ranks[0][0][reference][1][step])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_strategy_was_active(name: str):
+    _, ranks = outcome()
+    for _, found in ranks:
+        seen, strategy = found[name][1], name.partition(",")[0]
+        if strategy == "no_shard":
+            assert seen["all_reduce"] >= STEPS
+            assert seen.keys().isdisjoint({"all_gather", "reduce_scatter"})
+        else:
+            assert seen["all_gather"] >= STEPS
+            per_microbatch = ACCUMULATION if "grads" in strategy else 1
+            assert seen["reduce_scatter"] % (STEPS * per_microbatch) == 0
+            assert seen["reduce_scatter"] >= STEPS * per_microbatch
+        cut = 2 if strategy == "optim_grads_params" else 1
+        assert seen["stored"] * cut == seen["whole"]
+        if CONFIGS[name].get("overlap_param_gather"):
+            assert seen["prefetched"] > 0
+        if CONFIGS[name].get("overlap_grad_reduce", True):
+            assert seen["early"] > 0

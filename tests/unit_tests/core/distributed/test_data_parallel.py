@@ -1,225 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data-parallel engine: gradients against fp64, overlap, traffic by formula, odd steps."""
+"""The data-parallel engine: gradients against fp64, overlap, and traffic by formula."""
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from megatron.core.comm import trace
+from megatron.core.comm import Early, Late, simulated, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import Box, WeightSharding
+from megatron.core.weight_sharding import STRATEGIES, WeightSharding
 from tests.support.activation import assert_active
-from tests.support.closeness import assert_all_close, assert_close_by_metric
+from tests.support.closeness import assert_close_by_metric
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
+from tests.unit_tests.core.distributed.engine_steps import (
+    Reference,
+    assert_gradients,
+    assert_traffic,
+    assert_weights,
+    built,
+    steps_against,
+    train,
+    update,
+)
 from tests.unit_tests.core.distributed.small_model import (
-    SHAPES,
     SmallModel,
-    bucket_numel,
     reference_gradients,
-    tokens,
 )
 
-
-def engine_of(model: SmallModel, strategy: str = "no_shard", *, overlap: bool = True):
-    """Return an engine whose gradient buffers hold NaN: what is never written shows."""
-    config = DataParallelConfig(strategy=strategy, overlap_grad_reduce=overlap)
-    engine = DataParallel(model.store, model.store.groups, config=config)
-    poison(engine)
-    return engine
+#: Microbatches of the steps of a case: another number than before, and the same again.
+STEPS = ((0,), (1, 2, 3), (4, 5, 6), (7, 8, 9), (10,))
 
 
-def poison(engine: DataParallel) -> None:
-    """Fill the slots of all trainable weights with NaN."""
-    for handle in engine.store.handles.values():
-        if handle.slot is not None:
-            handle.slot.fill_(torch.nan)
-
-
-def train(engine: DataParallel, model: SmallModel, indices, *, spare: bool = True) -> None:
-    """Run a step over this lane's microbatches."""
-    lane = engine.groups["lanes"].rank
-    engine.begin_step()
-    for i in indices:
-        engine.backward(model.loss(*tokens(lane, i), spare=spare), last=i == indices[-1])
-    engine.finish()
-
-
-def assert_owned_gradients(engine: DataParallel, wanted: dict[str, torch.Tensor]) -> int:
-    """Compare what the optimizer would see; return the number of elements."""
-    found = 0
-    for owned in engine.owned():
-        for placed in owned.boxes:
-            box, got = placed.box, placed.of(owned.gradients)
-            found += box.numel
-            difference = (got - cut(wanted[box.name], box)).abs().max()
-            assert difference <= 2e-6 * wanted[box.name].abs().max(), box
-    return found
-
-
-def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of a logical tensor that a box holds."""
-    for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        whole = whole.narrow(dim, first, size)
-    return whole
-
-
-def numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return 1, 2, 3 … in a shape."""
-    return torch.arange(1.0, math.prod(shape) + 1).view(shape)
+def configs() -> Iterator[tuple[dict[str, object], int]]:
+    """Yield every strategy, kind of overlap, and size of buckets where that is a choice."""
+    for strategy, reduce, gather in itertools.product(STRATEGIES, (True, False), (True, False)):
+        if strategy == "no_shard" and gather:
+            continue
+        whole = strategy != "optim_grads_params"
+        for bucket_bytes in (1, 400, 10**9) if whole else (1,):
+            yield (
+                {
+                    "strategy": strategy,
+                    "overlap_grad_reduce": reduce,
+                    "overlap_param_gather": gather,
+                },
+                bucket_bytes,
+            )
 
 
 def engine_case(
-    groups: ProcessGroupCollection, strategy: str, bucket_bytes: int, overlap: bool
+    groups: ProcessGroupCollection, config: dict[str, object], bucket_bytes: int = 1
 ) -> None:
-    """Check two steps of one and three microbatches: values, overlap, traffic."""
+    """Train five steps: gradients, overlap, what was gathered when, and what was sent."""
+    model, engine = built(groups, bucket_bytes=bucket_bytes, **config)
     lanes = groups["lanes"].size
-    model = SmallModel(groups, bucket_bytes=bucket_bytes)
-    engine = engine_of(model, strategy, overlap=overlap)
-    for indices in ((0,), (1, 2, 3)):
-        with nan_memory(), trace(groups) as records:
-            train(engine, model, indices)
-            engine.gather_weights()
-        wanted = reference_gradients(
-            model.store, [(lane, i) for lane in range(lanes) for i in indices]
-        )
-        elements = assert_owned_gradients(engine, wanted)
-        launched = len(engine.buckets) if overlap else 0
-        assert engine.launched_in_backward == launched
-        size = 4 * sum(bucket_numel(b) for b in model.store.buckets)
-        if strategy == "no_shard":
+    reference = Reference(lanes)
+    for number, indices in enumerate(STEPS):
+        with trace(groups) as records:
+            engine.start_param_sync()
+            with nan_memory():
+                train(model, engine, indices)
+        wanted = reference.gradients(indices)
+        elements = assert_gradients(engine, wanted)
+        if not engine.sharded:
             assert elements == sum(w.numel() for w in wanted.values())
-            assert_active(records, kind="all_reduce", exactly=len(engine.buckets))
-            assert sum(r.bytes for r in records) == size
-        else:
-            shard = size // 4 // lanes
-            assert [o.weights.numel() for o in engine.owned()] == [
-                bucket_numel(b) // lanes for b in model.store.buckets
-            ]
-            assert sum(o.weights.numel() for o in engine.owned()) == shard
-            assert_active(
-                records,
-                kind="reduce_scatter",
-                group="lanes",
-                exactly=len(engine.buckets),
-                exactly_bytes=size,
-            )
-            assert_active(
-                records,
-                kind="all_gather",
-                group="lanes",
-                exactly=len(engine.buckets),
-                exactly_bytes=size,
-            )
-            assert len(records) == 2 * len(engine.buckets)
+        cut_gradients = bool(engine.placement.gradient)
+        launched = engine.config.overlap_grad_reduce or cut_gradients
+        assert engine.launched_in_backward == (len(engine.buckets) if launched else 0)
+        if number > 0:  # the first step makes the plan that the formula asks for
+            assert_traffic(engine, records, len(indices))
+        update(engine)
+        reference.update(wanted)
+    engine.start_param_sync()
+    gatherer = engine.gatherer
+    assert (gatherer is None) == (engine.config.strategy == "no_shard")
+    if gatherer is not None:
+        assert gatherer.counts.mismatches == 0
+        assert gatherer.counts.peak_bytes <= gatherer.budget
+        assert (gatherer.counts.prefetched > 0) == engine.config.overlap_param_gather
+        assert (gatherer.planned is not None) == (
+            gatherer.leases or engine.config.overlap_param_gather
+        )
+    assert_weights(engine, reference.weights)
+    assert engine.arena.live_bytes == 0
+    assert gatherer is None or gatherer.arena.live_bytes == 0
 
 
 def engine_cases(rank: int, world: int) -> None:
-    """Run every strategy, bucket size and kind of overlap, then the odd steps."""
+    """Run every config; those that cut something also as late and as early as may be."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    for strategy in ("no_shard", "optim"):
-        for bucket_bytes in (1, 400, 10**9):
-            for overlap in (True, False):
-                engine_case(groups, strategy, bucket_bytes, overlap)
-        _unused(groups, strategy)
-        _frozen(groups, strategy)
-        _aborted(groups, strategy)
-        _gathered(groups, strategy)
-
-
-def _every(world: int, *indices: int) -> list[tuple[int, int]]:
-    return [(lane, i) for lane in range(world) for i in indices]
-
-
-def _unused(groups: ProcessGroupCollection, strategy: str) -> None:
-    """A weight that a step does not use has a gradient of zero, not the last step's."""
-    model = SmallModel(groups)
-    engine = engine_of(model, strategy)
-    train(engine, model, (0,))
-    train(engine, model, (1,), spare=False)
-    assert engine.launched_in_backward == len(engine.buckets) - 1
-    wanted = reference_gradients(model.store, _every(groups["lanes"].size, 1), spare=False)
-    assert not wanted["spare"].any()
-    assert_owned_gradients(engine, wanted)
-
-
-def _frozen(groups: ProcessGroupCollection, strategy: str) -> None:
-    """Frozen weights are owned by nobody, have no gradient and cost no traffic alone."""
-    model = SmallModel(groups)
-    model.store.freeze("first", "scale")
-    engine = engine_of(model, strategy)
-    assert model.store.handles["first"].slot is None
-    with trace(groups) as records:
-        train(engine, model, (4,))
-        engine.gather_weights()
-    wanted = reference_gradients(model.store, _every(groups["lanes"].size, 4))
-    names = {placed.box.name for owned in engine.owned() for placed in owned.boxes}
-    assert not names & {"first", "scale"}
-    assert_owned_gradients(engine, wanted)
-    each = 1 if strategy == "no_shard" else 2
-    assert len(records) == each * (len(engine.buckets) - 2)
-    assert engine.launched_in_backward == len(engine.buckets) - 2
-
-
-def _aborted(groups: ProcessGroupCollection, strategy: str) -> None:
-    """A step that fails half-way, its last microbatch begun, leaves nothing behind."""
-    model = SmallModel(groups)
-    engine = engine_of(model, strategy)
-    lane = groups["lanes"].rank
-    engine.begin_step()
-    engine.backward(model.loss(*tokens(lane, 0)), last=False)
-    engine.backward(model.loss(*tokens(lane, 1)), last=True)
-    engine.abort()
-    with pytest.raises(ValueError, match=r"backward outside a step: call begin_step\(\) first"):
-        engine.backward(model.loss(*tokens(lane, 0)), last=True)
-    with pytest.raises(ValueError, match=r"finish outside a step: call begin_step\(\) first"):
-        engine.finish()
-    poison(engine)
-    train(engine, model, (2,))
-    assert_owned_gradients(
-        engine, reference_gradients(model.store, _every(groups["lanes"].size, 2))
-    )
-
-
-def _gathered(groups: ProcessGroupCollection, strategy: str) -> None:
-    """What each rank writes into its own range is on all ranks after gather_weights()."""
-    model = SmallModel(groups, bucket_bytes=400)
-    engine = engine_of(model, strategy)
-    for bucket in model.store.buckets:
-        bucket.weights.data.fill_(torch.nan)
-    for owned in engine.owned():
-        for placed in owned.boxes:
-            placed.of(owned.weights).copy_(cut(numbered(placed.box.shape), placed.box))
-    engine.gather_weights()
-    for name, handle in model.store.handles.items():
-        assert torch.equal(handle.get(), numbered(SHAPES[name]))
+    for config, bucket_bytes in configs():
+        engine_case(groups, config, bucket_bytes)
+        if bucket_bytes == 1:
+            for link in (Late(), Early()):
+                with simulated(groups, link):
+                    engine_case(groups, config)
+                assert link.count > 0
 
 
 def test_gradients_overlap_and_traffic_on_two_lanes():
     run_ranks(engine_cases, 2)
 
 
+#: (strategy, outer) on four ranks in two instances.
+HYBRID = (
+    ("optim", "no_shard"),
+    ("optim_grads", "no_shard"),
+    ("optim_grads_params", "no_shard"),
+    ("optim_grads_params", "optim"),
+)
+
+
+def hybrid_cases(rank: int, world: int) -> None:
+    """Run hybrid sharding over 2 x 2 ranks, and ZeRO-3 over four for comparison."""
+    hybrid = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
+    for (strategy, outer), gather in itertools.product(HYBRID, (True, False)):
+        config = {"strategy": strategy, "outer": outer, "overlap_param_gather": gather}
+        with simulated(hybrid, Late()) as link:
+            engine_case(hybrid, config)
+        assert link.count > 0
+    plain = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    engine_case(plain, {"strategy": "optim_grads_params", "overlap_param_gather": True})
+
+
+def test_hybrid_sharding_over_two_by_two_ranks():
+    run_ranks(hybrid_cases, 4)
+
+
+def test_hybrid_ranks_own_equal_shares_and_know_how_many_hold_the_same():
+    found = run_ranks(_owned_of_hybrid, 4)
+    for strategy, outer in HYBRID:
+        (ranges,) = {one[strategy, outer] for one in found}
+        parts = 4 if outer == "optim" else 2
+        for numel, replicas, whole in ranges:
+            assert numel * parts == whole
+            assert replicas == 4 // parts
+
+
+def _owned_of_hybrid(rank: int, world: int) -> dict:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
+    found: dict = {}
+    for strategy, outer in HYBRID:
+        model, engine = built(groups, strategy=strategy, outer=outer, bucket_bytes=10**9)
+        train(model, engine, (0,))
+        found[strategy, outer] = tuple(
+            (owned.weights.numel(), owned.replicas, entry.bucket.layout.numel)
+            for owned, entry in zip(engine.owned(), engine.buckets, strict=True)
+        )
+    return found
+
+
 def two_axes(rank: int, world: int) -> None:
     """Check a partial(tp) gradient: summed over lanes and over tp, once each."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=2), rank=rank)
-    for strategy in ("no_shard", "optim"):
+    for strategy in STRATEGIES:
+        config = DataParallelConfig(strategy=strategy, debug=True)
         store = WeightStore(groups)
         norm = WeightSharding.of("norm", (70,), gradient={"tp": "partial"})
         whole = WeightSharding.of("bias", (5,), gradient={"tp": "identical"})
         norm_handle = store.declare(norm, InitSpec.constant(1.0))
         bias_handle = store.declare(whole, InitSpec.constant(1.0))
-        store.materialize()
-        engine = DataParallel(store, groups, config=DataParallelConfig(strategy=strategy))
+        store.materialize(config.storage())
+        engine = DataParallel(store, groups, config=config)
         lane, tp = groups["lanes"].rank, groups["tp"].rank
         for _ in range(2):
             engine.begin_step()
-            norm_handle.slot.fill_(torch.nan)
+            if norm_handle.slot is not None:
+                norm_handle.slot.fill_(torch.nan)
             loss = norm_handle.use().sum() * (1.0 + 10.0 * lane + 100.0 * tp)
             engine.backward(loss + bias_handle.use().sum() * (1.0 + 10.0 * lane), last=True)
             with trace(groups) as records:
@@ -257,55 +211,32 @@ def test_a_weight_of_two_stages_is_summed_over_them_and_counted_once():
     assert run_ranks(tied_stages, 2) == [15, 0]
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_process_sends_nothing_and_equals_autograd(strategy: str):
     groups = ProcessGroupCollection.single()
-    model = SmallModel(groups, bucket_bytes=400)
-    engine = engine_of(model, strategy)
+    model, engine = built(groups, bucket_bytes=400, strategy=strategy)
+    assert engine.gatherer is None
+    reference = Reference(1)
     with nan_memory(), trace(groups) as records:
-        train(engine, model, (0, 1, 2))
-        engine.gather_weights()
+        steps_against(model, engine, reference, ((0, 1, 2), (3,)))
     assert records == []
-    wanted = reference_gradients(model.store, [(0, 0), (0, 1), (0, 2)])
-    assert_all_close({n: h.slot for n, h in model.store.handles.items()}, wanted, bound=2e-6)
-    assert assert_owned_gradients(engine, wanted) == sum(w.numel() for w in wanted.values())
-
-
-def test_split_backward_reduces_buckets_while_the_queue_is_drained():
-    model = SmallModel(ProcessGroupCollection.single())
-    engine = engine_of(model)
-    engine.begin_step()
-    engine.accumulate(last=True)
-    with model.store.defer() as queue:
-        model.loss(*tokens(0, 0)).backward()
-    assert engine.launched_in_backward == 0
-    queue.drain()
-    assert engine.launched_in_backward == len(engine.buckets)
-    engine.finish()
-    wanted = reference_gradients(model.store, [(0, 0)])
-    assert_owned_gradients(engine, wanted)
+    slots = {name: handle.slot for name, handle in model.store.handles.items()}
+    assert all(slot is not None for slot in slots.values())
+    assert_weights(engine, reference.weights)
+    assert [owned.replicas for owned in engine.owned()] == [1] * len(engine.buckets)
 
 
 def test_padding_of_gradients_and_weights_stays_zero():
     model = SmallModel(ProcessGroupCollection.single(), bucket_bytes=10**9)
-    engine = engine_of(model)
-    train(engine, model, (0,))
+    engine = DataParallel(model.store, model.store.groups)
+    train(model, engine, (0,))
     (entry,) = engine.buckets
     inside = torch.zeros(entry.bucket.layout.numel, dtype=torch.bool)
     for member in entry.bucket.layout.members:
         inside[member.start : member.stop] = True
     assert (~inside).any()
-    assert not entry.gradients.data[~inside].any()
+    assert not entry.gradients[~inside].any()
     assert not entry.bucket.weights.data[~inside].any()
-
-
-def test_more_uses_than_declared_are_refused():
-    model = SmallModel(ProcessGroupCollection.single())
-    engine = engine_of(model)
-    engine.begin_step()
-    loss = model.loss(*tokens(0, 0)) + model.store.handles["scale"].use().sum()
-    with pytest.raises(ValueError, match="scale got more gradients than its 1 declared uses"):
-        engine.backward(loss, last=True)
 
 
 def test_what_cannot_be_built_says_why():
@@ -316,10 +247,48 @@ def test_what_cannot_be_built_says_why():
         DataParallel(WeightStore(groups), groups)
 
 
+#: Settings that cannot be, and what is said about each.
+REFUSED = (
+    ({"strategy": "optim", "outer": "optim"}, "outer sharding strategy 'optim' with 'optim'"),
+    ({"outer": "all"}, "outer data-parallel sharding strategy 'all'"),
+    ({"grad_dtype": torch.float16}, "grad_dtype is torch.float16: use torch.float32 or"),
+    ({"strategy": "optim", "fp32_accumulation": True}, "fp32_accumulation is for bf16 gradients"),
+    (
+        {"grad_dtype": torch.bfloat16, "fp32_accumulation": True},
+        "fp32_accumulation needs a strategy that reduce-scatters: use optim",
+    ),
+    ({"prefetch_bytes": -1}, "prefetch_bytes is -1: use 0 or more"),
+    ({"strategy": "optim", "prefetch_bytes": 5}, "prefetch_bytes has no effect without"),
+    ({"overlap_param_gather": True}, "overlap_param_gather has no effect with no_shard"),
+)
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_settings_that_do_not_go_together_are_refused(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        DataParallelConfig(**settings)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(ValueError, match=r"strategy 'x'.*; grad_dtype is .*; prefetch_bytes is -2"):
+        DataParallelConfig(strategy="optim", outer="x", grad_dtype=torch.float64, prefetch_bytes=-2)
+
+
+def mismatched(rank: int, world: int) -> None:
+    """Build an engine for another strategy than the weights are stored for."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    model = SmallModel(groups, config=DataParallelConfig(strategy="optim_grads_params"))
+    with pytest.raises(ValueError, match=r"stored for strategy optim_grads_params .* is to carry "):
+        DataParallel(model.store, groups, config=DataParallelConfig(strategy="optim"))
+
+
+def test_an_engine_for_another_strategy_than_the_store_is_refused():
+    run_ranks(mismatched, 2)
+
+
 def test_gradients_accumulate_in_fp32_for_bf16_weights():
-    model = SmallModel(ProcessGroupCollection.single(), dtype=torch.bfloat16)
-    engine = engine_of(model)
-    train(engine, model, (0, 1))
+    model, engine = built(ProcessGroupCollection.single(), dtype=torch.bfloat16)
+    train(model, engine, (0, 1))
     wanted = reference_gradients(model.store, [(0, 0), (0, 1)])
     for name, handle in model.store.handles.items():
         assert handle.slot.dtype is torch.float32

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps of the small network, beside an fp64 reference that goes the same way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.comm import CollectiveRecord
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.distributed.formulas import (
+    BucketSize,
+    ElementBytes,
+    Traffic,
+    collectives_per_step,
+)
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_sharding import Box
+from tests.support.closeness import assert_close_by_metric
+from tests.unit_tests.core.distributed.small_model import SmallModel, plain_loss, tokens
+
+LEARNING_RATE = 0.01
+#: fp32 sums of some ten terms, and two ranks' worth of drift over a few steps.
+BOUND = 2e-6
+
+
+def built(
+    groups: ProcessGroupCollection,
+    *,
+    bucket_bytes: int = 1,
+    freeze: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    **config: object,
+) -> tuple[SmallModel, DataParallel]:
+    """Return a model and its engine, whose unused buffers hold NaN."""
+    settings = DataParallelConfig(**{"debug": True, **config})  # type: ignore[arg-type]
+    model = SmallModel(groups, config=settings, bucket_bytes=bucket_bytes, dtype=dtype)
+    model.store.freeze(*freeze)
+    engine = DataParallel(model.store, groups, config=settings)
+    for handle in model.store.handles.values():
+        if handle.slot is not None:
+            handle.slot.fill_(torch.nan)
+    return model, engine
+
+
+def train(
+    model: SmallModel, engine: DataParallel, indices: Sequence[int], *, spare: bool = True
+) -> list[float]:
+    """Run a step over this lane's microbatches up to its gradients; return their losses."""
+    lane, losses = engine.groups["lanes"].rank, []
+    engine.begin_step(len(indices))
+    for i in indices:
+        loss = model.loss(*tokens(lane, i), spare=spare)
+        losses.append(loss.item())
+        engine.backward(loss, last=i == indices[-1])
+    engine.finish()
+    return losses
+
+
+def update(engine: DataParallel) -> None:
+    """Let the optimizer, SGD, write what this rank owns, and nothing else."""
+    for owned in engine.owned():
+        for start, stop in owned.decayed + owned.undecayed:
+            owned.weights[start:stop] -= LEARNING_RATE * owned.gradients[start:stop]
+
+
+class Reference:
+    """The same network in fp64, whole, with autograd alone, over the data of all lanes."""
+
+    def __init__(self, lanes: int, *, frozen: Sequence[str] = ()) -> None:
+        self.lanes, self.frozen = lanes, frozen
+        store = SmallModel(ProcessGroupCollection.single()).store
+        self.weights = {n: h.get().double() for n, h in store.handles.items()}
+
+    def gradients(self, indices: Sequence[int], *, spare: bool = True) -> dict[str, torch.Tensor]:
+        """Return the gradients of the sum over all lanes' microbatches."""
+        leaves = {n: w.clone().requires_grad_() for n, w in self.weights.items()}
+        for lane in range(self.lanes):
+            for i in indices:
+                plain_loss(leaves, *tokens(lane, i), spare=spare).backward()
+        return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in leaves.items()}
+
+    def update(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Take the optimizer's step."""
+        for name, gradient in gradients.items():
+            if name not in self.frozen:
+                self.weights[name] = self.weights[name] - LEARNING_RATE * gradient
+
+
+def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the part of a logical tensor that a box holds."""
+    for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, first, size)
+    return whole
+
+
+def assert_gradients(
+    engine: DataParallel, wanted: dict[str, torch.Tensor], *, bound: float = BOUND
+) -> int:
+    """Compare what the optimizer would see; return the number of elements."""
+    found = 0
+    for owned in engine.owned():
+        for placed in owned.boxes:
+            box, got = placed.box, placed.of(owned.gradients)
+            found += box.numel
+            whole = wanted[box.name]
+            difference = (got.double() - cut(whole, box)).abs().max()
+            assert difference <= bound * whole.abs().max(), (box, difference / whole.abs().max())
+    return found
+
+
+def assert_weights(
+    engine: DataParallel, wanted: dict[str, torch.Tensor], *, bound: float = BOUND
+) -> None:
+    """Compare every whole weight, gathered as an evaluation would."""
+    with engine.evaluation():
+        for name, handle in engine.store.handles.items():
+            assert_close_by_metric(name, handle.get().clone(), wanted[name], bound=bound)
+
+
+def steps_against(
+    model: SmallModel,
+    engine: DataParallel,
+    reference: Reference,
+    steps: Sequence[Sequence[int]],
+    *,
+    bound: float = BOUND,
+) -> None:
+    """Train whole steps on both sides and compare all gradients of each."""
+    for indices in steps:
+        train(model, engine, indices)
+        wanted = reference.gradients(indices)
+        assert_gradients(engine, wanted, bound=bound)
+        update(engine)
+        engine.start_param_sync()
+        reference.update(wanted)
+
+
+def planned_gathers(engine: DataParallel) -> list[int] | None:
+    """Return how often the plan being followed gathers each bucket; None if weights are whole."""
+    gatherer = engine.gatherer
+    if gatherer is None or not gatherer.leases:
+        return None
+    assert gatherer.planned is not None
+    counts = Counter(gatherer.planned.prologue)
+    for consume in gatherer.planned.consumes:
+        counts.update(consume.issue)
+    return [counts[bucket.index] for bucket in gatherer.buckets]
+
+
+def wanted_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:
+    """Return what a step must send by the formula, from one parameter sync to the next."""
+    return collectives_per_step(
+        [BucketSize.of(bucket) for bucket in engine.store.buckets],
+        engine.placement,
+        of=ElementBytes(
+            gradient=engine.config.grad_dtype.itemsize, wide_sum=engine.config.fp32_accumulation
+        ),
+        microbatches=microbatches,
+        gathers=planned_gathers(engine),
+    )
+
+
+def assert_traffic(
+    engine: DataParallel, records: Sequence[CollectiveRecord], microbatches: int
+) -> None:
+    """Compare what was sent since a parameter sync, by kind and group, with the formula."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for record in records:
+        if record.dtype == "int64":  # debug mode compares the order of needs
+            continue
+        counts[record.kind, record.group] += 1
+        sent[record.kind, record.group] += record.bytes
+    found = [Traffic(*key, counts[key], sent[key]) for key in sorted(counts)]
+    wanted = wanted_traffic(engine, microbatches)
+    if found != wanted:
+        raise AssertionError(f"{engine.config}: sent\n{found}, wanted\n{wanted}")

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that are not like the others: frozen, unused, evaluated, failed, changed, split.
+
+Every case runs for all strategies on two lanes with unused buffers full of NaN, and again with
+collectives as late as may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron.core.comm import Late, simulated, trace
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_sharding import STRATEGIES
+from tests.support.closeness import relative_error
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.distributed.engine_steps import (
+    Reference,
+    assert_gradients,
+    assert_weights,
+    built,
+    cut,
+    steps_against,
+    train,
+    update,
+)
+from tests.unit_tests.core.distributed.small_model import SHAPES, plain_loss, tokens
+
+Groups = ProcessGroupCollection
+Config = dict[str, object]
+
+
+def unused(groups: Groups, config: Config) -> None:
+    """A weight that a step does not use has a gradient of zero, not the last step's."""
+    model, engine = built(groups, **config)
+    reference = Reference(groups["lanes"].size)
+    steps_against(model, engine, reference, ((0,), (1,)))
+    train(model, engine, (2, 3), spare=False)
+    wanted = reference.gradients((2, 3), spare=False)
+    assert not wanted["spare"].any()
+    assert_gradients(engine, wanted)
+    assert engine.launched_in_backward == len(engine.buckets) - 1
+    update(engine)
+    engine.start_param_sync()
+    reference.update(wanted)
+    steps_against(model, engine, reference, ((4,), (5,)))
+
+
+def frozen(groups: Groups, config: Config) -> None:
+    """Frozen weights are owned by nobody, keep their values, and cost nothing alone."""
+    names = ("first", "first.bias", "scale")
+    model, engine = built(groups, freeze=names, **config)
+    reference = Reference(groups["lanes"].size, frozen=names)
+    before = {n: reference.weights[n].clone() for n in names}
+    with trace(groups) as records:
+        steps_against(model, engine, reference, ((0,), (1, 2), (3, 4), (5,)))
+    assert_weights(engine, reference.weights)
+    assert all(torch.equal(reference.weights[n], before[n]) for n in names)
+    owned = {placed.box.name for o in engine.owned() for placed in o.boxes}
+    assert owned
+    assert not owned & set(names)
+    assert all(model.store.handles[n].slot is None for n in names)
+    trained = {entry.bucket.index for entry in engine.buckets}
+    lonely = model.store.handles["first"].bucket
+    assert lonely.index not in trained
+    reduced = [r for r in records if r.kind in ("all_reduce", "reduce_scatter")]
+    assert len(reduced) % len(trained) == 0
+    if engine.gatherer is not None and not engine.gatherer.leases:
+        assert lonely.current, "what nobody writes is never gathered"
+
+
+def evaluated(groups: Groups, config: Config) -> None:
+    """Forwards between steps, also while the first gathers are under way, change nothing."""
+    model, engine = built(groups, **config)
+    reference = Reference(groups["lanes"].size)
+    lane = groups["lanes"].rank
+
+    def look() -> None:
+        with engine.evaluation(), torch.no_grad():
+            for index in (20, 21):
+                ids, targets = tokens(lane, index)
+                logits = reference_loss(reference, ids, targets)
+                assert relative_error(model.loss(ids, targets), logits) <= 1e-6
+        assert engine.gatherer is None or engine.gatherer.arena.live_bytes == 0
+
+    look()
+    for indices in ((0,), (1, 2), (3,), (4, 5)):
+        train(model, engine, indices)
+        wanted = reference.gradients(indices)
+        assert_gradients(engine, wanted)
+        if indices[0] == 3:
+            look()  # before the optimizer
+        update(engine)
+        engine.start_param_sync(force_sync=indices[0] == 1)
+        reference.update(wanted)
+        look()
+        look()
+    engine.begin_step()
+    with pytest.raises(ValueError, match="evaluation inside a step: finish"), engine.evaluation():
+        pass
+    engine.abort()
+
+
+def reference_loss(reference: Reference, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the reference's loss of one microbatch."""
+    return plain_loss(reference.weights, ids, targets)
+
+
+class Stop(Exception):
+    """What goes wrong in a step."""
+
+
+class _Fails(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Stop
+
+
+def failed(groups: Groups, config: Config) -> None:
+    """A step that fails in forward or in backward leaves nothing behind."""
+    model, engine = built(groups, **config)
+    reference = Reference(groups["lanes"].size)
+    lane, use = groups["lanes"].rank, model.store.handles
+
+    def in_forward() -> None:
+        use["first"].linear(use["table"].embedding(tokens(lane, 9)[0]), use["first.bias"])
+        raise Stop
+
+    def in_backward() -> None:
+        ids, targets = tokens(lane, 9)
+        hidden = _Fails.apply(use["first"].linear(use["table"].embedding(ids), use["first.bias"]))
+        logits = use["table"].linear(torch.tanh(hidden) * use["scale"].use())
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        engine.backward(loss, last=True)
+
+    for first, fail in ((0, in_forward), (3, in_backward), (6, in_forward), (9, in_backward)):
+        engine.begin_step(2)
+        engine.backward(model.loss(*tokens(lane, first)), last=False)
+        with pytest.raises(Stop):
+            fail()
+        engine.abort()
+        assert engine.arena.live_bytes == 0
+        assert engine.gatherer is None or engine.gatherer.arena.live_bytes == 0
+        with pytest.raises(ValueError, match=r"backward outside a step: call begin_step\(\) first"):
+            engine.backward(torch.zeros(()), last=True)
+        with pytest.raises(ValueError, match=r"finish outside a step: call begin_step\(\) first"):
+            engine.finish()
+        steps_against(model, engine, reference, ((first + 1, first + 2),))
+    assert_weights(engine, reference.weights)
+
+
+def gathered(groups: Groups, config: Config) -> None:
+    """What each rank writes into its own range is everywhere after a parameter sync."""
+    model, engine = built(groups, bucket_bytes=400, **config)
+    for bucket in model.store.buckets:
+        bucket.weights.data.fill_(torch.nan)
+    whole = {}
+    for owned in engine.owned():
+        for placed in owned.boxes:
+            shape = placed.box.shape
+            numbers = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
+            whole[placed.box.name] = numbers
+            placed.of(owned.weights).copy_(cut(numbers, placed.box))
+    engine.start_param_sync(force_sync=True)
+    with engine.evaluation():
+        for name, handle in model.store.handles.items():
+            numbers = torch.arange(1.0, handle.get().numel() + 1).view(SHAPES[name])
+            assert torch.equal(handle.get(), numbers)
+    assert whole
+
+
+def reordered(groups: Groups, config: Config) -> None:
+    """Layers in another order in one step and back: counted, gathered on demand, exact."""
+    model, engine = built(groups, **config)
+    reference = Reference(groups["lanes"].size)
+    steps_against(model, engine, reference, ((0, 1), (2, 3), (4, 5)))
+    before = engine.gatherer.counts.mismatches if engine.gatherer else 0
+    lane, use = groups["lanes"].rank, model.store.handles
+    engine.begin_step(2)
+    for index in (6, 7):
+        spare = torch.sin(use["spare"].use()).sum(0)
+        scale = use["scale"].use()  # the gate comes before the hidden layer
+        ids, targets = tokens(lane, index)
+        hidden = use["first"].linear(use["table"].embedding(ids), use["first.bias"])
+        logits = use["table"].linear(torch.tanh(hidden) * scale + spare)
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        engine.backward(loss, last=index == 7)
+    engine.finish()
+    wanted = reference.gradients((6, 7))
+    assert_gradients(engine, wanted)
+    update(engine)
+    engine.start_param_sync()
+    reference.update(wanted)
+    gatherer = engine.gatherer
+    follows = gatherer is not None and (gatherer.leases or engine.config.overlap_param_gather)
+    assert (gatherer.counts.mismatches if gatherer else 0) == before + follows
+    steps_against(model, engine, reference, ((8, 9), (10, 11), (12,)))
+    if follows:
+        assert gatherer.counts.mismatches <= before + 2
+        assert gatherer.planned is not None
+        assert gatherer.counts.peak_bytes <= gatherer.budget
+
+
+def two_models(groups: Groups, config: Config) -> None:
+    """Two engines in one process, their steps interleaved, do not see each other."""
+    lane = groups["lanes"].rank
+    pairs = [built(groups, **config) for _ in range(2)]
+    references = [Reference(groups["lanes"].size) for _ in range(2)]
+    for step in range(3):
+        for _, engine in pairs:
+            engine.begin_step(2)
+        for last in (False, True):
+            for number, (model, engine) in enumerate(pairs):
+                index = 10 * number + 2 * step + last
+                engine.backward(model.loss(*tokens(lane, index)), last=last)
+        for number, (_, engine) in enumerate(pairs):
+            engine.finish()
+            wanted = references[number].gradients(
+                [10 * number + 2 * step, 10 * number + 2 * step + 1]
+            )
+            assert_gradients(engine, wanted)
+            update(engine)
+            references[number].update(wanted)
+        for _, engine in pairs:
+            engine.start_param_sync()
+
+
+def split(groups: Groups, config: Config) -> None:
+    """Weight gradients a microbatch later are those of the unsplit backward, to the bit."""
+    lane = groups["lanes"].rank
+    whole, halves = built(groups, **config), built(groups, **config)
+    for indices in ((0, 1, 2), (3, 4, 5), (6,)):
+        train(*whole, indices)
+        model, engine = halves
+        engine.begin_step(len(indices))
+        waiting = None
+        for i in indices:
+            loss = model.loss(*tokens(lane, i))
+            with model.store.defer() as queue:
+                engine.backward(loss, last=False)
+            assert len(queue) == 6, "table twice, first, its bias, scale, spare"
+            if waiting is not None:
+                waiting.drain()
+            waiting = queue
+        assert engine.launched_in_backward == 0
+        engine.accumulate(last=True)
+        waiting.drain()
+        assert engine.launched_in_backward == whole[1].launched_in_backward > 0
+        engine.finish()
+        for one, other in zip(whole[1].owned(), engine.owned(), strict=True):
+            assert torch.equal(one.gradients, other.gradients)
+        for each in (whole[1], engine):
+            update(each)
+            each.start_param_sync()
+
+
+def too_many_uses(groups: Groups, config: Config) -> None:
+    """A weight used once more than declared: refused if its reduction has begun, else summed."""
+    model, engine = built(groups, **config)
+    lane = groups["lanes"].rank
+    engine.begin_step()
+    loss = model.loss(*tokens(lane, 0)) + model.store.handles["scale"].use().sum()
+    if engine.placement.gradient:
+        engine.backward(loss, last=True)
+        engine.finish()
+        wanted = Reference(groups["lanes"].size).gradients((0,))
+        wanted["scale"] += groups["lanes"].size
+        assert_gradients(engine, wanted)
+    else:
+        with pytest.raises(ValueError, match="scale got more gradients than its 1 declared uses"):
+            engine.backward(loss, last=True)
+        engine.abort()
+
+
+def narrow(groups: Groups, config: Config) -> None:
+    """Gradients that are filled and sent in bf16, summed in bf16 or in fp32."""
+    lanes = groups["lanes"].size
+    for wide in (False, True) if config["strategy"] != "no_shard" else (False,):
+        model, engine = built(
+            groups, grad_dtype=torch.bfloat16, fp32_accumulation=wide, bucket_bytes=400, **config
+        )
+        reference = Reference(lanes)
+        for indices in ((0,), (1, 2, 3), (4, 5)):
+            with trace(groups) as records:
+                train(model, engine, indices)
+            # every put and every sum rounds to 8 bits: 2^-9 each
+            assert_gradients(engine, reference.gradients(indices), bound=len(indices) * 2**-7)
+            kinds = {r.kind for r in records if r.dtype == "bfloat16"}
+            sums = "all_to_all" if wide else "reduce_scatter"
+            assert kinds == {sums if engine.sharded else "all_reduce"}
+        wanted_dtype = torch.float32 if wide or engine.placement.gradient else torch.bfloat16
+        assert {o.gradients.dtype for o in engine.owned()} == {wanted_dtype}
+
+
+CASES: tuple[Callable[[Groups, Config], None], ...] = (
+    unused,
+    frozen,
+    evaluated,
+    failed,
+    gathered,
+    reordered,
+    two_models,
+    split,
+    too_many_uses,
+    narrow,
+)
+
+
+def all_strategies(rank: int, world: int, case: Callable[[Groups, Config], None]) -> None:
+    """Run a case for every strategy, with early gathers and without, and late as well."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    for strategy in STRATEGIES:
+        for gather in (False, True) if strategy != "no_shard" else (False,):
+            config: Config = {"strategy": strategy, "overlap_param_gather": gather}
+            case(groups, config)
+            if case is too_many_uses:
+                continue  # it writes what is under way, and says so
+            with simulated(groups, Late()) as link:
+                case(groups, config)
+            assert link.count > 0 or (case is gathered and strategy == "no_shard")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_two_lanes(case: Callable[[Groups, Config], None]):
+    run_ranks(all_strategies, 2, case)

@@ -156,8 +156,7 @@ class Gatherer:
         self._leave_segment()
         self._settle()
         for name, trace in self._program.traces.items():
-            known = not trace and not self.leases  # everything was there: nothing was needed
-            if self._traces.get(name) != trace and not known:
+            if self._traces.get(name) != trace:
                 self._traces[name] = trace
                 self._plans.clear()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.weight_gather import Storage
+from megatron.core.weight_gather import GRANULARITIES, Storage
 from megatron.core.weight_sharding import Placement, placement
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -30,6 +30,8 @@ class DataParallelConfig:
         fsdp_all_gather_in_start_param_sync: with `overlap_param_gather`, start the first gathers at
             the end of the optimizer step; False starts none before the next forward, which whole
             iterations captured in a CUDA graph need.
+        granularity: what is gathered at a time where weights are cut: a "unit" (a layer) or a
+            "weight".
         prefetch_bytes: gathered ahead beyond the next bucket, with `overlap_param_gather`.
         grad_dtype: of the gradient buffers that backward fills.
         fp32_accumulation: with bf16 gradients, send bf16 but sum in fp32.
@@ -44,6 +46,7 @@ class DataParallelConfig:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
     fsdp_all_gather_in_start_param_sync: bool = True
+    granularity: str = "unit"
     prefetch_bytes: int = 0
     grad_dtype: torch.dtype = torch.float32
     fp32_accumulation: bool = False
@@ -62,6 +65,10 @@ class DataParallelConfig:
             found.append("fp32_accumulation is for bf16 gradients: drop it or set grad_dtype")
         if self.fp32_accumulation and not cut.optimizer:
             found.append("fp32_accumulation needs a strategy that reduce-scatters: use optim")
+        if self.granularity not in GRANULARITIES:
+            found.append(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
+        if self.granularity != "unit" and not cut.weight and not found:
+            found.append(f"granularity {self.granularity} has no effect with {self.strategy}")
         if self.prefetch_bytes < 0:
             found.append(f"prefetch_bytes is {self.prefetch_bytes}: use 0 or more")
         if self.prefetch_bytes and not self.overlap_param_gather:
@@ -81,4 +88,9 @@ class DataParallelConfig:
         Args:
             options: `bucket_bytes` and `initialize` of `Storage`.
         """
-        return Storage(strategy=self.strategy, outer=self.outer, **options)  # type: ignore[arg-type]
+        return Storage(
+            strategy=self.strategy,
+            outer=self.outer,
+            granularity=self.granularity,
+            **options,  # type: ignore[arg-type]
+        )

@@ -15,7 +15,7 @@ from megatron.core.weight_gather.arena import Arena
 from megatron.core.weight_gather.bucket import Bucket
 from megatron.core.weight_gather.gatherer import BACKWARD, EVALUATION, FORWARD, Gatherer
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.layout import Storage
+from megatron.core.weight_gather.layout import GRANULARITIES, Storage
 from megatron.core.weight_gather.owned import HeldBox, OwnedRange, PlacedBox, owned_range
 from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
 from megatron.core.weight_gather.queue import WgradQueue
@@ -25,6 +25,7 @@ __all__ = [
     "BACKWARD",
     "EVALUATION",
     "FORWARD",
+    "GRANULARITIES",
     "Arena",
     "Bucket",
     "GatherPlan",

@@ -4,7 +4,8 @@
 strategy             stored            a bucket is
 no_shard, optim,     whole             about `bucket_bytes` of fp32 gradients, in reverse order
 optim_grads                            of declaration (backward's order: early ones fill first)
-optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit
+optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit; by
+                                       weight: a matrix and the vectors declared behind it
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import GradientPlan, Placement, placement
 
+GRANULARITIES = ("unit", "weight")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
@@ -27,13 +30,22 @@ class Storage:
         outer: what hybrid sharding does over the outer data axis: "no_shard" or "optim".
         bucket_bytes: fp32 gradient bytes after which a bucket closes, where weights are stored
             whole; a weight is never split.
+        granularity: of weights that are stored in shards: a bucket is a "unit" or a "weight".
         initialize: write initial values; otherwise zeros.
+
+    Raises:
+        ValueError: an unknown granularity.
     """
 
     strategy: str = "no_shard"
     outer: str = "no_shard"
     bucket_bytes: int = 160_000_000
+    granularity: str = "unit"
     initialize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
 
     @property
     def placement(self) -> Placement:
@@ -61,7 +73,7 @@ def bucket_plans(
     *,
     units: Mapping[str, str | None],
     storage: Storage,
-    by_unit: bool,
+    cut: bool,
 ) -> list[BucketPlan]:
     """Divide weights into buckets, each of one lane group.
 
@@ -69,7 +81,7 @@ def bucket_plans(
         handles: in order of declaration.
         plans: by weight name.
         units: the unit of each weight by name; None if it is in none.
-        by_unit: a bucket is a unit, else it is filled by bytes.
+        cut: weights are stored in shards; else buckets are filled by bytes.
 
     Returns:
         In the order in which backward fills them.
@@ -86,13 +98,17 @@ def bucket_plans(
 
     for handle in reversed(list(handles)):
         lanes = plans[handle.name].lanes
-        if by_unit and units[handle.name] != unit:
+        if cut and units[handle.name] != unit:
             for open_lanes in list(opened):
                 close(open_lanes)
             unit = units[handle.name]
         opened.setdefault(lanes, []).append(handle)
-        size = sum(4 * math.prod(h.shape) for h in opened[lanes])
-        if not by_unit and size >= storage.bucket_bytes:
+        if cut:
+            full = storage.granularity == "weight" and len(handle.shape) > 1
+        else:
+            size = sum(4 * math.prod(h.shape) for h in opened[lanes])
+            full = size >= storage.bucket_bytes
+        if full:
             close(lanes)
     for lanes in list(opened):
         close(lanes)

@@ -121,7 +121,7 @@ class WeightStore:
             self.plans,
             units=self._units,
             storage=storage,
-            by_unit=bool(self.placement.weight),
+            cut=bool(self.placement.weight),
         )
         for plan in plans:
             bucket = self._bucket(plan)

@@ -130,6 +130,19 @@ def test_loss_scale_and_clipping_do_not_turn_the_update():
     assert_all_close(training.logical(), formula(start, config), bound=1e-5)
 
 
+def test_gradients_in_bf16_are_widened():
+    """What is rounded is the gradient alone."""
+    config = settings(momentum=0.5)
+    narrow = Training(ProcessGroupCollection.single(), config, grad_dtype=torch.bfloat16)
+    wide = Training(ProcessGroupCollection.single(), config)
+    for step in range(STEPS):
+        narrow.step(drawn(step), lr=LR, weight_decay=DECAY)
+        once = {name: g.bfloat16().float() for name, g in drawn(step).items()}
+        wide.step(once, lr=LR, weight_decay=DECAY)
+    assert {s.owned.gradients.dtype for s in narrow.optimizer.ranges} == {torch.bfloat16}
+    assert_all_close(narrow.logical(), wide.logical(), bound=1e-6)
+
+
 def test_matrices_have_momentum_and_the_rest_have_moments():
     training = Training(ProcessGroupCollection.single(), settings(), bucket_bytes=ALL)
     kept: dict[str, set[str]] = {}

@@ -109,6 +109,7 @@ def layouts() -> list[RankGrid]:
         RankGrid(world_size=4, tp=2, etp=1, ep=2),
         RankGrid(world_size=4, tp=2, etp=1, ep=4),
         RankGrid(world_size=4, tp=2, cp=2),
+        RankGrid(world_size=4, instances=2),
     ]
 
 

@@ -147,6 +147,26 @@ def test_every_layout_and_strategy_takes_the_same_factors():
                 assert (values - ref).abs().max() <= bound * scale, name
 
 
+@pytest.mark.parametrize("more", [{"kind": "adam"}, {"kind": "sgd"}, {"offload_fraction": 1.0}])
+def test_gradients_in_bf16_are_widened(more: dict):
+    """What is rounded is the gradient alone: the update then computes as from fp32."""
+    narrow, wide = (
+        Training(ProcessGroupCollection.single(), config(**more), grad_dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    for step in range(STEPS):
+        rounded_once = {name: g.bfloat16().float() for name, g in drawn(step).items()}
+        results = [
+            narrow.step(drawn(step), lr=0.1, weight_decay=0.1),
+            wide.step(rounded_once, lr=0.1, weight_decay=0.1),
+        ]
+        assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-6)
+    gradients = {state.owned.gradients.dtype for state in narrow.optimizer.ranges}
+    assert gradients == {torch.bfloat16}
+    wanted = wide.logical()
+    assert all(torch.equal(w, wanted[name]) for name, w in narrow.logical().items())
+
+
 def test_a_pattern_without_a_weight_is_named():
     groups = ProcessGroupCollection.single()
     with pytest.raises(ValueError, match=r"learning rate groups: no weight is called Q or x\*"):

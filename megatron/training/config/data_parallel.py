@@ -130,26 +130,3 @@ def _instances(config: DataParallelConfig, size: int) -> Iterator[str]:
                 f"{outer} with --data-parallel-sharding-strategy {strategy} is the same as one "
                 "instance: drop both options of instances, or choose optim_grads_params"
             )
-
-
-def early_gather(config: DataParallelConfig, *, cuda_graph_impl: str) -> tuple[bool, str | None]:
-    """Return whether gathers start at the end of the optimizer step, and why not if they were to.
-
-    A CUDA graph of a full iteration cannot wait for what was started before it was recorded, so
-    there `--fsdp-all-gather-in-start-param-sync` is off, whatever was asked for.
-
-    Args:
-        cuda_graph_impl: what is recorded: "none" or "full_iteration".
-
-    Returns:
-        The value to run with, and a line for the log where it is not the one that was given.
-    """
-    asked = config.fsdp_all_gather_in_start_param_sync
-    if not asked or cuda_graph_impl != "full_iteration":
-        return asked, None
-    if not config.overlap_param_gather:
-        return False, None  # it had no effect
-    return False, (
-        "--fsdp-all-gather-in-start-param-sync is off: with --cuda-graph-impl full_iteration all "
-        "gathers are inside the graph"
-    )

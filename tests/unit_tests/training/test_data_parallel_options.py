@@ -9,7 +9,6 @@ import pytest
 
 from megatron.core.process_groups import RankGrid
 from megatron.training.config.check import check
-from megatron.training.config.data_parallel import early_gather
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import data_parallel_config
 from megatron.training.run_groups import rank_grid
@@ -116,21 +115,3 @@ def test_a_distributed_optimizer_goes_with_every_strategy_that_cuts_its_state():
     chosen = resolve(small_config(f"--use-distributed-optimizer {CUT}"), 2).config.data_parallel
     assert (chosen.strategy, chosen.use_distributed_optimizer) == ("optim_grads_params", True)
     assert not resolve(small_config(), 2).config.data_parallel.use_distributed_optimizer
-
-
-@pytest.mark.parametrize(
-    ("more", "graph", "early", "noted"),
-    [
-        ("--overlap-param-gather", "none", True, False),
-        ("--overlap-param-gather", "full_iteration", False, True),
-        ("", "full_iteration", False, False),
-        ("--overlap-param-gather --no-fsdp-all-gather-in-start-param-sync", "none", False, False),
-        ("--no-fsdp-all-gather-in-start-param-sync", "full_iteration", False, False),
-    ],
-)
-def test_recorded_iterations_start_no_gather_before_they_begin(more, graph, early, noted):
-    chosen = resolve(small_config(f"{CUT} {more}"), 2).config.data_parallel
-    found, note = early_gather(chosen, cuda_graph_impl=graph)
-    assert found == early
-    assert (note is not None) == noted
-    assert note is None or "--cuda-graph-impl full_iteration" in note

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log's line on data parallelism: what is in effect, and the bytes that are really there."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.core.weight_sharding import STRATEGIES, placement
+from megatron.training.monitoring.data_parallel_line import data_parallel_line
+from tests.support.ranks import run_ranks
+
+
+def built(groups: ProcessGroupCollection, **settings: object) -> tuple[DataParallel, Optimizer]:
+    """Return the engine and optimizer of a model of about 100,000 weights."""
+    shape = GPTConfig(
+        num_layers=3,
+        hidden_size=48,
+        vocab_size=64,
+        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=12),
+        mlp=MLPConfig(ffn_hidden_size=160),
+    )
+    config = DataParallelConfig(**settings)
+    model = GPTModel(shape, groups, dtype=torch.bfloat16, storage=config.storage(initialize=False))
+    engine = DataParallel(model.store, groups, config=config)
+    return engine, Optimizer(engine.owned(), groups, config=OptimizerConfig())
+
+
+def bytes_in(line: str) -> list[float]:
+    """Return the sizes that a line names, in bytes."""
+    return [1e6 * float(number) for number in re.findall(r"([\d.]+) MB", line)]
+
+
+def lines(rank: int, world: int) -> list[str]:
+    """Hold the sizes of every strategy to the tensors that there are; return the lines."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    found = []
+    for strategy in STRATEGIES:
+        engine, optimizer = built(groups, strategy=strategy)
+        line = data_parallel_line(engine, optimizer)
+        weights = sum(b.weights.data.nbytes for b in engine.store.buckets)
+        kept = {b.gradients.untyped_storage().data_ptr(): b for b in engine.buckets}
+        gradients = sum(b.gradients.untyped_storage().nbytes() for b in kept.values())
+        states = [t for r in optimizer.ranges for t in r.named_tensors().values()]
+        state = sum(t.nbytes for t in states)
+        assert bytes_in(line)[1:4] == pytest.approx([weights, gradients, state], abs=6e3), line
+        found.append(line)
+    engine, optimizer = built(groups, strategy="optim")
+    engine.placement = placement("no_shard")
+    with pytest.raises(ValueError, match="but optim was asked for"):
+        data_parallel_line(engine, optimizer)
+    hybrid = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
+    settings = {"strategy": "optim_grads_params", "outer": "optim", "overlap_param_gather": True}
+    return [*found, data_parallel_line(*built(hybrid, **settings))]
+
+
+def test_the_line_says_what_is_in_effect_and_how_much_is_there():
+    plain, optim, grads, params, hybrid = run_ranks(lines, 4)[0]
+    assert plain.startswith("data parallel: no_shard over 4 lanes; 1 buckets of up to 0.")
+    assert optim.startswith("data parallel: optim over 4 lanes; ")
+    assert "gathered" not in optim
+    assert "gathered" not in grads
+    assert "of gradients that are being reduced" in grads
+    assert "optim_grads_params over 4 lanes; 5 buckets" in params
+    assert "of gathered weights" in params
+    assert (
+        "optim_grads_params over the 2 lanes of each of 2 instances, optimizer state over all of "
+        "them; 5 buckets"
+    ) in hybrid
+    assert bytes_in(hybrid)[4] > bytes_in(params)[4], "two units instead of one"
+
+
+def test_one_lane_has_nobody_to_share_with():
+    engine, optimizer = built(ProcessGroupCollection.single(), strategy="optim_grads_params")
+    line = data_parallel_line(engine, optimizer)
+    assert "one lane, so that optim_grads_params has nobody to share with; 1 buckets" in line
+    engine.config = dataclasses.replace(engine.config, strategy="no_shard")
+    assert "one lane; 1 buckets" in data_parallel_line(engine, optimizer)

@@ -35,6 +35,7 @@ from megatron.training.gpt_options import (
     weight_dtype,
 )
 from megatron.training.loop import LoopParts, train
+from megatron.training.monitoring.data_parallel_line import data_parallel_line
 from megatron.training.monitoring.observation import observing
 from megatron.training.monitoring.progress import Display
 from megatron.training.progress_state import Progress
@@ -217,6 +218,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         display, metrics = watching.display, watching.metrics
         steps = SessionSteps(session, batches, display, watching.on_iteration)
         display.log(describe(session))
+        display.log(data_parallel_line(session.step.engine, session.optimizer))
         for note in session.data.notes:
             display.log(note)
         display.log(start)

@@ -126,6 +126,21 @@ def recompute(config: Config) -> Recompute:
     )
 
 
+def early_gather(config: Config) -> tuple[bool, str | None]:
+    """Return whether the first gathers of a step start at the end of the optimizer step, and where
+    that was not to be had though it was asked for, a line that says why."""
+    chosen = config.data_parallel
+    wanted = chosen.fsdp_all_gather_in_start_param_sync
+    if config.cuda_graphs.cuda_graph_impl == "none" or not wanted:
+        return wanted, None
+    if not chosen.overlap_param_gather:
+        return False, None
+    return False, (
+        "--no-fsdp-all-gather-in-start-param-sync is set, as --cuda-graph-impl "
+        f"{config.cuda_graphs.cuda_graph_impl} cannot wait for gathers that start outside a step"
+    )
+
+
 def data_parallel_config(config: Config) -> DataParallelConfig:
     """Return what the data-parallel engine cuts and when it communicates."""
     chosen = config.data_parallel
@@ -134,7 +149,7 @@ def data_parallel_config(config: Config) -> DataParallelConfig:
         outer=chosen.outer_dp_sharding_strategy,
         overlap_grad_reduce=chosen.overlap_grad_reduce,
         overlap_param_gather=chosen.overlap_param_gather,
-        fsdp_all_gather_in_start_param_sync=chosen.fsdp_all_gather_in_start_param_sync,
+        fsdp_all_gather_in_start_param_sync=early_gather(config)[0],
         prefetch_bytes=chosen.param_gather_prefetch_bytes,
         grad_dtype=torch.bfloat16 if chosen.grad_reduce_in_bf16 else torch.float32,
         fp32_accumulation=chosen.reduce_scatter_with_fp32_accumulation,

@@ -30,6 +30,7 @@ from megatron.training.data.data_sets import (
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.failures.session_faults import arm_stop, session_faults, timed_steps
 from megatron.training.gpt_options import (
+    early_gather,
     learning_rate_schedule,
     weight_decay_schedule,
     weight_dtype,
@@ -219,8 +220,9 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         steps = SessionSteps(session, batches, display, watching.on_iteration)
         display.log(describe(session))
         display.log(data_parallel_line(session.step.engine, session.optimizer))
-        for note in session.data.notes:
-            display.log(note)
+        for note in (*session.data.notes, early_gather(run.config)[1]):
+            if note is not None:
+                display.log(note)
         display.log(start)
         if place.attempt:
             display.log(f"restart {place.attempt} by the launcher")

@@ -23,11 +23,13 @@ from megatron.training.checkpoint_io import (
     load_run,
     weight_chunks,
 )
+from megatron.training.config import Config
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.data.data_sets import (
     DataSets,
 )
 from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.full_iteration import FullIterationGraph
 from megatron.training.gpt_options import (
     backend,
     data_parallel_config,
@@ -37,12 +39,13 @@ from megatron.training.gpt_options import (
     recompute,
     weight_dtype,
 )
+from megatron.training.graph_recorder import CudaRecorder
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.options.schema import flatten
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
-from megatron.training.step import TrainStep
+from megatron.training.step import ForwardBackward, TrainStep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -89,10 +92,6 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     )
     gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     padded = padded_vocab_size(config, vocabulary.size)
-    options = {k: list(v) if isinstance(v, tuple) else v for k, v in flatten(config).items()}
-    for name in ("tokenizer-model", "load-hf"):
-        if options[name] is not None:
-            options[name] = str(Path(options[name]).resolve())
     return Session(
         run=run,
         place=place,
@@ -105,6 +104,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             engine,
             optimizer=optimizer,
             groups=place.groups,
+            forward_backward=_forward_backward(run, place, ForwardBackward(model, engine)),
             per_token_loss=config.training.calculate_per_token_loss,
             reruns=config.failures.rerun_mode == "validate_results",
         ),
@@ -115,11 +115,35 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         ),
         facts=RunFacts(
             model=shape.to_json(),
-            config=options,
+            config=_saved_options(config),
             tokenizer=vocabulary.tokenizer,
             data=data.identity,
             other_data_is_fine=config.data.allow_data_change,
         ),
+    )
+
+
+def _saved_options(config: Config) -> dict[str, object]:
+    """Return what a checkpoint says of the options."""
+    options = {k: list(v) if isinstance(v, tuple) else v for k, v in flatten(config).items()}
+    for name in ("tokenizer-model", "load-hf"):
+        if options[name] is not None:
+            options[name] = str(Path(options[name]).resolve())
+    return options
+
+
+def _forward_backward(
+    run: Run, place: RunGroups, eager: ForwardBackward
+) -> ForwardBackward | FullIterationGraph:
+    """Return what carries out the first part of a step."""
+    chosen = run.config.cuda_graphs
+    if chosen.cuda_graph_impl == "none":
+        return eager
+    return FullIterationGraph(
+        eager,
+        recorder=CudaRecorder(place.device),
+        warmup_steps=chosen.cuda_graph_warmup_steps,
+        say=place.coordinator.say,
     )
 
 

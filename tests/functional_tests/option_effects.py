@@ -118,6 +118,11 @@ EFFECTS: dict[str, Effect] = {
     "recompute-granularity": Effect("plan", "", "selective"),
     "recompute-method": Effect("plan", "uniform", "block", f"{_FULL} --recompute-num-layers 1"),
     "recompute-num-layers": Effect("plan", "1", "2", f"{_FULL} --recompute-method uniform"),
+    # CUDA graphs
+    "cuda-graph-impl": Effect(
+        "plan", "none", "full_iteration", f"{_OPTIM} --overlap-param-gather", world=2
+    ),
+    "cuda-graph-warmup-steps": Effect("refusal", "3", "12", "--cuda-graph-impl full_iteration"),
     # Batch, length, numbers
     "seq-length": Effect("loss", "24", "16"),
     "micro-batch-size": Effect("plan", "2", "4"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.cuda_graphs import CudaGraphConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.data_parallel import DataParallelConfig
 from megatron.training.config.failures import FailureConfig
@@ -28,6 +29,7 @@ from megatron.training.config.training import TrainingConfig
 __all__ = [
     "CheckpointConfig",
     "Config",
+    "CudaGraphConfig",
     "DataConfig",
     "DataParallelConfig",
     "FailureConfig",
@@ -56,6 +58,7 @@ class Config:
     parallel: ParallelConfig
     data_parallel: DataParallelConfig
     recompute: RecomputeConfig
+    cuda_graphs: CudaGraphConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
     muon: MuonConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from megatron.training.config import Config, data_parallel, switches
+from megatron.training.config import Config, cuda_graphs, data_parallel, switches
 from megatron.training.data import data_paths
 
 
@@ -24,6 +24,7 @@ def check(config: Config, world_size: int) -> list[str]:
             _rope_scaling(config),
             _kernels(config),
             _recompute(config),
+            cuda_graphs.problems(config),
             _length(config, world_size),
             _schedule(config),
             _weight_decay(config),

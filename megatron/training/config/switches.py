@@ -18,6 +18,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
     yarn = position.position_embedding_type == "yarn"
     yield position, "yarn_", yarn, "--position-embedding-type yarn"
+    graphs = config.cuda_graphs.cuda_graph_impl != "none"
+    yield config.cuda_graphs, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
     spikes = failures.loss_spike_factor is not None
     yield failures, "loss_spike_window", spikes, "--loss-spike-factor"
     yield failures, "straggler_factor", failures.log_straggler, "--log-straggler"

@@ -40,7 +40,7 @@ _EXPERTS = "there is no mixture of experts yet"
 _FORMAT = "checkpoints have one format, safetensors with a manifest, that loads on any layout"
 _WRITER = "checkpoints are written by the ranks themselves while training waits"
 _FUSION = "each kernel has one implementation per device, chosen by --attention-backend and torch"
-_GRAPHS = "there are no CUDA graphs yet"
+_GRAPHS = "one CUDA graph holds forward and backward of a whole step"
 _FP8 = "weights and activations are fp32, bf16 or fp16"
 _FAMILY = "only GPT is trained here"
 _RNG = "random numbers follow from --seed and the position in the run: no state is saved or loaded"
@@ -125,7 +125,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     # Numbers
     ("recompute-granularity", "selective means norms and MLP activations",
      "recompute-activations recompute-modules checkpoint-activations"),
-    ("", _GRAPHS, "enable-cuda-graph external-cuda-graph"),
+    ("cuda-graph-impl", _GRAPHS, "enable-cuda-graph external-cuda-graph cuda-graph-scope "
+     "cuda-graph-modules cuda-graph-use-single-mempool cuda-graph-retain-backward-graph"),
     ("", _FP8, "transformer-engine-precision first-last-layers-bf16 num-layers-at-start-in-bf16 "
      "num-layers-at-end-in-bf16 keep-fp8-weight-transpose-cache"),
     ("bf16", "weights, activations and their kernels have one format",
@@ -218,7 +219,6 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
 #: Families of flags, by how their names begin.
 _PREFIXES: tuple[tuple[str, str], ...] = (
     ("moe-", _EXPERTS),
-    ("cuda-graph-", _GRAPHS),
     ("fp8", _FP8),
     ("fp4", _FP8),
     ("tp-comm-", "tensor parallel communication is not overlapped with products yet"),
@@ -276,6 +276,8 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("exp-avg-dtype", "fp8"): "its range is too small for it",
         ("exp-avg-sq-dtype", "fp16"): "its range is too small for it",
         ("exp-avg-sq-dtype", "fp8"): "its range is too small for it",
+        ("cuda-graph-impl", "local"): _GRAPHS,
+        ("cuda-graph-impl", "transformer_engine"): _GRAPHS,
         ("transformer-impl", "inference_optimized"): "the same layers train and sample",
         ("attention-backend", "flash"): "the fused kernel is triton's",
         ("attention-backend", "fused"): "the fused kernel is triton's",

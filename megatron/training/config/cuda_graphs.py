@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recording the work of a step on a GPU once and replaying it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron.training.config.values import positive
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """CUDA graphs: one call launches what Python would launch kernel by kernel."""
+
+    cuda_graph_impl: Literal["none", "full_iteration"] = "none"
+    """full_iteration records forward and backward of all microbatches of a step as one CUDA graph
+    and replays it; nothing is gathered between steps then (as with
+    --no-fsdp-all-gather-in-start-param-sync)."""
+    cuda_graph_warmup_steps: int = 3
+    """Steps that run without a graph before one is recorded."""
+
+    def __post_init__(self) -> None:
+        positive(self, "cuda_graph_warmup_steps")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Name what does not go together with recorded steps, each with its mend."""
+    chosen = config.cuda_graphs
+    if chosen.cuda_graph_impl == "none":
+        return
+    flag = f"--cuda-graph-impl {chosen.cuda_graph_impl}"
+    if config.training.device == "cpu":
+        yield f"{flag} needs a GPU: drop it or --device cpu"
+    for other, on, reason in (
+        (
+            "--check-weight-gather",
+            config.data_parallel.check_weight_gather,
+            "compares orders on the host in every step",
+        ),
+        (
+            "--check-collectives",
+            config.failures.check_collectives,
+            "does not see the collectives of a replayed step",
+        ),
+        (
+            "--log-straggler",
+            config.failures.log_straggler,
+            "does not see how long a replayed step waits",
+        ),
+    ):
+        if on:
+            yield f"{other} {reason}: drop it or {flag}"
+    steps, iterations = chosen.cuda_graph_warmup_steps, config.training.train_iters
+    if iterations is not None and steps >= iterations:
+        yield (
+            f"--cuda-graph-warmup-steps {steps} is not below --train-iters {iterations}, so that "
+            "nothing is recorded: lower it"
+        )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -81,19 +82,27 @@ def test_contradictions_of_one_section_are_named():
 
 
 def test_the_core_takes_every_combination_that_has_no_problem():
-    fine = 0
+    fine, plain = 0, small_config("--bf16")
     for strategy, outer, instances, gather, narrow, wide, ahead in itertools.product(
         ("no_shard", "optim", "optim_grads", "optim_grads_params"),
         ("no_shard", "optim"),
         (1, 2),
-        ("", "--overlap-param-gather"),
-        ("", "--grad-reduce-in-bf16"),
-        ("", "--reduce-scatter-with-fp32-accumulation"),
+        (False, True),
+        (False, True),
+        (False, True),
         (0, 64),
     ):
-        more = f"--bf16 {STRATEGY} {strategy} --outer-dp-sharding-strategy {outer} {gather} "
-        more += f"{INSTANCES} {instances} {narrow} {wide} --param-gather-prefetch-bytes {ahead}"
-        config = small_config(more)
+        chosen = dataclasses.replace(
+            plain.data_parallel,
+            data_parallel_sharding_strategy=strategy,
+            num_distributed_optimizer_instances=instances,
+            outer_dp_sharding_strategy=outer,
+            overlap_param_gather=gather,
+            param_gather_prefetch_bytes=ahead,
+            grad_reduce_in_bf16=narrow,
+            reduce_scatter_with_fp32_accumulation=wide,
+        )
+        config = dataclasses.replace(plain, data_parallel=chosen)
         problems = check(config, 4)
         run = resolve(config, 4)
         if problems:

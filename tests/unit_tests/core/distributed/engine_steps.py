@@ -102,6 +102,7 @@ def assert_gradients(
     """Compare what the optimizer would see; return the number of elements."""
     found = 0
     for owned in engine.owned():
+        assert owned.gradients.isfinite().all(), "padding included"
         for placed in owned.boxes:
             box, got = placed.box, placed.of(owned.gradients)
             found += box.numel

@@ -64,10 +64,11 @@ class Training:
         dtype: torch.dtype = torch.float32,
         scale: float = 1.0,
         bucket_bytes: int = 300,
+        device: torch.device | str = "cpu",
         **parallel: object,
     ) -> None:
         self.groups, self.scale = groups, scale
-        self.store = WeightStore(groups, seed=2, dtype=dtype)
+        self.store = WeightStore(groups, seed=2, dtype=dtype, device=device)
         for sharding in shardings():
             self.store.declare(sharding, InitSpec.normal(0.8))
         placed = DataParallelConfig(strategy=strategy, **parallel)  # type: ignore[arg-type]
@@ -104,7 +105,7 @@ class Training:
                 local[box.start : box.start + box.numel] = (piece * part).flatten()
             if handle.name == "down":
                 local[-1] += fault
-            handle.add_gradient(local.view(handle.shape))
+            handle.add_gradient(local.view(handle.shape).to(self.store.device))
         self.engine.finish()
         result = self.optimizer.step(**options)
         self.engine.start_param_sync()
@@ -116,7 +117,7 @@ class Training:
         for handle in self.store.handles.values():
             flat = handle.get().view(-1)
             for box in self.store.boxes(handle):
-                values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
+                values = flat[box.start : box.start + box.numel].view(box.sizes).clone().cpu()
                 found.append((box.name, box.offsets, values))
         return found
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers on a GPU: Muon in bf16 is near its fp32 self, state in host memory changes nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.optimizer import MuonConfig, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, drawn
+
+STEPS = 3
+MATRICES = ("q", "k", "down", "experts")
+
+
+def train(config: OptimizerConfig, device: torch.device | str, **options) -> Training:
+    training = Training(ProcessGroupCollection.single(), config, device=device, **options)
+    for step in range(STEPS):
+        assert training.step(drawn(step), lr=0.05, weight_decay=0.1).applied
+    return training
+
+
+def test_muon_on_bf16_products_is_near_the_cpu_s_fp32(device):
+    config = OptimizerConfig(kind="muon", muon=MuonConfig(adam_names=("table",)))
+    start = Training(ProcessGroupCollection.single(), config).logical()
+    wanted, found = train(config, "cpu").logical(), train(config, device).logical()
+    for name in SHAPES:
+        moved = (wanted[name] - start[name]).abs().max()
+        bound = 0.1 if name in MATRICES else 1e-5
+        assert (found[name] - wanted[name]).abs().max() <= bound * moved, name
+
+
+def test_state_in_host_memory_updates_as_on_the_gpu(device):
+    for dtype in (torch.float32, torch.bfloat16):
+        made = [
+            train(OptimizerConfig(offload_fraction=share), device, dtype=dtype)
+            for share in (0.0, 0.5, 1.0)
+        ]
+        plain = made[0].logical()
+        for share, training in zip((0.5, 1.0), made[1:], strict=True):
+            ours = training.optimizer
+            assert any(state.on_host for state in ours.ranges)
+            for state in ours.ranges:
+                where = "cpu" if state.on_host else "cuda"
+                assert {t.device.type for t in (state.master, *state.moments.values())} == {where}
+                assert state.master.is_pinned() == state.on_host
+            assert (ours.state_bytes(on_host=False) == 0) == (share == 1.0)
+            bound = 1e-5 if dtype is torch.float32 else 2.0**-8
+            for name, weight in training.logical().items():
+                assert (weight - plain[name]).abs().max() <= bound * plain[name].abs().max(), name
+
+
+def test_every_weight_arrives_where_it_is_used(device):
+    training = train(OptimizerConfig(offload_fraction=1.0), device)
+    host = training.optimizer.host
+    before = host.bytes_to_host, host.bytes_to_device
+    elements = sum(len(state.master) for state in host.states)
+    training.step(drawn(STEPS), lr=0.05, weight_decay=0.1)
+    assert host.bytes_to_host - before[0] == host.bytes_to_device - before[1] == 4 * elements
+    torch.cuda.synchronize(device)
+    for state in host.states:
+        assert torch.equal(state.owned.weights.cpu(), state.master)

@@ -39,6 +39,8 @@ tokenizer-model vocab-size make-vocab-size-divisible-by eval-interval eval-iters
 save-interval finetune log-interval log-throughput log-num-zeros-in-grad log-params-norm
 tensorboard-dir calculate-per-token-loss deterministic-mode exit-interval
 distributed-timeout-minutes transformer-impl dataloader-type
+num-distributed-optimizer-instances outer-dp-sharding-strategy overlap-param-gather
+grad-reduce-in-bf16 reduce-scatter-with-fp32-accumulation
 """
 
 

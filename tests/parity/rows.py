@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.weight_sharding import STRATEGIES
 from tests.support.covering_array import Constraint, Row, covering_array
 
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "dp": (1, 2, 4),
     "sequence_parallel": (False, True),
-    "placement": ("no_shard", "optim"),
+    "placement": STRATEGIES,
+    "instances": (1, 2),  # size of the outer axis of hybrid sharding
+    "outer": ("no_shard", "optim"),
+    "granularity": ("unit", "weight"),
     "bucket": ("small", "large"),
     "overlap": (True, False),
+    "early_gather": (False, True),
+    "link": ("none", "late"),
     "accumulation": (1, 3),
     "per_token": (False, True),
     "loss_scale": (1.0, 1024.0),
@@ -32,7 +38,19 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "recompute": ("none", "full", "selective"),
 }
 
-_SEQUENCE_NEEDS_TP = Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp)
+CUT_WEIGHTS = "optim_grads_params"
+_CONSTRAINTS = (
+    Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
+    Constraint(("dp", "instances"), lambda dp, instances: instances == 1 or dp == 4),
+    Constraint(("placement", "instances"), lambda p, instances: p != "no_shard" or instances == 1),
+    Constraint(
+        ("placement", "instances", "outer"),
+        lambda p, instances, outer: outer == "no_shard" or (p, instances) == (CUT_WEIGHTS, 2),
+    ),
+    Constraint(("placement", "granularity"), lambda p, g: g == "unit" or p == CUT_WEIGHTS),
+    Constraint(("placement", "bucket"), lambda p, bucket: bucket == "large" or p != CUT_WEIGHTS),
+    Constraint(("placement", "early_gather"), lambda p, early: p != "no_shard" or not early),
+)
 
 
 def _worlds(low: int, high: int) -> Constraint:
@@ -41,7 +59,7 @@ def _worlds(low: int, high: int) -> Constraint:
 
 def rows_for_every_change() -> list[Row]:
     """Return all allowed pairs on two and four ranks, and two rows of eight ranks."""
-    small = covering_array(FACTORS, (_SEQUENCE_NEEDS_TP, _worlds(2, 4)), seed=1)
+    small = covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 4)), seed=1, candidates=10)
     return small + rows_of_eight()
 
 
@@ -52,8 +70,13 @@ def rows_of_eight() -> list[Row]:
         "dp": 2,
         "sequence_parallel": True,
         "placement": "optim",
+        "instances": 1,
+        "outer": "no_shard",
+        "granularity": "unit",
         "bucket": "small",
         "overlap": True,
+        "early_gather": True,
+        "link": "none",
         "accumulation": 3,
         "per_token": False,
         "loss_scale": 1024.0,
@@ -71,9 +94,14 @@ def rows_of_eight() -> list[Row]:
         "tp": 2,
         "dp": 4,
         "sequence_parallel": False,
-        "placement": "no_shard",
+        "placement": CUT_WEIGHTS,
+        "instances": 2,
+        "outer": "optim",
+        "granularity": "weight",
         "bucket": "large",
         "overlap": False,
+        "early_gather": False,
+        "link": "late",
         "accumulation": 1,
         "per_token": True,
         "loss_scale": 1.0,
@@ -92,20 +120,23 @@ def rows_of_eight() -> list[Row]:
 
 def rows_for_every_night() -> list[Row]:
     """Return rows that hold every allowed triple of settings on up to eight ranks."""
-    return covering_array(
-        FACTORS, (_SEQUENCE_NEEDS_TP, _worlds(2, 8)), strength=3, seed=2, candidates=8
-    )
+    return covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 8)), strength=3, seed=2, candidates=8)
 
 
 def label(row: Row) -> str:
     """Name a row by its settings."""
     switches = [
-        name for name in ("sequence_parallel", "overlap", "tied", "qk_norm", "gated") if row[name]
+        name
+        for name in ("sequence_parallel", "overlap", "early_gather", "tied", "qk_norm", "gated")
+        if row[name]
     ]
     parts = [
         f"tp{row['tp']}-dp{row['dp']}",
         row["placement"],
-        f"{row['bucket']}_buckets",
+        *([f"outer_{row['outer']}"] if row["instances"] > 1 else []),
+        f"{row['bucket']}_buckets"
+        if row["placement"] != CUT_WEIGHTS
+        else f"by_{row['granularity']}",
         f"accumulate{row['accumulation']}",
         "per_token" if row["per_token"] else "mean",
         f"groups{row['groups']}",
@@ -115,5 +146,6 @@ def label(row: Row) -> str:
         *switches,
         *([row["recompute"]] if row["recompute"] != "none" else []),
         *(["scaled"] if row["loss_scale"] != 1.0 else []),
+        *(["late"] if row["link"] == "late" else []),
     ]
     return "-".join(parts + (["dropout"] if row["dropout"] else []))

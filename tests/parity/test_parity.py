@@ -2,13 +2,14 @@
 """Every layout trains as the single process does, and the single process as the definition.
 
 One covering array crosses the layouts with the settings of a model (`rows`). Each row is compared
-with the single-process model in every loss, every gradient and the weights after two SGD steps
+with the single-process model in every loss, every gradient and the weights after some SGD steps
 (`verdict`), and the single-process model with a plain fp64 one (`plain_gpt`).
 """
 
 import pytest
 import torch
 
+from tests.parity.hunting import row_with
 from tests.parity.plain_gpt import PlainGPT, step_loss
 from tests.parity.rows import FACTORS, label, rows_for_every_change, rows_for_every_night
 from tests.parity.training import (
@@ -16,14 +17,14 @@ from tests.parity.training import (
     HEADS,
     LAYERS,
     LEARNING_RATE,
-    STEPS,
     WEIGHT_DECAY,
     assembled,
     lane_data,
     rank_of_row,
+    steps_of,
     world_of,
 )
-from tests.parity.verdict import assert_agrees, reference_of
+from tests.parity.verdict import assert_agrees, assert_same_numbers, reference_of
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.covering_array import covering_array
 from tests.support.ranks import run_ranks
@@ -38,6 +39,35 @@ def _check(row):
 @pytest.mark.parametrize("row", rows_for_every_change(), ids=label)
 def test_a_layout_trains_as_the_single_process(row):
     _check(row)
+
+
+OPTIMIZER_ROWS = {
+    "adam, cut weights": row_with(
+        dp=2, optimizer="adam", placement="optim_grads_params", early_gather=True, accumulation=3,
+        tied=True, groups=1, qk_norm=True,
+    ),
+    "adam, hybrid": row_with(
+        tp=1, dp=4, optimizer="adam", placement="optim_grads", instances=2, link="late", bias="all",
+    ),
+    "muon, cut optimizer": row_with(
+        dp=2, optimizer="muon", placement="optim", early_gather=True, bucket="small", groups=1,
+        bias="qkv", sequence_parallel=True,
+    ),
+    "muon, hybrid and cut weights": row_with(
+        tp=1, dp=4, optimizer="muon", placement="optim_grads_params", instances=2, outer="optim",
+        granularity="weight", link="late", tied=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_ROWS)
+def test_other_optimizers_move_weights_as_in_the_single_process(name):
+    row = OPTIMIZER_ROWS[name]
+    ref = reference_of(row)
+    runs = run_ranks(rank_of_row, world_of(row), row, ref.initial)
+    assert_same_numbers(row, runs, ref)
+    after = assembled(ref.run.weights)
+    assert all((after[n] - w).abs().max() > 1e-3 for n, w in ref.initial.items()), "they moved"
 
 
 @pytest.mark.slow
@@ -55,8 +85,13 @@ ONE_RANK = {
     "dp": 2,
     "sequence_parallel": False,
     "placement": "no_shard",
+    "instances": 1,
+    "outer": "no_shard",
+    "granularity": "unit",
     "bucket": "large",
     "overlap": True,
+    "early_gather": False,
+    "link": "none",
     "dropout": 0.0,
     "loss_scale": 1.0,
     "vocabulary": 61,
@@ -85,7 +120,7 @@ def test_the_single_process_trains_as_the_definition(model):
         gated=row["gated"],
     )
     weights = {name: w.double().requires_grad_() for name, w in ref.initial.items()}
-    for number in range(STEPS):
+    for number in range(steps_of(row)):
         data = [batch for lane in range(row["dp"]) for batch in lane_data(row, lane, number)]
         loss = step_loss(plain, weights, data, per_token=row["per_token"])
         gradients = dict(

@@ -10,17 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.core.process_groups import GROUP_NAMES
+from tests.parity.rows import CUT_WEIGHTS
 from tests.parity.training import LAYERS, RECOMPUTE, Run, Step
 from tests.support.activation import assert_active, assert_silent, matching, table
 from tests.support.covering_array import Row
+
+CUT_GRADIENTS = ("optim_grads", CUT_WEIGHTS)
 
 
 def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
     """Fail unless every rank's step `number` ran exactly the collectives that the row asks for."""
     steps = [run.steps[number] for run in runs]
     for run, step in zip(runs, steps, strict=True):
-        _over_lanes(row, run, step)
+        _over_lanes(row, step, last=number == len(run.steps) - 1)
         _launched(row, run, step)
+        _gathers(row, run)
+        if (run.late > 0) != (row["link"] == "late"):
+            raise AssertionError(f"{run.late} collectives were late, wanted {row['link']}")
         if row["tp"] > 1:
             _in_regions(row, step)
         else:
@@ -34,17 +41,20 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
 
 
 def _launched(row: Row, run: Run, step: Step) -> None:
-    launched = run.buckets if row["overlap"] else 0
+    """All buckets are reduced during backward, unless they wait for its end; cut ones never do."""
+    at_once = row["overlap"] or (row["dp"] > 1 and row["placement"] in CUT_GRADIENTS)
+    launched = len(run.buckets) if at_once else 0
     if step.launched_in_backward != launched:
         raise AssertionError(
             f"{step.launched_in_backward} buckets reduced during backward, wanted {launched}"
         )
-    if (run.buckets > 2) != (row["bucket"] == "small"):
-        raise AssertionError(f"{row['bucket']} buckets, but there are {run.buckets}")
+    many = row["bucket"] == "small" or (row["dp"] > 1 and row["placement"] == CUT_WEIGHTS)
+    if (len(run.buckets) > 2) != many:
+        raise AssertionError(f"{row['bucket']} buckets, but there are {len(run.buckets)}")
 
 
-def _over_lanes(row: Row, run: Run, step: Step) -> None:
-    """One reduction per bucket and step, whatever the accumulation; ZeRO-1 gathers weights too.
+def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
+    """What the formula says, bucket by bucket; gathers from when they follow a plan.
 
     For a per-token loss the number of tokens is summed as well; the report's loss is summed over
     the world.
@@ -55,13 +65,36 @@ def _over_lanes(row: Row, run: Run, step: Step) -> None:
     if row["dp"] == 1:
         assert_silent(step.records, group="lanes")
         return
-    sharded = row["placement"] == "optim"
-    ran = ("reduce_scatter", "all_gather") if sharded else ("all_reduce",)
-    for kind in ("reduce_scatter", "all_gather", "all_reduce"):
-        count, size = (run.buckets, run.bucket_bytes) if kind in ran else (0, 0)
-        if kind == "all_reduce":  # the number of tokens, fp32
-            count, size = count + row["per_token"], size + 4 * row["per_token"]
-        assert_active(step.records, kind=kind, group="lanes", exactly=count, exactly_bytes=size)
+    wanted = {(t.kind, t.group): (t.count, t.bytes) for t in step.over_lanes}
+    if row["per_token"]:  # the number of tokens, fp32
+        count, size = wanted.get(("all_reduce", "lanes"), (0, 0))
+        wanted["all_reduce", "lanes"] = count + 1, size + 4
+    groups = {name for name in GROUP_NAMES if name.endswith("lanes")}
+    seen = {(r.kind, r.group) for r in step.records if r.group in groups}
+    for kind, group in sorted(seen | wanted.keys()):
+        if kind == "all_gather" and not last:
+            continue
+        count, size = wanted.get((kind, group), (0, 0))
+        assert_active(step.records, kind=kind, group=group, exactly=count, exactly_bytes=size)
+
+
+def _gathers(row: Row, run: Run) -> None:
+    """Weights are gathered ahead if that is asked for, within the plan, and as often as it says."""
+    first, last = run.steps[0].gathers, run.steps[-1].gathers
+    if row["placement"] == "no_shard" or row["dp"] == 1:
+        assert first is None
+        return
+    if last.mismatches or (last.prefetched > 0) != row["early_gather"]:
+        raise AssertionError(f"early gathers are {row['early_gather']}, but there were {last}")
+    if row["placement"] == CUT_WEIGHTS:
+        sizes = [4 * b.numel for b in run.buckets]
+        units = [4 * b.numel for b in run.buckets if not b.root]
+        root = sum(sizes) - sum(units)
+        if not 0 < last.peak_bytes <= root + 2 * max(units):
+            raise AssertionError(f"{last.peak_bytes} bytes of {sizes} were gathered at a time")
+        each = last.gathers / len(run.buckets) / len(run.steps)
+        if not 1.0 <= each <= 3.0 * row["accumulation"]:
+            raise AssertionError(f"a bucket was gathered {each} times a step")
 
 
 def _all_reduces_in_regions(row: Row) -> int:
@@ -103,7 +136,7 @@ def _once_a_step(row: Row, steps: Sequence[Step], *, group: str, beyond: int, wa
     """
     for step in steps:
         extra = len(matching(step.records, kind="all_reduce", group=group)) - beyond
-        allowed = {0, 1} if wanted and row["placement"] == "optim" else {int(wanted)}
+        allowed = {0, 1} if wanted and row["placement"] != "no_shard" else {int(wanted)}
         if extra not in allowed:
             raise AssertionError(
                 f"{extra} gradient sums over {group}, wanted {allowed}:\n{table(step.records)}"

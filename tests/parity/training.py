@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two training steps of one row, on any number of ranks, and what came out in logical form.
+"""A few training steps of one row, on any number of ranks, and what came out in logical form.
 
 `train_row` runs on every rank of a row and, as the reference, in the test's own process on a grid
 of one rank. Each rank returns the pieces of the logical tensors that it holds; `assembled` puts
@@ -8,20 +8,30 @@ them together and insists that every element is there and that replicas agree to
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.comm import CollectiveRecord, trace
+from megatron.core.comm import CollectiveRecord, Late, simulated, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.distributed.formulas import (
+    BucketSize,
+    ElementBytes,
+    Traffic,
+    collectives_per_step,
+)
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig, StepResult
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
@@ -30,7 +40,7 @@ from tests.support.nan_memory import nan_memory
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
 BATCH, SEQUENCE = 3, 12
-STEPS, LEARNING_RATE, WEIGHT_DECAY = 2, 0.3, 0.1
+LEARNING_RATE, WEIGHT_DECAY = 0.3, 0.1  # SGD's; the others take steps of a hundredth
 SEED = 7
 RECOMPUTE = {
     "none": Recompute(),
@@ -38,6 +48,30 @@ RECOMPUTE = {
     "selective": Recompute(granularity="selective"),
 }
 BUCKET_BYTES = {"small": 5_000, "large": 10**9}
+#: SGD is the proof. The others divide by what they know of the gradient, so a wrong factor of it
+#: hardly shows; Adam's epsilon is so large that rounding of small gradients does not turn steps.
+OPTIMIZERS = {
+    "sgd": OptimizerConfig(kind="sgd", clip_grad=0.0, count_zeros=True),
+    "adam": OptimizerConfig(kind="adam", adam_eps=1e-3, count_zeros=True),
+    "muon": OptimizerConfig(kind="muon", adam_eps=1e-3, count_zeros=True),
+}
+
+
+def steps_of(row: Row) -> int:
+    """Return the steps of a row: the third of early gathers is the first that follows a plan."""
+    return 3 if row["early_gather"] else 2
+
+
+def data_parallel_config(row: Row) -> DataParallelConfig:
+    """Return the engine's settings of a row; late collectives come with poisoned buffers."""
+    return DataParallelConfig(
+        strategy=row["placement"],
+        outer=row["outer"],
+        granularity=row["granularity"],
+        overlap_grad_reduce=row["overlap"],
+        overlap_param_gather=row["early_gather"],
+        debug=row["link"] == "late",
+    )
 
 
 @dataclass(frozen=True)
@@ -65,6 +99,8 @@ class Step:
     gradients: list[Piece]
     records: list[CollectiveRecord]
     launched_in_backward: int
+    over_lanes: list[Traffic]
+    gathers: GatherCounts | None
 
 
 @dataclass
@@ -72,8 +108,8 @@ class Run:
     """What one rank saw of a run."""
 
     initial: list[Piece]
-    buckets: int
-    bucket_bytes: int
+    buckets: list[BucketSize]
+    late: int = 0
     steps: list[Step] = field(default_factory=list)
     weights: list[Piece] = field(default_factory=list)
 
@@ -127,13 +163,13 @@ def train_row(
     *,
     lanes: Iterable[int],
 ) -> Run:
-    """Train two SGD steps of `row` on this rank.
+    """Train the steps of `row` on this rank.
 
     Args:
         initial: logical weights to start from; None keeps the model's own initial values.
         lanes: the data lanes whose microbatches this rank works through.
     """
-    config = DataParallelConfig(strategy=row["placement"], overlap_grad_reduce=row["overlap"])
+    config = data_parallel_config(row)
     model = GPTModel(
         gpt_config(row),
         groups,
@@ -146,37 +182,70 @@ def train_row(
     optimizer = Optimizer(
         engine.owned(),
         groups,
-        config=OptimizerConfig(kind="sgd", clip_grad=0.0, count_zeros=True),
+        config=OPTIMIZERS[row.get("optimizer", "sgd")],
         scaler=ConstantLossScaler(row["loss_scale"]),
     )
     run = Run(
         initial=weight_pieces(model.store),
-        buckets=len(engine.buckets),
-        bucket_bytes=sum(4 * entry.bucket.layout.numel for entry in engine.buckets),
+        buckets=[BucketSize.of(bucket) for bucket in model.store.buckets],
     )
     if initial is not None:
         write_weights(model.store, initial)
-    for step in range(STEPS):
-        data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
-        watch = _Watch(model, engine, optimizer)
-        train = TrainStep(
-            watch, engine, optimizer=watch, groups=groups, per_token_loss=row["per_token"]
-        )
-        with trace(groups) as records:
-            report = train(data, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        run.steps.append(
-            Step(
-                loss=report.loss,
-                nll=watch.nll,
-                grad_norm=report.grad_norm,
-                zeros=report.num_zeros,
-                gradients=watch.gradients,
-                records=list(records),
-                launched_in_backward=engine.launched_in_backward,
-            )
-        )
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
+        for step in range(steps_of(row)):
+            data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
+            run.steps.append(_trained(row, model, engine, optimizer, data))
+        engine.start_param_sync(force_sync=True)
+        run.late = 0 if link is None else link.count
     run.weights = weight_pieces(model.store)
     return run
+
+
+def _trained(
+    row: Row, model: GPTModel, engine: DataParallel, optimizer: Optimizer, data: list[Microbatch]
+) -> Step:
+    """Train one step and keep what was seen of it."""
+    watch = _Watch(model, engine, optimizer)
+    train = TrainStep(
+        watch, engine, optimizer=watch, groups=engine.groups, per_token_loss=row["per_token"]
+    )
+    with trace(engine.groups) as records:
+        rate = LEARNING_RATE if row.get("optimizer", "sgd") == "sgd" else 0.01
+        report = train(data, lr=rate, weight_decay=WEIGHT_DECAY)
+    gatherer = engine.gatherer
+    return Step(
+        loss=report.loss,
+        nll=watch.nll,
+        grad_norm=report.grad_norm,
+        zeros=report.num_zeros,
+        gradients=watch.gradients,
+        # int64: debug mode compares the order of needs
+        records=[r for r in records if r.dtype != "int64"],
+        launched_in_backward=engine.launched_in_backward,
+        over_lanes=_over_lanes(row, engine),
+        gathers=None if gatherer is None else copy.copy(gatherer.counts),
+    )
+
+
+def _over_lanes(row: Row, engine: DataParallel) -> list[Traffic]:
+    """Return what the step should have sent over the lanes, by the formula and the plan."""
+    gathers = None
+    gatherer = engine.gatherer
+    if gatherer is not None and gatherer.leases:
+        counts: Counter[int] = Counter()
+        if gatherer.planned is not None:
+            counts.update(gatherer.planned.prologue)
+            for consume in gatherer.planned.consumes:
+                counts.update(consume.issue)
+        gathers = [counts[bucket.index] for bucket in gatherer.buckets]
+    return collectives_per_step(
+        [BucketSize.of(bucket) for bucket in engine.store.buckets],
+        engine.placement,
+        of=ElementBytes(),
+        microbatches=row["accumulation"],
+        gathers=gathers,
+    )
 
 
 class _Watch:
@@ -273,7 +342,8 @@ def rank_of_row(
     """Train a row as one of its ranks, with faults planted if any are given."""
     for fault in faults:
         apply(fault)
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=row["tp"]), rank=rank)
+    grid = RankGrid(world_size=world, tp=row["tp"], instances=row["instances"])
+    groups = ProcessGroupCollection.create(grid, rank=rank)
     with nan_memory():
         return train_row(row, groups, initial, lanes=[groups["lanes"].rank])
 
@@ -281,7 +351,7 @@ def rank_of_row(
 def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
     """Train a row in this process: one rank that works through the data of all lanes, and keeps
     all activations."""
-    kept = {**row, "recompute": "none"}
+    kept = {**row, "recompute": "none", "link": "none"}
     with one_thread():
         return train_row(kept, ProcessGroupCollection.single(), initial, lanes=range(row["dp"]))
 

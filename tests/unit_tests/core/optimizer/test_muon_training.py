@@ -78,11 +78,11 @@ def train(
 
 def test_the_loss_falls_faster_than_sgd_s():
     groups = ProcessGroupCollection.single()
-    given = {"steps": 40, "lanes": (0,)}
+    given = {"steps": 30, "lanes": (0,)}
     muon = train(groups, MUON, lr=0.02, **given)
     sgd = [
         train(groups, OptimizerConfig(kind="sgd", sgd_momentum=0.9), lr=lr, **given)
-        for lr in (0.03, 0.1, 0.3, 1.0)
+        for lr in (0.1, 0.3, 1.0)
     ]
     assert muon[-1] < min(one[-1] for one in sgd) - 0.3
 

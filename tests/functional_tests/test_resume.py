@@ -16,10 +16,12 @@ from megatron.core.dist_checkpointing import read_extra
 from tests.functional_tests.small_run import digests, flags, run_on, timeless, write_tokens
 from tests.functional_tests.torchrun_job import torchrun, wait_for_iteration
 
-#: tp2 x dp2, bf16, dropout, two microbatches per step; the first epoch ends in step 6.
+#: tp2 x dp2, everything cut, bf16, dropout, two microbatches per step; the first epoch ends in step
+#: 6.
 LAYOUT = (
-    "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
-    "--overlap-grad-reduce --bf16 --eval-interval 0 --train-iters 10 --save-interval 3 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce "
+    "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather "
+    "--bf16 --eval-interval 0 --train-iters 10 --save-interval 3 "
     "--log-params-norm --log-num-zeros-in-grad"
 )
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from megatron.core.comm.direct import Gather, Scatter, goes_directly
 from megatron.core.comm.transfer import Pending, Transfer, Underway
 from megatron.core.device import current_stream, record_use
 from megatron.core.process_groups import Group, ProcessGroupCollection
@@ -108,8 +109,18 @@ def all_gather_async(x: torch.Tensor, group: Group, *, out: torch.Tensor | None 
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    gather = _gather_method(_handle(group))
-    transfer = Transfer("all_gather", group, x, out, lambda: gather(out, x), keeps_source=True)
+    handle = _handle(group)
+
+    def start() -> Underway:
+        if not goes_directly(out, group):
+            return _gather_method(handle)(out, x)
+        parts = list(out.view(group.size, -1).unbind(0))
+        own = parts[group.rank]
+        if own.data_ptr() != x.data_ptr():
+            own.copy_(x.view(-1))
+        return Gather.start(handle, group, parts=parts)
+
+    transfer = Transfer("all_gather", group, x, out, start, keeps_source=True)
     return _launch(transfer, out)
 
 
@@ -136,9 +147,15 @@ def reduce_scatter_async(
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    scatter = _scatter_method(_handle(group))
-    transfer = Transfer("reduce_scatter", group, x, out, lambda: scatter(out, x))
-    return _launch(transfer, x, how="sum")
+    handle = _handle(group)
+
+    def start() -> Underway:
+        if not goes_directly(x, group):
+            return _scatter_method(handle)(out, x)
+        parts = list(x.view(group.size, -1).unbind(0))
+        return Scatter.start(handle, group, parts=parts, out=out.view(-1))
+
+    return _launch(Transfer("reduce_scatter", group, x, out, start), x, how="sum")
 
 
 def reduce_scatter_wide_async(

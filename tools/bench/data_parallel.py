@@ -6,6 +6,7 @@ python -m tools.bench.data_parallel --ranks 2 --rounds 60 --race no_shard/ddp
 python -m tools.bench.data_parallel --profile optim_grads_params
 python -m tools.bench.data_parallel --latency 5            prefetch against none on a slow link
 python -m tools.bench.data_parallel --machinery            what a weight costs on one rank
+python -m tools.bench.data_parallel --exchange             our collectives against gloo's own
 
 Both sides live in the same processes and take turns step by step, with process groups of their
 own. A ratio is the median over rounds of ours / theirs of the slower rank's seconds, so below 1 is
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from megatron.core.comm.links import Latency, simulated
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from tools.bench import gloo_ranks, machinery
+from tools.bench import exchange, gloo_ranks, machinery
 from tools.bench.data_parallel_steps import (
     Batch,
     OurStep,
@@ -255,10 +256,14 @@ def main() -> None:
     )
     parser.add_argument("--latency", type=float, metavar="MS", help="race prefetch against none")
     parser.add_argument("--machinery", action="store_true", help="microseconds of a weight")
+    parser.add_argument("--exchange", action="store_true", help="our collectives against gloo's")
     parser.add_argument("--profile", metavar="VARIANT", help="print where five steps' time goes")
     arguments = parser.parse_args()
     if arguments.machinery:
         print(format_table(machinery.rows(quick=False)))
+    elif arguments.exchange:
+        for world in arguments.ranks:
+            print(format_table(exchange.rows(world, arguments.rounds)), flush=True)
     elif arguments.latency:
         print(
             format_table(

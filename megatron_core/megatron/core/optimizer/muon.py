@@ -52,7 +52,7 @@ class Muon:
         weights: descriptions of this rank's weights, needed to join what is fused.
 
     Raises:
-        ValueError: `split_fused` is off without descriptions.
+        ValueError: `split_fused` is off without descriptions, or no rank has a matrix for it.
 
     Attributes:
         rounds: the plan.
@@ -77,7 +77,8 @@ class Muon:
         self._held = [(state, placed) for state in states for placed in state.owned.boxes]
         self._factors = [_factors(state, placed.box) for state, placed in self._held]
         pieces = self._all_pieces([_described(placed.box, joined) for _, placed in self._held])
-        matrices_of(pieces)
+        if not matrices_of(pieces):
+            raise ValueError("optimizer muon has no matrix to update: use adam")
         owners = assign_owners(pieces, group.size)
         self.rounds = plan_rounds(
             pieces, owners, rank=group.rank, world=group.size, limit=config.round_bytes // 4

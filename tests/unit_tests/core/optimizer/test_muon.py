@@ -179,6 +179,19 @@ def test_low_precision_weights_follow_their_masters():
             assert torch.equal(weight, masters[name].bfloat16()), name
 
 
+def test_a_model_without_matrices_is_refused():
+    with pytest.raises(ValueError, match="optimizer muon has no matrix to update: use adam"):
+        Training(
+            ProcessGroupCollection.single(),
+            OptimizerConfig(kind="muon", muon=MuonConfig(adam_names=("[!n]*",))),
+        )
+    with pytest.raises(ValueError, match="AdamW updates: no weight is called router"):
+        Training(
+            ProcessGroupCollection.single(),
+            OptimizerConfig(kind="muon", muon=MuonConfig(adam_names=("router",))),
+        )
+
+
 def grids(world: int) -> list[RankGrid]:
     if world == 2:
         return [RankGrid(world_size=2), RankGrid(world_size=2, tp=2)]

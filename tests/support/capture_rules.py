@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CaptureRules: streams and events of a pretended GPU that refuse what CUDA refuses in a capture.
+
+- Inside, nothing may wait for what was recorded outside, nor the host for anything.
+- Outside, nothing may wait for what was recorded inside.
+- A stream enters the capture by waiting for one that is in it, and must be waited for by the
+  capture's own stream before the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import TypeAlias
+from unittest import mock
+
+import torch
+
+from megatron.core.comm import collectives
+from megatron.core.comm.transfer import Transfer, Underway
+from megatron.core.distributed import capture, data_parallel, gradients
+from megatron.core.weight_gather import arena, gatherer
+
+MODULES: tuple[ModuleType, ...] = (
+    arena,
+    capture,
+    collectives,
+    data_parallel,
+    gatherer,
+    gradients,
+)
+
+
+Unrecorded: TypeAlias = contextlib.AbstractContextManager[None]
+
+
+class CaptureError(RuntimeError):
+    """What CUDA would refuse."""
+
+
+class PretendStream:
+    """A stream: which capture it is in, and how much of its work the capture's stream has seen."""
+
+    def __init__(self, rules: CaptureRules) -> None:
+        self.rules = rules
+        self.capture: int | None = None
+        self.work = self.seen = 0
+
+    def wait_event(self, event: PretendEvent) -> None:
+        """Wait for an event, entering its capture if it is in one."""
+        if event.stream is None:
+            return
+        if event.capture is None:
+            if self.capture is not None:
+                raise CaptureError("a stream in a capture waits for an event of before")
+            return
+        if event.capture != self.rules.active:
+            raise CaptureError("a stream waits for an event that was recorded in a capture")
+        self.capture = event.capture
+        self.work += 1
+        if self is self.rules.origin:
+            event.stream.seen = max(event.stream.seen, event.work)
+
+    def wait_stream(self, stream: PretendStream) -> None:
+        """Wait for everything on another stream."""
+        event = PretendEvent(self.rules)
+        event.record(stream)
+        self.wait_event(event)
+
+
+class PretendEvent:
+    """An event: where it was recorded last."""
+
+    def __init__(self, rules: CaptureRules) -> None:
+        self.rules = rules
+        self.stream: PretendStream | None = None
+        self.capture: int | None = None
+        self.work = 0
+
+    def record(self, stream: PretendStream | None = None) -> None:
+        """Note what the stream has done so far."""
+        self.stream = stream or self.rules.current
+        self.capture, self.work = self.stream.capture, self.stream.work
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        if self.rules.active is not None:
+            raise CaptureError("the host waits during a capture")
+        if self.capture is not None:
+            raise CaptureError("the host waits for an event that was recorded in a capture")
+
+
+class CaptureRules:
+    """The pretended GPU, and the link that its collectives go over.
+
+    Args:
+        unrecorded: context of gloo's own waiting.
+
+    Attributes:
+        active: number of the capture under way; None outside.
+        count: collectives so far.
+    """
+
+    def __init__(self, unrecorded: Callable[[], Unrecorded] = contextlib.nullcontext) -> None:
+        self.unrecorded = unrecorded
+        self.active: int | None = None
+        self.captures = self.count = 0
+        self.streams: list[PretendStream] = []
+        self.origin: PretendStream | None = None
+        self.current = self._outside = self.new_stream()
+
+    def new_stream(self, device: object = None, *, priority: int = 0) -> PretendStream:
+        """Make a stream."""
+        self.streams.append(PretendStream(self))
+        return self.streams[-1]
+
+    def begin(self) -> None:
+        """Begin a capture on a stream of its own."""
+        self.captures += 1
+        self.active = self.captures
+        self.current = self.origin = self.new_stream()
+        self.origin.capture = self.active
+
+    def end(self) -> None:
+        """End it."""
+        for stream in self.streams:
+            if stream is not self.origin and stream.capture is not None:
+                if stream.seen < stream.work:
+                    raise CaptureError("a stream was not joined at the end of the capture")
+                stream.capture = None
+        self.active, self.current = None, self._outside
+
+    def __call__(self, transfer: Transfer) -> Underway:
+        """Start a collective on the current stream."""
+        self.count += 1
+        self.current.work += 1
+        work = transfer.start()
+        if isinstance(work, collectives._Sum):
+            work.work = _Work(self, work.work, self.current.capture)
+            return work
+        return _Work(self, work, self.current.capture)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: PretendStream) -> Iterator[None]:
+        """Make a stream the current one."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Give the engine this GPU instead of the CPU's streams, which keep no rules."""
+        pretended = {
+            "current_stream": lambda device: self.current,
+            "new_stream": self.new_stream,
+            "new_event": lambda device, timing=False: PretendEvent(self),
+            "on_stream": self.on_stream,
+            "record_use": lambda tensor, *rest: tensor,
+        }
+        with contextlib.ExitStack() as stack:
+            for module in MODULES:
+                found = {n: v for n, v in pretended.items() if n in vars(module)}
+                stack.enter_context(mock.patch.multiple(module, **found))
+            yield
+
+
+class _Work:
+    """A collective under way, which must be waited for on the side of the border it started on."""
+
+    def __init__(self, rules: CaptureRules, work: Underway, capture: int | None) -> None:
+        self.rules, self.work, self.capture = rules, work, capture
+
+    def wait(self) -> torch.Tensor | object:
+        """Let the current stream wait."""
+        if self.capture != self.rules.current.capture:
+            raise CaptureError("a collective is waited for on the other side of a capture's border")
+        with self.rules.unrecorded():
+            return self.work.wait()

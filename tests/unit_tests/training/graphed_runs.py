@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same small run carried out eagerly and by replays, with odd steps in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron.core.comm.links import simulated
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
+from megatron.training.full_iteration import FullIterationGraph
+from megatron.training.step import ForwardBackward, Microbatch, TrainStep
+from tests.support.capture_rules import CaptureRules
+from tests.support.inputs import microbatch
+from tests.support.op_tape import OpTape, TapeRecorder
+
+MODEL = GPTConfig(
+    num_layers=2,
+    hidden_size=24,
+    vocab_size=37,
+    attention=AttentionConfig(
+        num_attention_heads=4, num_query_groups=2, kv_channels=6, dropout=0.1
+    ),
+    mlp=MLPConfig(ffn_hidden_size=20),
+    hidden_dropout=0.1,
+    init_std=0.2,
+)
+#: Steps before the recording; the last of them is skipped for its loss, so it syncs no weights.
+WARMUP, STEPS = 3, 9
+SKIPPED, SHORTER, EVALUATED = (2, 4), (5,), (1, 4, 6)
+REPLAYED = (3, 4, 6, 7, 8)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run showed.
+
+    Args:
+        losses: of steps and evaluations, in order.
+        weights: what this rank holds at the end, by weight and place.
+        launched: reductions started in backward, by step.
+        gathers: in all, and how many of them ahead of need.
+    """
+
+    losses: list[float]
+    weights: Mapping[tuple[str, int], torch.Tensor]
+    launched: list[int]
+    gathers: tuple[int, int]
+
+
+def data(lane: int, step: int, *, documents: bool = False) -> list[Microbatch]:
+    """Return the microbatches of a step: two, or one where it is shorter."""
+    made = [
+        microbatch(seed=9, lane=lane, index=2 * step + i, batch=2, sequence=11, vocabulary=37)
+        for i in range(1 if step in SHORTER else 2)
+    ]
+    plain = [Microbatch(b.tokens, b.labels, b.loss_mask, b.sample_ids) for b in made]
+    if not documents:
+        return plain
+    cut = 3 + step % 5
+    ids = (torch.arange(11) >= cut).long().expand(2, 11)
+    places = (torch.arange(11) - cut * ids[0]).expand(2, 11)
+    return [replace(b, positions=places, document_ids=ids) for b in plain]
+
+
+def step_of(
+    groups: ProcessGroupCollection,
+    config: DataParallelConfig,
+    *,
+    graph: TapeRecorder | None = None,
+    granularity: str | None = None,
+    bucket_bytes: int = 2000,
+) -> TrainStep:
+    """Return a step of Adam with clipping and a loss scale that grows on the way."""
+    storage = config.storage(bucket_bytes=bucket_bytes)
+    model = GPTModel(MODEL, groups, seed=3, storage=storage)
+    model.decoder.set_recompute(
+        Recompute(granularity=granularity, method="uniform", num_layers=1)
+        if granularity == "full"
+        else Recompute(granularity=granularity)
+    )
+    engine = DataParallel(model.store, groups, config=config)
+    scaler = DynamicLossScaler(DynamicLossScalerConfig(initial_scale=4.0, growth_interval=2))
+    optimizer = Optimizer(
+        engine.owned(), groups, config=OptimizerConfig(clip_grad=1.0), scaler=scaler
+    )
+    run: ForwardBackward | FullIterationGraph = ForwardBackward(model, engine)
+    if graph is not None:
+        run = FullIterationGraph(run, recorder=graph, warmup_steps=WARMUP)
+    return TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
+
+
+def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
+    """Run the steps, skipping some for their loss, evaluating between others."""
+    lane, losses, launched = step.groups["lanes"].rank, [], []
+    for i in range(STEPS):
+        limit = 0.0 if i in SKIPPED else 1e9
+        batches = data(lane, i, documents=documents)
+        report = step(batches, lr=1e-2, weight_decay=0.01, loss_limit=limit)
+        assert report.spiked == (i in SKIPPED)
+        losses.append(report.loss)
+        launched.append(step.engine.launched_in_backward)
+        if i in EVALUATED:
+            losses.append(step.evaluate(data(lane, 50 + i, documents=documents)))
+    store = step.model.store
+    step.engine.start_param_sync(force_sync=True)
+    held = {
+        (name, i): box.tensor.clone()
+        for name, handle in store.handles.items()
+        for i, box in enumerate(store.held(handle))
+    }
+    gatherer = step.engine.gatherer
+    counts = (0, 0) if gatherer is None else (gatherer.counts.gathers, gatherer.counts.prefetched)
+    return Found(losses, held, launched, counts)
+
+
+def pretended() -> tuple[CaptureRules, TapeRecorder]:
+    """Return a GPU with the rules of a capture, and what records on it."""
+    tape = OpTape()
+    rules = CaptureRules(tape.paused)
+    return rules, TapeRecorder(tape, rules.begin, rules.end)
+
+
+def both(
+    groups: ProcessGroupCollection, config: DataParallelConfig, **options: object
+) -> tuple[Found, Found, TrainStep]:
+    """Return what the run shows eagerly and recorded, and the latter's step; the recorded one on a
+    device that refuses what CUDA refuses."""
+    documents = bool(options.pop("documents", False))
+    eager = carried_out(step_of(groups, config, **options), documents=documents)
+    rules, recorder = pretended()
+    with rules.enforced(), simulated(groups, rules):
+        step = step_of(groups, config, graph=recorder, **options)
+        recorded = carried_out(step, documents=documents)
+    return eager, recorded, step

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded steps against eager ones, bit for bit, on a pretended GPU with a capture's rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.comm.links import simulated
+from megatron.core.distributed import DataParallelConfig
+from megatron.core.distributed.capture import StepRecording
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.training.full_iteration import PATIENCE, StepInputs
+from megatron.training.graph_recorder import CudaRecorder
+from tests.support.capture_rules import CaptureError, CaptureRules
+from tests.support.inputs import one_thread
+from tests.support.op_tape import OpTape, TapeRecorder
+from tests.support.ranks import run_ranks
+from tests.unit_tests.training.graphed_runs import (
+    EVALUATED,
+    REPLAYED,
+    STEPS,
+    WARMUP,
+    both,
+    carried_out,
+    data,
+    pretended,
+    step_of,
+)
+
+WITHOUT_EARLY = {"overlap_param_gather": True, "fsdp_all_gather_in_start_param_sync": False}
+CUT = {"strategy": "optim_grads_params"}
+
+
+def assert_equal_runs(eager, recorded, step) -> None:
+    """See that most steps were replayed, and that nobody can tell."""
+    graph = step.forward_backward
+    assert graph.replays == graph.recorder.tape.replays == len(REPLAYED)
+    assert graph.eager_steps == STEPS - len(REPLAYED)
+    assert graph.recorder.captures == 1
+    assert recorded.losses == eager.losses
+    assert len(set(eager.losses)) == STEPS + len(EVALUATED)
+    assert recorded.launched == eager.launched
+    for key, weight in eager.weights.items():
+        assert torch.equal(recorded.weights[key], weight), key
+
+
+@pytest.mark.parametrize(
+    ("granularity", "documents"), [(None, True), ("selective", False), ("full", False)]
+)
+def test_one_rank_is_replayed_to_the_bits_of_eager_steps(granularity, documents):
+    with one_thread():
+        found = both(
+            ProcessGroupCollection.single(),
+            DataParallelConfig(),
+            granularity=granularity,
+            documents=documents,
+        )
+    assert_equal_runs(*found)
+    # Of all that a step does, reading the factor of the loss alone is done on a CPU only.
+    assert found[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2
+    assert found[2].optimizer.scaler.scale > 4.0, "the loss scale has changed on the way"
+
+
+def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
+    """Compare on the ranks of a grid."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
+    for config in configs:
+        eager, recorded, step = both(groups, DataParallelConfig(**config))
+        assert_equal_runs(eager, recorded, step)
+        if step.engine.gatherer is not None and step.engine.gatherer.leases:
+            assert recorded.gathers == eager.gathers, config
+            assert step.forward_backward.recording.buffers
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_two_ranks_are_replayed_with_their_collectives(strategy):
+    more = [{}] if strategy == "no_shard" else [{}, WITHOUT_EARLY]
+    if strategy == "optim_grads":
+        more.append({"grad_dtype": torch.bfloat16, "fp32_accumulation": True})
+    run_ranks(cases, 2, {}, [{"strategy": strategy, **one} for one in more])
+
+
+def test_hybrid_sharding_gathers_over_the_outer_ranks_inside_the_graph():
+    configs = [{**CUT, **WITHOUT_EARLY, "outer": outer} for outer in ("optim", "no_shard")]
+    run_ranks(cases, 4, {"instances": 2}, configs)
+
+
+def test_tensor_parallel_ranks_are_replayed():
+    run_ranks(cases, 2, {"tp": 2}, [{}])
+
+
+# --- what cannot be recorded ----------------------------------------------------------------------
+
+
+def refusals(rank: int, world: int) -> None:
+    """See that settings which reach across the border of a step are refused."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    for more, message in (
+        ({"overlap_param_gather": True}, "set fsdp_all_gather_in_start_param_sync to False"),
+        ({"debug": True}, "debug compares orders on the host"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step_of(groups, DataParallelConfig(**CUT, **more), graph=TapeRecorder(OpTape()))
+
+
+def test_settings_that_reach_across_the_border_are_refused():
+    run_ranks(refusals, 2)
+
+
+def early_gather(rank: int, world: int) -> None:
+    """Record a step whose first gather is under way, past the refusal."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    config = DataParallelConfig(**CUT, **WITHOUT_EARLY)
+    rules, recorder = pretended()
+
+    def prepare(recording: StepRecording) -> None:
+        gatherer = recording.engine.gatherer
+        recording.engine.start_param_sync()
+        assert gatherer.in_flight
+        gatherer.arena.trim()
+
+    with rules.enforced(), simulated(groups, rules):
+        step = step_of(groups, config, graph=recorder)
+        step.engine.config = dataclasses.replace(config, fsdp_all_gather_in_start_param_sync=True)
+        with (
+            mock.patch.object(StepRecording, "prepare", prepare),
+            pytest.raises(CaptureError, match="on the other side of a capture's border"),
+        ):
+            carried_out(step)
+    assert (recorder.captures, step.forward_backward.replays) == (1, 0)
+
+
+def test_an_early_gather_cannot_be_recorded():
+    run_ranks(early_gather, 2)
+
+
+def test_weights_needed_in_changing_orders_are_an_error():
+    step = step_of(
+        ProcessGroupCollection.single(), DataParallelConfig(), graph=TapeRecorder(OpTape())
+    )
+    graph = step.forward_backward
+    graph.eager_steps, graph._planned = WARMUP + PATIENCE - 1, False
+    step(data(0, 0), lr=1e-2, weight_decay=0.0)
+    assert graph.recorder.captures == 0
+    graph._planned = False
+    with pytest.raises(ValueError, match=r"after 7 steps layers still need.*drop --cuda-graph"):
+        step(data(0, 0), lr=1e-2, weight_decay=0.0)
+
+
+def test_a_recorder_of_cuda_graphs_needs_a_gpu():
+    with pytest.raises(ValueError, match=r"full_iteration needs a GPU, .* on the cpu: choose none"):
+        CudaRecorder(torch.device("cpu"))
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+
+def test_inputs_keep_their_addresses_and_take_every_field():
+    first, second = data(0, 0, documents=True), data(1, 7, documents=True)
+    inputs = StepInputs(first, torch.tensor([1.0, 2.0]))
+    fields = [f.name for f in dataclasses.fields(first[0])]
+    addresses = [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
+    assert inputs.fit(second)
+    inputs.take(second, torch.tensor([3.0, 4.0]))
+    assert addresses == [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
+    for mine, given, before in zip(inputs.microbatches, second, first, strict=True):
+        for name in fields:
+            assert torch.equal(getattr(mine, name), getattr(given, name)), name
+            assert not torch.equal(getattr(before, name), getattr(given, name)), name
+    assert inputs.factors.tolist() == [3.0, 4.0]
+
+
+def test_steps_of_another_form_do_not_fit():
+    inputs = StepInputs(data(0, 0), torch.ones(2))
+    plain, packed = data(0, 1), data(0, 1, documents=True)
+    assert inputs.fit(plain)
+    assert not inputs.fit(plain[:1])
+    assert not inputs.fit(packed)
+    longer = [dataclasses.replace(b, tokens=b.tokens.repeat(1, 2)) for b in plain]
+    assert not inputs.fit(longer)
+    narrower = [dataclasses.replace(b, labels=b.labels.int()) for b in plain]
+    assert not inputs.fit(narrower)
+
+
+def test_the_stand_ins_are_strict():
+    x, tape = torch.ones(3), OpTape()
+    with tape:
+        y = x * 2
+        z = y.view(3, 1).sum()
+    tape.poison()
+    assert bool(y.isnan().all())
+    x.fill_(5.0)
+    tape.replay()
+    assert z.item() == 30.0
+    rules = CaptureRules()
+    with rules.enforced():
+        side, before = rules.new_stream(), rules.current
+        rules.begin()
+        with pytest.raises(CaptureError, match="event of before"):
+            rules.current.wait_stream(before)
+        side.wait_stream(rules.current)
+        with pytest.raises(CaptureError, match="not joined"):
+            rules.end()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.comm import trace
+from megatron.core.comm.links import Early, Late, simulated
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
@@ -214,7 +215,8 @@ def placements(grid: RankGrid) -> list[dict[str, str]]:
 
 
 def on_ranks(rank: int, world: int) -> list[dict]:
-    """Train on every grid, strategy and bucket size."""
+    """Train on every grid, strategy and bucket size, each collective as late or as early as it may
+    be."""
     found = []
     for grid in grids(world):
         groups = ProcessGroupCollection.create(grid, rank=rank)
@@ -227,8 +229,10 @@ def on_ranks(rank: int, world: int) -> list[dict]:
                     for state in training.optimizer.ranges
                     for placed in state.owned.boxes
                 )
-                with trace(groups) as records:
+                link = Late() if bucket_bytes == 300 else Early()
+                with simulated(groups, link), trace(groups) as records:
                     train(training)
+                assert link.count
                 planned = training.optimizer.muon
                 assert planned is not None
                 found.append(

@@ -48,8 +48,11 @@ def _launched(row: Row, run: Run, step: Step) -> None:
         raise AssertionError(
             f"{step.launched_in_backward} buckets reduced during backward, wanted {launched}"
         )
-    many = row["bucket"] == "small" or (row["dp"] > 1 and row["placement"] == CUT_WEIGHTS)
-    if (len(run.buckets) > 2) != many:
+    if row["dp"] > 1 and row["placement"] == CUT_WEIGHTS:  # layers, and what is on either side
+        by_unit = len(run.buckets) == LAYERS + 2
+        if by_unit != (row["granularity"] == "unit") or len(run.buckets) < LAYERS + 2:
+            raise AssertionError(f"by {row['granularity']}, but there are {len(run.buckets)}")
+    elif (len(run.buckets) > 2) != (row["bucket"] == "small"):
         raise AssertionError(f"{row['bucket']} buckets, but there are {len(run.buckets)}")
 
 
@@ -86,6 +89,9 @@ def _gathers(row: Row, run: Run) -> None:
         return
     if last.mismatches or (last.prefetched > 0) != row["early_gather"]:
         raise AssertionError(f"early gathers are {row['early_gather']}, but there were {last}")
+    for step in run.steps:
+        if (step.in_flight > 0) != row["early_gather"]:
+            raise AssertionError(f"{step.in_flight} gathers under way after a step")
     if row["placement"] == CUT_WEIGHTS:
         sizes = [4 * b.numel for b in run.buckets]
         units = [4 * b.numel for b in run.buckets if not b.root]

@@ -101,6 +101,7 @@ class Step:
     launched_in_backward: int
     over_lanes: list[Traffic]
     gathers: GatherCounts | None
+    in_flight: int
 
 
 @dataclass
@@ -225,6 +226,7 @@ def _trained(
         launched_in_backward=engine.launched_in_backward,
         over_lanes=_over_lanes(row, engine),
         gathers=None if gatherer is None else copy.copy(gatherer.counts),
+        in_flight=0 if gatherer is None else len(gatherer.in_flight),
     )
 
 

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import (
     read_extra,
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
 from megatron.hf.defaults import open_model
 from megatron.hf.export_folder import carried_folder
@@ -181,7 +181,10 @@ def _joined(
         timeout=timedelta(seconds=seconds),
     )
     groups = ProcessGroupCollection.create(
-        RankGrid(world_size=world, tp=tp), rank=launch.rank, timeout_seconds=seconds
+        RankGrid(world_size=world, tp=tp),
+        rank=launch.rank,
+        timeout_seconds=seconds,
+        names=GROUP_NAMES,
     )
     yield groups, StoreCoordinator(store, launch.rank, world, timeout_seconds=seconds)
     # Not in a `finally`: after an error on one rank the others may be gone, and the launcher ends

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.training.config.resolve import Run
 from megatron.training.errors import PeerLost
 from megatron.training.failures.collective_check import CollectiveCheck
@@ -58,6 +58,14 @@ def rank_grid(run: Run) -> RankGrid:
     )
 
 
+def group_names(run: Run) -> tuple[str, ...]:
+    """Return the process groups that a run needs: those of key and value heads only where several
+    ranks hold the same ones."""
+    tp, heads = run.config.parallel.tensor_model_parallel_size, run.config.model.num_query_groups
+    assert heads is not None, "the run must be resolved"
+    return (*GROUP_NAMES, f"tp/{tp // heads}") if heads < tp else GROUP_NAMES
+
+
 @contextlib.contextmanager
 def join_run(
     run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests
@@ -93,7 +101,7 @@ def join_run(
         timeout=timedelta(seconds=seconds),
     )
     groups = ProcessGroupCollection.create(
-        rank_grid(run), rank=launch.rank, timeout_seconds=seconds
+        rank_grid(run), rank=launch.rank, timeout_seconds=seconds, names=group_names(run)
     )
     coordinator = StoreCoordinator(
         launch.open_store(timeout_seconds=seconds),

@@ -19,7 +19,7 @@ from tests.functional_tests.small_run import (
     write_tokens,
 )
 
-COMMON = "--eval-interval 0 --train-iters 11 --save-interval 1 --ddp-bucket-size 4000"
+COMMON = "--eval-interval 0 --train-iters 10 --save-interval 1 --ddp-bucket-size 4000"
 TENSOR = "--tensor-model-parallel-size"
 STRATEGY = "--data-parallel-sharding-strategy"
 CUT = f"{STRATEGY} optim_grads_params --overlap-param-gather --overlap-grad-reduce"
@@ -31,8 +31,7 @@ PARTS = (
     (4, f"{CUT} {HYBRID} --param-gather-prefetch-bytes 60000 --check-weight-gather", 6),
     (4, f"{TENSOR} 2 {STRATEGY} optim_grads --no-overlap-grad-reduce", 8),
     (4, f"{TENSOR} 4 --sequence-parallel", 9),
-    (4, f"{TENSOR} 2 {CUT} --no-fsdp-all-gather-in-start-param-sync", 10),
-    (1, "", 11),
+    (1, "", 10),
 )
 
 

@@ -125,7 +125,7 @@ class ProcessGroupCollection:
         *,
         rank: int,
         timeout_seconds: float = 600.0,
-        names: tuple[str, ...] = GROUP_NAMES,
+        names: tuple[str, ...] | None = None,
     ) -> ProcessGroupCollection:
         """Create every named group, in the same order on every rank (collective over the world).
 
@@ -138,7 +138,8 @@ class ProcessGroupCollection:
                 1.
             rank: this process's global rank.
             timeout_seconds: how long a collective may wait for a peer before it raises.
-            names: which of `GROUP_NAMES` to create; asking for another later is an error.
+            names: which of `GROUP_NAMES` and the grid's `replica_names` to create, None for all;
+                asking for another later is an error.
 
         Raises:
             ValueError: unknown name, or a world of another size than the grid's.
@@ -152,7 +153,7 @@ class ProcessGroupCollection:
         made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         groups: dict[str, Group] = {}
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        for name in names:
+        for name in (*GROUP_NAMES, *grid.replica_names) if names is None else names:
             for members in grid.named_ranks(name):
                 ranks = tuple(sorted(members)) if name == "world" else tuple(members)
                 key = (TRAFFIC.get(name, "activations"), ranks)
@@ -163,26 +164,3 @@ class ProcessGroupCollection:
                         name, ranks, ranks.index(rank), made.get(key), observers, links
                     )
         return ProcessGroupCollection(grid, rank, MappingProxyType(groups), observers, links)
-
-    def subgroups(self, name: str, size: int, *, timeout_seconds: float = 600.0) -> Group:
-        """Create the sub-group of `size` consecutive members of every `name` group (collective).
-
-        Used where an axis is larger than what it cuts: kv heads < tp leaves tp / heads replicas
-        each. Returns the one that holds this rank; size 1 creates nothing.
-
-        Raises:
-            ValueError: the group does not divide into sub-groups of that size.
-        """
-        if size < 1 or self[name].size % size:
-            raise ValueError(f"{name} of {self[name].size} ranks has no sub-groups of {size}")
-        mine = None
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        for members in self.grid.named_ranks(name):
-            for start in range(0, len(members), size):
-                ranks = tuple(members[start : start + size])
-                handle = dist.new_group(list(ranks), timeout=timeout) if size > 1 else None
-                if self.rank in ranks:
-                    at = ranks.index(self.rank)
-                    mine = Group(f"{name}/{size}", ranks, at, handle, self.observers, self.links)
-        assert mine is not None
-        return mine

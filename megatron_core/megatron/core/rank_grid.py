@@ -221,12 +221,29 @@ class RankGrid:
             groups.append([self.rank_of(**fixed, **free) for free in self._points(inner)])
         return groups
 
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        """Names of the parts of the tensor parallel groups: "tp/2" is 2 consecutive ranks of one.
+
+        Where tp is larger than what it cuts (kv heads), so many ranks hold the same piece.
+        """
+        return tuple(f"tp/{n}" for n in range(2, self.tp + 1) if self.tp % n == 0)
+
     def named_ranks(self, name: str) -> list[list[int]]:
-        """List the groups called `name`. Raises ValueError for a name not in `GROUP_NAMES`."""
+        """List the groups called `name`.
+
+        Raises:
+            ValueError: a name neither in `GROUP_NAMES` nor in `replica_names`.
+        """
+        if name in self.replica_names:
+            size = int(name.removeprefix("tp/"))
+            groups = self.ranks(("tp",))
+            return [ranks[i : i + size] for ranks in groups for i in range(0, self.tp, size)]
         if name == TIED:
             return [sorted({stages[0], stages[-1]}) for stages in self.ranks(("pp",))]
         if name not in GROUP_AXES:
-            raise ValueError(f"unknown group {name!r}: one of {', '.join(GROUP_NAMES)}")
+            names = (*GROUP_NAMES, *self.replica_names)
+            raise ValueError(f"unknown group {name!r}: one of {', '.join(names)}")
         return self.ranks(GROUP_AXES[name])
 
     def group_of(self, rank: int, axes: tuple[str, ...]) -> list[int]:

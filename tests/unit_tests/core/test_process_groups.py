@@ -198,7 +198,7 @@ def test_a_single_process_has_every_group_and_needs_no_torch_distributed():
 
 
 def groups_on_four_ranks(rank: int, world: int) -> None:
-    """Check every group by what a sum over it gives; then sub-groups and refusals."""
+    """Check every group by what a sum over it gives; then replicas and refusals."""
     for grid in (
         RankGrid(world_size=4, tp=2, pp=2, etp=1, ep=2),
         RankGrid(world_size=4, tp=2, gtp=2),
@@ -226,20 +226,25 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
             assert groups["tp"].handle is groups["tp_cp"].handle
             assert groups["lanes"].handle is groups["inner_lanes"].handle
             assert groups["gather_lanes"].handle is groups["expert_gather_lanes"].handle
-    _subgroups_and_refusals(rank)
+    _replicas_and_refusals(rank)
 
 
-def _subgroups_and_refusals(rank: int) -> None:
+def _replicas_and_refusals(rank: int) -> None:
     grid = RankGrid(world_size=4, tp=4)
     few = ProcessGroupCollection.create(grid, rank=rank, names=("tp",))
     with pytest.raises(ValueError, match="no group 'dp': this collection has tp"):
         few["dp"]
-    pair = few.subgroups("tp", 2)
+    every = ProcessGroupCollection.create(grid, rank=rank)
+    pair = every["tp/2"]
     assert (pair.name, pair.ranks, pair.rank) == ("tp/2", ((0, 1), (2, 3))[rank // 2], rank % 2)
     assert all_reduce(torch.tensor([2.0**rank]), pair).item() == (3.0, 12.0)[rank // 2]
-    assert few.subgroups("tp", 1).size == 1
-    with pytest.raises(ValueError, match="tp of 4 ranks has no sub-groups of 3"):
-        few.subgroups("tp", 3)
+    assert every["tp/4"].handle is every["tp"].handle
+    assert (every["tp/4"].name, every["tp/4"].ranks) == ("tp/4", every["tp"].ranks)
+    for name in ("tp/1", "tp/3", "cp/2"):
+        with pytest.raises(ValueError, match=f"no group '{name}': this collection has lanes"):
+            every[name]
+    with pytest.raises(ValueError, match=r"unknown group 'tp/3': one of .*, tied, tp/2, tp/4"):
+        grid.named_ranks("tp/3")
     with pytest.raises(ValueError, match="the grid is for 2 ranks but the world has 4"):
         ProcessGroupCollection.create(RankGrid(world_size=2), rank=0)
     with pytest.raises(ValueError, match="unknown group 'nobody'"):

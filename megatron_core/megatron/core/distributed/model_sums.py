@@ -13,7 +13,6 @@ import torch
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.distributed.gradients import GradientBucket
-from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.sharded_buffer import Member
 from megatron.core.weight_gather import WeightHandle, WeightStore
 
@@ -34,8 +33,7 @@ class ModelSums:
                         start, stop = max(start, low), min(stop, high)
                         if start < stop:
                             found.append(entry.gradients[start - low : stop - low])
-        # Every rank of the world walks the same names in the same order: sub-groups are made here.
-        named = [(_group(store.groups, name), found) for name, found in sorted(views.items())]
+        named = [(store.groups[name], found) for name, found in sorted(views.items())]
         self._sums = [(group, found) for group, found in named if found and group.size > 1]
 
     def run(self) -> None:
@@ -54,8 +52,3 @@ def _ranges(
         for box in store.boxes(handle)
         if box.name in segments
     ]
-
-
-def _group(groups: ProcessGroupCollection, name: str) -> Group:
-    axis, _, size = name.partition("/")
-    return groups.subgroups(axis, int(size)) if size else groups[axis]

@@ -16,8 +16,7 @@ class GradientStep:
     """Sum the gradient of some logical tensors of a weight over a group.
 
     Args:
-        group: a name of `process_groups.GROUP_NAMES`, or "tp/2": the sub-group of 2 consecutive tp
-            ranks.
+        group: a name of `GROUP_NAMES`, or "tp/2": 2 consecutive tp ranks.
         segments: the logical tensors concerned.
     """
 

@@ -156,6 +156,19 @@ def test_a_recorder_of_cuda_graphs_needs_a_gpu():
         CudaRecorder(torch.device("cpu"))
 
 
+def test_what_a_step_returns_outlives_the_next_replay():
+    recorder = TapeRecorder(OpTape())
+    step = step_of(ProcessGroupCollection.single(), DataParallelConfig(), graph=recorder)
+    totals, copies = [], []
+    for i in range(WARMUP + 2):
+        batches = data(0, 10 + i)
+        totals.append(step.forward_backward(batches, step.loss_factors(batches)))
+        copies.append(totals[-1].item())
+    assert step.forward_backward.replays == 2
+    assert [total.item() for total in totals] == copies
+    assert len(set(copies)) == WARMUP + 2
+
+
 # --- its parts ------------------------------------------------------------------------------------
 
 

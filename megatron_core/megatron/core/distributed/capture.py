@@ -6,7 +6,7 @@ outside. So, between `begin_step` and `finish` of the step that is recorded:
 
 - no event of before is waited for: nothing is under way, and the arenas start empty, as a buffer
   given back earlier carries an event;
-- the side streams start behind the recording stream and end before it;
+- the side streams, which the step itself starts behind the recording one, end before it;
 - every need of a gathered weight is one that the plan foresaw;
 - what is stale is what is stale behind an applied update, so that a replay gathers all of that,
   also if the step that is recorded follows a skipped one.
@@ -80,10 +80,8 @@ class StepRecording:
     def inside(self) -> Iterator[None]:
         """Surround the recorded work, on the stream that records."""
         self._note()
-        here = current_stream(self.engine.store.device)
-        for stream in self._streams:
-            stream.wait_stream(here)
         yield
+        here = current_stream(self.engine.store.device)
         for stream in self._streams:
             here.wait_stream(stream)
 

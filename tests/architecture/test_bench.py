@@ -5,9 +5,17 @@ import importlib
 import math
 
 import pytest
+import torch
 
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups import ProcessGroupCollection
 from tools.bench.__main__ import BENCHES
-from tools.bench.shapes import SHAPES
+from tools.bench.data_parallel import check_losses, batch_of, over_ranks
+from tools.bench.data_parallel import ratio as step_ratio
+from tools.bench.data_parallel_steps import Timing
+from tools.bench.ours import config_of
+from tools.bench.plain_model import PlainModel, copy_weights
+from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, format_table, verdict
 from tools.bench.turns import Variant, ratio, take_turns
 
@@ -78,3 +86,42 @@ def test_the_shapes_are_the_published_ones():
 @pytest.mark.parametrize("name", [b for b in BENCHES if b != "ops"])  # ops needs transformers
 def test_every_bench_returns_rows(name):
     assert callable(importlib.import_module(f"tools.bench.{name}").rows)
+
+
+def timing(seconds: float) -> Timing:
+    return Timing(forward=seconds, backward=2.0, update=0.5, cpu=seconds / 2, loss=1.0)
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank():
+    ranks = [[timing(1.0), timing(4.0)], [timing(3.0), timing(2.0)]]
+    assert over_ranks(ranks, "forward") == [3.0, 4.0]
+    assert over_ranks(ranks, "total") == [5.5, 6.5]
+    assert over_ranks(ranks, "cpu") == [2.0, 3.0]
+    assert step_ratio([1.0, 4.0, 9.0], [2.0, 4.0, 3.0]) == 1.0
+
+
+def test_a_race_with_other_losses_is_void():
+    # our loss is this rank's share of the mean over the ranks, torch's the rank's own mean
+    check_losses({"no_shard": 2.0, "ddp": 4.0}, 2, 7)
+    with pytest.raises(ValueError, match="step 7: the losses differ, so the race is void"):
+        check_losses({"no_shard": 2.0, "ddp": 4.001}, 2, 7)
+
+
+def test_the_plain_module_computes_the_loss_of_ours_with_every_weight():
+    shape = Shape(
+        layers=2, hidden=24, ffn=40, heads=3, kv_heads=1, vocabulary=53, batch=2, sequence=9
+    )
+    ours = GPTModel(config_of(shape), ProcessGroupCollection.single(), seed=5)
+    plain = PlainModel(shape)
+    copy_weights(plain, ours, shape)
+    tokens, labels = batch_of(shape, 0, 1)
+    weights = torch.rand(tokens.shape)
+    loss = plain(tokens, labels, weights)
+    assert loss.item() == pytest.approx(ours.loss(tokens, labels, weights)[0].item(), rel=1e-6)
+    loss.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in plain.parameters())
+    other = Shape(
+        layers=2, hidden=24, ffn=48, heads=3, kv_heads=1, vocabulary=53, batch=2, sequence=9
+    )
+    with pytest.raises(ValueError, match="the models differ"):
+        copy_weights(PlainModel(other), ours, other)

@@ -136,7 +136,7 @@ def race(rank: int, world: int, course: Course) -> dict[str, list[Timing]]:
             losses[name] = timing.loss
             if index >= WARMUP_ROUNDS:
                 found[name].append(timing)
-        _check_losses(losses, world, index)
+        check_losses(losses, world, index)
     return found
 
 
@@ -147,7 +147,7 @@ def slow_link(groups: ProcessGroupCollection, seconds: float) -> AbstractContext
     return simulated(groups, Latency(seconds, shared=False))
 
 
-def _check_losses(losses: dict[str, float], world: int, index: int) -> None:
+def check_losses(losses: dict[str, float], world: int, index: int) -> None:
     """Raise ValueError unless all variants saw the same loss on this rank."""
     means = {n: v if n in PEERS else v * world for n, v in losses.items()}
     low, high = min(means.values()), max(means.values())

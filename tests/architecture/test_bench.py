@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from tools.bench.__main__ import BENCHES
-from tools.bench.data_parallel import check_losses, batch_of, over_ranks
+from tools.bench.data_parallel import batch_of, check_losses, over_ranks
 from tools.bench.data_parallel import ratio as step_ratio
 from tools.bench.data_parallel_steps import Timing
 from tools.bench.ours import config_of

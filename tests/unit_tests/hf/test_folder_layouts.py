@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.weight_gather import Storage
 from megatron.core.dist_checkpointing import Solo, read_manifest
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_gather import Storage
 from megatron.hf.architectures import mapped_tensors
 from megatron.hf.export_folder import export_folder
 from megatron.hf.folder import open_folder, read_json

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.core.weight_gather import Storage
 from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_extra
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import function_of, write_config
 from megatron.hf.convert import main
 from megatron.hf.defaults import model_options

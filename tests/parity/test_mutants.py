@@ -272,6 +272,12 @@ EQUIVALENT = {
         )
         for number in (3, 4, 5)
     },
+    **{
+        f"{CORE}.distributed.gradients|GradientBucket.__init__|0|0 to 1|{number}": (
+            "counts of a step, set when it begins"
+        )
+        for number in (1, 2)
+    },
 }
 
 #: Rows of four ranks that execute nearly every line of those modules.

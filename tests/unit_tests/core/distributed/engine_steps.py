@@ -21,9 +21,9 @@ from megatron.core.weight_sharding import Box
 from tests.support.closeness import assert_close_by_metric
 from tests.unit_tests.core.distributed.small_model import SmallModel, plain_loss, tokens
 
-LEARNING_RATE = 0.01
-#: fp32 sums of some ten terms, and two ranks' worth of drift over a few steps.
-BOUND = 2e-6
+LEARNING_RATE = 0.002
+#: fp32 through six products, and what a few steps make of that; a wrong term is above 1e-2.
+BOUND = 5e-6
 
 
 def built(

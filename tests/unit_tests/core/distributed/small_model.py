@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -22,11 +20,15 @@ SHAPES = {
     "first.bias": (HIDDEN,),
     "scale": (HIDDEN,),
     "spare": (3, HIDDEN),
+    "second": (HIDDEN, HIDDEN),
+    "second.bias": (HIDDEN,),
+    "third": (HIDDEN, HIDDEN),
 }
 
 
 class SmallModel:
-    """Embedding, a biased layer, a scale, and the embedding again as the head; `spare` is optional.
+    """Embedding, a biased layer, a scale, two more layers, and the embedding again as the head;
+    `spare` is optional. Four units are more than are gathered at a time.
 
     Args:
         config: of the engine that will train it.
@@ -47,6 +49,10 @@ class SmallModel:
             self._declare("first", "first.bias")
         with self.store.unit("gate"):
             self._declare("scale", "spare")
+        with self.store.unit("second"):
+            self._declare("second", "second.bias")
+        with self.store.unit("third"):
+            self._declare("third")
         self._declare("table")
         config = config or DataParallelConfig()
         self.store.materialize(config.storage(bucket_bytes=bucket_bytes))
@@ -68,6 +74,8 @@ class SmallModel:
         hidden = torch.tanh(hidden) * use["scale"].use()
         if spare:
             hidden = hidden + torch.sin(use["spare"].use()).sum(0)
+        hidden = torch.tanh(use["second"].linear(hidden, use["second.bias"]))
+        hidden = hidden + use["third"].linear(hidden)
         logits = use["table"].linear(hidden)
         return F.cross_entropy(logits.float(), targets, reduction="sum")
 
@@ -78,6 +86,8 @@ def plain_loss(weights: dict[str, torch.Tensor], ids, targets, *, spare: bool = 
     hidden = torch.tanh(hidden) * weights["scale"]
     if spare:
         hidden = hidden + torch.sin(weights["spare"]).sum(0)
+    hidden = torch.tanh(F.linear(hidden, weights["second"], weights["second.bias"]))
+    hidden = hidden + F.linear(hidden, weights["third"])
     return F.cross_entropy(F.linear(hidden, weights["table"]), targets, reduction="sum")
 
 
@@ -100,12 +110,3 @@ def reference_gradients(
     for lane, index in batches:
         plain_loss(weights, *tokens(lane, index), spare=spare).backward()
     return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
-
-
-def bucket_numel(bucket) -> int:
-    """Return the elements of a bucket, alignment and shard padding included."""
-    at = 0
-    for handle in bucket.handles:
-        at = math.ceil(at / 32) * 32 + math.prod(handle.shape)
-    shard = 32 * bucket.group.size
-    return math.ceil(at / shard) * shard

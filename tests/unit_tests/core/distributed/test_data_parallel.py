@@ -43,16 +43,19 @@ def configs() -> Iterator[tuple[dict[str, object], int]]:
     for strategy, reduce, gather in itertools.product(STRATEGIES, (True, False), (True, False)):
         if strategy == "no_shard" and gather:
             continue
-        whole = strategy != "optim_grads_params"
-        for bucket_bytes in (1, 400, 10**9) if whole else (1,):
-            yield (
-                {
-                    "strategy": strategy,
-                    "overlap_grad_reduce": reduce,
-                    "overlap_param_gather": gather,
-                },
-                bucket_bytes,
-            )
+        config = {
+            "strategy": strategy,
+            "overlap_grad_reduce": reduce,
+            "overlap_param_gather": gather,
+        }
+        if strategy == "optim_grads_params":
+            yield config, 1
+            yield {**config, "granularity": "weight"}, 1
+        else:
+            for bucket_bytes in (1, 400, 10**9):
+                yield config, bucket_bytes
+    early = {"strategy": "optim_grads_params", "overlap_param_gather": True}
+    yield {**early, "prefetch_bytes": 300}, 1
 
 
 def engine_case(
@@ -63,6 +66,8 @@ def engine_case(
     lanes = groups["lanes"].size
     reference = Reference(lanes)
     for number, indices in enumerate(STEPS):
+        if engine.gatherer is not None:
+            engine.gatherer.arena.reset_peak()
         with trace(groups) as records:
             engine.start_param_sync()
             with nan_memory():
@@ -85,6 +90,9 @@ def engine_case(
         assert gatherer.counts.mismatches == 0
         assert gatherer.counts.peak_bytes <= gatherer.budget
         assert (gatherer.counts.prefetched > 0) == engine.config.overlap_param_gather
+        if gatherer.leases:
+            assert any(consume.release for consume in gatherer.planned.consumes)
+            assert gatherer.arena.peak_bytes == gatherer.planned.peak_bytes
         assert (gatherer.planned is not None) == (
             gatherer.leases or engine.config.overlap_param_gather
         )
@@ -292,4 +300,4 @@ def test_gradients_accumulate_in_fp32_for_bf16_weights():
     wanted = reference_gradients(model.store, [(0, 0), (0, 1)])
     for name, handle in model.store.handles.items():
         assert handle.slot.dtype is torch.float32
-        assert_close_by_metric(name, handle.slot, wanted[name], bound=2e-2)
+        assert_close_by_metric(name, handle.slot, wanted[name], bound=4e-2)

@@ -138,7 +138,7 @@ def failed(groups: Groups, config: Config) -> None:
     def in_backward() -> None:
         ids, targets = tokens(lane, 9)
         hidden = _Fails.apply(use["first"].linear(use["table"].embedding(ids), use["first.bias"]))
-        logits = use["table"].linear(torch.tanh(hidden) * use["scale"].use())
+        logits = use["table"].linear(use["third"].linear(torch.tanh(hidden) * use["scale"].use()))
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         engine.backward(loss, last=True)
 
@@ -191,7 +191,9 @@ def reordered(groups: Groups, config: Config) -> None:
         scale = use["scale"].use()  # the gate comes before the hidden layer
         ids, targets = tokens(lane, index)
         hidden = use["first"].linear(use["table"].embedding(ids), use["first.bias"])
-        logits = use["table"].linear(torch.tanh(hidden) * scale + spare)
+        hidden = torch.tanh(hidden) * scale + spare
+        hidden = torch.tanh(use["second"].linear(hidden, use["second.bias"]))
+        logits = use["table"].linear(hidden + use["third"].linear(hidden))
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         engine.backward(loss, last=index == 7)
     engine.finish()
@@ -247,7 +249,7 @@ def split(groups: Groups, config: Config) -> None:
             loss = model.loss(*tokens(lane, i))
             with model.store.defer() as queue:
                 engine.backward(loss, last=False)
-            assert len(queue) == 6, "table twice, first, its bias, scale, spare"
+            assert len(queue) == 9, "table twice, two biased layers, scale, spare, third"
             if waiting is not None:
                 waiting.drain()
             waiting = queue

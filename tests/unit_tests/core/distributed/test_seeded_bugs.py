@@ -209,6 +209,9 @@ BUGS = {
     "a step that failed keeps its buffers": bug(
         GRADIENTS, "GradientBucket.abort", "self.arena.release(self._whole)", "pass", ZERO3
     ),
+    "what the plan releases is kept": bug(
+        GATHERER, "Gatherer._follow", "for index in step.release", "for index in ()", ZERO3
+    ),
     "gathers on demand never make room": bug(
         GATHERER,
         "Gatherer._on_demand",

@@ -10,12 +10,14 @@ import torch
 
 from megatron.core.comm.links import simulated
 from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.distributed.capture import StepRecording
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from megatron.training.full_iteration import FullIterationGraph
+from megatron.training.graph_recorder import Recorder
 from megatron.training.step import ForwardBackward, Microbatch, TrainStep
 from tests.support.capture_rules import CaptureRules
 from tests.support.inputs import microbatch
@@ -55,18 +57,24 @@ class Found:
     gathers: tuple[int, int]
 
 
-def data(lane: int, step: int, *, documents: bool = False) -> list[Microbatch]:
+def data(
+    lane: int, step: int, *, documents: bool = False, device: torch.device | str = "cpu"
+) -> list[Microbatch]:
     """Return the microbatches of a step: two, or one where it is shorter."""
     made = [
         microbatch(seed=9, lane=lane, index=2 * step + i, batch=2, sequence=11, vocabulary=37)
         for i in range(1 if step in SHORTER else 2)
     ]
-    plain = [Microbatch(b.tokens, b.labels, b.loss_mask, b.sample_ids) for b in made]
+    plain = [
+        Microbatch(*(x.to(device) for x in (b.tokens, b.labels, b.loss_mask, b.sample_ids)))
+        for b in made
+    ]
     if not documents:
         return plain
     cut = 3 + step % 5
-    ids = (torch.arange(11) >= cut).long().expand(2, 11)
-    places = (torch.arange(11) - cut * ids[0]).expand(2, 11)
+    places = torch.arange(11, device=device).expand(2, 11)
+    ids = (places >= cut).long()
+    places = places - cut * ids
     return [replace(b, positions=places, document_ids=ids) for b in plain]
 
 
@@ -74,13 +82,18 @@ def step_of(
     groups: ProcessGroupCollection,
     config: DataParallelConfig,
     *,
-    graph: TapeRecorder | None = None,
+    graph: Recorder | None = None,
     granularity: str | None = None,
-    bucket_bytes: int = 2000,
+    model: GPTConfig = MODEL,
+    **place: object,
 ) -> TrainStep:
-    """Return a step of Adam with clipping and a loss scale that grows on the way."""
-    storage = config.storage(bucket_bytes=bucket_bytes)
-    model = GPTModel(MODEL, groups, seed=3, storage=storage)
+    """Return a step of Adam with clipping and a loss scale that grows on the way.
+
+    Args:
+        place: dtype and device of the model.
+    """
+    storage = config.storage(bucket_bytes=2000)
+    model = GPTModel(model, groups, seed=3, storage=storage, **place)
     model.decoder.set_recompute(
         Recompute(granularity=granularity, method="uniform", num_layers=1)
         if granularity == "full"
@@ -100,15 +113,16 @@ def step_of(
 def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
     """Run the steps, skipping some for their loss, evaluating between others."""
     lane, losses, launched = step.groups["lanes"].rank, [], []
+    options = {"documents": documents, "device": step.engine.store.device}
     for i in range(STEPS):
         limit = 0.0 if i in SKIPPED else 1e9
-        batches = data(lane, i, documents=documents)
+        batches = data(lane, i, **options)
         report = step(batches, lr=1e-2, weight_decay=0.01, loss_limit=limit)
         assert report.spiked == (i in SKIPPED)
         losses.append(report.loss)
         launched.append(step.engine.launched_in_backward)
         if i in EVALUATED:
-            losses.append(step.evaluate(data(lane, 50 + i, documents=documents)))
+            losses.append(step.evaluate(data(lane, 50 + i, **options)))
     store = step.model.store
     step.engine.start_param_sync(force_sync=True)
     held = {
@@ -119,6 +133,14 @@ def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
     gatherer = step.engine.gatherer
     counts = (0, 0) if gatherer is None else (gatherer.counts.gathers, gatherer.counts.prefetched)
     return Found(losses, held, launched, counts)
+
+
+def prepare_too_early(recording: StepRecording) -> None:
+    """Stand in for `prepare` where it must not: leave the first gather under way."""
+    gatherer = recording.engine.gatherer
+    recording.engine.start_param_sync()
+    assert gatherer.in_flight
+    gatherer.arena.trim()
 
 
 def pretended() -> tuple[CaptureRules, TapeRecorder]:

@@ -27,6 +27,7 @@ from tests.unit_tests.training.graphed_runs import (
     both,
     carried_out,
     data,
+    prepare_too_early,
     pretended,
     step_of,
 )
@@ -116,18 +117,11 @@ def early_gather(rank: int, world: int) -> None:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     config = DataParallelConfig(**CUT, **WITHOUT_EARLY)
     rules, recorder = pretended()
-
-    def prepare(recording: StepRecording) -> None:
-        gatherer = recording.engine.gatherer
-        recording.engine.start_param_sync()
-        assert gatherer.in_flight
-        gatherer.arena.trim()
-
     with rules.enforced(), simulated(groups, rules):
         step = step_of(groups, config, graph=recorder)
         step.engine.config = dataclasses.replace(config, fsdp_all_gather_in_start_param_sync=True)
         with (
-            mock.patch.object(StepRecording, "prepare", prepare),
+            mock.patch.object(StepRecording, "prepare", prepare_too_early),
             pytest.raises(CaptureError, match="on the other side of a capture's border"),
         ):
             carried_out(step)

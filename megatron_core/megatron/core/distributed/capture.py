@@ -23,6 +23,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.device import Stream, current_stream
+from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
 
 
@@ -31,6 +32,18 @@ def unforeseen_needs(engine: DataParallel) -> int:
     if engine.gatherer is None:
         return 0
     return engine.gatherer.counts.on_demand + engine.gatherer.counts.mismatches
+
+
+def unrecordable(config: DataParallelConfig) -> str | None:
+    """Return why an engine's step cannot be recorded, and the mend; None if it can."""
+    if config.overlap_param_gather and config.fsdp_all_gather_in_start_param_sync:
+        return (
+            "a recorded step cannot wait for a gather that was started before it: set "
+            "fsdp_all_gather_in_start_param_sync to False"
+        )
+    if config.debug:
+        return "debug compares orders on the host, which a recorded step cannot: set it to False"
+    return None
 
 
 class StepRecording:
@@ -47,14 +60,8 @@ class StepRecording:
     """
 
     def __init__(self, engine: DataParallel) -> None:
-        config = engine.config
-        if config.overlap_param_gather and config.fsdp_all_gather_in_start_param_sync:
-            raise ValueError(
-                "a recorded step cannot wait for a gather that was started before it: set "
-                "fsdp_all_gather_in_start_param_sync to False"
-            )
-        if config.debug:
-            raise ValueError("debug compares orders on the host: a recorded step cannot")
+        if reason := unrecordable(engine.config):
+            raise ValueError(reason)
         self.engine = engine
         self.buffers: list[torch.Tensor] = []
         self._gathers = self._prefetched = self._unforeseen = 0

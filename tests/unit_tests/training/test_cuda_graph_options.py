@@ -96,13 +96,15 @@ def test_a_recorded_run_is_the_plain_one_and_goes_on_from_its_checkpoint(prefix,
     short = "--eval-interval 3 --train-iters 8 --bf16"
     assert run_here(flags(prefix, f"{short} --save {tmp_path / 'plain'}")) == 0
     capsys.readouterr()
+    ahead = f"{CUT} --overlap-param-gather"
     save = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --save-interval 2"
     for more, replays in (("--exit-interval 6", 3), ("--cuda-graph-warmup-steps 1", 1)):
-        code, made = run_recorded(flags(prefix, f"{short} {save} {GRAPH} {more}"))
+        code, made = run_recorded(flags(prefix, f"{short} {save} {GRAPH} {ahead} {more}"))
         assert code == 0
         assert [recorder.tape.replays for recorder in made] == [replays]
-    said = capsys.readouterr().err
-    assert "recorded forward and backward of 4 microbatches as one CUDA graph after 3 eager" in said
+    said = capsys.readouterr()
+    assert "of 4 microbatches as one CUDA graph after 3 eager steps" in said.err
+    assert said.out.count("--no-fsdp-all-gather-in-start-param-sync is set, as") == 2
     for kind in ("train", "validation"):
         found = losses(tmp_path / "saved" / "metrics.jsonl", kind)
         assert found == losses(tmp_path / "plain" / "metrics.jsonl", kind)

@@ -150,6 +150,7 @@ def data_parallel_config(config: Config) -> DataParallelConfig:
         overlap_grad_reduce=chosen.overlap_grad_reduce,
         overlap_param_gather=chosen.overlap_param_gather,
         fsdp_all_gather_in_start_param_sync=early_gather(config)[0],
+        granularity=chosen.param_gather_granularity,
         prefetch_bytes=chosen.param_gather_prefetch_bytes,
         grad_dtype=torch.bfloat16 if chosen.grad_reduce_in_bf16 else torch.float32,
         fp32_accumulation=chosen.reduce_scatter_with_fp32_accumulation,

@@ -104,6 +104,7 @@ EFFECTS: dict[str, Effect] = {
     "overlap-grad-reduce": Effect("plan"),
     "overlap-param-gather": Effect("plan", base=_OPTIM),
     "fsdp-all-gather-in-start-param-sync": Effect("plan", base=f"{_CUT} --overlap-param-gather"),
+    "param-gather-granularity": Effect("plan", "unit", "weight", _CUT),
     "param-gather-prefetch-bytes": Effect("plan", "0", "4096", f"{_CUT} --overlap-param-gather"),
     "grad-reduce-in-bf16": Effect("plan", base="--bf16"),
     "reduce-scatter-with-fp32-accumulation": Effect(

@@ -37,6 +37,9 @@ class DataParallelConfig:
     param_gather_prefetch_bytes: int = 0
     """With --overlap-param-gather, bytes of weights that are gathered ahead beyond the next
     unit."""
+    param_gather_granularity: Literal["unit", "weight"] = "unit"
+    """What is gathered at a time with optim_grads_params: a layer, or one weight matrix after the
+    other, which takes less memory and more messages."""
     grad_reduce_in_bf16: bool = False
     """With --bf16, keep and reduce gradients in bf16 instead of fp32."""
     reduce_scatter_with_fp32_accumulation: bool = False
@@ -82,6 +85,12 @@ def problems(config: DataParallelConfig, *, data_parallel_size: int, bf16: bool)
                     f"{flag} has no effect with --data-parallel-sharding-strategy no_shard, where "
                     "no weight is gathered: drop it or choose optim"
                 )
+    if config.param_gather_granularity != "unit" and strategy != "optim_grads_params":
+        yield (
+            f"--param-gather-granularity {config.param_gather_granularity} has no effect with "
+            f"--data-parallel-sharding-strategy {strategy}, which cuts no weight: drop it or choose "
+            "optim_grads_params"
+        )
     if config.param_gather_prefetch_bytes and not config.overlap_param_gather:
         yield (
             f"--param-gather-prefetch-bytes {config.param_gather_prefetch_bytes} has no effect "

@@ -43,6 +43,11 @@ CUT = f"{STRATEGY} optim_grads_params"
         ),
         ("--overlap-param-gather", 2, "--overlap-param-gather has no effect with .* no_shard"),
         ("--check-weight-gather", 2, "--check-weight-gather has no effect with .* no_shard"),
+        (
+            f"{STRATEGY} optim --param-gather-granularity weight",
+            2,
+            "granularity weight has no effect with --data-parallel-sharding-strategy optim, which",
+        ),
         (f"{CUT} --param-gather-prefetch-bytes 1", 2, "without --overlap-param-gather: add that"),
         ("--grad-reduce-in-bf16", 2, "--grad-reduce-in-bf16 needs --bf16"),
         (

@@ -143,10 +143,6 @@ class WeightStore:
         assert handle.param is not None, "the store must be materialised"
         return held_boxes(self, handle)
 
-    def logical_names(self) -> list[str]:
-        """Return the names of all logical weights, the same on every rank."""
-        return [s.name for handle in self.handles.values() for s in handle.sharding.segments]
-
     def freeze(self, *names: str) -> None:
         """Exclude weights from training; before a data-parallel engine is built over the store.
 

@@ -88,8 +88,8 @@ def problems(config: DataParallelConfig, *, data_parallel_size: int, bf16: bool)
     if config.param_gather_granularity != "unit" and strategy != "optim_grads_params":
         yield (
             f"--param-gather-granularity {config.param_gather_granularity} has no effect with "
-            f"--data-parallel-sharding-strategy {strategy}, which cuts no weight: drop it or choose "
-            "optim_grads_params"
+            f"--data-parallel-sharding-strategy {strategy}, which cuts no weight: drop it or "
+            "choose optim_grads_params"
         )
     if config.param_gather_prefetch_bytes and not config.overlap_param_gather:
         yield (

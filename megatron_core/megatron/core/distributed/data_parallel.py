@@ -237,8 +237,10 @@ class DataParallel:
         self.gatherer.segment(EVALUATION)
         try:
             yield
-        finally:
-            self.gatherer.finish()
+        except BaseException:
+            self.gatherer.abort()
+            raise
+        self.gatherer.finish()
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -126,8 +126,9 @@ HYBRID = (
 )
 
 
-def hybrid_cases(rank: int, world: int) -> None:
-    """Run hybrid sharding over 2 x 2 ranks, and ZeRO-3 over four for comparison."""
+def hybrid_cases(rank: int, world: int) -> list[str]:
+    """Run hybrid sharding over 2 x 2 ranks, and ZeRO-3 over four; return the weights of which this
+    rank then stores nothing."""
     hybrid = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
     for (strategy, outer), gather in itertools.product(HYBRID, (True, False)):
         config = {"strategy": strategy, "outer": outer, "overlap_param_gather": gather}
@@ -135,11 +136,15 @@ def hybrid_cases(rank: int, world: int) -> None:
             engine_case(hybrid, config)
         assert link.count > 0
     plain = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    engine_case(plain, {"strategy": "optim_grads_params", "overlap_param_gather": True})
+    cut = {"strategy": "optim_grads_params", "overlap_param_gather": True}
+    engine_case(plain, cut)
+    model, _ = built(plain, **cut)
+    return [name for name, handle in model.store.handles.items() if not handle.param.numel()]
 
 
 def test_hybrid_sharding_over_two_by_two_ranks():
-    run_ranks(hybrid_cases, 4)
+    empty = run_ranks(hybrid_cases, 4)
+    assert {"scale", "second.bias"} <= set(empty[3]), "empty shards were among them"
 
 
 def test_hybrid_ranks_own_equal_shares_and_know_how_many_hold_the_same():

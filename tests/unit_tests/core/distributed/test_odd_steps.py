@@ -7,6 +7,7 @@ collectives as late as may be.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -51,25 +52,25 @@ def unused(groups: Groups, config: Config) -> None:
 
 def frozen(groups: Groups, config: Config) -> None:
     """Frozen weights are owned by nobody, keep their values, and cost nothing alone."""
-    names = ("first", "first.bias", "scale")
-    model, engine = built(groups, freeze=names, **config)
-    reference = Reference(groups["lanes"].size, frozen=names)
-    before = {n: reference.weights[n].clone() for n in names}
-    with trace(groups) as records:
-        steps_against(model, engine, reference, ((0,), (1, 2), (3, 4), (5,)))
-    assert_weights(engine, reference.weights)
-    assert all(torch.equal(reference.weights[n], before[n]) for n in names)
-    owned = {placed.box.name for o in engine.owned() for placed in o.boxes}
-    assert owned
-    assert not owned & set(names)
-    assert all(model.store.handles[n].slot is None for n in names)
-    trained = {entry.bucket.index for entry in engine.buckets}
-    lonely = model.store.handles["first"].bucket
-    assert lonely.index not in trained
-    reduced = [r for r in records if r.kind in ("all_reduce", "reduce_scatter")]
-    assert len(reduced) % len(trained) == 0
-    if engine.gatherer is not None and not engine.gatherer.leases:
-        assert lonely.current, "what nobody writes is never gathered"
+    for names in (("first", "first.bias", "scale"), ("table",)):
+        model, engine = built(groups, freeze=names, **config)
+        reference = Reference(groups["lanes"].size, frozen=names)
+        before = {n: reference.weights[n].clone() for n in names}
+        with trace(groups) as records:
+            steps_against(model, engine, reference, ((0,), (1, 2), (3, 4), (5,)))
+        assert_weights(engine, reference.weights)
+        assert all(torch.equal(reference.weights[n], before[n]) for n in names)
+        owned = {placed.box.name for o in engine.owned() for placed in o.boxes}
+        assert owned
+        assert not owned & set(names)
+        assert all(model.store.handles[n].slot is None for n in names)
+        trained = {entry.bucket.index for entry in engine.buckets}
+        lonely = model.store.handles[names[0]].bucket
+        assert lonely.index not in trained
+        reduced = [r for r in records if r.kind in ("all_reduce", "reduce_scatter")]
+        assert len(reduced) % len(trained) == 0
+        if engine.gatherer is not None and not engine.gatherer.leases:
+            assert lonely.current, "what nobody writes is never gathered"
 
 
 def evaluated(groups: Groups, config: Config) -> None:
@@ -86,6 +87,13 @@ def evaluated(groups: Groups, config: Config) -> None:
                 assert relative_error(model.loss(ids, targets), logits) <= 1e-6
         assert engine.gatherer is None or engine.gatherer.arena.live_bytes == 0
 
+    def fail() -> None:
+        with contextlib.suppress(Stop), engine.evaluation(), torch.no_grad():
+            model.store.handles["table"].embedding(tokens(lane, 20)[0])
+            raise Stop
+        assert engine.gatherer is None or engine.gatherer.arena.live_bytes == 0
+
+    fail()
     look()
     for indices in ((0,), (1, 2), (3,), (4, 5)):
         train(model, engine, indices)
@@ -97,7 +105,10 @@ def evaluated(groups: Groups, config: Config) -> None:
         engine.start_param_sync(force_sync=indices[0] == 1)
         reference.update(wanted)
         look()
+        fail()
         look()
+    if engine.gatherer is not None:
+        assert engine.gatherer.counts.mismatches == 0
     engine.begin_step()
     with pytest.raises(ValueError, match="evaluation inside a step: finish"), engine.evaluation():
         pass

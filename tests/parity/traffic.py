@@ -26,6 +26,8 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
         _over_lanes(row, step, last=number == len(run.steps) - 1)
         _launched(row, run, step)
         _gathers(row, run)
+        if run.leased_bytes:
+            raise AssertionError(f"{run.leased_bytes} bytes were never given back")
         if (run.late > 0) != (row["link"] == "late"):
             raise AssertionError(f"{run.late} collectives were late, wanted {row['link']}")
         if row["tp"] > 1:
@@ -92,15 +94,19 @@ def _gathers(row: Row, run: Run) -> None:
     for step in run.steps:
         if (step.in_flight > 0) != row["early_gather"]:
             raise AssertionError(f"{step.in_flight} gathers under way after a step")
+    gathered = last.gathers - run.steps[-2].gathers.gathers
+    over = "gather_lanes" if row["placement"] == CUT_WEIGHTS else "inner_lanes"
+    over = "lanes" if (over, row["instances"]) == ("inner_lanes", 1) else over
+    assert_active(run.steps[-1].records, kind="all_gather", group=over, exactly=gathered)
     if row["placement"] == CUT_WEIGHTS:
         sizes = [4 * b.numel for b in run.buckets]
         units = [4 * b.numel for b in run.buckets if not b.root]
         root = sum(sizes) - sum(units)
         if not 0 < last.peak_bytes <= root + 2 * max(units):
             raise AssertionError(f"{last.peak_bytes} bytes of {sizes} were gathered at a time")
-        each = last.gathers / len(run.buckets) / len(run.steps)
+        each = gathered / len(run.buckets)
         if not 1.0 <= each <= 3.0 * row["accumulation"]:
-            raise AssertionError(f"a bucket was gathered {each} times a step")
+            raise AssertionError(f"a bucket was gathered {each} times in a step")
 
 
 def _all_reduces_in_regions(row: Row) -> int:

@@ -111,6 +111,7 @@ class Run:
     initial: list[Piece]
     buckets: list[BucketSize]
     late: int = 0
+    leased_bytes: int = 0
     steps: list[Step] = field(default_factory=list)
     weights: list[Piece] = field(default_factory=list)
 
@@ -199,6 +200,8 @@ def train_row(
             run.steps.append(_trained(row, model, engine, optimizer, data))
         engine.start_param_sync(force_sync=True)
         run.late = 0 if link is None else link.count
+    arenas = [engine.arena] if engine.gatherer is None else [engine.arena, engine.gatherer.arena]
+    run.leased_bytes = sum(arena.live_bytes for arena in arenas)
     run.weights = weight_pieces(model.store)
     return run
 
@@ -274,7 +277,13 @@ class _Watch:
         return (loss if scale == 1.0 else loss * scale), nll
 
     def step(self, lr: float, weight_decay: float) -> StepResult:
-        """Keep the gradients, without the loss scale."""
+        """Keep the gradients, without the loss scale.
+
+        Raises:
+            AssertionError: something was never written, padding and frozen weights included.
+        """
+        if not all(bool(owned.gradients.isfinite().all()) for owned in self.engine.owned()):
+            raise AssertionError("a gradient is not finite, or what lies between two is not")
         self.gradients = [
             Piece(
                 p.box.name,

@@ -132,6 +132,25 @@ def test_an_early_gather_cannot_be_recorded():
     run_ranks(early_gather, 2)
 
 
+def other_order(rank: int, world: int) -> None:
+    """Run the layers the other way round from the step on that is to be recorded."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    rules, recorder = pretended()
+    with rules.enforced(), simulated(groups, rules):
+        step = step_of(groups, DataParallelConfig(**CUT), graph=recorder)
+        for i in range(WARMUP):
+            step(data(rank, 10 + i), lr=1e-3, weight_decay=0.0)
+        blocks = step.model.decoder.blocks
+        step.model.decoder.blocks = torch.nn.ModuleList([*blocks[2:], *blocks[:2]])
+        with pytest.raises(ValueError, match="needed weights in another order than the one before"):
+            step(data(rank, 20), lr=1e-3, weight_decay=0.0)
+    assert (recorder.captures, recorder.tape.replays) == (1, 0)
+
+
+def test_an_order_that_changes_in_the_recording_is_an_error():
+    run_ranks(other_order, 2)
+
+
 def test_weights_needed_in_changing_orders_are_an_error():
     step = step_of(
         ProcessGroupCollection.single(), DataParallelConfig(), graph=TapeRecorder(OpTape())

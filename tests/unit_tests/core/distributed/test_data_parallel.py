@@ -14,7 +14,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import STRATEGIES, WeightSharding
+from megatron.core.weight_sharding import STRATEGIES, Cut, WeightSharding
 from tests.support.activation import assert_active
 from tests.support.closeness import assert_close_by_metric
 from tests.support.nan_memory import nan_memory
@@ -201,6 +201,48 @@ def two_axes(rank: int, world: int) -> None:
 
 def test_what_the_plan_sums_over_tp_is_summed_once():
     run_ranks(two_axes, 4)
+
+
+def experts(rank: int, world: int) -> None:
+    """Check weights of two grids: dense ones on four lanes, experts on two of their own."""
+    for instances in (1, 2):
+        grid = RankGrid(world_size=world, ep=2, instances=instances)
+        groups = ProcessGroupCollection.create(grid, rank=rank)
+        for strategy in STRATEGIES if instances == 1 else STRATEGIES[1:]:
+            config = DataParallelConfig(strategy=strategy, debug=True)
+            store = WeightStore(groups)
+            cut_by_ep = Cut(axis="ep", dim=0)
+            expert = store.declare(
+                WeightSharding.of("expert", (6, 9), cut_by_ep, expert=True), InitSpec.constant(1.0)
+            )
+            dense = store.declare(WeightSharding.of("dense", (70,)), InitSpec.constant(2.0))
+            store.materialize(config.storage())
+            engine = DataParallel(store, groups, config=config)
+            assert {b.group.name.startswith("expert") for b in store.buckets} == {True, False}
+            for step in range(3):
+                engine.begin_step()
+                with simulated(groups, Late()):
+                    loss = expert.use().sum() * (1.0 + 10.0 * rank) + dense.use().sum() * (
+                        1.0 + 100.0 * rank
+                    )
+                    assert loss.item() == pytest.approx(
+                        (27 * (1 - step) * (1 + 10 * rank)) + 140 * (1 + 100 * rank)
+                    )
+                    engine.backward(loss, last=True)
+                    engine.finish()
+                for owned in engine.owned():
+                    for placed in owned.boxes:
+                        mine = groups["expert_lanes"].ranks
+                        wanted = {"expert": sum(1.0 + 10.0 * r for r in mine), "dense": 604.0}
+                        got = placed.of(owned.gradients)
+                        assert (got == wanted[placed.box.name]).all(), placed.box
+                        if placed.box.name == "expert":
+                            placed.of(owned.weights).sub_(1.0)
+                engine.start_param_sync()
+
+
+def test_expert_weights_are_shared_over_lanes_of_their_own():
+    run_ranks(experts, 4)
 
 
 def tied_stages(rank: int, world: int) -> int:

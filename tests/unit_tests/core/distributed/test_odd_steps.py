@@ -314,6 +314,25 @@ def narrow(groups: Groups, config: Config) -> None:
         assert {o.gradients.dtype for o in engine.owned()} == {wanted_dtype}
 
 
+def narrow_weights(groups: Groups, config: Config) -> None:
+    """Weights in bf16 are kept and gathered in bf16, their gradients summed in fp32."""
+    model, engine = built(groups, dtype=torch.bfloat16, bucket_bytes=400, **config)
+    reference = Reference(groups["lanes"].size)
+    rounded = {n: w.bfloat16().double() for n, w in reference.weights.items()}
+    reference.weights = rounded
+    for indices in ((0,), (1, 2), (3, 4)):
+        with trace(groups) as records:
+            engine.start_param_sync()
+            train(model, engine, indices)
+        # activations round to 8 bits at every product
+        assert_gradients(engine, reference.gradients(indices), bound=4e-2)
+        gathered = {r.dtype for r in records if r.kind == "all_gather"} - {"int64"}
+        assert gathered == ({"bfloat16"} if engine.sharded else set())
+        reduced = {r.dtype for r in records if r.kind in ("all_reduce", "reduce_scatter")}
+        assert reduced == {"float32"}
+    assert {o.gradients.dtype for o in engine.owned()} == {torch.float32}
+
+
 CASES: tuple[Callable[[Groups, Config], None], ...] = (
     unused,
     frozen,
@@ -325,6 +344,7 @@ CASES: tuple[Callable[[Groups, Config], None], ...] = (
     split,
     too_many_uses,
     narrow,
+    narrow_weights,
 )
 
 

@@ -294,7 +294,7 @@ HUNTING_ROWS = [
     row_with(tp=1, dp=4, per_token=True, loss_scale=1024.0, bias="all", qk_norm=True, groups=4,
              placement="optim_grads_params", instances=2, outer="optim", accumulation=3,
              early_gather=True, link="late"),
-    row_with(tp=2, dp=2, placement="optim_grads", accumulation=3, overlap=False),
+    row_with(tp=2, dp=2, placement="optim_grads", accumulation=3),
     row_with(tp=4, dp=1, groups=2, sequence_parallel=True, overlap=False, bias="qkv", vocabulary=9),
 ]  # fmt: skip
 

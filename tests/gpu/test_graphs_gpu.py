@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NoReturn
 from unittest import mock
 
@@ -28,6 +27,7 @@ from tests.unit_tests.training.graphed_runs import (
     REPLAYED,
     STEPS,
     WARMUP,
+    WITHOUT_DROPOUT,
     carried_out,
     data,
     prepare_too_early,
@@ -41,9 +41,6 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 GRAPH = "--cuda-graph-impl full_iteration"
 SHORT = "--eval-interval 4 --train-iters 10 --device cuda --bf16 --deterministic-mode"
 CUT = "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"
-WITHOUT_DROPOUT = dataclasses.replace(
-    MODEL, attention=dataclasses.replace(MODEL.attention, dropout=0.0)
-)
 
 
 @pytest.fixture

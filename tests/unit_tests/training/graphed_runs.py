@@ -34,6 +34,10 @@ MODEL = GPTConfig(
     hidden_dropout=0.1,
     init_std=0.2,
 )
+#: The same without dropout, whose masks are most of its operations.
+WITHOUT_DROPOUT = replace(
+    MODEL, hidden_dropout=0.0, attention=replace(MODEL.attention, dropout=0.0)
+)
 #: Steps before the recording; the last of them is skipped for its loss, so it syncs no weights.
 WARMUP, STEPS = 3, 9
 SKIPPED, SHORTER, EVALUATED = (2, 4), (5,), (1, 4, 6)

@@ -24,6 +24,7 @@ from tests.unit_tests.training.graphed_runs import (
     REPLAYED,
     STEPS,
     WARMUP,
+    WITHOUT_DROPOUT,
     both,
     carried_out,
     data,
@@ -70,7 +71,7 @@ def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
     """Compare on the ranks of a grid."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
     for config in configs:
-        eager, recorded, step = both(groups, DataParallelConfig(**config))
+        eager, recorded, step = both(groups, DataParallelConfig(**config), model=WITHOUT_DROPOUT)
         assert_equal_runs(eager, recorded, step)
         if step.engine.gatherer is not None and step.engine.gatherer.leases:
             assert recorded.gathers == eager.gathers, config

@@ -10,9 +10,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from tools.bench.__main__ import BENCHES
-from tools.bench.data_parallel import batch_of, check_losses, over_ranks
+from tools.bench.data_parallel import check_losses, over_ranks
 from tools.bench.data_parallel import ratio as step_ratio
-from tools.bench.data_parallel_steps import Timing
+from tools.bench.data_parallel_steps import Timing, batch_of
 from tools.bench.ours import config_of
 from tools.bench.plain_model import PlainModel, copy_weights
 from tools.bench.shapes import SHAPES, Shape

@@ -11,9 +11,7 @@ python -m tools.bench.data_parallel --exchange             our collectives again
 Both sides live in the same processes and take turns step by step, with process groups of their
 own. A ratio is the median over rounds of ours / theirs of the slower rank's seconds, so below 1 is
 faster. `cpu` is the same of the processor seconds of all ranks: what is left on a busy machine.
-Every loss of every step must agree, or the race stops. Gloo on two cores overlaps nothing with
-computing: what overlap is worth shows on a simulated link, on which every collective takes some
-milliseconds in which nobody computes for it.
+Every loss of every step must agree, or the race stops.
 """
 
 from __future__ import annotations
@@ -21,23 +19,20 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
-from megatron.core.comm.links import Latency, simulated
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from tools.bench import exchange, gloo_ranks, machinery
+from tools.bench import exchange, gloo_ranks, machinery, slow_link
 from tools.bench.data_parallel_steps import (
-    Batch,
     OurStep,
     TimedStep,
     Timing,
     TorchStep,
+    batch_of,
     ddp,
     fsdp2,
 )
@@ -58,18 +53,9 @@ OURS = {
     ),
 }
 PEERS = ("ddp", "fsdp2", "local")
-PREFETCH_TARGET = "<= 0.77"  # 1.3 times faster
 BUCKET_BYTES = 4 << 20  # of 21 MB: DDP's and our buckets
 WARMUP_ROUNDS = 3  # DDP orders its buckets anew after its first step
 LOSS_ERROR = 1e-5  # relative; fp32 sums in another order, over some tens of steps
-
-
-def batch_of(shape: Shape, rank: int, index: int) -> Batch:
-    """Return the tokens and labels of one step of one rank."""
-    generator = torch.Generator().manual_seed(1000 * index + rank)
-    size = (shape.batch, shape.sequence + 1)
-    tokens = torch.randint(0, shape.vocabulary, size, generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def build(names: Sequence[str], shape: Shape, groups: ProcessGroupCollection) -> dict[str, object]:
@@ -102,26 +88,23 @@ class Course:
     Args:
         names: the variants; a ratio is that of the first two.
         rounds: steps of each that count.
-        batch: rows of 256 tokens on each rank.
-        latency_seconds: of every collective of ours, one at a time on each communicator; 0 leaves
-            gloo as it is.
+        shape: the model, and the batch of each rank.
     """
 
     names: tuple[str, ...]
     rounds: int
-    batch: int = SHAPES["S"].batch
-    latency_seconds: float = 0.0
+    shape: Shape = SHAPES["S"]
 
     @property
     def title(self) -> str:
         """Return what tells its rows from other courses'."""
-        late = f", {1e3 * self.latency_seconds:g} ms latency" if self.latency_seconds else ""
-        return f"{'/'.join(self.names)}, {self.rounds} pairs, {self.batch}x256{late}"
+        batch = f"{self.shape.batch}x{self.shape.sequence}"
+        return f"{'/'.join(self.names)}, {self.rounds} pairs, {batch}"
 
 
 def race(rank: int, world: int, course: Course) -> dict[str, list[Timing]]:
     """Let the variants take turns as one rank; return the timings of the counted rounds."""
-    shape, names, rounds = replace(SHAPES["S"], batch=course.batch), course.names, course.rounds
+    shape, names, rounds = course.shape, course.names, course.rounds
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     steps: dict[str, TimedStep] = {n: v.step for n, v in build(names, shape, groups).items()}
     found: dict[str, list[Timing]] = {name: [] for name in names}
@@ -131,20 +114,12 @@ def race(rank: int, world: int, course: Course) -> dict[str, list[Timing]]:
         losses = {}
         for name in (*names[turn:], *names[:turn]):
             dist.barrier()
-            with slow_link(groups, course.latency_seconds):
-                timing = steps[name](batch)
+            timing = steps[name](batch)
             losses[name] = timing.loss
             if index >= WARMUP_ROUNDS:
                 found[name].append(timing)
         check_losses(losses, world, index)
     return found
-
-
-def slow_link(groups: ProcessGroupCollection, seconds: float) -> AbstractContextManager[object]:
-    """Return a context in which collectives over `groups` take `seconds`; 0 changes nothing."""
-    if not seconds:
-        return nullcontext()
-    return simulated(groups, Latency(seconds, shared=False))
 
 
 def check_losses(losses: dict[str, float], world: int, index: int) -> None:
@@ -200,17 +175,6 @@ def describe(course: Course, world: int, *, target: str = "") -> list[Row]:
     return found
 
 
-def slow_links(milliseconds: float, rounds: int, *, batch: int = 1) -> list[Row]:
-    """Race prefetch and overlap against none on two ranks with slow links."""
-    course = Course(
-        names=("optim_grads_params", "optim_grads_params_on_demand"),
-        rounds=rounds,
-        batch=batch,
-        latency_seconds=milliseconds / 1e3,
-    )
-    return describe(course, 2, target=PREFETCH_TARGET)
-
-
 def profile(rank: int, world: int, name: str, steps: int) -> str:
     """Return the table of a profile of some steps, as one rank saw them."""
     from torch.profiler import ProfilerActivity
@@ -237,7 +201,7 @@ def rows(quick: bool) -> list[Row]:
         for name, target in RACES.items():
             course = Course(names=tuple(name.split("/")), rounds=rounds)
             found += describe(course, world, target=target)
-    return found + slow_links(5.0, rounds) + machinery.rows(quick)
+    return found + slow_link.rows(5.0, rounds) + machinery.rows(quick)
 
 
 def main() -> None:
@@ -265,20 +229,16 @@ def main() -> None:
         for world in arguments.ranks:
             print(format_table(exchange.rows(world, arguments.rounds)), flush=True)
     elif arguments.latency:
-        print(
-            format_table(
-                slow_links(arguments.latency, arguments.rounds, batch=arguments.batch or 1)
-            )
-        )
+        print(format_table(slow_link.rows(arguments.latency, arguments.rounds)))
     elif arguments.profile:
         print(gloo_ranks.run(profile, arguments.ranks[0], arguments.profile, 5)[0])
     else:
-        batch = arguments.batch or SHAPES["S"].batch
+        shape = replace(SHAPES["S"], batch=arguments.batch or SHAPES["S"].batch)
         for world in arguments.ranks:
             found = []
             for name in arguments.race:
                 names = tuple(name.split("/"))
-                course = Course(names=names, rounds=arguments.rounds, batch=batch)
+                course = Course(names=names, rounds=arguments.rounds, shape=shape)
                 found += describe(course, world, target=RACES.get(name, ""))
             print(format_table(found), flush=True)
 

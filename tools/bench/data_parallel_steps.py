@@ -48,21 +48,31 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 TimedStep = Callable[[Batch], Timing]
 
 
+def batch_of(shape: Shape, rank: int, index: int) -> Batch:
+    """Return the tokens and labels of one step of one rank."""
+    generator = torch.Generator().manual_seed(1000 * index + rank)
+    size = (shape.batch, shape.sequence + 1)
+    tokens = torch.randint(0, shape.vocabulary, size, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
 def timed(
     forward: Callable[[Batch], torch.Tensor],
     backward: Callable[[torch.Tensor], None],
     update: Callable[[], None],
+    *,
+    now: Callable[[], float] = time.perf_counter,
 ) -> TimedStep:
     """Return a step made of three parts, with a clock between them."""
 
     def step(batch: Batch) -> Timing:
-        cpu, start = time.process_time(), time.perf_counter()
+        cpu, start = time.process_time(), now()
         loss = forward(batch)
-        middle = time.perf_counter()
+        middle = now()
         backward(loss)
-        reduced = time.perf_counter()
+        reduced = now()
         update()
-        end = time.perf_counter()
+        end = now()
         used = time.process_time() - cpu
         return Timing(middle - start, reduced - middle, end - reduced, used, loss.item())
 
@@ -76,6 +86,7 @@ class OurStep:
         groups: the process groups; every rank is a lane.
         config: of the engine.
         bucket_bytes: fp32 gradient bytes of a bucket, where weights are stored whole.
+        now: the clock.
 
     Attributes:
         step: takes a batch.
@@ -88,6 +99,7 @@ class OurStep:
         *,
         config: DataParallelConfig,
         bucket_bytes: int,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = GPTModel(
             config_of(shape),
@@ -105,7 +117,7 @@ class OurStep:
         self.optimizer = Optimizer(self.engine.owned(), groups, config=settings)
         factor = 1.0 / (shape.tokens * groups["lanes"].size)
         self.weights = torch.full((shape.batch, shape.sequence), factor)
-        self.step = timed(self._forward, self._backward, self._update)
+        self.step = timed(self._forward, self._backward, self._update, now=now)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         self.engine.begin_step()

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prefetch is worth when every collective takes some milliseconds of nobody's processor.
+
+Two gloo ranks on two cores cannot show it: copying takes the cores. Here the link is simulated and
+so is the clock: it counts what this rank computed (processor time of its thread) and what it would
+have waited for the link, one collective at a time on each communicator. What else the machine does
+does not count, nor how long gloo really took.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from megatron.core.comm.links import Latency, simulated
+from megatron.core.distributed import DataParallelConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tools.bench import gloo_ranks
+from tools.bench.data_parallel_steps import OurStep, Timing, batch_of
+from tools.bench.shapes import SHAPES, Shape
+from tools.bench.table import Row
+
+#: Prefetch and overlapped reduction against neither; also what is named in the rows.
+VARIANTS = {
+    "prefetch": DataParallelConfig(strategy="optim_grads_params", overlap_param_gather=True),
+    "none": DataParallelConfig(strategy="optim_grads_params", overlap_grad_reduce=False),
+}
+TARGET = "<= 0.77"  # 1.3 times faster
+WARMUP_STEPS = 3  # the first leaves the trace that the plan is made of
+
+
+class ProcessorClock:
+    """Seconds of computing and of simulated waiting."""
+
+    def __init__(self) -> None:
+        self.slept = 0.0
+
+    def now(self) -> float:
+        """Return the seconds so far."""
+        return time.thread_time() + self.slept
+
+    def sleep(self, seconds: float) -> None:
+        """Let the clock go on, and nothing else."""
+        self.slept += seconds
+
+
+def steps(
+    rank: int, world: int, shape: Shape, seconds: float, rounds: int
+) -> dict[str, list[Timing]]:
+    """Return the timings of both variants as one rank, on links that take `seconds`."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    clock = ProcessorClock()
+    variants = {
+        name: OurStep(shape, groups, config=config, bucket_bytes=1, now=clock.now)
+        for name, config in VARIANTS.items()
+    }
+    links = {
+        name: Latency(seconds, shared=False, now=clock.now, sleep=clock.sleep) for name in VARIANTS
+    }
+    found: dict[str, list[Timing]] = {name: [] for name in variants}
+    for index in range(WARMUP_STEPS + rounds):
+        batch = batch_of(shape, rank, index)
+        for name in (*VARIANTS,) if index % 2 else (*VARIANTS,)[::-1]:
+            dist.barrier()
+            with simulated(groups, links[name]):
+                timing = variants[name].step(batch)
+            if index >= WARMUP_STEPS:
+                found[name].append(timing)
+    for name, variant in variants.items():
+        assert variant.engine.gatherer is not None
+        counts = variant.engine.gatherer.counts
+        if counts.mismatches or (counts.prefetched > 0) != (name == "prefetch"):
+            raise ValueError(f"{name} did not do what it is named for: {counts}")
+    return found
+
+
+def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
+    """Race prefetch against none on links of some milliseconds, with much and with little to
+    compute between two gathers."""
+    found = []
+    for batch, target in ((4, ""), (1, TARGET)):
+        shape = replace(SHAPES["S"], batch=batch)
+        measured = gloo_ranks.run(steps, ranks, shape, milliseconds / 1e3, rounds)
+        both = []
+        for name in VARIANTS:
+            of_step = zip(*(rank[name] for rank in measured), strict=True)
+            both.append([1e3 * max(timing.total for timing in step) for step in of_step])
+        found.append(
+            Row(
+                bench="data_parallel",
+                what=f"{ranks} ranks: ms of {batch}x256, prefetch/none, {milliseconds:g} ms late",
+                ours=statistics.median(both[0]),
+                peer=statistics.median(both[1]),
+                ratio=statistics.median(a / b for a, b in zip(*both, strict=True)),
+                target=target if milliseconds == 5 else "",
+            )
+        )
+    return found

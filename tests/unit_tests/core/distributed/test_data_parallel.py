@@ -35,7 +35,7 @@ from tests.unit_tests.core.distributed.small_model import (
 )
 
 #: Microbatches of the steps of a case: another number than before, and the same again.
-STEPS = ((0,), (1, 2, 3), (4, 5, 6), (7, 8, 9), (10,))
+STEPS = ((0,), (1, 2, 3), (4, 5, 6), (7,))
 
 
 def configs() -> Iterator[tuple[dict[str, object], int]]:
@@ -52,16 +52,16 @@ def configs() -> Iterator[tuple[dict[str, object], int]]:
             yield config, 1
             yield {**config, "granularity": "weight"}, 1
         else:
-            for bucket_bytes in (1, 400, 10**9):
+            for bucket_bytes in (1, 400) if reduce else (1, 10**9):
                 yield config, bucket_bytes
     early = {"strategy": "optim_grads_params", "overlap_param_gather": True}
-    yield {**early, "prefetch_bytes": 300}, 1
+    yield {**early, "overlap_grad_reduce": True, "prefetch_bytes": 300}, 1
 
 
 def engine_case(
     groups: ProcessGroupCollection, config: dict[str, object], bucket_bytes: int = 1
 ) -> None:
-    """Train five steps: gradients, overlap, what was gathered when, and what was sent."""
+    """Train four steps: gradients, overlap, what was gathered when, and what was sent."""
     model, engine = built(groups, bucket_bytes=bucket_bytes, **config)
     lanes = groups["lanes"].size
     reference = Reference(lanes)
@@ -102,15 +102,15 @@ def engine_case(
 
 
 def engine_cases(rank: int, world: int) -> None:
-    """Run every config; those that cut something also as late and as early as may be."""
+    """Run every config; one size of buckets also as late or as early as may be."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for config, bucket_bytes in configs():
         engine_case(groups, config, bucket_bytes)
         if bucket_bytes == 1:
-            for link in (Late(), Early()):
-                with simulated(groups, link):
-                    engine_case(groups, config)
-                assert link.count > 0
+            link = Late() if config["overlap_grad_reduce"] else Early()
+            with simulated(groups, link):
+                engine_case(groups, config)
+            assert link.count > 0
 
 
 def test_gradients_overlap_and_traffic_on_two_lanes():

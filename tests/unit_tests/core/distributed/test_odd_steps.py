@@ -366,3 +366,28 @@ def all_strategies(rank: int, world: int, case: Callable[[Groups, Config], None]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_on_two_lanes(case: Callable[[Groups, Config], None]):
     run_ranks(all_strategies, 2, case)
+
+
+def disagreeing(rank: int, world: int) -> None:
+    """Need two buckets of one size in another order on each rank: weights are mixed up."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    for debug in (True, False):
+        model, engine = built(groups, strategy="optim_grads_params", debug=debug)
+        names = ("scale", "third")
+        use = model.store.handles
+        sizes = {use[name].bucket.whole_bytes for name in names}
+        assert len(sizes) == 1, "else the gathers themselves would fail"
+        engine.begin_step()
+        for name in names[:: 1 - 2 * rank]:
+            use[name].get()
+        if debug:
+            with pytest.raises(ValueError, match="needed them in different orders in this step"):
+                engine.finish()
+        else:
+            with trace(groups) as records:
+                engine.finish()
+            assert {r.kind for r in records} == {"reduce_scatter"}, "nobody compares"
+
+
+def test_ranks_that_need_weights_in_different_orders_are_told_in_debug_mode():
+    run_ranks(disagreeing, 2)

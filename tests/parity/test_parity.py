@@ -6,6 +6,8 @@ with the single-process model in every loss, every gradient and the weights afte
 (`verdict`), and the single-process model with a plain fp64 one (`plain_gpt`).
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -28,6 +30,9 @@ from tests.parity.verdict import assert_agrees, assert_same_numbers, reference_o
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.covering_array import covering_array
 from tests.support.ranks import run_ranks
+
+#: The rows of the night are run in so many tests.
+NIGHT_PARTS = 16
 
 
 def _check(row):
@@ -70,10 +75,19 @@ def test_other_optimizers_move_weights_as_in_the_single_process(name):
     assert all((after[n] - w).abs().max() > 1e-3 for n, w in ref.initial.items()), "they moved"
 
 
+@functools.cache
+def _rows_of_the_night():
+    return rows_for_every_night()  # seconds of arithmetic: only when they are run
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", rows_for_every_night(), ids=label)
-def test_all_triples_train_as_the_single_process(row):
-    _check(row)
+@pytest.mark.parametrize("part", range(NIGHT_PARTS))
+def test_all_triples_train_as_the_single_process(part):
+    rows = _rows_of_the_night()[part::NIGHT_PARTS]
+    assert rows
+    for row in rows:
+        print(label(row))
+        _check(row)
 
 
 MODELS = {

@@ -137,7 +137,7 @@ class Gatherer:
         plan = self._plan(program)
         self._program = _Program(program, plan)
         early = set(self.in_flight if plan is None else plan.prologue)
-        for index in set(self._gathered) - early if self.leases else ():
+        for index in [i for i in self._gathered if i not in early] if self.leases else ():
             self._release(index)
         self._start_outer()
         if plan is not None:

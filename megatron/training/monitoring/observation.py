@@ -57,6 +57,7 @@ def observing(session: Session, *, iteration: int) -> Iterator[Observation]:
         device=place.device,
         # Profiling ranks need not be the one that shows.
         say=display.log if shows else warn,
+        settle=session.step.engine.wait,
     )
     with contextlib.ExitStack() as stack:
         profiled = stack.enter_context(profile)

@@ -24,12 +24,21 @@ class Profiler:
         rank: of this process, for file names.
         device: where it computes.
         say: shows one line.
+        settle: waits for the communication under way. torch's profiler must be started and stopped
+            without any: on gloo it crashes.
     """
 
     def __init__(
-        self, config: ProfilingConfig, rank: int, device: torch.device, say: Callable[[str], None]
+        self,
+        config: ProfilingConfig,
+        rank: int,
+        *,
+        device: torch.device,
+        say: Callable[[str], None],
+        settle: Callable[[], None],
     ) -> None:
         self._config, self._rank, self._device, self._say = config, rank, device, say
+        self._settle = settle
         self._running: Any = None
 
     def on_iteration(self, iteration: int) -> None:
@@ -38,8 +47,10 @@ class Profiler:
         done = iteration - 1
         inside = self._config.profile_step_start <= done < self._config.profile_step_end
         if inside and self._running is None:
+            self._settle()
             self._start()
         elif not inside and self._running is not None:
+            self._settle()
             self.stop()
 
     def _start(self) -> None:
@@ -104,9 +115,17 @@ def check_device(config: ProfilingConfig, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def profiling(
-    config: ProfilingConfig, *, rank: int, device: torch.device, say: Callable[[str], None]
+    config: ProfilingConfig,
+    *,
+    rank: int,
+    device: torch.device,
+    say: Callable[[str], None],
+    settle: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[int], None]]:
     """Profile a run; yields what is to be told the iteration that begins.
+
+    Args:
+        settle: waits for the communication under way.
 
     Raises:
         ValueError: the device has no such profile.
@@ -115,11 +134,12 @@ def profiling(
     if rank not in config.profile_ranks or not (config.profile or config.record_memory_history):
         yield lambda iteration: None
         return
-    profiler = Profiler(config, rank, device, say)
+    profiler = Profiler(config, rank, device=device, say=say, settle=settle)
     if config.record_memory_history:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
     try:
         yield profiler.on_iteration if config.profile else lambda iteration: None
+        settle()
     finally:
         profiler.stop()
         if config.record_memory_history:

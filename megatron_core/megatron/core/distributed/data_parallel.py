@@ -208,6 +208,11 @@ class DataParallel:
         elif self.config.overlap_param_gather and self.config.fsdp_all_gather_in_start_param_sync:
             self.gatherer.start_early()
 
+    def wait(self) -> None:
+        """Wait until nothing is under way between two steps; what was started early stays."""
+        if self.gatherer is not None:
+            self.gatherer.wait()
+
     def complete_weights(self) -> None:
         """Have all updates arrive in what this rank stores, before that is saved or read.
 

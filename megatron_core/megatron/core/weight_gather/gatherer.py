@@ -236,11 +236,18 @@ class Gatherer:
                 self._issue(bucket)
                 if self.leases:
                     self._release(bucket.index)
-        for index, gathered in self._gathered.items():
+        self.wait()
+        for index in self._gathered:
+            self.buckets[index].current = not self.leases
+
+    def wait(self) -> None:
+        """Wait for the gathers under way; what they bring stays."""
+        for gathered in self._gathered.values():
             if gathered.pending is not None:
                 gathered.pending.wait()
                 gathered.pending = None
-            self.buckets[index].current = not self.leases
+        for index in list(self._outer):
+            self._outer.pop(index).wait()
 
     def complete_stored(self) -> None:
         """Wait until this rank holds the latest values of all that it stores."""
@@ -248,8 +255,7 @@ class Gatherer:
             self.gather_all()
             return
         self._start_outer()
-        for index in list(self._outer):
-            self._outer.pop(index).wait()
+        self.wait()
 
     # --- inside -----------------------------------------------------------------------------------
 

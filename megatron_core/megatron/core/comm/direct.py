@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.process_groups import Group
 
 #: Below this gloo's ring or tree is as fast; above this many ranks a rank has too many messages.
-LEAST_BYTES, MOST_RANKS = 1 << 15, 16
+LEAST_BYTES, MOST_RANKS = 1 << 20, 16
 _TAG = 0
 
 

@@ -14,6 +14,10 @@ from tests.support.closeness import BOUND, assert_all_close
 from tests.support.covering_array import Row
 from tests.support.inputs import perturbed
 
+#: A constant added to all keys moves all scores of a query alike but for their rotation, and the
+#: softmax takes that away: what is left of the gradient is a thousandth of its terms.
+CANCELLING = "key_norm.bias"
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -75,7 +79,7 @@ def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: i
     tp, accumulation = row["tp"], row["accumulation"]
     lanes = [steps[lane * tp] for lane in range(row["dp"])]
     gradients = assembled(piece for step in steps for piece in step.gradients)
-    worst = assert_all_close(gradients, assembled(wanted.gradients), bound=_bound(row))
+    worst = _assert_gradients(row, gradients, assembled(wanted.gradients))
     _assert_holders_known(steps)
     scalars, expected = {}, {}
     for rank, step in enumerate(steps):
@@ -88,6 +92,25 @@ def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: i
         scalars[name] = lanes[index // accumulation].nll[index % accumulation]
         expected[name] = nll
     assert_all_close(_tensors(scalars), _tensors(expected), bound=_bound(row))
+    return worst
+
+
+def _assert_gradients(
+    row: Row, got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> float:
+    """Compare gradients; those whose terms nearly cancel are as inexact as their terms."""
+    assert got.keys() == wanted.keys()
+    worst = 0.0
+    for cancelling in (False, True):
+        names = [name for name in got if name.endswith(CANCELLING) == cancelling]
+        bound = _bound(row) * (10 if cancelling else 1)
+        if names:
+            found = assert_all_close(
+                {name: got[name] for name in names},
+                {name: wanted[name] for name in names},
+                bound=bound,
+            )
+            worst = max(worst, found / (10 if cancelling else 1))
     return worst
 
 

@@ -42,7 +42,7 @@ from megatron.core.weight_gather import (
     owned_range,
 )
 
-#: Reductions of cut gradients under way at a time; each holds a whole bucket's gradients.
+#: Reductions under way at a time where each holds leases of a whole bucket's gradients.
 _REDUCTIONS_UNDER_WAY = 2
 
 
@@ -264,7 +264,7 @@ class DataParallel:
     def _reduce(self, bucket: GradientBucket) -> None:
         bucket.reduce()
         self._under_way.append(bucket)
-        if bucket.cut:
+        if bucket.cut or bucket.wide:  # what is under way holds leases
             self._settle(_REDUCTIONS_UNDER_WAY - 1 if self.config.overlap_grad_reduce else 0)
 
     def _settle(self, left: int) -> None:

@@ -16,6 +16,7 @@ Gradients that are cut are kept in fp32, whatever the buffers that backward fill
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -147,9 +148,14 @@ def bytes_per_rank(
     if placed.weight:
         gathered = of.weight * _together(buckets, 1 + prefetch) + ahead * prefetch
         gathered = min(gathered, of.weight * sum(b.numel for b in buckets))
+    trained = [b for b in buckets if b.trainable]
+    under_way = (1 + overlap) * max((b.numel for b in trained), default=0)
     if placed.gradient:
-        trained = [b for b in buckets if b.trainable]
         reducing = of.gradient * _together(trained, 1 + overlap)
+    if of.wide_sum and placed.optimizer and trained:
+        # addends as they arrive; where shards add up over microbatches, an fp32 shard as well
+        again = Fraction(_FP32_BYTES, min(b.inner for b in trained)) if placed.gradient else 0
+        reducing += math.ceil((of.gradient + again) * under_way)
     return RoleBytes(int(weights), int(gradients), int(optimizer), gathered, reducing)
 
 

@@ -38,6 +38,8 @@ class GradientBucket:
 
     Attributes:
         gradients: what the optimizer reads, [owned].
+        cut: gradients are kept in shards, and reduced in every microbatch.
+        wide: bf16 gradients are summed in fp32, out of a second leased buffer.
         puts: how often each weight's gradient was put since the last reduction.
         reductions: in this step.
     """
@@ -56,6 +58,8 @@ class GradientBucket:
         self.arena, self.stream, self.on_full = arena, stream, on_full
         self.trainable = [h for h in bucket.handles if h.trainable]
         self.cut = bool(placement.gradient)
+        # on a single lane nothing is reduced, and so nothing is widened
+        self.wide = config.fp32_accumulation and bool(placement.optimizer)
         self.puts: dict[str, int] = {}
         self.waiting = 0
         self.reductions = 0
@@ -64,13 +68,14 @@ class GradientBucket:
         self._outer: Pending | None = None
         self._whole: torch.Tensor | None = None
         self._flying: torch.Tensor | None = None
+        self._parts: torch.Tensor | None = None
         device, numel = bucket.weights.data.device, bucket.layout.numel
         low, high = bucket.weights.shard_range if placement.optimizer else (0, numel)
         self._shard_range = low, high
         if not self.cut:
             self._whole = torch.zeros(numel, dtype=config.grad_dtype, device=device)
             self._bind(self._whole)
-        if self.cut or config.fp32_accumulation:
+        if self.cut or self.wide:
             self._shard = torch.zeros(high - low, dtype=torch.float32, device=device)
         else:
             assert self._whole is not None
@@ -155,12 +160,15 @@ class GradientBucket:
             return
         summed = self._pending.wait()
         self._pending = None
+        if self._parts is not None:
+            self.arena.release(self._parts)
+            self._parts = None
         if not self.cut:
             return
         assert self._flying is not None
         if summed.data_ptr() != self._shard.data_ptr():
             self._shard.add_(summed)
-            if self.config.fp32_accumulation:
+            if self.wide:
                 self.arena.release(summed)
         self.arena.release(self._flying)
         self._flying = None
@@ -200,11 +208,12 @@ class GradientBucket:
         if not self.placement.optimizer:
             return all_reduce_async(whole, group, out=whole)
         first = not self.cut or self.reductions == 0
-        if self.config.fp32_accumulation:
+        if self.wide:
             out = self._shard
             if not first:
                 out = self.arena.lease(high - low, torch.float32)
-            return reduce_scatter_wide_async(whole, group, out=out)
+            self._parts = self.arena.lease(whole.numel(), whole.dtype)
+            return reduce_scatter_wide_async(whole, group, out=out, parts=self._parts)
         if self.cut and first and whole.dtype is self._shard.dtype:
             return reduce_scatter_async(whole, group, out=self._shard)
         if self.cut and first:

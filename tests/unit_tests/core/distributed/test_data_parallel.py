@@ -281,6 +281,21 @@ def test_one_process_sends_nothing_and_equals_autograd(strategy: str):
     assert [owned.replicas for owned in engine.owned()] == [1] * len(engine.buckets)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("wide", [False, True])
+def test_one_lane_puts_bf16_gradients_where_the_optimizer_reads(strategy: str, wide: bool):
+    model, engine = built(
+        ProcessGroupCollection.single(),
+        strategy=strategy,
+        grad_dtype=torch.bfloat16,
+        fp32_accumulation=wide,
+    )
+    reference = Reference(1)
+    for indices in ((0,), (1, 2)):
+        train(model, engine, indices)
+        assert_gradients(engine, reference.gradients(indices), bound=len(indices) * 2**-7)
+
+
 def test_padding_of_gradients_and_weights_stays_zero():
     model = SmallModel(ProcessGroupCollection.single(), bucket_bytes=10**9)
     engine = DataParallel(model.store, model.store.groups)

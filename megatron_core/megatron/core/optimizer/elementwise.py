@@ -7,6 +7,7 @@ widened one range at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.sgd import sgd
 
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.range_state import RangeState
+from megatron.core.optimizer.weight_groups import UpdateRanges
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,38 @@ class StepNumbers:
     count: int
 
 
+def update_ranges(
+    states: Sequence[RangeState], numbers: StepNumbers, *, config: OptimizerConfig
+) -> None:
+    """Update ranges from their own gradients; AdamW's that need no widening share its kernel.
+
+    Args:
+        states: in the memory of their gradients, by AdamW or SGD; fp32 gradients may be
+            overwritten.
+    """
+    together: dict[tuple[float, float], tuple[list[torch.Tensor], ...]] = {}
+    for state in states:
+        flats = [state.master, state.owned.gradients, *state.moments.values()]
+        if state.kind != "adam" or any(flat.dtype != torch.float32 for flat in flats):
+            update_range(state, state.owned.gradients, numbers, config=config)
+            continue
+        for alike in state.updates:
+            key = alike.lr_factor, alike.decay_factor
+            found = together.setdefault(key, ([], [], [], []))
+            for pieces, flat in zip(found, flats, strict=True):
+                pieces += _pieces(flat, alike)
+    for (lr, decay), (masters, gradients, first, second) in together.items():
+        _adam(
+            masters,
+            gradients,
+            {"exp_avg": first, "exp_avg_sq": second},
+            numbers=numbers,
+            lr=numbers.lr * lr,
+            decay=numbers.weight_decay * decay,
+            config=config,
+        )
+
+
 def update_range(
     state: RangeState, gradients: torch.Tensor, numbers: StepNumbers, *, config: OptimizerConfig
 ) -> None:
@@ -42,14 +76,10 @@ def update_range(
         gradients: [k] on the state's device, fp32 or bf16; fp32 ones may be overwritten.
     """
     for alike in state.updates:
-
-        def pieces(flat: torch.Tensor, ranges=alike.ranges) -> list[torch.Tensor]:
-            return [flat[start:stop] for start, stop in ranges]
-
-        masters = pieces(state.master)
+        masters = _pieces(state.master, alike)
         # the same tensors where they are fp32
-        wide = [one.float() for one in pieces(gradients)]
-        moments = {name: pieces(flat) for name, flat in state.moments.items()}
+        wide = [one.float() for one in _pieces(gradients, alike)]
+        moments = {name: _pieces(flat, alike) for name, flat in state.moments.items()}
         opened = {name: [one.float() for one in kept] for name, kept in moments.items()}
         lr = numbers.lr * alike.lr_factor
         decay = numbers.weight_decay * alike.decay_factor
@@ -75,6 +105,11 @@ def update_range(
                 torch._foreach_copy_(kept, opened[name])
 
 
+def _pieces(flat: torch.Tensor, alike: UpdateRanges) -> list[torch.Tensor]:
+    """Return the pieces of a flat tensor [k] that are updated alike."""
+    return [flat[start:stop] for start, stop in alike.ranges]
+
+
 def _adam(
     masters: list[torch.Tensor],
     gradients: list[torch.Tensor],
@@ -87,16 +122,18 @@ def _adam(
 ) -> None:
     """Run AdamW in place on flat fp32 pieces."""
     device, divisor = masters[0].device, numbers.divisor
+    # Filled where they are: a number copied to a GPU from pageable memory makes the host wait.
+    # Each piece has a count of its own, because the kernel adds one before it corrects the bias.
+    counts = torch.full((len(masters),), numbers.count - 1.0, device=device)
     adamw(
         masters,
         gradients,
         moments["exp_avg"],
         moments["exp_avg_sq"],
         [],
-        # the kernel adds one before it corrects the bias
-        [torch.tensor(numbers.count - 1.0, device=device) for _ in masters],
+        list(counts.unbind()),
         fused=True,
-        grad_scale=None if divisor == 1.0 else torch.tensor(divisor, device=device),
+        grad_scale=None if divisor == 1.0 else torch.full((), divisor, device=device),
         amsgrad=False,
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,

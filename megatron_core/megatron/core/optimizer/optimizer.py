@@ -21,7 +21,7 @@ import torch
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.elementwise import StepNumbers, update_range
+from megatron.core.optimizer.elementwise import StepNumbers, update_range, update_ranges
 from megatron.core.optimizer.host_updates import HostUpdates
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, LossScaler
 from megatron.core.optimizer.muon import Muon
@@ -166,9 +166,8 @@ class Optimizer:
     def _apply(self, numbers: StepNumbers) -> None:
         """Update every range; the device works on its own ranges while the host does the others."""
         self.host.begin()
-        for state in self.ranges:
-            if not state.on_host and state.kind != "muon":
-                update_range(state, state.owned.gradients, numbers, config=self.config)
+        here = [s for s in self.ranges if not s.on_host and s.kind != "muon"]
+        update_ranges(here, numbers, config=self.config)
         if self.muon is not None:
             self.muon.update(numbers)
         for state in self.ranges:

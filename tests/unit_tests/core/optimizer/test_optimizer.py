@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, elementwise
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close
 from tests.support.nan_memory import nan_memory
@@ -87,6 +88,22 @@ def test_low_precision_weights_follow_their_masters(kind: str):
     assert_all_close(masters, weights, bound=2e-6)
     for name, weight in training.logical().items():
         assert torch.equal(weight, masters[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranges_share_the_kernel_unless_they_are_widened(dtype: torch.dtype):
+    """One call for what takes decay and one for the rest; no number is copied from the host."""
+    config = OptimizerConfig(clip_grad=2.5, exp_avg_dtype=dtype)
+    training = Training(ProcessGroupCollection.single(), config, scale=8.0, bucket_bytes=100)
+    wanted = [alike.decay_factor for s in training.optimizer.ranges for alike in s.updates]
+    assert len(training.optimizer.ranges) == 4
+    assert len(wanted) > len(set(wanted)) == 2
+    forbidden = mock.patch.object(torch, "tensor", side_effect=AssertionError("a copy"))
+    with mock.patch.object(elementwise, "adamw", wraps=elementwise.adamw) as kernel, forbidden:
+        training.step(drawn(0), lr=0.1, weight_decay=1.0)
+    decays = [call.kwargs["weight_decay"] for call in kernel.call_args_list]
+    assert sorted(decays) == sorted(set(wanted) if dtype is torch.float32 else wanted)
+    assert all(call.kwargs["grad_scale"] is not None for call in kernel.call_args_list)
 
 
 def test_masters_can_be_taken_from_the_weights():

@@ -8,10 +8,12 @@ Options, files and layout are checked before any process group exists; torch is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.config import Config
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from megatron.training.failures.peers import PeerWatch
 
 PROG = "pretrain_gpt"
+
+#: How long a rank other than 0 keeps a fault to itself before the ranks know each other, in
+#: seconds: the launcher ends all of them as soon as one has ended, and rank 0 shall speak before.
+PATIENCE_SECONDS = 5.0
 
 
 def read_run(argv: Sequence[str], launch: Launch) -> Run:
@@ -121,10 +127,18 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     speaking = threading.Lock()
 
     def claim(text: str) -> bool:
-        # Before the watch every rank finds the same faults in the same options.
+        # Before the watch every rank of a machine finds the same faults in the same options.
         if stop.watch is not None:
             return stop.watch.claim(text)
-        return not launches or launches[0].rank == 0
+        return not launches or launches[0].local_rank == 0
+
+    @contextlib.contextmanager
+    def behind_rank_0() -> Iterator[None]:
+        if stop.watch is None and launches and launches[0].rank != 0:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(PATIENCE_SECONDS)
+        with speaking:
+            yield
 
     def say(text: str) -> None:
         with speaking:
@@ -145,7 +159,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         train(run, launch, watch=stop.watch, stop=stop)
 
     with signals_to_thread(stop.react, stop.on_main):
-        return run_entry_point(work, prog=PROG, claim=claim, speaking=speaking)
+        return run_entry_point(work, prog=PROG, claim=claim, speaking=behind_rank_0())
 
 
 if __name__ == "__main__":

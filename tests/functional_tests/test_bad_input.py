@@ -5,6 +5,7 @@ loss."""
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -15,7 +16,8 @@ import pytest
 from megatron.core.dist_checkpointing import SaveFolderClaim, latest_checkpoint, verify_checkpoint
 from megatron.training import pretrain_gpt
 from megatron.training.exit_codes import ExitCode
-from tests.functional_tests.small_run import flags, run_here, running, write_tokens
+from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.functional_tests.torchrun_job import torchrun
 from tests.support.ranks import start_ranks
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
@@ -38,13 +40,15 @@ def refused(capsys, argv, *texts, code=ExitCode.USER_ERROR):
     return err
 
 
-def test_ranks_print_a_fault_of_the_options_once(prefix):
-    with running(2, flags(prefix, "--num-attention-heads 5")) as ranks:
-        found = ranks.outcomes(timeout=60)
-        logs = [ranks.log(rank) for rank in range(2)]
-    assert [o.exit_code for o in found] == [ExitCode.USER_ERROR] * 2
-    assert logs[0].count("\n") == 1
-    assert logs[1] == ""
+def test_ranks_print_a_fault_of_the_options_once_though_the_launcher_ends_them(prefix):
+    argv = flags(prefix, "--overlap-param-gather")
+    late = "tests.functional_tests.late_first_rank"
+    output, _ = torchrun(argv, "--standalone", processes=4, module=late).communicate(timeout=100)
+    assert output.count("pretrain_gpt: ") == 1, output
+    assert output.count("--overlap-param-gather has no effect with ") == 1, output
+    assert "ended by" not in output
+    assert re.search(r"local_rank: 0 \(|rank +: 0 \(", output), output
+    assert re.search(rf"exitcode +: {int(ExitCode.USER_ERROR)} ", output), output
 
 
 def test_an_unknown_vocabulary(prefix, capsys):

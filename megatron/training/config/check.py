@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from megatron.training.config import Config, cuda_graphs, data_parallel, switches
+from megatron.training.config import Config, cuda_graphs, data_parallel, optimization, switches
 from megatron.training.data import data_paths
 
 
@@ -28,6 +28,7 @@ def check(config: Config, world_size: int) -> list[str]:
             _length(config, world_size),
             _schedule(config),
             _weight_decay(config),
+            optimization.problems(config.optimizer),
             _vocabulary(config),
             _failures(config),
             switches.without_switch(config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.values import positive, require
+from megatron.training.config.values import positive, require, require_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +35,20 @@ class CheckpointConfig:
     """Load weights only and start again at iteration 0 with the first sample."""
 
     def __post_init__(self) -> None:
-        positive(self, "save_interval")
-        require(
-            self.save_interval is None or self.save is not None,
-            "--save-interval needs --save: name a folder to save in",
-        )
-        require(
-            self.load_hf is None or self.pretrained_checkpoint is None,
-            "--load-hf and --pretrained-checkpoint exclude each other: keep one",
-        )
-        require(
-            not self.use_checkpoint_args
-            or self.load is not None
-            or self.pretrained_checkpoint is not None,
-            "--use-checkpoint-args needs --load or --pretrained-checkpoint: name a checkpoint",
+        require_all(
+            lambda: positive(self, "save_interval"),
+            lambda: require(
+                self.save_interval is None or self.save is not None,
+                "--save-interval needs --save: name a folder to save in",
+            ),
+            lambda: require(
+                self.load_hf is None or self.pretrained_checkpoint is None,
+                "--load-hf and --pretrained-checkpoint exclude each other: keep one",
+            ),
+            lambda: require(
+                not self.use_checkpoint_args
+                or self.load is not None
+                or self.pretrained_checkpoint is not None,
+                "--use-checkpoint-args needs --load or --pretrained-checkpoint: name a checkpoint",
+            ),
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config.values import positive
+from megatron.training.config.values import positive, require_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,10 @@ class FailureConfig:
     """How many times the median rank's time makes a rank slow."""
 
     def __post_init__(self) -> None:
-        positive(self, "exit_grace_seconds", "exit_duration_in_mins", "loss_spike_window")
-        positive(self, "rollback_after_bad_steps")
-        positive(self, "loss_spike_factor", "straggler_factor")
+        require_all(
+            lambda: positive(
+                self, "exit_grace_seconds", "exit_duration_in_mins", "loss_spike_window"
+            ),
+            lambda: positive(self, "rollback_after_bad_steps"),
+            lambda: positive(self, "loss_spike_factor", "straggler_factor"),
+        )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config.values import fraction, positive, require
+from megatron.training.config.values import fraction, positive, require, require_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,14 @@ class ModelConfig:
     """Standard deviation of initial weights; output projections use it / sqrt(2 x layers)."""
 
     def __post_init__(self) -> None:
-        positive(self, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
-        positive(self, "num_query_groups", "kv_channels", "max_position_embeddings")
-        positive(self, "norm_epsilon", "init_method_std")
-        fraction(self, "attention_dropout", "hidden_dropout")
+        require_all(
+            lambda: positive(
+                self, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"
+            ),
+            lambda: positive(self, "num_query_groups", "kv_channels", "max_position_embeddings"),
+            lambda: positive(self, "norm_epsilon", "init_method_std"),
+            lambda: fraction(self, "attention_dropout", "hidden_dropout"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +101,23 @@ class PositionConfig:
     """Factor on cosine and sine (yarn); derived: 0.1 x ln(scaling factor) + 1."""
 
     def __post_init__(self) -> None:
-        positive(self, "rotary_base", "rotary_seq_len_interpolation_factor")
-        positive(self, "rope_scaling_factor", "rope_scaling_original_max_position")
-        positive(self, "yarn_original_max_position_embeddings", "yarn_attention_factor")
-        positive(self, "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor")
-        positive(self, "yarn_beta_fast", "yarn_beta_slow")
-        require(
-            self.yarn_rotary_scaling_factor >= 1.0,
-            f"--yarn-rotary-scaling-factor is {self.yarn_rotary_scaling_factor}: it must be at "
-            "least 1",
-        )
-        require(
-            0.0 < self.rotary_percent <= 1.0,
-            f"--rotary-percent is {self.rotary_percent}: it must lie in (0, 1]",
+        require_all(
+            lambda: positive(self, "rotary_base", "rotary_seq_len_interpolation_factor"),
+            lambda: positive(self, "rope_scaling_factor", "rope_scaling_original_max_position"),
+            lambda: positive(
+                self, "yarn_original_max_position_embeddings", "yarn_attention_factor"
+            ),
+            lambda: positive(self, "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+            lambda: positive(self, "yarn_beta_fast", "yarn_beta_slow"),
+            lambda: require(
+                self.yarn_rotary_scaling_factor >= 1.0,
+                f"--yarn-rotary-scaling-factor is {self.yarn_rotary_scaling_factor}: it must be at "
+                "least 1",
+            ),
+            lambda: require(
+                0.0 < self.rotary_percent <= 1.0,
+                f"--rotary-percent is {self.rotary_percent}: it must lie in (0, 1]",
+            ),
         )
 
 

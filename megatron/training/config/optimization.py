@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -12,6 +13,7 @@ from megatron.training.config.values import (
     not_negative,
     positive,
     require,
+    require_all,
 )
 
 StateDtype: TypeAlias = Literal["fp32", "bf16"]
@@ -60,40 +62,18 @@ class OptimizerConfig:
     """With --optimizer-cpu-offload, the share of the elements that is kept and updated there."""
 
     def __post_init__(self) -> None:
-        not_negative(self, "weight_decay", "start_weight_decay", "end_weight_decay", "clip_grad")
-        positive(self, "adam_eps")
-        fraction(self, "adam_beta1", "adam_beta2", "sgd_momentum")
-        name_factors("--lr-group", self.lr_group)
-        name_factors("--weight-decay-group", self.weight_decay_group)
-        self._check_state("--exp-avg-dtype", self.exp_avg_dtype, "--adam-beta1", self.adam_beta1)
-        self._check_state(
-            "--exp-avg-sq-dtype", self.exp_avg_sq_dtype, "--adam-beta2", self.adam_beta2
-        )
-        self._check_offload()
-
-    def _check_state(self, flag: str, dtype: str, beta_flag: str, beta: float) -> None:
-        if dtype == "fp32":
-            return
-        require(
-            self.optimizer != "sgd",
-            f"{flag} {dtype} has no effect with --optimizer {self.optimizer}: drop it",
-        )
-        require(
-            1.0 - beta >= _LEAST_BF16_MOVE,
-            f"{flag} {dtype} with {beta_flag} {beta}: rounding loses what one step adds: lower "
-            f"{beta_flag} to at most 0.992, or keep fp32",
-        )
-
-    def _check_offload(self) -> None:
+        decays = "weight_decay", "start_weight_decay", "end_weight_decay"
         share = self.optimizer_offload_fraction
-        require(
-            0.0 < share <= 1.0,
-            f"--optimizer-offload-fraction is {share}: it must be above 0 and at most 1",
-        )
-        require(
-            not (self.optimizer_cpu_offload and self.optimizer == "muon"),
-            "--optimizer-cpu-offload does not go with --optimizer muon, which multiplies its "
-            "momentum's matrices on the device: drop it or choose adam",
+        require_all(
+            lambda: not_negative(self, *decays, "clip_grad"),
+            lambda: positive(self, "adam_eps"),
+            lambda: fraction(self, "adam_beta1", "adam_beta2", "sgd_momentum"),
+            lambda: name_factors("--lr-group", self.lr_group),
+            lambda: name_factors("--weight-decay-group", self.weight_decay_group),
+            lambda: require(
+                0.0 < share <= 1.0,
+                f"--optimizer-offload-fraction is {share}: it must be above 0 and at most 1",
+            ),
         )
 
 
@@ -113,8 +93,8 @@ class LossScaleConfig:
     """Overflows before the scale is halved."""
 
     def __post_init__(self) -> None:
-        positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale")
-        positive(self, "loss_scale_window", "hysteresis")
+        scales = "loss_scale", "initial_loss_scale", "min_loss_scale"
+        positive(self, *scales, "loss_scale_window", "hysteresis")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,18 +130,47 @@ class ScheduleConfig:
     """Samples of the last phase of WSD."""
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "decoupled_lr", "lr_decay_iters", "lr_decay_samples")
-        positive(self, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-        not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init")
-        require(
-            self.lr_warmup_fraction is None or 0.0 <= self.lr_warmup_fraction < 1.0,
-            f"--lr-warmup-fraction is {self.lr_warmup_fraction}: it must lie in [0, 1)",
+        decays = "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"
+        starts = "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init"
+        share = self.lr_warmup_fraction
+        require_all(
+            lambda: positive(self, "lr", "decoupled_lr", *decays),
+            lambda: not_negative(self, "min_lr", *starts),
+            lambda: require(
+                share is None or 0.0 <= share < 1.0,
+                f"--lr-warmup-fraction is {share}: it must lie in [0, 1)",
+            ),
+            lambda: require(
+                self.min_lr <= self.lr,
+                f"--min-lr {self.min_lr} is above --lr {self.lr}: lower --min-lr",
+            ),
+            lambda: require(
+                self.lr_warmup_init <= self.lr,
+                f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}: lower it",
+            ),
         )
-        require(
-            self.min_lr <= self.lr,
-            f"--min-lr {self.min_lr} is above --lr {self.lr}: lower --min-lr",
+
+
+def problems(config: OptimizerConfig) -> Iterator[str]:
+    """Name what does not go together in an optimizer, each with its mend."""
+    yield from _state("--exp-avg-dtype", config.exp_avg_dtype, "--adam-beta1", config)
+    yield from _state("--exp-avg-sq-dtype", config.exp_avg_sq_dtype, "--adam-beta2", config)
+    if config.optimizer_cpu_offload and config.optimizer == "muon":
+        yield (
+            "--optimizer-cpu-offload does not go with --optimizer muon, which multiplies its "
+            "momentum's matrices on the device: drop it or choose adam"
         )
-        require(
-            self.lr_warmup_init <= self.lr,
-            f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}: lower it",
+
+
+def _state(flag: str, dtype: str, beta_flag: str, config: OptimizerConfig) -> Iterator[str]:
+    """Name what is wrong with a moment that is kept in `dtype`."""
+    if dtype == "fp32":
+        return
+    beta = config.adam_beta1 if beta_flag == "--adam-beta1" else config.adam_beta2
+    if config.optimizer == "sgd":
+        yield f"{flag} {dtype} has no effect with --optimizer {config.optimizer}: drop it"
+    elif 1.0 - beta < _LEAST_BF16_MOVE:
+        yield (
+            f"{flag} {dtype} with {beta_flag} {beta}: rounding loses what one step adds: lower "
+            f"{beta_flag} to at most 0.992, or keep fp32"
         )

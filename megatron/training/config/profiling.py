@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.values import not_negative, require
+from megatron.training.config.values import not_negative, require, require_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +35,23 @@ class ProfilingConfig:
     --profile-dir."""
 
     def __post_init__(self) -> None:
-        not_negative(self, "profile_step_start")
-        require(
-            self.profile_step_end > self.profile_step_start,
-            f"--profile-step-end {self.profile_step_end} is not above --profile-step-start "
-            f"{self.profile_step_start}: raise it",
-        )
-        require(
-            self.profile or not self.use_pytorch_profiler,
-            "--use-pytorch-profiler has no effect without --profile: add that",
-        )
-        require(
-            self.record_memory_history or self.memory_snapshot_path is None,
-            "--memory-snapshot-path has no effect without --record-memory-history: add that",
-        )
-        require(
-            all(rank >= 0 for rank in self.profile_ranks),
-            f"--profile-ranks {min(self.profile_ranks)}: ranks start at 0",
+        require_all(
+            lambda: not_negative(self, "profile_step_start"),
+            lambda: require(
+                self.profile_step_end > self.profile_step_start,
+                f"--profile-step-end {self.profile_step_end} is not above --profile-step-start "
+                f"{self.profile_step_start}: raise it",
+            ),
+            lambda: require(
+                self.profile or not self.use_pytorch_profiler,
+                "--use-pytorch-profiler has no effect without --profile: add that",
+            ),
+            lambda: require(
+                self.record_memory_history or self.memory_snapshot_path is None,
+                "--memory-snapshot-path has no effect without --record-memory-history: add that",
+            ),
+            lambda: require(
+                all(rank >= 0 for rank in self.profile_ranks),
+                f"--profile-ranks {min(self.profile_ranks)}: ranks start at 0",
+            ),
         )

@@ -41,7 +41,8 @@ def without_switch(config: Config) -> Iterator[str]:
     for section, start, on, switch in _dependents(config):
         for field in () if on else dataclasses.fields(section):  # type: ignore[arg-type]
             if field.name.startswith(start) and vars(section)[field.name] != field.default:
-                flag = field.name.replace("_", "-")
+                off = "no-" if field.default is True else ""
+                flag = off + field.name.replace("_", "-")
                 yield f"--{flag} has no effect without {switch}: add that"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config.values import not_negative, positive, require
+from megatron.training.config.values import not_negative, positive, require, require_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,17 @@ class TrainingConfig:
     skipped."""
 
     def __post_init__(self) -> None:
-        positive(self, "seq_length", "micro_batch_size", "global_batch_size", "train_iters")
-        positive(self, "train_samples", "exit_interval", "max_consecutive_bad_steps")
-        not_negative(self, "eval_interval", "eval_iters", "seed", "manual_gc_interval")
-        require(
-            self.manual_gc or not self.manual_gc_interval,
-            "--manual-gc-interval has no effect without --manual-gc: add that",
+        require_all(
+            lambda: positive(
+                self, "seq_length", "micro_batch_size", "global_batch_size", "train_iters"
+            ),
+            lambda: positive(self, "train_samples", "exit_interval", "max_consecutive_bad_steps"),
+            lambda: not_negative(self, "eval_interval", "eval_iters", "seed", "manual_gc_interval"),
+            lambda: require(
+                self.manual_gc or not self.manual_gc_interval,
+                "--manual-gc-interval has no effect without --manual-gc: add that",
+            ),
+            lambda: require(
+                not (self.bf16 and self.fp16), "--bf16 and --fp16 exclude each other: keep one"
+            ),
         )
-        require(not (self.bf16 and self.fp16), "--bf16 and --fp16 exclude each other: keep one")

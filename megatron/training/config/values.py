@@ -4,12 +4,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 
 def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def require_all(*checks: Callable[[], object]) -> None:
+    """Carry out every check and raise ValueError with what all of them say."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error))
+    require(not found, "; ".join(found))
 
 
 def name_factors(flag: str, words: tuple[str, ...] | None) -> tuple[tuple[str, float], ...]:
@@ -35,24 +47,22 @@ def name_factors(flag: str, words: tuple[str, ...] | None) -> tuple[tuple[str, f
 
 
 def positive(section: object, *names: str) -> None:
-    """Raise ValueError for the first named field that is set and not above zero."""
-    for name in names:
-        value = vars(section)[name]
-        flag = name.replace("_", "-")
-        require(value is None or value > 0, f"--{flag} is {value}: it must be above 0")
+    """Raise ValueError for every named field that is set and not above zero."""
+    _each(section, names, lambda value: value > 0, "it must be above 0")
 
 
 def not_negative(section: object, *names: str) -> None:
-    """Raise ValueError for the first named field that is set and below zero."""
-    for name in names:
-        value = vars(section)[name]
-        flag = name.replace("_", "-")
-        require(value is None or value >= 0, f"--{flag} is {value}: it must not be negative")
+    """Raise ValueError for every named field that is set and below zero."""
+    _each(section, names, lambda value: value >= 0, "it must not be negative")
 
 
 def fraction(section: object, *names: str) -> None:
-    """Raise ValueError for the first named field outside [0, 1)."""
-    for name in names:
-        value = vars(section)[name]
-        flag = name.replace("_", "-")
-        require(0.0 <= value < 1.0, f"--{flag} is {value}: it must lie in [0, 1)")
+    """Raise ValueError for every named field outside [0, 1)."""
+    _each(section, names, lambda value: 0.0 <= value < 1.0, "it must lie in [0, 1)")
+
+
+def _each(section: object, names: Sequence[str], holds: Callable[[float], bool], must: str) -> None:
+    """Raise ValueError for every named field that is set and for which `holds` is not true."""
+    given = {name.replace("_", "-"): vars(section)[name] for name in names}
+    wrong = [f"--{f} is {v}: {must}" for f, v in given.items() if v is not None and not holds(v)]
+    require(not wrong, "; ".join(wrong))

@@ -68,7 +68,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     config = run.config
     shape = gpt_config(config, vocabulary.size)
     bucket = config.data_parallel.ddp_bucket_size
-    assert bucket is not None, "the run must be resolved"
+    buckets = {} if bucket is None else {"bucket_bytes": 4 * bucket}
     data_parallel = data_parallel_config(config)
     model = GPTModel(
         shape,
@@ -78,7 +78,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         dtype=weight_dtype(config),
         device=place.device,
         vocab_multiple=config.tokenizer.make_vocab_size_divisible_by,
-        storage=data_parallel.storage(bucket_bytes=4 * bucket),
+        storage=data_parallel.storage(**buckets),
         backend=backend(config),
     )
     model.decoder.set_recompute(recompute(config))

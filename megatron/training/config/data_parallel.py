@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from megatron.training.config.values import not_negative, positive, require
+from megatron.training.config.values import not_negative, positive, require, require_all
 
 ShardingStrategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -49,18 +49,18 @@ class DataParallelConfig:
     the ranks gather."""
     ddp_bucket_size: int | None = None
     """Elements per gradient bucket; derived: 40,000,000 or 1,000,000 per data parallel rank,
-    whichever is more. With optim_grads_params a bucket is a layer."""
+    whichever is more; none with optim_grads_params, where a bucket is a layer."""
 
     def __post_init__(self) -> None:
-        positive(self, "num_distributed_optimizer_instances", "ddp_bucket_size")
-        not_negative(self, "param_gather_prefetch_bytes")
-        require(
-            not (
-                self.use_distributed_optimizer
-                and self.data_parallel_sharding_strategy == "no_shard"
+        contradiction = self.data_parallel_sharding_strategy == "no_shard"
+        require_all(
+            lambda: positive(self, "num_distributed_optimizer_instances", "ddp_bucket_size"),
+            lambda: not_negative(self, "param_gather_prefetch_bytes"),
+            lambda: require(
+                not (self.use_distributed_optimizer and contradiction),
+                "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy "
+                "no_shard: keep one",
             ),
-            "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy "
-            "no_shard: keep one",
         )
 
     @property
@@ -75,6 +75,12 @@ def problems(config: DataParallelConfig, *, data_parallel_size: int, bf16: bool)
     """Name what does not go together, each with its mend."""
     yield from _instances(config, data_parallel_size)
     strategy = config.strategy
+    if strategy == "optim_grads_params" and config.ddp_bucket_size is not None:
+        yield (
+            f"--ddp-bucket-size {config.ddp_bucket_size} has no effect with "
+            "--data-parallel-sharding-strategy optim_grads_params, where a bucket is a layer: drop "
+            "it"
+        )
     if strategy == "no_shard":
         for flag, on in (
             ("--overlap-param-gather", config.overlap_param_gather),
@@ -115,11 +121,9 @@ def _instances(config: DataParallelConfig, size: int) -> Iterator[str]:
     flag = f"--num-distributed-optimizer-instances {instances}"
     if instances > 1:
         if size % instances:
-            fitting = [n for n in range(1, size) if size % n == 0] or [1]
-            yield (
-                f"{flag} does not divide the data parallel size of {size}: use one of "
-                f"{', '.join(map(str, fitting))}"
-            )
+            fitting = [str(n) for n in range(2, size) if size % n == 0]
+            mend = f"use {' or '.join(fitting)}, or drop it" if fitting else "drop it"
+            yield f"{flag} does not divide the data parallel size of {size}: {mend}"
         elif size == instances:
             yield (
                 f"{flag} leaves each instance one of the {size} data parallel ranks, so that "

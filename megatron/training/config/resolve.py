@@ -124,11 +124,14 @@ def padded_vocab_size(config: Config, vocab_size: int) -> int:
 
 
 def _data_parallel(chosen: DataParallelConfig, dp: int) -> DataParallelConfig:
+    bucket = chosen.ddp_bucket_size
+    if bucket is None and chosen.strategy != "optim_grads_params":
+        bucket = max(40_000_000, 1_000_000 * dp)
     return replace(
         chosen,
         data_parallel_sharding_strategy=chosen.strategy,
         use_distributed_optimizer=chosen.strategy != "no_shard",
-        ddp_bucket_size=chosen.ddp_bucket_size or max(40_000_000, 1_000_000 * dp),
+        ddp_bucket_size=bucket,
     )
 
 

@@ -26,9 +26,10 @@ CUT = f"{STRATEGY} optim_grads_params"
         (
             f"{CUT} {INSTANCES} 3",
             4,
-            "3 does not divide the data parallel size of 4: use one of",
+            "3 does not divide the data parallel size of 4: use 2, or drop it",
         ),
-        (f"{CUT} {INSTANCES} 2", 1, "does not divide the data parallel size of 1: use one of 1"),
+        (f"{CUT} {INSTANCES} 2", 1, "does not divide the data parallel size of 1: drop it"),
+        (f"{CUT} --ddp-bucket-size 9", 2, "--ddp-bucket-size 9 has no effect .* layer: drop it"),
         (
             f"{CUT} {INSTANCES} 2 --tensor-model-parallel-size 2",
             4,
@@ -72,8 +73,10 @@ def test_each_problem_is_found_alone(more, world, message):
 def test_all_problems_come_at_once():
     more = f"{INSTANCES} 3 --outer-dp-sharding-strategy optim --overlap-param-gather "
     more += "--reduce-scatter-with-fp32-accumulation"
+    more += " --optimizer-cpu-offload --optimizer muon --exp-avg-sq-dtype bf16 --log-straggler "
+    more += "--straggler-factor 1"
     problems = check(small_config(more), 4)
-    assert len(problems) == 6, problems
+    assert len(problems) == 9, problems
 
 
 def test_contradictions_of_one_section_are_named():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 from unittest import mock
 
 import torch
@@ -33,6 +33,23 @@ MODULES: tuple[ModuleType, ...] = (
 
 
 Unrecorded: TypeAlias = contextlib.AbstractContextManager[None]
+
+
+class Streams(Protocol):
+    """What a pretended GPU has."""
+
+    @property
+    def current(self) -> object:
+        """The stream that work is put on."""
+
+    def new_stream(self, device: object = None, *, priority: int = 0) -> object:
+        """Make a stream."""
+
+    def new_event(self, device: object = None, *, timing: bool = False) -> object:
+        """Make an event."""
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        """Make a stream the current one."""
 
 
 class CaptureError(RuntimeError):
@@ -150,21 +167,30 @@ class CaptureRules:
         finally:
             self.current = before
 
-    @contextlib.contextmanager
-    def enforced(self) -> Iterator[None]:
+    def new_event(self, device: object = None, *, timing: bool = False) -> PretendEvent:
+        """Make an event."""
+        return PretendEvent(self)
+
+    def enforced(self) -> contextlib.AbstractContextManager[None]:
         """Give the engine this GPU instead of the CPU's streams, which keep no rules."""
-        pretended = {
-            "current_stream": lambda device: self.current,
-            "new_stream": self.new_stream,
-            "new_event": lambda device, timing=False: PretendEvent(self),
-            "on_stream": self.on_stream,
-            "record_use": lambda tensor, *rest: tensor,
-        }
-        with contextlib.ExitStack() as stack:
-            for module in MODULES:
-                found = {n: v for n, v in pretended.items() if n in vars(module)}
-                stack.enter_context(mock.patch.multiple(module, **found))
-            yield
+        return pretended_streams(self)
+
+
+@contextlib.contextmanager
+def pretended_streams(gpu: Streams) -> Iterator[None]:
+    """Give the engine the streams and events of a pretended GPU instead of the CPU's."""
+    pretended = {
+        "current_stream": lambda device: gpu.current,
+        "new_stream": gpu.new_stream,
+        "new_event": gpu.new_event,
+        "on_stream": gpu.on_stream,
+        "record_use": lambda tensor, *rest: tensor,
+    }
+    with contextlib.ExitStack() as stack:
+        for module in MODULES:
+            found = {n: v for n, v in pretended.items() if n in vars(module)}
+            stack.enter_context(mock.patch.multiple(module, **found))
+        yield
 
 
 class _Work:

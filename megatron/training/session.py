@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.core.device import memory_bytes, peak_memory_bytes
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import Optimizer
+from megatron.core.optimizer.weight_groups import check_patterns
 from megatron.hf.config_json import differences
 from megatron.hf.defaults import open_model
 from megatron.hf.folder import is_folder
@@ -25,6 +27,7 @@ from megatron.training.checkpoint_io import (
 )
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run, padded_vocab_size
+from megatron.training.config.values import require_all
 from megatron.training.data.data_sets import (
     DataSets,
 )
@@ -82,13 +85,15 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         backend=backend(config),
     )
     model.decoder.set_recompute(recompute(config))
+    shardings = [handle.sharding for handle in model.store.handles.values()]
+    _find_patterns(config, {s.name for sharding in shardings for s in sharding.segments})
     engine = DataParallel(model.store, place.groups, config=data_parallel)
     optimizer = Optimizer(
         engine.owned(),
         place.groups,
         config=optimizer_config(config),
         scaler=loss_scaler(config),
-        weights=[handle.sharding for handle in model.store.handles.values()],
+        weights=shardings,
     )
     gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     padded = padded_vocab_size(config, vocabulary.size)
@@ -120,6 +125,21 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             data=data.identity,
             other_data_is_fine=config.data.allow_data_change,
         ),
+    )
+
+
+def _find_patterns(config: Config, names: Collection[str]) -> None:
+    """See that every pattern of the options is that of a weight.
+
+    Raises:
+        ValueError: some are of none; each option that has such ones is named.
+    """
+    chosen = optimizer_config(config)
+    adam = tuple((pattern, 1.0) for pattern in chosen.muon.adam_names)
+    require_all(
+        lambda: check_patterns(chosen.lr_factors, names, what="--lr-group"),
+        lambda: check_patterns(chosen.decay_factors, names, what="--weight-decay-group"),
+        lambda: check_patterns(adam, names, what="--muon-adam-weights"),
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron.core.distributed import DataParallel
+from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
 from megatron.core.optimizer import Optimizer
 
@@ -11,8 +11,8 @@ from megatron.core.optimizer import Optimizer
 def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     """Return the strategy in effect, its buckets, and the bytes of one rank by role.
 
-    Bytes of weights and gradients are the formula's; those of optimizer state are counted, since
-    weights may have states of different kinds.
+    Bytes of weights and gradients are the formula's; those of optimizer state are counted, in
+    device and host memory, since weights may have states of different kinds.
 
     Raises:
         ValueError: another strategy is in effect than the one that was asked for.
@@ -20,8 +20,9 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     config, lanes = engine.config, engine.groups["lanes"].size
     if lanes == 1:
         scope = "one lane"
-        if config.strategy != "no_shard":
-            scope += f", so that {config.strategy} has nobody to share with"
+        if idle := _idle_flags(config):
+            verb = "has" if len(idle) == 1 else "have"
+            scope += f", so that {', '.join(idle)} {verb} nothing to do"
     elif engine.placement != config.placement:
         raise ValueError(
             f"data parallelism cuts {engine.placement} but {config.strategy} was asked for, which "
@@ -44,20 +45,34 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         ahead=config.prefetch_bytes,
         overlap=config.overlap_grad_reduce,
     )
-    state = sum(
-        tensor.nbytes for one in optimizer.ranges for tensor in one.named_tensors().values()
-    )
+    state, on_host = (optimizer.state_bytes(on_host=host) for host in (False, True))
     largest = of.weight * max(bucket.numel for bucket in buckets)
     line = (
         f"data parallel: {scope}; {len(buckets)} buckets of up to {_size(largest)}; per rank "
         f"{_size(rank.weights)} of weights, {_size(rank.gradients)} of gradients, {_size(state)} "
         "of optimizer state"
     )
+    if on_host:
+        line += f" on the device and {_size(on_host)} in host memory"
     if rank.gathered:
         line += f", at most {_size(rank.gathered)} of gathered weights"
     if rank.reducing:
         line += f", at most {_size(rank.reducing)} of gradients that are being reduced"
     return line
+
+
+def _idle_flags(config: DataParallelConfig) -> list[str]:
+    """Return the flags that say how lanes share, of those that are set."""
+    flags = {
+        f"--data-parallel-sharding-strategy {config.strategy}": config.strategy != "no_shard",
+        "--overlap-grad-reduce": config.overlap_grad_reduce,
+        "--overlap-param-gather": config.overlap_param_gather,
+        f"--param-gather-prefetch-bytes {config.prefetch_bytes}": config.prefetch_bytes > 0,
+        f"--param-gather-granularity {config.granularity}": config.granularity != "unit",
+        "--reduce-scatter-with-fp32-accumulation": config.fp32_accumulation,
+        "--check-weight-gather": config.debug,
+    }
+    return [flag for flag, given in flags.items() if given]
 
 
 def _scope(engine: DataParallel) -> str:

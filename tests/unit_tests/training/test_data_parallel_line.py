@@ -19,8 +19,14 @@ from megatron.training.monitoring.data_parallel_line import data_parallel_line
 from tests.support.ranks import run_ranks
 
 
-def built(groups: ProcessGroupCollection, **settings: object) -> tuple[DataParallel, Optimizer]:
-    """Return the engine and optimizer of a model of about 100,000 weights."""
+def built(
+    groups: ProcessGroupCollection, offload: float = 0.0, **settings: object
+) -> tuple[DataParallel, Optimizer]:
+    """Return the engine and optimizer of a model of about 100,000 weights.
+
+    Args:
+        offload: share of the optimizer's state that is in host memory.
+    """
     shape = GPTConfig(
         num_layers=3,
         hidden_size=48,
@@ -31,7 +37,9 @@ def built(groups: ProcessGroupCollection, **settings: object) -> tuple[DataParal
     config = DataParallelConfig(**settings)
     model = GPTModel(shape, groups, dtype=torch.bfloat16, storage=config.storage(initialize=False))
     engine = DataParallel(model.store, groups, config=config)
-    return engine, Optimizer(engine.owned(), groups, config=OptimizerConfig())
+    return engine, Optimizer(
+        engine.owned(), groups, config=OptimizerConfig(offload_fraction=offload)
+    )
 
 
 def bytes_in(line: str) -> list[float]:
@@ -78,9 +86,40 @@ def test_the_line_says_what_is_in_effect_and_how_much_is_there():
     assert bytes_in(hybrid)[4] > bytes_in(params)[4], "two units instead of one"
 
 
-def test_one_lane_has_nobody_to_share_with():
-    engine, optimizer = built(ProcessGroupCollection.single(), strategy="optim_grads_params")
+def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():
+    groups = ProcessGroupCollection.single()
+    engine, optimizer = built(groups, strategy="optim_grads_params", overlap_grad_reduce=False)
     line = data_parallel_line(engine, optimizer)
-    assert "one lane, so that optim_grads_params has nobody to share with; 1 buckets" in line
-    engine.config = dataclasses.replace(engine.config, strategy="no_shard")
+    flag = "--data-parallel-sharding-strategy optim_grads_params"
+    assert f"one lane, so that {flag} has nothing to do; 1 buckets" in line
+    engine.config = dataclasses.replace(
+        engine.config,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        prefetch_bytes=9,
+        granularity="weight",
+        grad_dtype=torch.bfloat16,
+        fp32_accumulation=True,
+        debug=True,
+    )
+    assert (
+        f"{flag}, --overlap-grad-reduce, --overlap-param-gather, "
+        "--param-gather-prefetch-bytes 9, --param-gather-granularity weight, "
+        "--reduce-scatter-with-fp32-accumulation, --check-weight-gather have nothing to do;"
+    ) in data_parallel_line(engine, optimizer)
+    engine.config = DataParallelConfig(overlap_grad_reduce=False)
     assert "one lane; 1 buckets" in data_parallel_line(engine, optimizer)
+
+
+def test_the_line_tells_host_memory_from_the_device_s():
+    sizes = {}
+    for share in (0.0, 0.25, 1.0):
+        engine, optimizer = built(ProcessGroupCollection.single(), offload=share)
+        line = data_parallel_line(engine, optimizer)
+        sizes[share] = bytes_in(line)[3:]
+        assert ("of optimizer state on the device and " in line) == (share > 0.0)
+        count = sum(b.weights.data.numel() for b in engine.store.buckets)
+    # bf16 weights: an fp32 master and two fp32 moments each
+    assert sizes[0.0] == pytest.approx([12 * count], abs=6e3)
+    assert sizes[0.25] == pytest.approx([9 * count, 3 * count], abs=6e3)
+    assert sizes[1.0] == pytest.approx([0, 12 * count], abs=6e3)

@@ -59,7 +59,7 @@ def test_row_33_the_others_name_rank_step_and_collective_and_leave_their_stacks(
     assert "Traceback" not in text
     for rank in (1, 2):
         stacks = (save / "stacks" / f"attempt_0_rank_{rank}.txt").read_text()
-        assert "collectives.py" in stacks, "where it waited"
+        assert "transfer.py" in stacks, "where it waited"
         assert "in _beat" in stacks, "every thread"
     verify_checkpoint(latest_checkpoint(save))
 
@@ -83,10 +83,10 @@ def test_row_34_the_first_traceback_is_shown_once_and_the_others_end_soon(prefix
 
 def plant_skipped_collective(rank: int) -> None:
     """Skip the gradient reductions of the sixth microbatch's step on rank 1."""
-    from megatron.core import sharded_buffer
     from megatron.core.comm.collectives import Pending
+    from megatron.core.distributed import gradients
 
-    whole = sharded_buffer.all_reduce_async
+    whole = gradients.all_reduce_async
     late = [False]
 
     def lazy(x, group, *, out=None, **options):
@@ -97,7 +97,7 @@ def plant_skipped_collective(rank: int) -> None:
     def from_now(made):
         late[0] = True
 
-    sharded_buffer.all_reduce_async = lazy
+    gradients.all_reduce_async = lazy
     on_microbatch(6, from_now)
 
 

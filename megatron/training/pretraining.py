@@ -48,7 +48,7 @@ from megatron.training.step import Microbatch, StepReport
 @contextlib.contextmanager
 def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]:
     """Hold the save folder for this run alone, and know before the first step that it can be
-    written.
+    written. A run that a user's error ends before anything is written leaves no trace of it.
 
     Raises:
         ValueError: it cannot be written, or another run has it.
@@ -67,6 +67,10 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
             raise ValueError(f"--save {save}: {error}") from error
     try:
         yield
+    except ValueError:
+        for held in claims:
+            held.abandon()
+        raise
     finally:
         for held in claims:
             held.close()

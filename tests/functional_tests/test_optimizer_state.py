@@ -56,12 +56,14 @@ def test_narrow_moments_go_on_on_another_layout_and_in_another_dtype(tmp_path, c
 
 def test_patterns_for_no_weight_end_the_run_with_a_line(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
-    more = "--lr-group nothing.*=0.5 --weight-decay-group none=0"
+    folder = tmp_path / "save"
+    more = f"--lr-group nothing.*=0.5 --weight-decay-group none=0 --save {folder}"
     assert run_here(flags(prefix, more)) == ExitCode.USER_ERROR
     said = capfd.readouterr().err
     assert "--lr-group: no weight is called nothing.*: weights have names such as" in said
     assert "; --weight-decay-group: no weight is called none: " in said
     assert said.count("\n") == 1
+    assert not folder.exists()
 
 
 def kinds(checkpoint: Path) -> dict[str, set[str]]:

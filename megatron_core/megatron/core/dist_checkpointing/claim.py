@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -36,6 +37,7 @@ class SaveFolderClaim:
     def __init__(self, root: Path | str) -> None:
         self._root = Path(root)
         path = self._root / LOCK_NAME
+        self._made_root = not self._root.exists()
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -69,6 +71,15 @@ class SaveFolderClaim:
             os.close(self._fd)
             self._fd = -1
 
+    def abandon(self) -> None:
+        """Give the folder free and, if there is nothing in it, leave no trace of the claim."""
+        if self._fd >= 0 and os.listdir(self._root) == [LOCK_NAME]:
+            with contextlib.suppress(OSError):
+                (self._root / LOCK_NAME).unlink()
+                if self._made_root:
+                    self._root.rmdir()
+        self.close()
+
     def _lock(self, path: Path) -> None:
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,6 +89,10 @@ class SaveFolderClaim:
                 f"{self._root} is in use by another run ({owner or 'unknown'}): stop it, or save "
                 "elsewhere"
             ) from error
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._fd)):
+            raise CheckpointError(
+                f"{self._root} was abandoned by another run at this moment: start again"
+            )
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

@@ -216,6 +216,33 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
         SaveFolderClaim(tmp_path).close()
 
 
+def test_an_abandoned_claim_leaves_no_trace_but_what_others_wrote(tmp_path):
+    made = tmp_path / "save"
+    SaveFolderClaim(made).abandon()
+    assert not made.exists()
+    made.mkdir()
+    claim = SaveFolderClaim(made)
+    claim.abandon()
+    claim.abandon()
+    assert names(made) == set()
+    claim = SaveFolderClaim(made)
+    (made / "metrics.jsonl").write_text("")
+    claim.abandon()
+    assert names(made) == {".writer.lock", "metrics.jsonl"}
+
+
+def test_a_lock_on_a_file_that_was_just_removed_is_no_claim(tmp_path, monkeypatch):
+    whole = claim_module.fcntl.lockf
+
+    def late(descriptor, how):
+        (tmp_path / ".writer.lock").unlink()
+        whole(descriptor, how)
+
+    monkeypatch.setattr(claim_module.fcntl, "lockf", late)
+    with pytest.raises(CheckpointError, match=r"abandoned by another run .*: start again"):
+        SaveFolderClaim(tmp_path)
+
+
 def test_a_claim_finds_out_at_the_start_that_nothing_can_be_saved(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot save under .*name a folder"):

@@ -51,6 +51,18 @@ def test_ranks_print_a_fault_of_the_options_once_though_the_launcher_ends_them(p
     assert re.search(rf"exitcode +: {int(ExitCode.USER_ERROR)} ", output), output
 
 
+def test_another_machine_s_first_rank_tells_what_rank_0_does_not(prefix, capsys, monkeypatch):
+    monkeypatch.setattr(pretrain_gpt, "PATIENCE_SECONDS", 0.01)
+    address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for rank, local, lines in ((2, 0, 1), (3, 1, 0)):
+        place = {**address, "RANK": str(rank), "LOCAL_RANK": str(local)}
+        code = pretrain_gpt.main(flags(prefix, "--config absent.yaml"), place)
+        assert code == ExitCode.USER_ERROR
+        err = capsys.readouterr().err
+        assert err.count("\n") == lines, err
+        assert ("absent.yaml" in err) == bool(lines)
+
+
 def test_an_unknown_vocabulary(prefix, capsys):
     argv = flags(prefix, SHORT)
     at = argv.index("--vocab-size")

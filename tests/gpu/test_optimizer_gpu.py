@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, drawn
+
+pytestmark = pytest.mark.gpu
 
 STEPS = 3
 MATRICES = ("q", "k", "down", "experts")

@@ -37,8 +37,8 @@ class SaveFolderClaim:
     def __init__(self, root: Path | str) -> None:
         self._root = Path(root)
         path = self._root / LOCK_NAME
-        self._made_root = not self._root.exists()
         try:
+            self._made_root = not self._root.exists()
             self._root.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:

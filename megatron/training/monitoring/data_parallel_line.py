@@ -35,7 +35,7 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         weight=engine.store.dtype.itemsize,
         gradient=config.grad_dtype.itemsize,
         optimizer=0,
-        wide_sum=config.fp32_accumulation,
+        wide_sum=config.fp32_accumulation and engine.sharded,
     )
     rank = bytes_per_rank(
         buckets,

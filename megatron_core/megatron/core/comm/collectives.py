@@ -313,14 +313,14 @@ def _splits(
 
 def _launch(transfer: Transfer, wide: torch.Tensor, *, how: str = "") -> Pending:
     """Start a transfer whose wide side is `wide`, its observers told before."""
-    waits = _observe(transfer.kind, transfer.group, wide, how=how)
+    waits = observe(transfer.kind, transfer.group, wide, how=how)
     return Pending(transfer.output, transfer.launch(), transfer.source, waits)
 
 
-def _observe(
+def observe(
     kind: str, group: Group, wide: torch.Tensor, *, how: str = ""
 ) -> tuple[AbstractContextManager[object], ...]:
-    """Tell every observer of a collective that is about to start, and return what they want entered
+    """Tell every observer of a transfer that is about to start, and return what they want entered
     while its caller waits for it."""
     if not group.observers:
         return ()

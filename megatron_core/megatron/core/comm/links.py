@@ -13,6 +13,7 @@ passes most runs. Here it is one end of the interval or the other:
 
 Late and Early raise an error in `wait()` if input or output were written in between. With Late,
 ranks must wait for the collectives of all groups in one order, else they wait for each other.
+Messages between two ranks start at once on both; what they bring is poison until the wait.
 
     with simulated(groups, Late()) as link:
         train()
@@ -67,7 +68,7 @@ class Late:
     def __call__(self, transfer: Transfer) -> Underway:
         """Poison the output and start nothing."""
         self.count += 1
-        return _LateTransfer(transfer)
+        return _Prompt(transfer) if transfer.prompt else _LateTransfer(transfer)
 
 
 class Early:
@@ -79,6 +80,8 @@ class Early:
     def __call__(self, transfer: Transfer) -> Underway:
         """Carry the collective out."""
         self.count += 1
+        if transfer.prompt:
+            return _Prompt(transfer)
         transfer.start().wait()
         return _Untouched(transfer)
 
@@ -136,6 +139,25 @@ class _Untouched:
                     f"{list(tensor.shape)} was written while it was under way; wait for it first"
                 )
         self._marks.clear()
+
+
+class _Prompt:
+    """A transfer that has started as usual; what it reads must stay as it is until it is done."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._mark = None if transfer.source is None else transfer.source.detach().clone()
+        self._work = transfer.start()
+
+    def wait(self) -> None:
+        """Wait for the transfer; raise RuntimeError if its input has changed meanwhile."""
+        self._work.wait()
+        source = self._transfer.source
+        if self._mark is not None and source is not None and not equal_bits(source, self._mark):
+            raise RuntimeError(
+                f"{self._transfer.kind} over {self._transfer.group.name}: its input "
+                f"{list(source.shape)} was written while it was under way; wait for it first"
+            )
 
 
 class _LateTransfer:

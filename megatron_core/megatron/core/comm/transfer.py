@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.distributed import Work
 
 from megatron.core.process_groups import Group
 
@@ -30,6 +31,7 @@ class Transfer:
         output: what it overwrites.
         start: starts the real collective on what `source` holds at that time.
         keeps_source: where input and output overlap, the input's values stay (a gather in place).
+        prompt: it cannot be put off: its peer may wait for it before this rank does.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Transfer:
     output: torch.Tensor
     start: Callable[[], Underway]
     keeps_source: bool = False
+    prompt: bool = False
 
     def launch(self) -> Underway:
         """Start it: on the group's simulated link if there is one, else on its communicator."""
@@ -75,6 +78,10 @@ class Pending:
             finish, self.finish = self.finish, None
             self.output = finish(self.output)
         return self.output
+
+    def is_done(self) -> bool:
+        """Return whether the transfer is over, without waiting; CPU transfers know in `wait()`."""
+        return self.work is None or (isinstance(self.work, Work) and self.work.is_completed())
 
     def then(self, finish: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
         """Apply `finish` to the output, after what was asked for earlier, when it is waited for.

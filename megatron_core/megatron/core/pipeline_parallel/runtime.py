@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executor: carry out one rank's list of a schedule, action by action.
+
+It knows no model. A `Worker` computes; transfers go over the pipeline's group. Transfers that stand
+next to each other start as one batch. A receive starts where it stands and is waited for by the
+computation that it feeds; a send starts where it stands, and its tensor is forgotten once it has
+left. Nothing is decided here, so what runs is the list.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from megatron.core.comm.point_to_point import Message, exchange_async
+from megatron.core.comm.transfer import Pending
+from megatron.core.pipeline_parallel.schedule import Action, Kind, Schedule
+from megatron.core.process_groups import Group
+
+_RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+
+#: Sends of one kind that may wait for their receivers, where a device cannot tell whether they do.
+SENDS_UNDER_WAY = 2
+
+
+class Worker(Protocol):
+    """What computes the chunks of one rank.
+
+    Microbatches of a chunk come in order, in every kind of action.
+    """
+
+    def landing(self, microbatch: int) -> torch.Tensor:
+        """Return an empty tensor for what arrives of a microbatch, in either direction."""
+
+    def forward(self, chunk: int, microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Return a chunk's output; `hidden` is None in the first chunk of the model."""
+
+    def backward(
+        self, chunk: int, microbatch: int, grad: torch.Tensor | None, *, split: bool
+    ) -> torch.Tensor | None:
+        """Return the gradient of what forward got, None in the first chunk of the model.
+
+        Args:
+            grad: of the chunk's output; None in the last chunk, whose output is the loss.
+            split: put the weights' gradients off until `weight_gradient`.
+        """
+
+    def weight_gradient(self, chunk: int, microbatch: int) -> None:
+        """Carry out what a split backward has put off."""
+
+    def gather(self, chunk: int, microbatch: int) -> None:
+        """Start to make the weights whole that a chunk needs next."""
+
+    def reduce(self, chunk: int, microbatch: int) -> None:
+        """Take note that a chunk's weights have got a microbatch's gradients."""
+
+
+class Executor:
+    """Carry out a schedule's list on this rank, once.
+
+    Args:
+        schedule: with transfers; for as many stages as the group has ranks.
+        worker: computes.
+        group: the pipeline's.
+        observe: told every action before it is carried out.
+
+    Raises:
+        ValueError: the schedule is for another number of stages.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        worker: Worker,
+        *,
+        group: Group,
+        observe: Callable[[Action], None] | None = None,
+    ) -> None:
+        if schedule.stages != group.size:
+            raise ValueError(
+                f"the schedule is for {schedule.stages} stages, group {group.name} has "
+                f"{group.size} ranks"
+            )
+        self.schedule, self.worker, self.group = schedule, worker, group
+        self.observe = observe or (lambda action: None)
+        self._arriving: dict[tuple[Kind, int, int], Pending] = {}
+        self._ready: dict[tuple[Kind, int, int], torch.Tensor] = {}
+        self._leaving: dict[Kind, deque[Pending]] = {kind: deque() for kind in _SENDS}
+
+    def run(self) -> None:
+        """Carry out the list, then wait until all that was sent has left."""
+        for actions in batches(self.schedule.ranks[self.group.rank]):
+            for action in actions:
+                self.observe(action)
+            if actions[0].kind in (*_RECEIVES, *_SENDS):
+                self._exchange(actions)
+            else:
+                self._compute(actions[0])
+        for leaving in self._leaving.values():
+            while leaving:
+                leaving.popleft().wait()
+        assert not self._arriving, "a list that receives what nothing needs"
+        assert not self._ready, "a list that does not send what others need"
+
+    def _compute(self, action: Action) -> None:
+        kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
+        if kind is Kind.FORWARD:
+            hidden = None
+            if self.schedule.preceding(self.group.rank, chunk) is not None:
+                hidden = self._arrived(Kind.RECEIVE_FORWARD, action)
+            output = self.worker.forward(chunk, microbatch, hidden)
+            if self.schedule.following(self.group.rank, chunk) is not None:
+                self._ready[Kind.SEND_FORWARD, chunk, microbatch] = output
+        elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            grad = None
+            if self.schedule.following(self.group.rank, chunk) is not None:
+                grad = self._arrived(Kind.RECEIVE_BACKWARD, action)
+            split = kind is Kind.INPUT_GRADIENT
+            before = self.worker.backward(chunk, microbatch, grad, split=split)
+            if self.schedule.preceding(self.group.rank, chunk) is not None:
+                assert before is not None
+                self._ready[Kind.SEND_BACKWARD, chunk, microbatch] = before
+        elif kind is Kind.WEIGHT_GRADIENT:
+            self.worker.weight_gradient(chunk, microbatch)
+        elif kind is Kind.GATHER:
+            self.worker.gather(chunk, microbatch)
+        else:
+            assert kind is Kind.REDUCE, kind
+            self.worker.reduce(chunk, microbatch)
+
+    def _arrived(self, kind: Kind, action: Action) -> torch.Tensor:
+        return self._arriving.pop((kind, action.chunk, action.microbatch)).wait()
+
+    def _exchange(self, actions: Sequence[Action]) -> None:
+        """Start a batch of transfers."""
+        messages = []
+        for action in actions:
+            key = (action.kind, action.chunk, action.microbatch)
+            if action.kind in _SENDS:
+                tensor = self._ready.pop(key)
+            else:
+                tensor = self.worker.landing(action.microbatch)
+            messages.append(Message(tensor, self._peer(action), action.kind in _SENDS))
+        for action, pending in zip(actions, exchange_async(messages, self.group), strict=True):
+            if action.kind in _SENDS:
+                self._forget_sent(self._leaving[action.kind], pending)
+            else:
+                self._arriving[action.kind, action.chunk, action.microbatch] = pending
+
+    def _peer(self, action: Action) -> int:
+        """Return the rank at a transfer's other end."""
+        forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+        neighbour = self.schedule.following if forward else self.schedule.preceding
+        there = neighbour(self.group.rank, action.chunk)
+        assert there is not None
+        return there[0]
+
+    def _forget_sent(self, leaving: deque[Pending], pending: Pending) -> None:
+        """Keep a send's tensor until it has left, and those of earlier ones no longer than that."""
+        leaving.append(pending)
+        if pending.output.is_cuda:
+            # Waiting would make the computation wait as well; a GPU knows what is done.
+            while leaving and leaving[0].is_done():
+                leaving.popleft()
+            return
+        # Gloo knows it in wait() only. The receiver's list has come to its receive soon: receives
+        # stand before the computation that goes on there while this rank sends.
+        while len(leaving) > SENDS_UNDER_WAY:
+            leaving.popleft().wait()
+
+
+def batches(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """Cut a list: transfers next to each other are one batch, any other action is one by itself."""
+    for transfers, run in groupby(actions, key=lambda a: a.kind in (*_RECEIVES, *_SENDS)):
+        if transfers:
+            yield list(run)
+        else:
+            yield from ([action] for action in run)

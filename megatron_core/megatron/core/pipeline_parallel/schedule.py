@@ -1,8 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules as data: for every rank the list of what it does, in order."""
+"""Pipeline schedules as data: for every rank the list of what it does, in order.
+
+`make_schedule` gives the computing alone; `transfers.py` adds what passes between ranks, and
+`simulate.py` runs and checks lists without processes. With p stages, m microbatches and v chunks:
+
+- "1f1b": rank r computes min(p - r - 1, m) forwards, then forward and backward in turn, then the
+  backwards that are left (Narayanan et al. 2021, "Efficient large-scale language model training on
+  GPU clusters", section 2.2). At most p - r microbatches are alive. Idle is the part
+  (p - 1) / (m + p - 1) of the time.
+- "interleaved": the same over v chunks a rank, in groups of N microbatches (ibid.). Idle is
+  (p - 1) / (v m + p - 1) for N = p, for 1 + (p - 1) / (p v) times the activations.
+- "zb-h1": 1f1b with split backward: rank r puts each weight gradient off by r microbatches, which
+  fills its time at the end (Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.2). Every
+  rank keeps at most p microbatches alive, which is the most of any rank in 1f1b.
+- "forward": forwards alone, for evaluation.
+
+In all of them every chunk computes its weight gradients in the order of the microbatches, so the
+sums are the same to the bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -71,3 +90,144 @@ class Schedule:
         """Return (rank, chunk) whose output this chunk gets; None before the first."""
         preceding = self.virtual_stage(rank, chunk) - 1
         return None if preceding < 0 else (preceding % self.stages, preceding // self.stages)
+
+
+def make_schedule(
+    name: str, *, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+) -> Schedule:
+    """Return a schedule's computing: no transfers, no traffic of weights.
+
+    Args:
+        name: "1f1b", "interleaved", "zb-h1" or "forward".
+        stages: p.
+        microbatches: m.
+        chunks: v.
+        group_size: N, how many microbatches one chunk computes before the next chunk starts; the
+            smaller of p and m if None. "1f1b" and "zb-h1" have none.
+
+    Raises:
+        ValueError: everything that `problems` says.
+    """
+    wrong = problems(
+        name, stages=stages, microbatches=microbatches, chunks=chunks, group_size=group_size
+    )
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    size = group_size or min(stages, microbatches)
+    ranks: Iterator[list[Action]]
+    if name == "1f1b":
+        ranks = (_one_forward_one_backward(stages - r - 1, microbatches) for r in range(stages))
+    elif name == "interleaved":
+        turns = _turns(microbatches, chunks, size)
+        ahead = (chunks - 1) * size
+        ranks = (_interleaved(2 * (stages - r - 1) + ahead, turns, chunks) for r in range(stages))
+    elif name == "zb-h1":
+        ranks = (_zero_bubble(r, stages, microbatches) for r in range(stages))
+    else:
+        turns = _turns(microbatches, chunks, size)
+        ranks = ([Action(Kind.FORWARD, *turn) for turn in turns] for _ in range(stages))
+    return Schedule(name, stages, chunks, microbatches, tuple(tuple(rank) for rank in ranks))
+
+
+def problems(
+    name: str, *, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+) -> list[str]:
+    """Return everything that keeps a schedule from being made, each with its mend.
+
+    "interleaved" needs groups of at least p microbatches, the last one included, or of all of them:
+    with fewer, rank 0 would need its second chunk's input before the last rank can have made it.
+    """
+    if name not in ("1f1b", "interleaved", "zb-h1", "forward"):
+        return [f"no schedule {name!r}: take 1f1b, interleaved, zb-h1 or forward"]
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    wrong = [f"{what} {size}: take 1 or more" for what, size in sizes.items() if size < 1]
+    if group_size is not None and group_size < 1:
+        wrong.append(f"group size {group_size}: take 1 or more")
+    if wrong:
+        return wrong
+    if name in ("1f1b", "zb-h1"):
+        if chunks > 1:
+            wrong.append(f"{name} has one chunk per stage, not {chunks}: take interleaved")
+        if group_size is not None:
+            wrong.append(f"{name} has no groups of microbatches: leave out group size {group_size}")
+    if chunks > 1 and stages == 1:
+        wrong.append(f"{chunks} chunks on one stage overlap nothing: take 1 chunk")
+    if name == "interleaved":
+        if chunks == 1:
+            wrong.append("interleaved with one chunk per stage is 1f1b: take that or more chunks")
+        elif stages > 1 and not wrong:
+            wrong += _group_problems(stages, microbatches, group_size)
+    return wrong
+
+
+def _group_problems(stages: int, microbatches: int, group_size: int | None) -> list[str]:
+    """Return what is wrong with the groups of the interleaved schedule."""
+    size = group_size or min(stages, microbatches)
+    legal = [
+        n
+        for n in range(min(stages, microbatches), microbatches + 1)
+        if n == microbatches or microbatches % n == 0 or microbatches % n >= stages
+    ]
+    if size in legal:
+        return []
+    text = f"groups of {size} of {microbatches} microbatches on {stages} stages"
+    if size > microbatches:
+        text += " are too large"
+    elif size < min(stages, microbatches):
+        text += " are too small"
+    else:
+        text += f" leave {microbatches % size}, fewer than the stages, for the last group"
+    nearest = min(legal, key=lambda n: (abs(n - size), n))
+    return [f"{text}: take groups of {nearest}, or other numbers of microbatches"]
+
+
+def _one_forward_one_backward(ahead: int, microbatches: int) -> list[Action]:
+    """Return the list of a rank that computes `ahead` forwards before the first pair."""
+    ahead = min(ahead, microbatches)
+    actions = [Action(Kind.FORWARD, 0, number) for number in range(ahead)]
+    for number in range(microbatches):
+        if ahead + number < microbatches:
+            actions.append(Action(Kind.FORWARD, 0, ahead + number))
+        actions.append(Action(Kind.BACKWARD, 0, number))
+    return actions
+
+
+def _turns(microbatches: int, chunks: int, size: int) -> list[tuple[int, int]]:
+    """Return (chunk, microbatch) in the order of the forwards: group by group, chunk by chunk."""
+    return [
+        (chunk, number)
+        for start in range(0, microbatches, size)
+        for chunk in range(chunks)
+        for number in range(start, min(start + size, microbatches))
+    ]
+
+
+def _interleaved(ahead: int, turns: list[tuple[int, int]], chunks: int) -> list[Action]:
+    """Return the list of a rank that computes `ahead` turns forward before the first pair.
+
+    Backward takes the same turns with the chunks in reverse.
+    """
+    ahead = min(ahead, len(turns))
+    actions = [Action(Kind.FORWARD, *turn) for turn in turns[:ahead]]
+    for position, (chunk, number) in enumerate(turns):
+        if ahead + position < len(turns):
+            actions.append(Action(Kind.FORWARD, *turns[ahead + position]))
+        actions.append(Action(Kind.BACKWARD, chunks - 1 - chunk, number))
+    return actions
+
+
+def _zero_bubble(rank: int, stages: int, microbatches: int) -> list[Action]:
+    """Return a rank's list of ZB-H1: p - r forwards, then I, the W of r microbatches ago, and F.
+
+    W comes before the next F, which would otherwise be one more microbatch alive.
+    """
+    ahead = min(stages - rank, microbatches)
+    actions = [Action(Kind.FORWARD, 0, number) for number in range(ahead)]
+    for number in range(microbatches):
+        actions.append(Action(Kind.INPUT_GRADIENT, 0, number))
+        if number >= rank:
+            actions.append(Action(Kind.WEIGHT_GRADIENT, 0, number - rank))
+        if ahead + number < microbatches:
+            actions.append(Action(Kind.FORWARD, 0, ahead + number))
+    put_off = range(max(microbatches - rank, 0), microbatches)
+    return actions + [Action(Kind.WEIGHT_GRADIENT, 0, number) for number in put_off]

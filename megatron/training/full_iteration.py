@@ -106,6 +106,10 @@ class FullIterationGraph:
         assert self._total is not None
         return self._total.clone()  # the next replay overwrites it
 
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return what `ForwardBackward` does, eagerly."""
+        return self.run.evaluate(microbatches)
+
     def _warm(self) -> bool:
         """Return whether it is time to record: the last step needed only what its plan foresaw."""
         if self.eager_steps < self.warmup_steps:

@@ -180,6 +180,8 @@ def weight_traffic(engine: DataParallel) -> tuple[str, str]:
     """Return how often a step gathers each chunk's weights, and reduces its gradients: "none",
     "once" or "each" time that they are used, or put."""
     placement: Placement = engine.placement
+    if engine.groups["lanes"].size == 1:
+        return "none", "none"
     gathers = "none"
     if engine.config.overlap_param_gather and placement.optimizer:
         gathers = "each" if placement.weight else "once"

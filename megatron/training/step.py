@@ -13,8 +13,9 @@ then a plain sum, and the reported loss is the sum of what each lane computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -138,6 +139,29 @@ class ForwardBackward:
             raise
         return total
 
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return the sums of masked token losses and of masks, fp64 [2]."""
+        sums = torch.zeros(2, dtype=torch.float64, device=microbatches[0].tokens.device)
+        for batch in microbatches:
+            with self.engine.evaluation():
+                loss, _ = self.model.loss(
+                    batch.tokens, batch.labels, batch.loss_mask, **batch.documents
+                )
+            sums += torch.stack([loss, batch.loss_mask.sum()])
+        return sums
+
+
+class StepRunner(Protocol):
+    """What carries out the microbatches of a step: `ForwardBackward`, its graph, a pipeline."""
+
+    def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
+        """Make every gradient whole; return what this rank adds to the step's loss, fp64."""
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return what this rank knows of the sums of masked token losses and of masks, fp64 [2]:
+        nothing, zeros, if it is not the last of its pipeline's stages."""
+
 
 class TrainStep:
     """Carry out steps.
@@ -158,8 +182,7 @@ class TrainStep:
         *,
         optimizer: Optimizer,
         groups: ProcessGroupCollection,
-        forward_backward: Callable[[Sequence[Microbatch], torch.Tensor], torch.Tensor]
-        | None = None,
+        forward_backward: StepRunner | None = None,
         per_token_loss: bool = False,
         reruns: bool = False,
     ) -> None:
@@ -243,17 +266,19 @@ class TrainStep:
         factor = loss_factor(self.groups.grid, len(microbatches))
         return factor / counts.clamp(min=1.0)
 
-    @torch.no_grad()
-    def evaluate(self, microbatches: Iterable[Microbatch]) -> float:
+    def evaluate(self, microbatches: Iterable[Microbatch], *, at_a_time: int = 1) -> float:
         """Return the mean loss per token over all lanes, without dropout and without touching
-        gradients."""
+        gradients.
+
+        Args:
+            at_a_time: microbatches that go through the stages of a pipeline together.
+        """
         sums = torch.zeros(2, dtype=torch.float64)
-        for batch in microbatches:
-            with self.engine.evaluation():
-                loss, _ = self.model.loss(
-                    batch.tokens, batch.labels, batch.loss_mask, **batch.documents
-                )
+        source = iter(microbatches)
+        while window := list(islice(source, at_a_time)):
             # Where the batches are: a process group of GPUs reduces no tensor on the CPU.
-            sums = sums.to(loss.device) + torch.stack([loss, batch.loss_mask.sum()]).double()
-        total, tokens = all_reduce(sums, self.groups["lanes"]).tolist()
-        return total / max(tokens, 1.0)
+            found = self.forward_backward.evaluate(window)
+            sums = sums.to(found.device) + found
+        total = all_reduce(all_reduce(sums, self.groups["lanes"]), self.groups["pp"])
+        loss, tokens = total.tolist()
+        return loss / max(tokens, 1.0)

@@ -69,7 +69,7 @@ class DataParallel:
         *,
         config: DataParallelConfig | None = None,
     ) -> None:
-        if not store.buckets:
+        if not store.materialized:
             raise ValueError("materialize the weight store before building DataParallel over it")
         self.store, self.groups = store, groups
         self.config = config = config or DataParallelConfig()

@@ -21,7 +21,7 @@ class ModelSums:
     """Collect, per group of the gradient plans, the ranges that have to be summed over it."""
 
     def __init__(self, store: WeightStore, buckets: Sequence[GradientBucket]) -> None:
-        views: dict[str, list[torch.Tensor]] = {}
+        views: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for entry in buckets:
             low, high = entry.bucket.owned_range
             for handle, member in entry.bucket.members():
@@ -32,8 +32,12 @@ class ModelSums:
                     for start, stop in _ranges(store, handle, member, step.segments):
                         start, stop = max(start, low), min(stop, high)
                         if start < stop:
-                            found.append(entry.gradients[start - low : stop - low])
-        named = [(store.groups[name], found) for name, found in sorted(views.items())]
+                            found.append((handle.name, entry.gradients[start - low : stop - low]))
+        # By name: the stages that share weights need not have declared them in one order.
+        named = [
+            (store.groups[name], [view for _, view in sorted(found, key=lambda one: one[0])])
+            for name, found in sorted(views.items())
+        ]
         self._sums = [(group, found) for group, found in named if found and group.size > 1]
 
     def run(self) -> None:

@@ -13,7 +13,13 @@ model is built, by whoever materialises the store, and model code never changes 
 
 from megatron.core.weight_gather.arena import Arena
 from megatron.core.weight_gather.bucket import Bucket
-from megatron.core.weight_gather.gatherer import BACKWARD, EVALUATION, FORWARD, Gatherer
+from megatron.core.weight_gather.gatherer import (
+    BACKWARD,
+    EVALUATION,
+    FORWARD,
+    Gatherer,
+    segment_name,
+)
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_gather.layout import GRANULARITIES, Storage
 from megatron.core.weight_gather.owned import HeldBox, OwnedRange, PlacedBox, owned_range
@@ -40,4 +46,5 @@ __all__ = [
     "check_plan",
     "compile_plan",
     "owned_range",
+    "segment_name",
 ]

@@ -16,7 +16,7 @@ import torch
 from megatron.core.process_groups import Group
 from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, Member, ShardedBuffer
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.layout import BucketGroups
+from megatron.core.weight_gather.layout import BucketGroups, BucketPlan
 from megatron.core.weight_sharding import OUTER_LANES, Placement
 
 
@@ -32,14 +32,16 @@ class Bucket:
 
     Args:
         index: its number in the store.
-        name: of its unit, or of its first and last weight.
-        root: its weights belong to no unit.
-        handles: in the order in which they lie.
+        plan: which weights it holds.
+        handles: they, in the order in which they lie.
         groups: who shares it.
         weights: the whole or this rank's shard.
         placement: which axes cut what.
 
     Attributes:
+        name: of its unit, or of its first and last weight.
+        root: its weights belong to no unit.
+        part: of the model that its weights belong to.
         owned_range: the elements that this rank's optimizer updates.
         outer_shards: the outer ranks own different parts of the same shard.
         group: the ranks that share it; each owns one of `group.size` ranges of it.
@@ -51,16 +53,16 @@ class Bucket:
     def __init__(
         self,
         index: int,
-        name: str,
+        plan: BucketPlan,
         *,
-        root: bool,
         handles: list[WeightHandle],
         layout: BufferLayout,
         groups: BucketGroups,
         weights: ShardedBuffer,
         placement: Placement,
     ) -> None:
-        self.index, self.name, self.root, self.handles = index, name, root, handles
+        self.index, self.handles = index, handles
+        self.name, self.root, self.part = plan.name, plan.root, plan.part
         self.layout, self.groups, self.weights = layout, groups, weights
         start, stop = weights.shard_range if placement.optimizer else (0, layout.numel)
         self.outer_shards = groups.outer.size > 1 and any(

@@ -35,6 +35,11 @@ from megatron.core.weight_gather.plan import GatherPlan, Trace, compile_plan
 FORWARD, BACKWARD, EVALUATION = "forward", "backward", "evaluation"
 
 
+def segment_name(kind: str, part: int) -> str:
+    """Return the name of what runs through one part of the model: "forward", "forward.1" …"""
+    return kind if part == 0 else f"{kind}.{part}"
+
+
 @dataclass
 class _Gathered:
     """A bucket's gather: under way while it is pending, else done."""

@@ -60,11 +60,19 @@ class Storage:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The weights of a bucket to be, before anything is allocated."""
+    """The weights of a bucket to be, before anything is allocated.
+
+    Args:
+        name: of its unit, or of its first and last weight.
+        handles: in the order in which backward fills them.
+        root: they belong to no unit.
+        part: of the model that they belong to.
+    """
 
     name: str
     handles: list[WeightHandle]
     root: bool
+    part: int = 0
 
 
 def bucket_plans(
@@ -72,15 +80,20 @@ def bucket_plans(
     plans: Mapping[str, GradientPlan],
     *,
     units: Mapping[str, str | None],
+    parts: Mapping[str, int],
     storage: Storage,
     cut: bool,
 ) -> list[BucketPlan]:
-    """Divide weights into buckets, each of one lane group.
+    """Divide weights into buckets, each of one lane group and one part.
+
+    A weight of several pipeline stages has a bucket to itself: its owners then lay it out alike,
+    and hold the same ranges of it, whatever else they have.
 
     Args:
         handles: in order of declaration.
         plans: by weight name.
         units: the unit of each weight by name; None if it is in none.
+        parts: the part of each weight by name.
         cut: weights are stored in shards; else buckets are filled by bytes.
 
     Returns:
@@ -89,15 +102,22 @@ def bucket_plans(
     found: list[BucketPlan] = []
     opened: dict[str, list[WeightHandle]] = {}
     unit: str | None = None
+    part = 0
 
     def close(lanes: str) -> None:
         members = opened.pop(lanes)
         first, last = members[-1].name, members[0].name
         name = unit or (first if first == last else f"{first} ... {last}")
-        found.append(BucketPlan(name, members, unit is None))
+        found.append(BucketPlan(name, members, unit is None, part))
 
-    for handle in reversed(list(handles)):
+    # Backward goes through the last part first, in whatever order the parts were declared.
+    for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
         lanes = plans[handle.name].lanes
+        shared = len(set(handle.sharding.stages)) > 1
+        if shared or parts[handle.name] != part:
+            for open_lanes in list(opened):
+                close(open_lanes)
+            part = parts[handle.name]
         if cut and units[handle.name] != unit:
             for open_lanes in list(opened):
                 close(open_lanes)
@@ -108,7 +128,7 @@ def bucket_plans(
         else:
             size = sum(4 * math.prod(h.shape) for h in opened[lanes])
             full = size >= storage.bucket_bytes
-        if full:
+        if full or shared:
             close(lanes)
     for lanes in list(opened):
         close(lanes)

@@ -50,6 +50,8 @@ class WeightStore:
     Attributes:
         storage: how they were laid out.
         placement: what of them is cut over the data lanes: nothing on a single lane.
+        buckets: none if this rank has no weights, which also is a store.
+        materialized: `materialize` has been called.
         queue: where puts go while backward is split.
     """
 
@@ -66,22 +68,25 @@ class WeightStore:
         self.handles: dict[str, WeightHandle] = {}
         self.plans: dict[str, GradientPlan] = {}
         self.buckets: list[Bucket] = []
+        self.materialized = False
         self.storage = Storage()
         self.placement = Placement()
         self.queue: WgradQueue | None = None
         self._init: dict[str, InitSpec] = {}
         self._units: dict[str, str | None] = {}
         self._unit: str | None = None
+        self._parts: dict[str, int] = {}
+        self._part = 0
 
     def declare(self, sharding: WeightSharding, init: InitSpec) -> WeightHandle:
         """Register a weight and return its handle; the same name again is another use of the same
         weight.
 
         Raises:
-            ValueError: a description that cannot lie on the grid, or a name declared differently
-                before.
+            ValueError: a description that cannot lie on the grid, a name declared differently or
+                in another part before.
         """
-        if self.buckets:
+        if self.materialized:
             raise ValueError(
                 f"{sharding.name}: the store is materialised; declare weights before that"
             )
@@ -89,6 +94,11 @@ class WeightStore:
         if known is not None:
             if known.sharding != sharding:
                 raise ValueError(f"{sharding.name} is declared twice with different shardings")
+            if self._parts[sharding.name] != self._part:
+                raise ValueError(
+                    f"{sharding.name} is declared in parts {self._parts[sharding.name]} and "
+                    f"{self._part}: the uses of a weight on one rank must lie in one part"
+                )
             known.uses += 1
             return known
         problems = check(sharding, self.groups.grid)
@@ -99,6 +109,7 @@ class WeightStore:
         self.handles[sharding.name] = handle
         self._init[sharding.name] = init
         self._units[sharding.name] = self._unit
+        self._parts[sharding.name] = self._part
         return handle
 
     @contextmanager
@@ -110,16 +121,38 @@ class WeightStore:
         finally:
             self._unit = outside
 
+    @contextmanager
+    def part(self, index: int) -> Iterator[None]:
+        """Declare what follows as part `index` of the model: weights whose gradients are done
+        together, such as those of a chunk of a pipeline. Outside of any, it is part 0.
+
+        Raises:
+            ValueError: a negative index.
+        """
+        if index < 0:
+            raise ValueError(f"part {index} of a weight store: count parts from 0")
+        outside, self._part = self._part, index
+        try:
+            yield
+        finally:
+            self._part = outside
+
     def materialize(self, storage: Storage | None = None) -> None:
-        """Lay out, allocate and (unless a checkpoint will be loaded) initialise all weights."""
-        if self.buckets:
+        """Lay out, allocate and (unless a checkpoint will be loaded) initialise all weights.
+
+        Raises:
+            ValueError: that has been done.
+        """
+        if self.materialized:
             raise ValueError("the store is already materialised")
+        self.materialized = True
         self.storage = storage = storage or Storage()
         self.placement = storage.effective(self.groups)
         plans = bucket_plans(
             self.handles.values(),
             self.plans,
             units=self._units,
+            parts=self._parts,
             storage=storage,
             cut=bool(self.placement.weight),
         )
@@ -171,7 +204,7 @@ class WeightStore:
 
     @property
     def num_parameters(self) -> int:
-        """Logical parameters of the whole model (each weight once, no padding)."""
+        """Logical parameters of all that was declared (each weight once, no padding)."""
         return sum(math.prod(s.shape) for h in self.handles.values() for s in h.sharding.segments)
 
     def _bucket(self, plan: BucketPlan) -> Bucket:
@@ -196,8 +229,7 @@ class WeightStore:
         )
         return Bucket(
             len(self.buckets),
-            plan.name,
-            root=plan.root,
+            plan,
             handles=handles,
             layout=layout,
             groups=groups,

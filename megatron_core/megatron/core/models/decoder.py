@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder: a stack of pre-norm residual blocks built from a layer pattern.
-
-Pattern symbols: `*` attention, `-` MLP. A GPT of L layers is `*-` repeated L times.
+"""Decoder: a stack of pre-norm residual blocks built from a layer pattern, or a range of them.
 
 Each block is delta = mixer(norm(stream)), stream += delta. The addition is carried into the next
 block's norm, which reads both anyway, so the stream is read and written once a block.
@@ -9,7 +7,7 @@ block's norm, which reads both anyway, so the stream is read and written once a 
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +17,7 @@ from torch import nn
 
 from megatron.core.comm.conjugates import own_rows
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.models.pattern import ATTENTION, layer_blocks, symbol_problems, symbols_of
 from megatron.core.ops.dropout import dropout, dropout_key
 from megatron.core.transformer import (
     MLP,
@@ -35,15 +34,14 @@ from megatron.core.transformer import (
 from megatron.core.transformer.recompute import recomputed, remade
 from megatron.core.weight_gather.handle import WeightHandle
 
-ATTENTION, DENSE = "*", "-"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """What the blocks of a pattern are.
 
     Args:
-        pattern: one symbol a block.
+        pattern: one symbol a block; a `|` between blocks, where a pipeline stage ends, means
+            nothing here.
         attention, mlp, norm: the shapes of the blocks.
         hidden_dropout: probability of dropping an element of a block's output in training.
     """
@@ -55,12 +53,8 @@ class DecoderConfig:
     hidden_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.pattern) - {ATTENTION, DENSE})
-        if unknown or not self.pattern:
-            raise ValueError(
-                f"layer pattern {self.pattern!r} must be one or more of '*' (attention) and "
-                "'-' (MLP)"
-            )
+        if problems := symbol_problems(self.pattern):
+            raise ValueError("; ".join(problems))
         if not 0.0 <= self.hidden_dropout < 1.0:
             raise ValueError(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
 
@@ -135,45 +129,70 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The blocks of a pattern and the final norm.
+    """Blocks of a pattern and the final norm.
+
+    Names, initial values and dropout of a block are functions of its place in the whole pattern, so
+    they do not depend on where that is cut.
 
     Args:
-        name: prefix of all weights; block i is `{name}.blocks.{i}`.
+        name: prefix of all weights; block i of the pattern is `{name}.blocks.{i}`.
+        blocks: [first, last) of the pattern's blocks; None is all of them.
+        normed: whether the final norm is behind them. Without it the result is the stream.
+
+    Attributes:
+        layers: [first, last) of `blocks` for each layer; a layer is the unit in which cut weights
+            are gathered. Of a layer that the range cuts, the part inside counts as one.
     """
 
-    def __init__(self, name: str, config: DecoderConfig, *, build: LayerBuild) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: DecoderConfig,
+        *,
+        build: LayerBuild,
+        blocks: tuple[int, int] | None = None,
+        normed: bool = True,
+    ) -> None:
         super().__init__()
         self.config = config
-        #: [first, last) blocks of each layer; a layer is the unit in which cut weights are gathered
-        self.layers = layer_blocks(config.pattern)
-        blocks: list[Block] = []
-        attentions = 0
-        for layer, (first, last) in enumerate(self.layers):
+        symbols = symbols_of(config.pattern)
+        start, stop = blocks or (0, len(symbols))
+        if not 0 <= start <= stop <= len(symbols):
+            raise ValueError(f"blocks [{start}, {stop}) of a pattern of {len(symbols)}")
+        self.layers: list[tuple[int, int]] = []
+        self.blocks = nn.ModuleList()
+        self.num_attention_layers = 0
+        layers = layer_blocks(symbols)
+        self._all_layers = len(layers)
+        for layer, (first, last) in enumerate(layers):
+            inside = range(max(first, start), min(last, stop))
+            if not inside:
+                continue
+            self.layers.append((inside.start - start, inside.stop - start))
             with build.store.unit(f"{name}.layers.{layer}"):
-                for i in range(first, last):
-                    blocks.append(
-                        self._block(i, attentions, prefix=f"{name}.blocks.{i}", build=build)
-                    )
-                    attentions += config.pattern[i] == ATTENTION
-        self.blocks = nn.ModuleList(blocks)
-        self.num_attention_layers = attentions
-        self.final_norm = Norm(
-            f"{name}.final_norm", build.hidden_size, config=config.norm, build=build
-        )
+                for i in inside:
+                    prefix = f"{name}.blocks.{i}"
+                    self.blocks.append(self._block(symbols[i], prefix=prefix, build=build))
+        self.final_norm: Norm | None = None
+        if normed:
+            self.final_norm = Norm(
+                f"{name}.final_norm", build.hidden_size, config=config.norm, build=build
+            )
         self.set_recompute(Recompute())
 
-    def _block(self, index: int, attentions: int, *, prefix: str, build: LayerBuild) -> Block:
-        """Build block `index`, behind so many attentions; its weights' names start by `prefix`."""
-        config, symbol = self.config, self.config.pattern[index]
+    def _block(self, symbol: str, *, prefix: str, build: LayerBuild) -> Block:
+        """Build the next block; the names of its weights start by `prefix`."""
+        config = self.config
         norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
         if symbol == ATTENTION:
             mixer: nn.Module = SelfAttention(
                 f"{prefix}.attention",
-                attentions,
+                self.num_attention_layers,
                 config=config.attention,
                 norm=config.norm,
                 build=build,
             )
+            self.num_attention_layers += 1
         else:
             mixer = MLP(f"{prefix}.mlp", config=config.mlp, build=build)
         drop = HiddenDropout(prefix, config.hidden_dropout, build=build)
@@ -183,12 +202,19 @@ class Decoder(nn.Module):
     def set_recompute(self, recompute: Recompute) -> None:
         """Choose what is computed again in backward; it changes no value.
 
+        A range of the pattern's blocks has its own runs of layers; where it has fewer layers than a
+        run, the run is what there is.
+
         Raises:
-            ValueError: more layers than there are.
+            ValueError: more layers than the whole pattern has.
         """
+        recompute.runs(self._all_layers)
+        layers = len(self.layers)
+        if layers and recompute.num_layers is not None:
+            recompute = dataclasses.replace(recompute, num_layers=min(recompute.num_layers, layers))
         self.runs = [
             (self.layers[first][0], self.layers[last - 1][1], again)
-            for first, last, again in recompute.runs(len(self.layers))
+            for first, last, again in (recompute.runs(layers) if layers else ())
         ]
         selective = recompute.granularity == "selective"
         for block in self.blocks:
@@ -204,9 +230,13 @@ class Decoder(nn.Module):
         rope: RopeTable | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Return the normalised stream [s, b, h] from embeddings [s, b, h].
+        """Return the stream [s, b, h], normalised if the final norm is here, from `hidden`.
 
         Both are [s/tp, b, h] under sequence parallelism.
+
+        Args:
+            hidden: [s, b, h], the embeddings or the stream behind the blocks before these.
+            cache: of the keys and values of these attention blocks, numbered from 0.
         """
         delta, stream = hidden, None
         for first, last, again in self.runs:
@@ -217,15 +247,13 @@ class Decoder(nn.Module):
                 delta, stream = recomputed(run, delta, stream, anchors=anchors)
             else:
                 delta, stream = run(delta, stream)
-        return self.final_norm(delta, stream)[0]
-
-
-def layer_blocks(pattern: str) -> list[tuple[int, int]]:
-    """Return the [first, last) blocks of each layer of a pattern.
-
-    An attention block and the MLP behind it are one layer, any other block is one by itself.
-    """
-    return [(found.start(), found.end()) for found in re.finditer(r"\*-|.", pattern)]
+        if self.final_norm is None:
+            # The norm would have rounded this sum to the stream's dtype as well, so a cut changes
+            # no bit of the forward. In backward the norm joins both gradients of the sum before it
+            # rounds; behind a cut autograd joins them rounded. In fp32 that is the same, in bf16
+            # one rounding more a cut.
+            return delta if stream is None else stream + delta
+        return self.final_norm(delta) if stream is None else self.final_norm(delta, stream)[0]
 
 
 def _through(

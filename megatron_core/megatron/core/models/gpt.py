@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +12,9 @@ from torch import nn
 from megatron.core.backend import LOCAL, Backend
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.initialize import InitSpec
-from megatron.core.models.decoder import ATTENTION, DENSE, Decoder, DecoderConfig, HiddenDropout
-from megatron.core.ops.rope import RopeScaling
+from megatron.core.models.decoder import Decoder, HiddenDropout
+from megatron.core.models.gpt_config import GPTConfig
+from megatron.core.models.stages import StageSplit
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     TensorParallelRegion,
@@ -24,93 +22,14 @@ from megatron.core.tensor_parallel import (
     VocabParallelHead,
 )
 from megatron.core.tensor_parallel.embedding import vocabulary_sharding
-from megatron.core.transformer import (
-    AttentionConfig,
-    KeyValueCache,
-    LayerBuild,
-    MLPConfig,
-    NormConfig,
-    RopeConfig,
-    RopeTable,
-)
+from megatron.core.transformer import KeyValueCache, LayerBuild, Recompute, RopeTable
 from megatron.core.weight_gather import Storage, WeightStore
 
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    """Everything that decides a GPT's logical weights and its function; nothing about ranks.
-
-    Args:
-        num_layers: L, each an attention and an MLP block.
-        hidden_size: h.
-        vocab_size: V, without padding.
-        attention, mlp, norm: shapes of the parts.
-        rope: rotary position embedding; None gives no positions at all.
-        tied: one weight for the embedding and the head.
-        hidden_dropout: probability of dropping an element of the embedding or of a block's output.
-        init_std: standard deviation of initial weights; output projections have init_std / sqrt(2
-            L).
-    """
-
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    attention: AttentionConfig
-    mlp: MLPConfig
-    norm: NormConfig = field(default_factory=NormConfig)
-    rope: RopeConfig | None = field(default_factory=RopeConfig)
-    tied: bool = False
-    hidden_dropout: float = 0.0
-    init_std: float = 0.02
-
-    def problems(self, *, tp: int = 1) -> list[str]:
-        """List everything that is wrong with this model on `tp` ranks; empty if nothing is."""
-        found = []
-        for name, size in (
-            ("num_layers", self.num_layers),
-            ("hidden_size", self.hidden_size),
-            ("vocab_size", self.vocab_size),
-        ):
-            if size < 1:
-                found.append(f"{name} is {size}: use a positive integer")
-        if self.vocab_size < tp:
-            found.append(
-                f"vocab_size {self.vocab_size} is less than tensor-model-parallel-size {tp}"
-            )
-        if not 0.0 <= self.hidden_dropout < 1.0:
-            found.append(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
-        found += self.attention.problems(tp) + self.mlp.problems(tp)
-        if self.rope is not None:
-            try:
-                self.rope.rotary_features(self.attention.kv_channels)
-            except ValueError as error:
-                found.append(str(error))
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the config as plain JSON values."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> GPTConfig:
-        """Rebuild a config from `to_json`. Raises ValueError for unknown or missing fields."""
-        fields = dict(data)
-        try:
-            fields["attention"] = AttentionConfig(**fields["attention"])
-            fields["mlp"] = MLPConfig(**fields["mlp"])
-            fields["norm"] = NormConfig(**fields["norm"])
-            if fields["rope"] is not None:
-                rope = dict(fields["rope"])
-                if rope["scaling"] is not None:
-                    rope["scaling"] = RopeScaling(**rope["scaling"])
-                fields["rope"] = RopeConfig(**rope)
-            return GPTConfig(**fields)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not the configuration of a GPT of this version: {error}") from error
+__all__ = ["GPTConfig", "GPTModel", "logical_weights"]
 
 
 class GPTModel(nn.Module):
-    """A GPT on this rank's part of the grid.
+    """A GPT on this rank's part of the grid: all of it, or its pipeline stage's chunks.
 
     Weights are not `nn.Parameter`s of the module: they live in `store` (flat buckets) and are
     reached by name through `store.handles`. Build `DataParallel(model.store, groups)` for
@@ -126,6 +45,16 @@ class GPTModel(nn.Module):
             result.
         storage: how the weights are stored; `DataParallelConfig.storage()` for training.
         backend: the implementations of the parts.
+        split: the blocks of every virtual stage; None is one even chunk on each rank of pp.
+
+    Raises:
+        ValueError: the model, the groups and the split do not fit together.
+
+    Attributes:
+        decoders: of this rank's chunks. Chunk c is part c of the store.
+        num_chunks: how many there are.
+        holds_embedding, holds_head: whether the first chunk starts with the embedding, and the last
+            ends with the final norm and the head.
     """
 
     def __init__(
@@ -140,45 +69,134 @@ class GPTModel(nn.Module):
         vocab_multiple: int = 1,
         storage: Storage | None = None,
         backend: Backend = LOCAL,
+        split: StageSplit | None = None,
     ) -> None:
         super().__init__()
+        stages, stage = groups["pp"].size, groups["pp"].rank
         problems = config.problems(tp=groups["tp"].size)
         if problems:
             raise ValueError("; ".join(problems))
-        self.config, self.groups = config, groups
+        split = split or StageSplit.even(config.num_layers, stages)
+        blocks = len(config.decoder.pattern)
+        if (split.stages, split.num_blocks) != (stages, blocks):
+            raise ValueError(
+                f"the split cuts {split.num_blocks} blocks for {split.stages} pipeline stages; the "
+                f"model has {blocks} blocks, its groups {stages} stages"
+            )
+        self.config, self.groups, self.split, self.num_chunks = config, groups, split, split.chunks
+        self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
         self.store = WeightStore(groups, seed=seed, dtype=dtype, device=device)
-        region = TensorParallelRegion(groups["tp"], sequence_parallel)
+        self._region = TensorParallelRegion(groups["tp"], sequence_parallel)
         build = LayerBuild(
             store=self.store,
-            region=region,
+            region=self._region,
             backend=backend,
             hidden_size=config.hidden_size,
             init=InitSpec.normal(config.init_std),
             output_init=InitSpec.normal(config.init_std / math.sqrt(2 * config.num_layers)),
             seed=seed,
         )
-        rows = vocabulary_sharding(
-            "embedding.weight", config.vocab_size, config.hidden_size, row_multiple=vocab_multiple
-        )
-        ends = {"store": self.store, "region": region, "init": build.init}
-        self.embedding = VocabParallelEmbedding(rows, **ends)
-        self.embedding_dropout = HiddenDropout("embedding", config.hidden_dropout, build=build)
-        self.decoder = Decoder(
-            "decoder",
-            DecoderConfig(
-                pattern=(ATTENTION + DENSE) * config.num_layers,
-                attention=config.attention,
-                mlp=config.mlp,
-                norm=config.norm,
-                hidden_dropout=config.hidden_dropout,
-            ),
-            build=build,
-        )
-        head = vocabulary_sharding(
-            "head.weight", config.vocab_size, config.hidden_size, row_multiple=vocab_multiple
-        )
-        self.head = VocabParallelHead(rows if config.tied else head, **ends)
+        self._embedding: VocabParallelEmbedding | None = None
+        self._embedding_dropout: HiddenDropout | None = None
+        self._head: VocabParallelHead | None = None
+        self.decoders = nn.ModuleList()
+        for chunk in range(split.chunks):
+            with self.store.part(chunk):
+                self._declare(chunk, vocab_multiple, build=build)
         self.store.materialize(storage)
+
+    def _declare(self, chunk: int, vocab_multiple: int, *, build: LayerBuild) -> None:
+        """Declare what a chunk has."""
+        config, stages = self.config, self.split.stages
+        shape = (config.vocab_size, config.hidden_size)
+        # Of one stage, the tied weight is one with two uses; of more, both ends have it.
+        both = (0, stages - 1) if config.tied and stages > 1 else ()
+        rows = vocabulary_sharding(
+            "embedding.weight", *shape, row_multiple=vocab_multiple, stages=both
+        )
+        ends = {"store": build.store, "region": build.region, "init": build.init}
+        if self._is_first(chunk):
+            self._embedding = VocabParallelEmbedding(rows, **ends)
+            self._embedding_dropout = HiddenDropout("embedding", config.hidden_dropout, build=build)
+        last = self._is_last(chunk)
+        self.decoders.append(
+            Decoder(
+                "decoder",
+                config.decoder,
+                build=build,
+                blocks=self.split.blocks(self.groups["pp"].rank, chunk),
+                normed=last,
+            )
+        )
+        if last:
+            head = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
+            self._head = VocabParallelHead(rows if config.tied else head, **ends)
+
+    # --- what this rank has -----------------------------------------------------------------------
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder of a model in one chunk. Raises ValueError if there are more."""
+        if self.num_chunks > 1:
+            raise ValueError(f"this rank has {self.num_chunks} chunks: use model.decoders")
+        return self.decoders[0]
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """The embedding. Raises ValueError if it is on another pipeline stage."""
+        return self._held(self._embedding, "embedding")
+
+    @property
+    def embedding_dropout(self) -> HiddenDropout:
+        """Dropout behind the embedding. Raises ValueError if it is on another pipeline stage."""
+        return self._held(self._embedding_dropout, "embedding")
+
+    @property
+    def head(self) -> VocabParallelHead:
+        """The head. Raises ValueError if it is on another pipeline stage."""
+        return self._held(self._head, "head")
+
+    @property
+    def num_parameters(self) -> int:
+        """Logical parameters of the whole model, of all pipeline stages."""
+        return sum(math.prod(shape) for shape in logical_weights(self.config).values())
+
+    def set_recompute(self, recompute: Recompute) -> None:
+        """Choose what is computed again in backward, in every chunk; it changes no value.
+
+        Raises:
+            ValueError: more layers than the whole model has.
+        """
+        for decoder in self.decoders:
+            decoder.set_recompute(recompute)
+
+    def boundary_shape(self, tokens: torch.Tensor) -> tuple[int, int, int]:
+        """Return the shape of what passes between chunks: s/tp with sequence parallelism, b, h.
+
+        Its dtype is the store's.
+
+        Args:
+            tokens: int64 [b, s].
+        """
+        batch, length = tokens.shape
+        parts = self._region.group.size if self._region.scatters else 1
+        return length // parts, batch, self.config.hidden_size
+
+    def _held(self, part: Any, name: str) -> Any:
+        if part is None:
+            at = self.groups["pp"]
+            raise ValueError(f"the {name} is not on pipeline stage {at.rank} of {at.size}")
+        return part
+
+    def _is_first(self, chunk: int) -> bool:
+        """Return whether the embedding is in a chunk of this rank."""
+        return self.holds_embedding and chunk == 0
+
+    def _is_last(self, chunk: int) -> bool:
+        """Return whether the head is in a chunk of this rank."""
+        return self.holds_head and chunk == self.num_chunks - 1
+
+    # --- forward ----------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -186,39 +204,56 @@ class GPTModel(nn.Module):
         *,
         layout: SequenceLayout | None = None,
         cache: KeyValueCache | None = None,
+        chunk: int = 0,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the final hidden states [s, b, h] ([s/tp, b, h] with sequence parallelism).
+        """Return the stream behind a chunk [s, b, h] ([s/tp, b, h] with sequence parallelism).
+
+        Behind the last chunk of the model it is normalised: the final hidden states.
 
         Args:
             tokens: int64 [b, s].
             layout: positions, documents, samples; None is whole sequences without dropout.
-            cache: of keys and values, while generating.
+            cache: of the chunk's keys and values, while generating.
+            chunk: of this rank.
+            hidden: of `boundary_shape`, behind the chunk before; None in the model's first.
+
+        Raises:
+            ValueError: no such chunk, or `hidden` is missing or too much.
         """
+        if not 0 <= chunk < self.num_chunks:
+            raise ValueError(f"chunk {chunk} of the {self.num_chunks} on this rank")
         layout = layout or SequenceLayout.dense(tokens.shape[1], device=tokens.device)
         rope = None
         if self.config.rope is not None:
             rope = RopeTable.of(
                 self.config.rope, layout.positions, self.config.attention.kv_channels
             )
-        hidden = self.embedding(tokens.t())  # [s, b, h]
-        hidden = self.embedding_dropout(hidden, layout)
-        return self.decoder(hidden, layout, rope=rope, cache=cache)
+        if self._is_first(chunk) != (hidden is None):
+            wanted = "starts with the embedding: it takes no hidden states"
+            if hidden is None:
+                wanted = "needs the hidden states behind the chunk before: give `hidden`"
+            raise ValueError(f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} {wanted}")
+        if hidden is None:
+            hidden = self.embedding(tokens.t())  # [s, b, h]
+            hidden = self.embedding_dropout(hidden, layout)
+        return self.decoders[chunk](hidden, layout, rope=rope, cache=cache)
 
-    def loss(
+    def hidden(
         self,
         tokens: torch.Tensor,
-        labels: torch.Tensor,
-        token_weights: torch.Tensor,
         *,
+        chunk: int = 0,
+        hidden: torch.Tensor | None = None,
         sample_ids: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (sum of token_weights · nll, nll [b, s]).
+    ) -> torch.Tensor:
+        """Return the stream behind a chunk [s, b, h] ([s/tp, b, h] with sequence parallelism).
 
         Args:
-            tokens, labels: int64 [b, s].
-            token_weights: fp32 [b, s], the factor of each token's loss; 0 masks it.
+            tokens: int64 [b, s].
+            chunk, hidden: see `forward`.
             sample_ids: int64 [b], global sample numbers; None turns dropout off.
             positions: int64 [b, s], position of each token in its document; None is 0 … s-1.
             document_ids: int [b, s]; tokens see only their own document. None is one a row.
@@ -230,8 +265,45 @@ class GPTModel(nn.Module):
             sample_ids=sample_ids,
             device=tokens.device,
         )
-        hidden = self(tokens, layout=layout)
-        loss, nll = self.head.loss(hidden, labels.t(), token_weights.t())
+        return self(tokens, layout=layout, chunk=chunk, hidden=hidden)
+
+    def loss(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        token_weights: torch.Tensor,
+        *,
+        chunk: int = 0,
+        hidden: torch.Tensor | None = None,
+        sample_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum of token_weights · nll, nll [b, s]).
+
+        Args:
+            tokens, labels: int64 [b, s].
+            token_weights: fp32 [b, s], the factor of each token's loss; 0 masks it.
+            chunk, hidden: see `forward`; the chunk is the model's last.
+            sample_ids, positions, document_ids: see `hidden`.
+
+        Raises:
+            ValueError: the chunk has no head.
+        """
+        if not self._is_last(chunk):
+            raise ValueError(
+                f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} has no head: its result "
+                "is `hidden`, for the next chunk"
+            )
+        final = self.hidden(
+            tokens,
+            chunk=chunk,
+            hidden=hidden,
+            sample_ids=sample_ids,
+            positions=positions,
+            document_ids=document_ids,
+        )
+        loss, nll = self.head.loss(final, labels.t(), token_weights.t())
         return loss, nll.t()
 
     def logits(
@@ -258,3 +330,15 @@ class GPTModel(nn.Module):
     def full_logits(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the logits of the whole vocabulary, fp32 [s, b, V], on every tp rank."""
         return self.head.whole(self.logits(tokens, **options))
+
+
+def logical_weights(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight of a whole model by name; nothing is allocated."""
+    model = GPTModel(
+        config,
+        ProcessGroupCollection.single(),
+        device="meta",
+        storage=Storage(initialize=False),
+    )
+    shardings = (handle.sharding for handle in model.store.handles.values())
+    return {part.name: part.shape for sharding in shardings for part in sharding.segments}

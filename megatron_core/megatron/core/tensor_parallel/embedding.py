@@ -14,11 +14,24 @@ from megatron.core.weight_sharding import Cut, WeightSharding
 
 
 def vocabulary_sharding(
-    name: str, vocab_size: int, hidden_size: int, *, row_multiple: int = 1
+    name: str,
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    row_multiple: int = 1,
+    stages: tuple[int, ...] = (),
 ) -> WeightSharding:
-    """Describe a [V, h] weight cut by rows over tp, each rank's rows padded to a multiple."""
+    """Describe a [V, h] weight cut by rows over tp, each rank's rows padded to a multiple.
+
+    Args:
+        stages: the pipeline stages that own it, if more than the one that declares it.
+    """
     return WeightSharding.of(
-        name, (vocab_size, hidden_size), Cut(axis="tp", dim=0), row_multiple=row_multiple
+        name,
+        (vocab_size, hidden_size),
+        Cut(axis="tp", dim=0),
+        row_multiple=row_multiple,
+        stages=stages,
     )
 
 

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StageSplit: which blocks of a layer pattern every virtual pipeline stage has. Pure data.
+
+With p stages of v chunks each, chunk c of stage r is virtual stage g = c · p + r; data goes from g
+to g + 1. The embedding is in the first virtual stage, final norm, head and loss are in the last.
+A virtual stage may have any number of blocks, none included. Three ways to write a split:
+
+    numbers   evenly, or with other numbers of layers in the first and the last stage
+    pattern   "*-*-|*-*|-*-|"    `|` cuts between any two blocks
+    layout    "Et*2|(tt|)*2,L"   E embedding, t layer, L loss, `|` cuts, `*n` repeats what is before
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron.core.models.pattern import ATTENTION, CUT, DENSE, symbol_problems, symbols_of
+
+#: A layer of a GPT is an attention and an MLP block.
+_LAYER = ATTENTION + DENSE
+
+#: Symbols that a layout may have once its repetitions are written out.
+_LONGEST_LAYOUT = 100_000
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """The blocks of every virtual stage.
+
+    Args:
+        stages: p, the ranks of the pipeline.
+        ranges: [first, last) blocks of each virtual stage, in order; each starts where the one
+            before ends.
+
+    Raises:
+        ValueError: ranges that leave blocks out, or as many as do not divide over the stages.
+    """
+
+    stages: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        ends = [0, *(last for _, last in self.ranges)]
+        starts = [first for first, _ in self.ranges]
+        if starts != ends[:-1] or ends != sorted(ends):
+            raise ValueError(f"the blocks {self.ranges} of the stages do not follow one another")
+        if self.stages < 1 or not self.ranges or len(self.ranges) % self.stages:
+            raise ValueError(f"{len(self.ranges)} parts do not divide over {self.stages} stages")
+
+    @property
+    def chunks(self) -> int:
+        """Chunks on each rank."""
+        return len(self.ranges) // self.stages
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole pattern."""
+        return self.ranges[-1][1]
+
+    def blocks(self, stage: int, chunk: int) -> tuple[int, int]:
+        """Return the [first, last) blocks of a stage's chunk."""
+        return self.ranges[chunk * self.stages + stage]
+
+    def describe(self) -> str:
+        """Say how many layers each stage has: "3|2 layers", or "2+1|1+1 layers" in two chunks.
+
+        In blocks where a layer of two blocks is cut: "3|5 blocks".
+        """
+        whole = all(last % len(_LAYER) == 0 for _, last in self.ranges)
+        size, noun = (len(_LAYER), "layers") if whole else (1, "blocks")
+        counts = [str((last - first) // size) for first, last in self.ranges]
+        each = ("+".join(counts[stage :: self.stages]) for stage in range(self.stages))
+        return f"{CUT.join(each)} {noun}"
+
+    @staticmethod
+    def even(
+        num_layers: int,
+        stages: int,
+        *,
+        chunks: int = 1,
+        first_layers: int | None = None,
+        last_layers: int | None = None,
+        count_embedding: bool = False,
+        count_loss: bool = False,
+    ) -> StageSplit:
+        """Give every virtual stage as many layers as any other, with the exceptions asked for.
+
+        Args:
+            num_layers: L of the model.
+            stages: p.
+            chunks: v, of each stage.
+            first_layers, last_layers: of the first and the last stage, in all its chunks together;
+                the other stages share the rest.
+            count_embedding, count_loss: take it for a layer, so that its virtual stage has one
+                less.
+
+        Raises:
+            ValueError: all of `even_problems`.
+        """
+        chosen = {
+            "chunks": chunks,
+            "first_layers": first_layers,
+            "last_layers": last_layers,
+            "count_embedding": count_embedding,
+            "count_loss": count_loss,
+        }
+        _refuse(even_problems(num_layers, stages, **chosen))
+        if first_layers is None and last_layers is None:
+            size = (num_layers + count_embedding + count_loss) // (stages * chunks)
+            layers = [size] * (stages * chunks)
+            layers[0] -= count_embedding
+            layers[-1] -= count_loss
+        else:
+            others = stages - (first_layers is not None) - (last_layers is not None)
+            rest = num_layers - (first_layers or 0) - (last_layers or 0)
+            layers = [rest // max(others, 1) // chunks] * stages
+            if first_layers is not None:
+                layers[0] = first_layers // chunks
+            if last_layers is not None:
+                layers[-1] = last_layers // chunks
+            layers *= chunks
+        return _from_sizes(stages, (len(_LAYER) * count for count in layers))
+
+    @staticmethod
+    def from_pattern(pattern: str, stages: int, *, num_layers: int | None = None) -> StageSplit:
+        """Cut where the pattern has a `|`.
+
+        Args:
+            pattern: such as "*-*-|*-*|-*-|".
+            stages: p, which divides the number of parts.
+            num_layers: of a GPT, whose pattern has so many times `*-`; None allows any.
+
+        Raises:
+            ValueError: all of `pattern_problems`.
+        """
+        _refuse(pattern_problems(pattern, stages, num_layers=num_layers))
+        return _from_sizes(stages, map(len, pattern.split(CUT)))
+
+    @staticmethod
+    def from_layout(layout: str, stages: int, *, num_layers: int) -> StageSplit:
+        """Cut a GPT as a layout says.
+
+        Args:
+            layout: such as "Et*2|(tt|)*2,L"; commas and blanks mean nothing.
+            stages: p, which divides the number of parts.
+            num_layers: L of the model.
+
+        Raises:
+            ValueError: all of `layout_problems`.
+        """
+        _refuse(layout_problems(layout, stages, num_layers=num_layers))
+        parts = _written_out(layout)[0].split(CUT)
+        return _from_sizes(stages, (len(_LAYER) * part.count("t") for part in parts))
+
+
+def even_problems(
+    num_layers: int,
+    stages: int,
+    *,
+    chunks: int = 1,
+    first_layers: int | None = None,
+    last_layers: int | None = None,
+    count_embedding: bool = False,
+    count_loss: bool = False,
+) -> list[str]:
+    """List why `StageSplit.even` cannot be, each with its mend; empty if it can."""
+    named = {"layers": num_layers, "pipeline stages": stages, "chunks of a stage": chunks}
+    found = [f"{size} {name}: use 1 or more" for name, size in named.items() if size < 1]
+    ends = {"first": first_layers, "last": last_layers}
+    given = {name: layers for name, layers in ends.items() if layers is not None}
+    for name, layers in given.items():
+        if layers < 0:
+            found.append(f"{layers} layers in the {name} pipeline stage: use 0 or more")
+        elif chunks > 1 and layers % chunks:
+            found.append(
+                f"{layers} layers in the {name} pipeline stage do not divide over its {chunks} "
+                f"chunks: use a multiple of {chunks}"
+            )
+    counted = [w for w, on in (("embedding", count_embedding), ("loss", count_loss)) if on]
+    if given and counted:
+        found.append(
+            f"the layers of the {' and the '.join(given)} pipeline stage are given, so the "
+            f"{' and the '.join(counted)} cannot be counted as a layer: use one or the other"
+        )
+    if given and stages == 1:
+        found.append("layers of the first or the last pipeline stage need 2 stages or more")
+    if found:
+        return found
+    if not given:
+        return _uneven(num_layers, counted, stages * chunks)
+    return _uneven_rest(num_layers, given, stages, chunks)
+
+
+def pattern_problems(pattern: str, stages: int, *, num_layers: int | None = None) -> list[str]:
+    """List why a pattern cannot be cut like that, each with its mend; empty if it can."""
+    found = symbol_problems(pattern)
+    found += _part_problems(f"layer pattern {pattern!r}", pattern, stages)
+    if num_layers is not None and symbols_of(pattern) != _LAYER * num_layers:
+        found.append(
+            f"layer pattern {pattern!r} without its '|' must be '*-' for each of the "
+            f"{num_layers} layers"
+        )
+    return found
+
+
+def layout_problems(layout: str, stages: int, *, num_layers: int) -> list[str]:
+    """List why a layout cannot be, each with its mend; empty if it can."""
+    text, found = _written_out(layout)
+    if found:
+        return found
+    what = f"pipeline layout {layout!r}"
+    found = _part_problems(what, text, stages)
+    for symbol, name, place in (("E", "embedding", "begins"), ("L", "loss", "ends")):
+        count = text.count(symbol)
+        if count != 1:
+            found.append(f"{what} has {count} {symbol}: write the {name} once")
+        elif not (text.startswith("E") if symbol == "E" else text.endswith("L")):
+            found.append(f"{what}: the {name} {place} the model: {place[:-1]} with its {symbol}")
+    if text.count("t") != num_layers:
+        found.append(f"{what} has {text.count('t')} t for {num_layers} layers: write one for each")
+    return found
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _from_sizes(stages: int, sizes: Iterable[int]) -> StageSplit:
+    """Return the split whose virtual stages have so many blocks."""
+    ends = [0, *itertools.accumulate(sizes)]
+    return StageSplit(stages, tuple(itertools.pairwise(ends)))
+
+
+def _part_problems(what: str, text: str, stages: int) -> list[str]:
+    parts = text.count(CUT) + 1
+    if stages < 1:
+        return [f"{stages} pipeline stages: use 1 or more"]
+    if parts % stages == 0:
+        return []
+    return [
+        f"{what} has {parts} parts for {stages} pipeline stages: write a multiple of {stages} "
+        "with '|' between them (a part may be empty)"
+    ]
+
+
+def _uneven(num_layers: int, counted: list[str], virtual_stages: int) -> list[str]:
+    """List what keeps layers, and what counts as one, from dividing over all virtual stages."""
+    total = num_layers + len(counted)
+    if total % virtual_stages == 0:
+        return []
+    and_more = "".join(f" and the {what}" for what in counted)
+    return [
+        f"{num_layers} layers{and_more} do not divide over {virtual_stages} virtual pipeline "
+        "stages: use another number of layers or of stages, give the first or the last stage "
+        "another number, or write a layout"
+    ]
+
+
+def _uneven_rest(num_layers: int, given: dict[str, int], stages: int, chunks: int) -> list[str]:
+    """List what keeps the layers outside the first and the last stage from dividing."""
+    rest, others = num_layers - sum(given.values()), stages - len(given)
+    taken = " and ".join(f"{layers} in the {name}" for name, layers in given.items())
+    if rest >= 0 and (rest % (others * chunks) == 0 if others else rest == 0):
+        return []
+    if rest < 0:
+        return [f"{taken} pipeline stage are more than the {num_layers} layers: use fewer"]
+    return [
+        f"{num_layers} layers leave {rest} with {taken} pipeline stage, which do not divide over "
+        f"the {others} other stages of {chunks} chunks each: use other numbers or write a layout"
+    ]
+
+
+def _written_out(layout: str) -> tuple[str, list[str]]:
+    """Return a layout without repetitions, groups, commas and blanks, and what is wrong with it."""
+    found: list[str] = []
+    levels: list[list[str]] = [[]]  # of open parentheses; each a list of what may be repeated
+    opened: list[int] = []
+    for match in re.finditer(r"\*\s*[0-9]+|\S", layout):
+        token, place = match.group(), match.start() + 1
+        if token in ("E", "t", "L", CUT):
+            levels[-1].append(token)
+        elif token == "(":
+            levels.append([])
+            opened.append(place)
+        elif token == ")" and opened:
+            opened.pop()
+            group = "".join(levels.pop())
+            levels[-1].append(group)
+        elif token == ")":
+            found.append(f"')' at {place} closes nothing: write a '(' before it or leave it out")
+        elif token[0] == "*" and len(token) > 1 and levels[-1]:
+            times = int(token[1:]) if len(token) < 10 else _LONGEST_LAYOUT
+            if len(levels[-1][-1]) * times < _LONGEST_LAYOUT:
+                levels[-1][-1] *= times
+            else:
+                found.append(f"{token!r} at {place} repeats too often: use a smaller number")
+        elif token[0] == "*":
+            found.append(f"{token!r} at {place}: write what to repeat and how often, as in 't*3'")
+        elif token != ",":
+            found.append(
+                f"{token!r} at {place} is unknown: use E (embedding), t (layer), L (loss), | "
+                "between parts, and (...)*n"
+            )
+    found += [f"'(' at {place} is never closed: write a ')'" for place in opened]
+    text = "".join(itertools.chain.from_iterable(levels))
+    return text, [f"pipeline layout {layout!r}: {problem}" for problem in found]

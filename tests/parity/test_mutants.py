@@ -89,8 +89,8 @@ FAULTS = {
     "buckets are reduced too early": (
         "distributed.data_parallel",
         "DataParallel.accumulate",
-        "self._last = last",
-        "self._last = not last",
+        "if last else ()",
+        "if not last else ()",
         {"tp": 1, "dp": 2, "accumulation": 2, "bucket": "small"},
     ),
     "the mean forgets the number of microbatches": (

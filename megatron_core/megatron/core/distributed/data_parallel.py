@@ -9,20 +9,29 @@ A step, as its caller sees it:
     ...                          # the optimizer writes the ranges of `owned()`
     engine.start_param_sync()    # the other ranks' ranges follow, at once or when they are needed
 
+Where a rank has several parts of a model, as the chunks of a pipeline, each with its own order of
+microbatches, the caller says more:
+
+    engine.begin_step(program=names of the segments in the order in which they run)
+    engine.segment(name)         # before what runs forward or backward through a part
+    engine.last(part)            # before the step's last puts into a part
+    engine.close(part)           # behind a microbatch's last put into it
+
 A strategy is the placement of weight, gradient and optimizer state on the data axes, nothing else:
 `Gatherer` makes cut weights whole, `GradientBucket` sums gradients into where they are kept.
 
 All scaling is in the loss, so every reduction is a plain sum. A bucket is reduced as soon as each
-of its weights has had all its puts; what is still open is reduced at the end of the microbatch
-(cut gradients) or by `finish`, which then carries out the remaining sums of the gradient plan
-(weights whole on tp that saw different tokens or heads).
+of its weights has had all its puts; what is still open is reduced by `close` or `finish`, which
+then carries out the remaining sums of the gradient plan (weights whole on tp that saw different
+tokens or heads, weights of two stages).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 
 import torch
 
@@ -46,6 +55,14 @@ from megatron.core.weight_gather import (
 _REDUCTIONS_UNDER_WAY = 2
 
 
+class _Phase(Enum):
+    """Where an engine is."""
+
+    BETWEEN = "no step"
+    STEP = "a step"
+    EVALUATION = "an evaluation"
+
+
 class DataParallel:
     """Train the weights of a store over the data lanes.
 
@@ -58,7 +75,8 @@ class DataParallel:
 
     Attributes:
         buckets: those with trained weights, in the order in which backward fills them.
-        gatherer: makes weights whole; None if every rank keeps and updates all of them.
+        gatherer: makes weights whole; None if every rank keeps and updates all of them, or this
+            one has none.
         launched_in_backward: reductions of the last microbatch that started before `finish`.
     """
 
@@ -85,13 +103,14 @@ class DataParallel:
         self.launched_in_backward = 0
         self.arena = Arena(store.device, poison=config.debug)
         self.gatherer: Gatherer | None = None
-        if self.placement.optimizer:
+        if self.placement.optimizer and store.buckets:
             self.gatherer = Gatherer(
                 store.buckets,
                 prefetch=config.overlap_param_gather,
                 ahead=config.prefetch_bytes,
                 poison=config.debug,
             )
+        self._parts = sorted({bucket.part for bucket in store.buckets}, reverse=True)
         stream = new_stream(store.device)
         self.buckets = [
             GradientBucket(
@@ -106,7 +125,8 @@ class DataParallel:
             if any(handle.trainable for handle in bucket.handles)
         ]
         self._sums = ModelSums(store, self.buckets)
-        self._last, self._in_step = False, False
+        self._phase = _Phase.BETWEEN
+        self._last: set[int] = set()
         self._under_way: deque[GradientBucket] = deque()
 
     @property
@@ -120,18 +140,79 @@ class DataParallel:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def begin_step(self, microbatches: int = 1) -> None:
+    def begin_step(self, microbatches: int = 1, *, program: Sequence[str] | None = None) -> None:
         """Forget the last step's gradients.
 
         Args:
             microbatches: of this step; another number than that costs time, not correctness.
+            program: the segments of this step in the order in which they will run, instead of each
+                microbatch forward and backward; `segment` then says when each begins. Likewise.
         """
-        self._in_step, self._last, self.launched_in_backward = True, False, 0
+        self._phase, self.launched_in_backward = _Phase.STEP, 0
+        self._last.clear()
         for bucket in self.buckets:
             bucket.begin_step()
         if self.gatherer is not None:
-            self.gatherer.begin((FORWARD, BACKWARD) * microbatches)
-            self.gatherer.segment(FORWARD)
+            self.gatherer.begin((FORWARD, BACKWARD) * microbatches if program is None else program)
+            if program is None:
+                self.gatherer.segment(FORWARD)
+
+    def segment(self, name: str) -> None:
+        """Say which segment runs from now on: `segment_name(FORWARD or BACKWARD, part)`.
+
+        Raises:
+            ValueError: outside of steps and evaluations.
+        """
+        if self._phase is _Phase.BETWEEN:
+            raise ValueError(f"segment {name} outside a step: call begin_step() first")
+        if self.gatherer is not None:
+            self.gatherer.segment(name)
+
+    def prefetch(self, name: str) -> None:
+        """Start the gathers that a segment will need first, without waiting.
+
+        Only with `overlap_param_gather`, and once a step has shown what the segment needs.
+
+        Raises:
+            ValueError: outside of steps and evaluations.
+        """
+        if self._phase is _Phase.BETWEEN:
+            raise ValueError(f"prefetch of {name} outside a step: call begin_step() first")
+        if self.gatherer is not None:
+            self.gatherer.prefetch(name)
+
+    def last(self, part: int) -> None:
+        """Say that from here on the step's last microbatch puts gradients into a part's weights.
+
+        With `overlap_grad_reduce`, buckets of the part are reduced as they fill. All earlier
+        microbatches must have had their puts.
+
+        Raises:
+            ValueError: no step has begun.
+        """
+        if self._phase is not _Phase.STEP:
+            raise ValueError(f"last({part}) outside a step: call begin_step() first")
+        self._last.add(part)
+        for bucket in self.buckets:
+            if bucket.part == part:
+                bucket.begin_last()
+
+    def close(self, part: int) -> None:
+        """Say that a microbatch has put all its gradients into a part's weights.
+
+        Cut gradients that got fewer puts than were declared are reduced; behind the last
+        microbatch, with `overlap_grad_reduce`, so is every bucket of the part that has not been.
+
+        Raises:
+            ValueError: no step has begun.
+        """
+        if self._phase is not _Phase.STEP:
+            raise ValueError(f"close({part}) outside a step: call begin_step() first")
+        over = part in self._last and self.config.overlap_grad_reduce
+        for bucket in self.buckets:
+            missing = (bucket.cut and bucket.is_open) or (over and not bucket.launched)
+            if bucket.part == part and missing:
+                self._reduce(bucket)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run one microbatch's backward; `last` lets whole gradients be reduced while it runs.
@@ -139,23 +220,20 @@ class DataParallel:
         Raises:
             ValueError: no step has begun.
         """
-        if not self._in_step:
+        if self._phase is not _Phase.STEP:
             raise ValueError("backward outside a step: call begin_step() first")
         self.accumulate(last=last)
-        if self.gatherer is not None:
-            self.gatherer.segment(BACKWARD)
+        self.segment(BACKWARD)
         loss.backward()
         if self.store.queue is None:
-            self._close_microbatch()
-        if self.gatherer is not None:
-            self.gatherer.segment(FORWARD)
+            for part in self._parts:
+                self.close(part)
+        self.segment(FORWARD)
 
     def accumulate(self, *, last: bool) -> None:
-        """Say whether the step's last puts follow, for callers that split backward."""
-        self._last = last
-        if last:
-            for bucket in self.buckets:
-                bucket.begin_last()
+        """Say whether the step's last puts follow, in all parts at once."""
+        for part in self._parts if last else ():
+            self.last(part)
 
     def finish(self) -> None:
         """Make every gradient whole: reduce what is left, wait, then sum over the model axes.
@@ -163,7 +241,7 @@ class DataParallel:
         Raises:
             ValueError: no step has begun: its sums would be taken twice.
         """
-        if not self._in_step:
+        if self._phase is not _Phase.STEP:
             raise ValueError("finish outside a step: call begin_step() first")
         for bucket in self.buckets:
             if (bucket.cut and bucket.is_open) or not bucket.launched:
@@ -179,7 +257,7 @@ class DataParallel:
             self.gatherer.finish()
             if self.config.debug:
                 self.gatherer.check_order()
-        self._in_step = False
+        self._phase = _Phase.BETWEEN
 
     def abort(self) -> None:
         """Leave a step that failed half-way; the next `begin_step` starts clean."""
@@ -188,7 +266,7 @@ class DataParallel:
             bucket.abort()
         if self.gatherer is not None:
             self.gatherer.abort()
-        self._in_step = False
+        self._phase = _Phase.BETWEEN
 
     # --- between steps ----------------------------------------------------------------------------
 
@@ -221,45 +299,48 @@ class DataParallel:
         Raises:
             ValueError: a step is under way.
         """
-        if self._in_step:
+        if self._phase is _Phase.STEP:
             raise ValueError("complete_weights inside a step: finish() or abort() it first")
         if self.gatherer is not None:
             self.gatherer.complete_stored()
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self, program: Sequence[str] | None = None) -> Iterator[None]:
         """Run forwards without backward inside, between two steps.
 
+        Args:
+            program: the segments that will run, in order, as in `begin_step`; None is one of its
+                own for all that runs inside.
+
         Raises:
-            ValueError: a step is under way.
+            ValueError: a step or an evaluation is under way.
         """
-        if self._in_step:
-            raise ValueError("evaluation inside a step: finish() or abort() it first")
-        if self.gatherer is None:
-            yield
-            return
-        self.gatherer.begin((EVALUATION,))
-        self.gatherer.segment(EVALUATION)
+        if self._phase is not _Phase.BETWEEN:
+            raise ValueError(f"evaluation inside {self._phase.value}: finish() or leave that first")
+        self._phase = _Phase.EVALUATION
         try:
+            if self.gatherer is not None:
+                self.gatherer.begin((EVALUATION,) if program is None else program)
+                if program is None:
+                    self.gatherer.segment(EVALUATION)
             yield
+            if self.gatherer is not None:
+                self.gatherer.finish()
         except BaseException:
-            self.gatherer.abort()
+            if self.gatherer is not None:
+                self.gatherer.abort()
             raise
-        self.gatherer.finish()
+        finally:
+            self._phase = _Phase.BETWEEN
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _on_full(self, bucket: GradientBucket) -> None:
-        if not bucket.cut and not (self._last and self.config.overlap_grad_reduce):
+        last = bucket.part in self._last
+        if not bucket.cut and not (last and self.config.overlap_grad_reduce):
             return
         self._reduce(bucket)
-        self.launched_in_backward += self._last
-
-    def _close_microbatch(self) -> None:
-        """Reduce cut gradients that got fewer puts than declared, on every rank alike."""
-        for bucket in self.buckets:
-            if bucket.cut and bucket.is_open:
-                self._reduce(bucket)
+        self.launched_in_backward += last
 
     def _reduce(self, bucket: GradientBucket) -> None:
         bucket.reduce()

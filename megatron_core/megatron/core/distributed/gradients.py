@@ -37,6 +37,7 @@ class GradientBucket:
         on_full: called when every weight has had all its puts.
 
     Attributes:
+        part: of the model that its weights belong to.
         gradients: what the optimizer reads, [owned].
         cut: gradients are kept in shards, and reduced in every microbatch.
         wide: bf16 gradients are summed in fp32, out of a second leased buffer.
@@ -55,6 +56,7 @@ class GradientBucket:
         on_full: Callable[[GradientBucket], None],
     ) -> None:
         self.bucket, self.config, self.placement = bucket, config, placement
+        self.part = bucket.part
         self.arena, self.stream, self.on_full = arena, stream, on_full
         self.trainable = [h for h in bucket.handles if h.trainable]
         self.cut = bool(placement.gradient)
@@ -123,7 +125,8 @@ class GradientBucket:
         if self.launched and not self.cut:
             raise ValueError(
                 f"{handle.name} got more gradients than its {handle.uses} declared uses, after "
-                "its reduction had begun: declare it once per use"
+                "its reduction had begun: declare it once per use, and call last() behind the "
+                "puts of all microbatches but the last"
             )
         self.puts[handle.name] += 1
         if self.puts[handle.name] == handle.uses:

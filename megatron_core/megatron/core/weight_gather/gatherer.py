@@ -136,8 +136,8 @@ class Gatherer:
         """Start a step that runs these segments, and the gathers that its first need waits for."""
         self._leave_segment()
         program = tuple(segments)
-        if not self.leases:  # every bucket is needed first in a forward, and then stays
-            program = program[:1]
+        if not self.leases:  # what the first run of a segment has needed stays
+            program = tuple(dict.fromkeys(program))
         self.stream.wait_stream(current_stream(self.arena.device))
         plan = self._plan(program)
         self._program = _Program(program, plan)
@@ -155,13 +155,28 @@ class Gatherer:
         self._close_trace()
         self._program.segment = name
 
+    def prefetch(self, name: str) -> None:
+        """Start the gathers that a segment needs first, without waiting: of all its buckets if they
+        are stored whole. Where they are leased, a plan that is being followed has started them.
+
+        Nothing is started with `prefetch` off, or for a segment that no step has run yet.
+        """
+        trace = self._traces.get(name, ()) if self.prefetch else ()
+        if not self.leases:
+            self._start([index for index in trace if not self.buckets[index].current])
+        elif self._program.plan is None:
+            held = sum(self.sizes[i] for i in self._gathered)
+            self._start([i for i in trace[:1] if held + self.sizes[i] <= self.budget])
+
     def finish(self) -> None:
         """End a step: wait for what is under way, release what is leased, and keep what the step
         has taught for the next plan."""
         self._leave_segment()
         self._settle()
         for name, trace in self._program.traces.items():
-            if self._traces.get(name) != trace:
+            # Nothing is needed where all is still there: that does not unteach what is needed else.
+            known = self._traces.get(name)
+            if known is None or (trace and trace != known):
                 self._traces[name] = trace
                 self._plans.clear()
 
@@ -265,7 +280,11 @@ class Gatherer:
     # --- inside -----------------------------------------------------------------------------------
 
     def _plan(self, program: tuple[str, ...]) -> GatherPlan | None:
-        if not program or any(name not in self._traces for name in program):
+        # A segment may need nothing: a part without weights. If none needs anything, nothing is
+        # known yet: what is stored whole is all there until the first update.
+        if any(name not in self._traces for name in program):
+            return None
+        if not any(self._traces[name] for name in program):
             return None
         if program not in self._plans:
             self._plans[program] = compile_plan(
@@ -367,7 +386,7 @@ class Gatherer:
 
     def _close_trace(self) -> None:
         program = self._program
-        if program.segment is not None and program.trace:
+        if program.segment is not None and (program.trace or program.segment not in program.traces):
             program.traces[program.segment] = tuple(program.trace)
         program.segment, program.trace = None, []
 

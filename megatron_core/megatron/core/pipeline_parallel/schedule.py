@@ -21,9 +21,10 @@ sums are the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 
 class Kind(Enum):
@@ -39,6 +40,14 @@ class Kind(Enum):
     RECEIVE_BACKWARD = "RB"
     GATHER = "G"
     REDUCE = "R"
+
+
+COMPUTES = frozenset(
+    {Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT},
+)
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+TRANSFERS = SENDS | RECEIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,28 @@ class Schedule:
         """Return (rank, chunk) whose output this chunk gets; None before the first."""
         preceding = self.virtual_stage(rank, chunk) - 1
         return None if preceding < 0 else (preceding % self.stages, preceding // self.stages)
+
+    def other_end(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """Return the other rank of a send or receive, and what is in its list; None without one."""
+        if action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD):
+            place = self.following(rank, action.chunk)
+        elif action.kind in (Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD):
+            place = self.preceding(rank, action.chunk)
+        else:
+            place = None
+        if place is None:
+            return None
+        return place[0], Action(_OTHER_ENDS[action.kind], place[1], action.microbatch)
+
+
+_OTHER_ENDS: Mapping[Kind, Kind] = MappingProxyType(
+    {
+        Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD,
+        Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD,
+        Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
+        Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD,
+    }
+)
 
 
 def make_schedule(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """AutogradWorker: the chunks of one stage, computed forward by a function and backward by autograd.
 
-    F   hidden -> output; kept until backward: the input, and the edge of the graph at the output,
-        not the output itself, whose memory is free once it has been sent
-    B   backward through that graph
-    I   the same, with every weight gradient put into a queue
-    W   drains the queue: the products that I put off, no second forward or backward
+F   hidden -> output; kept until backward: the input, and the edge of the graph at the output,
+    not the output itself, whose memory is free once it has been sent
+B   backward through that graph
+I   the same, with every weight gradient put into a queue
+W   drains the queue: the products that I put off, no second forward or backward
 """
 
 from __future__ import annotations

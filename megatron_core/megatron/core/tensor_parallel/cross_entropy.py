@@ -6,11 +6,14 @@ combined over tp (one all-reduce of the maximum, one of the sums), and both grad
 the spot, since the weight of every token's loss is known in forward. Backward only multiplies by
 the incoming gradient. Where one rank has the whole vocabulary there is nothing to combine, and a
 CPU goes through a chunk once, a few rows in its cache at a time.
+
+A split backward costs the memory of all logits from forward to the weight gradient: dlogits wait
+for it, in the dtype of the products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -94,7 +97,11 @@ def _chunk_gradient_(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """forward loss, and both gradients if wanted; backward scales them. Saves d_hidden and dW."""
+    """forward loss, and both gradients if wanted; backward scales them. Saves d_hidden and dW.
+
+    Where backward will be split, forward leaves the weight gradient out and saves what it is made
+    of, hidden and dlogits; the product is then put off with the others.
+    """
 
     @staticmethod
     def forward(ctx, hidden, anchor, handle, targets, token_weights, group, vocab_size, training):
@@ -109,7 +116,9 @@ class _CrossEntropy(torch.autograd.Function):
         want_weight = training and ctx.needs_input_grad[1]
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight = None
-        if want_weight:
+        later: list[torch.Tensor | None] = []  # dlogits and the factor of every chunk, in turn
+        splits = want_weight and handle.deferral.splits
+        if want_weight and not splits:
             d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
         nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         # Where the device multiplies in a wider dtype: once, not once a chunk, and the logits stay
@@ -132,21 +141,73 @@ class _CrossEntropy(torch.autograd.Function):
                 product = linear_dgrad(logits, matrix)
                 d_hidden[part] = product if factor is None else product.mul_(factor)
             if d_weight is not None:
-                rows_in = chunk if factor is None else (chunk * factor).to(chunk.dtype)
-                linear_wgrad_(d_weight, logits, rows_in, overwrite=start == 0)
+                _add_chunk_(d_weight, chunk, logits, factor, first=start == 0)
+            if splits:
+                later += [logits, factor]
         ctx.handle = handle
-        ctx.save_for_backward(d_hidden, d_weight)
+        kept = (hidden, *later) if splits else ()
+        ctx.save_for_backward(d_hidden, d_weight, *kept)
         ctx.mark_non_differentiable(nll)
         return torch.dot(nll, token_weights), nll
 
     @staticmethod
     def backward(ctx, grad, _):
-        d_hidden, d_weight = ctx.saved_tensors
+        d_hidden, d_weight, *kept = ctx.saved_tensors
         # On a CPU reading the factor costs nothing, and it is 1 in training: no pass over the
         # gradients.
-        if grad.device.type != "cpu" or float(grad) != 1.0:
-            d_hidden = None if d_hidden is None else d_hidden * grad
-            d_weight = None if d_weight is None else d_weight * grad
+        scaled = grad.device.type != "cpu" or float(grad) != 1.0
+        if d_hidden is not None and scaled:
+            d_hidden = d_hidden * grad
         if d_weight is not None:
-            ctx.handle.add_gradient(d_weight)
+            ctx.handle.add_gradient(d_weight * grad if scaled else d_weight)
+        if kept:
+            scale = grad.detach() if scaled else None
+            ctx.handle.made_gradient(_product(ctx.handle.shape, kept[0].detach(), kept[1:], scale))
         return d_hidden, None, None, None, None, None, None, None
+
+
+def _product(
+    shape: tuple[int, ...],
+    hidden: torch.Tensor,
+    later: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+) -> Callable[[], torch.Tensor]:
+    """Return what computes the weight gradient, as forward would have, of what forward has kept.
+
+    Args:
+        shape: of the weight, (V/tp, h).
+        hidden: [t, h].
+        later: dlogits [t, V/tp] and its factor [t, 1] or None, for every chunk of t in turn.
+        scale: the incoming gradient, a scalar; None is 1.
+    """
+
+    def make() -> torch.Tensor:
+        d_weight = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        start = 0
+        for logits, factor in zip(later[::2], later[1::2], strict=True):
+            assert logits is not None
+            chunk = hidden[start : start + len(logits)].to(logits.dtype)  # [t, h]
+            _add_chunk_(d_weight, chunk, logits, factor, first=start == 0)
+            start += len(logits)
+        return d_weight if scale is None else d_weight * scale
+
+    return make
+
+
+def _add_chunk_(
+    d_weight: torch.Tensor,
+    chunk: torch.Tensor,
+    logits: torch.Tensor,
+    factor: torch.Tensor | None,
+    *,
+    first: bool,
+) -> None:
+    """Add a chunk's dlogitsᵀ hidden to the weight gradient [V/tp, h]; the first one overwrites.
+
+    Args:
+        chunk: hidden [t, h], in the dtype of the product.
+        logits: dlogits [t, V/tp], up to `factor`.
+        factor: [t, 1], which dlogits must be multiplied by; None is 1.
+    """
+    rows = chunk if factor is None else (chunk * factor).to(chunk.dtype)
+    linear_wgrad_(d_weight, logits, rows, overwrite=first)

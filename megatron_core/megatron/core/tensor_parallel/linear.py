@@ -9,12 +9,13 @@
 Without sequence parallelism gather is the identity and reduce an all-reduce; with it gather is an
 all-gather of the sequence and reduce a reduce-scatter. The column layer saves its input as it came
 in, [s/tp, b, h], and gathers it again in backward; its dgrad's reduction runs while the wgrad is
-computed.
+computed. In a split backward the wgrad gathers it, which is then kept cut in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -148,16 +149,18 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         region, handle = ctx.region, ctx.handle
-        gathered = None
-        if x is not None and region.scatters:
+        gathered = enter = None
+        if region.scatters and handle.defers:
+            enter = partial(all_gather, group=region.group)
+        elif x is not None and region.scatters:
             gathered = all_gather_async(x, region.group)
         reduced = None
         if ctx.needs_input_grad[0]:
-            partial = linear_dgrad(grad, handle.get())  # [s, b, h] partial(tp)
+            dx = linear_dgrad(grad, handle.get())  # [s, b, h] partial(tp)
             if region.scatters:
-                reduced = reduce_scatter_async(partial, region.group)  # [s/tp, b, h]
+                reduced = reduce_scatter_async(dx, region.group)  # [s/tp, b, h]
             else:
-                reduced = all_reduce_async(partial, region.group, out=partial)
+                reduced = all_reduce_async(dx, region.group, out=dx)
         whole = x if gathered is None else gathered.wait()
-        put_linear_gradients(handle, ctx.bias, grad, whole)
+        put_linear_gradients(handle, ctx.bias, grad, whole, enter=enter)
         return (None if reduced is None else reduced.wait()), None, None, None, None, None

@@ -24,7 +24,7 @@ from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_gather.layout import GRANULARITIES, Storage
 from megatron.core.weight_gather.owned import HeldBox, OwnedRange, PlacedBox, owned_range
 from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
-from megatron.core.weight_gather.queue import WgradQueue
+from megatron.core.weight_gather.queue import Deferral, WgradQueue
 from megatron.core.weight_gather.store import WeightStore
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "GRANULARITIES",
     "Arena",
     "Bucket",
+    "Deferral",
     "GatherPlan",
     "Gatherer",
     "HeldBox",

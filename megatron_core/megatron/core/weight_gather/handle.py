@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
-from megatron.core.weight_gather.queue import WgradQueue
+from megatron.core.weight_gather.queue import Deferral
 from megatron.core.weight_sharding import WeightSharding
 
 if TYPE_CHECKING:
@@ -54,10 +54,16 @@ class WeightHandle:
             open.
         fresh: the slot holds nothing yet: the next put overwrites.
         gradients: who opens slots and is told of puts; None while it is frozen or not training.
-        queue: where puts wait while backward is split; None runs them at once.
+        deferral: whether puts wait, shared with the other weights of the store.
     """
 
-    def __init__(self, sharding: WeightSharding, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        sharding: WeightSharding,
+        shape: tuple[int, ...],
+        *,
+        deferral: Deferral | None = None,
+    ) -> None:
         self.sharding = sharding
         self.name = sharding.name
         self.shape = shape
@@ -68,7 +74,7 @@ class WeightHandle:
         self.slot: torch.Tensor | None = None
         self.fresh = True
         self.gradients: GradientSink | None = None
-        self.queue: WgradQueue | None = None
+        self.deferral = deferral or Deferral()
 
     def __repr__(self) -> str:
         return f"WeightHandle({self.name}, {list(self.shape)})"
@@ -127,16 +133,33 @@ class WeightHandle:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def wgrad(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Put dyᵀ x, now or through the queue."""
-        if self.queue is None and self.gradients is not None and not torch.is_grad_enabled():
+    @property
+    def defers(self) -> bool:
+        """Whether gradients put now wait in a queue."""
+        return self.deferral.queue is not None
+
+    def wgrad(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        enter: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Put dyᵀ x, now or through the queue.
+
+        Args:
+            enter: makes x of what waits in its place, a collective for instance: all ranks drain
+                their queues in one order.
+        """
+        at_once = self.deferral.queue is None and enter is None
+        if at_once and self.gradients is not None and not torch.is_grad_enabled():
             self._run_linear(grad, x)  # the everyday case, at half the microseconds
             return
         grad, x = grad.detach(), x.detach()
 
         def run() -> None:
             with torch.no_grad():
-                self._run_linear(grad, x)
+                self._run_linear(grad, x if enter is None else enter(x))
 
         self._put(run)
 
@@ -144,6 +167,16 @@ class WeightHandle:
         """Put a gradient that is already computed, of the local shape, now or through the queue."""
         grad = grad.detach()
         self._put(lambda: self._run_add(grad))
+
+    def made_gradient(self, make: Callable[[], torch.Tensor]) -> None:
+        """Put a gradient of the local shape that `make` computes, now or through the queue."""
+
+        def run() -> None:
+            with torch.no_grad():
+                grad = make()
+            self._run_add(grad)
+
+        self._put(run)
 
     def index_gradient(
         self, ids: torch.Tensor, valid: torch.Tensor | None, grad: torch.Tensor
@@ -160,8 +193,8 @@ class WeightHandle:
                     "its store before backward, or freeze the weight"
                 )
             return
-        if self.queue is not None:
-            self.queue.push(run)
+        if self.deferral.queue is not None:
+            self.deferral.queue.push(run)
         else:
             run()
 
@@ -223,11 +256,21 @@ class _Linear(torch.autograd.Function):
 
 
 def put_linear_gradients(
-    handle: WeightHandle, bias: WeightHandle | None, grad: torch.Tensor, x: torch.Tensor | None
+    handle: WeightHandle,
+    bias: WeightHandle | None,
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    *,
+    enter: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Put the weight's and the bias's gradient of a linear op, skipping what is frozen."""
+    """Put the weight's and the bias's gradient of a linear op, skipping what is frozen.
+
+    Args:
+        x: None if the weight is frozen.
+        enter: see `WeightHandle.wgrad`.
+    """
     if x is not None:
-        handle.wgrad(grad, x)
+        handle.wgrad(grad, x, enter=enter)
     if bias is not None and bias.trainable:
         bias.add_gradient(grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32))
 

@@ -11,6 +11,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class Deferral:
+    """What all handles of a store know about split backward.
+
+    Args:
+        queue: where puts wait at the moment; None runs them at once.
+        splits: backward will be split: what an op could compute for a weight gradient before
+            backward belongs behind it, with all that is put off.
+    """
+
+    queue: WgradQueue | None = None
+    splits: bool = False
 
 
 class WgradQueue:

@@ -22,7 +22,7 @@ from megatron.core.weight_gather.bucket import Bucket
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_gather.layout import BucketGroups, BucketPlan, Storage, bucket_plans
 from megatron.core.weight_gather.owned import HeldBox, held_boxes
-from megatron.core.weight_gather.queue import WgradQueue
+from megatron.core.weight_gather.queue import Deferral, WgradQueue
 from megatron.core.weight_sharding import (
     Box,
     GradientPlan,
@@ -52,7 +52,6 @@ class WeightStore:
         placement: what of them is cut over the data lanes: nothing on a single lane.
         buckets: none if this rank has no weights, which also is a store.
         materialized: `materialize` has been called.
-        queue: where puts go while backward is split.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class WeightStore:
         self.materialized = False
         self.storage = Storage()
         self.placement = Placement()
-        self.queue: WgradQueue | None = None
+        self._deferral = Deferral()
         self._init: dict[str, InitSpec] = {}
         self._units: dict[str, str | None] = {}
         self._unit: str | None = None
@@ -105,7 +104,8 @@ class WeightStore:
         if problems:
             raise ValueError("; ".join(problems))
         self.plans[sharding.name] = gradient_plan(sharding, self.groups.grid)
-        handle = WeightHandle(sharding, local_shape(sharding, self.groups.grid))
+        shape = local_shape(sharding, self.groups.grid)
+        handle = WeightHandle(sharding, shape, deferral=self._deferral)
         self.handles[sharding.name] = handle
         self._init[sharding.name] = init
         self._units[sharding.name] = self._unit
@@ -191,16 +191,35 @@ class WeightStore:
 
     @contextmanager
     def defer(self) -> Iterator[WgradQueue]:
-        """Split backward: inside, weight gradients are queued; drain the yielded queue for them."""
-        self.queue = queue = WgradQueue()
-        for handle in self.handles.values():
-            handle.queue = queue
+        """Split backward: inside, weight gradients are queued; drain the yielded queue for them.
+
+        Raises:
+            ValueError: inside of another one.
+        """
+        if self._deferral.queue is not None:
+            raise ValueError("defer inside defer: let one backward end before the next begins")
+        self._deferral.queue = queue = WgradQueue()
         try:
             yield queue
         finally:
-            self.queue = None
-            for handle in self.handles.values():
-                handle.queue = None
+            self._deferral.queue = None
+
+    @property
+    def queue(self) -> WgradQueue | None:
+        """Where puts go while backward is split."""
+        return self._deferral.queue
+
+    @property
+    def splits(self) -> bool:
+        """Whether forwards leave all weight gradients to a backward that will be split.
+
+        It is for time and memory only: `defer` splits any backward, and gradients are the same.
+        """
+        return self._deferral.splits
+
+    @splits.setter
+    def splits(self, splits: bool) -> None:
+        self._deferral.splits = splits
 
     @property
     def num_parameters(self) -> int:

@@ -22,6 +22,7 @@ from megatron.training.config.model import ModelConfig, PositionConfig, Tokenize
 from megatron.training.config.muon import MuonConfig
 from megatron.training.config.optimization import LossScaleConfig, OptimizerConfig, ScheduleConfig
 from megatron.training.config.parallel import ParallelConfig
+from megatron.training.config.pipeline import PipelineConfig
 from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.recompute import RecomputeConfig
 from megatron.training.config.training import TrainingConfig
@@ -39,6 +40,7 @@ __all__ = [
     "MuonConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PipelineConfig",
     "PositionConfig",
     "ProfilingConfig",
     "RecomputeConfig",
@@ -56,6 +58,7 @@ class Config:
     position: PositionConfig
     tokenizer: TokenizerConfig
     parallel: ParallelConfig
+    pipeline: PipelineConfig
     data_parallel: DataParallelConfig
     recompute: RecomputeConfig
     cuda_graphs: CudaGraphConfig
@@ -69,3 +72,8 @@ class Config:
     failures: FailureConfig
     logging: LoggingConfig
     profiling: ProfilingConfig
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one model: the tensor parallel ranks of all pipeline stages."""
+        return self.parallel.tensor_model_parallel_size * self.pipeline.pipeline_model_parallel_size

@@ -9,7 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from megatron.training.config import Config, cuda_graphs, data_parallel, optimization, switches
+from megatron.training.config import (
+    Config,
+    cuda_graphs,
+    data_parallel,
+    optimization,
+    stages,
+    switches,
+)
 from megatron.training.data import data_paths
 
 
@@ -24,6 +31,7 @@ def check(config: Config, world_size: int) -> list[str]:
             _rope_scaling(config),
             _kernels(config),
             _recompute(config),
+            stages.problems(config, world_size),
             cuda_graphs.problems(config),
             _length(config, world_size),
             _schedule(config),
@@ -39,12 +47,17 @@ def check(config: Config, world_size: int) -> list[str]:
 
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:
-    tp = config.parallel.tensor_model_parallel_size
-    if world_size % tp:
+    tp, pp = (
+        config.parallel.tensor_model_parallel_size,
+        config.pipeline.pipeline_model_parallel_size,
+    )
+    sizes = {"--tensor-model-parallel-size": tp, "--pipeline-model-parallel-size": pp}
+    shown = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+    if world_size % (tp * pp):
+        shown += f" = {tp * pp}" if tp > 1 and pp > 1 else ""
         yield (
-            f"--tensor-model-parallel-size {tp} does not divide the world of {world_size} "
-            "processes: "
-            f"start a multiple of {tp} processes or lower it"
+            f"{shown} does not divide the world of {world_size} processes: start a multiple of "
+            f"{tp * pp} processes or lower it"
         )
     if config.parallel.sequence_parallel and tp == 1:
         yield (
@@ -60,11 +73,10 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
-    tp = config.parallel.tensor_model_parallel_size
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
-    if batch is None or world_size % tp:
+    if batch is None or world_size % config.model_parallel_size:
         return
-    dp = world_size // tp
+    dp = world_size // config.model_parallel_size
     if batch % (micro * dp):
         near = max(1, round(batch / (micro * dp))) * micro * dp
         yield (
@@ -75,8 +87,8 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
-    tp = config.parallel.tensor_model_parallel_size
-    size = world_size // tp if world_size % tp == 0 else 1
+    ranks = config.model_parallel_size
+    size = world_size // ranks if world_size % ranks == 0 else 1
     yield from data_parallel.problems(
         config.data_parallel, data_parallel_size=size, bf16=config.training.bf16
     )
@@ -187,7 +199,7 @@ def _length(config: Config, world_size: int) -> Iterator[str]:
             f"--seq-length {training.seq_length} is above --max-position-embeddings {limit}: "
             "raise the latter"
         )
-    lanes = max(1, world_size // config.parallel.tensor_model_parallel_size)
+    lanes = max(1, world_size // config.model_parallel_size)
     batch = training.global_batch_size or training.micro_batch_size * lanes
     if training.train_samples is not None and training.train_samples < batch:
         yield (

@@ -36,7 +36,13 @@ def problems(config: Config) -> Iterator[str]:
     flag = f"--cuda-graph-impl {chosen.cuda_graph_impl}"
     if config.training.device == "cpu":
         yield f"{flag} needs a GPU: drop it or --device cpu"
+    size = config.pipeline.pipeline_model_parallel_size
     for other, on, reason in (
+        (
+            f"--pipeline-model-parallel-size {size}",
+            size > 1,
+            "sends and receives between stages, which is not recorded",
+        ),
         (
             "--check-weight-gather",
             config.data_parallel.check_weight_gather,

@@ -52,7 +52,7 @@ class Run:
 
 def resolve(config: Config, world_size: int) -> Run:
     """Return the run that a config describes on `world_size` processes."""
-    dp = world_size // config.parallel.tensor_model_parallel_size
+    dp = world_size // config.model_parallel_size
     training = _training(config.training, dp)
     batch = training.global_batch_size
     assert batch is not None

@@ -34,7 +34,6 @@ class Answer:
         return f"{spelling}: {mend}: {self.reason}"
 
 
-_PIPELINE = "there is no pipeline parallelism yet"
 _CONTEXT = "there is no context parallelism yet"
 _EXPERTS = "there is no mixture of experts yet"
 _FORMAT = "checkpoints have one format, safetensors with a manifest, that loads on any layout"
@@ -65,9 +64,11 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("", "rotary features are rotated in halves", "rotary-interleaved"),
     ("swiglu", "the other MLP is plain GELU",
      "squared-relu openai-gelu onnx-safe quick-geglu glu-linear-offset activation-func"),
+    ("hybrid-layer-pattern", "it is the name of the same",
+     "hybrid-override-pattern"),
     ("", "one model class, whose layers are attention and MLP in turn",
-     "use-mcore-models use-legacy-models spec hybrid-layer-pattern hybrid-override-pattern "
-     "hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model model-name"),
+     "use-mcore-models use-legacy-models spec hybrid-attention-ratio hybrid-mlp-ratio "
+     "is-hybrid-model model-name"),
     ("", "norms have plain weights", "apply-layernorm-1p"),
     ("", "residuals are added after the sublayer",
      "apply-residual-connection-post-layernorm fp32-residual-connection"),
@@ -84,14 +85,23 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("transformer-impl", "it names the layers", "export-te-mcore-model te-rng-tracker "
      "transformer-pipeline-model-parallel-size inference-rng-tracker"),
     # Layout
-    ("", _PIPELINE,
-     "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
-     "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
-     "pipeline-model-parallel-layout pipeline-model-parallel-split-rank "
-     "microbatch-group-size-per-virtual-pipeline-stage no-overlap-p2p-communication "
-     "overlap-p2p-communication-warmup-flush no-align-grad-reduce align-param-gather "
-     "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
-     "defer-embedding-wgrad-compute deallocate-pipeline-outputs standalone-embedding-stage"),
+    ("pipeline-model-parallel-layout", "there is one decoder, and it says where it is cut",
+     "pipeline-model-parallel-split-rank"),
+    ("pipeline-model-parallel-layout", "a stage of E alone has the embedding and no layer",
+     "standalone-embedding-stage"),
+    ("", "transfers between stages are batched and overlap computing under every schedule",
+     "no-overlap-p2p-communication overlap-p2p-communication no-batch-p2p-communication "
+     "batch-p2p-communication overlap-p2p-communication-warmup-flush"),
+    ("", "each stage reads its own batch and knows its shapes, which may differ between batches",
+     "variable-seq-lengths enable-variable-seq-lengths"),
+    ("", "each stage sums its gradients when its own last microbatch has filled them",
+     "no-align-grad-reduce align-grad-reduce no-align-param-gather align-param-gather"),
+    ("pipeline-schedule", "zb-h1 puts off every weight gradient, the head's too",
+     "defer-embedding-wgrad-compute wgrad-deferral-limit"),
+    ("", "a stage frees its output as soon as it is sent", "deallocate-pipeline-outputs "
+     "no-deallocate-pipeline-outputs"),
+    ("pipeline-model-parallel-size", "there is one pipeline, over NCCL on GPUs and gloo on CPUs",
+     "pipeline-model-parallel-comm-backend"),
     ("", _CONTEXT, "cp-comm-type hierarchical-context-parallel-sizes calculate-cp-balance"),
     ("", _EXPERTS, "num-experts overlap-moe-expert-parallel-comm"),
     ("overlap-param-gather", "its first gathers start at the end of the optimizer step",
@@ -243,7 +253,6 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
 
 _DEGREES: Mapping[str, str] = types.MappingProxyType(
     {
-        "pipeline-model-parallel-size": _PIPELINE,
         "context-parallel-size": _CONTEXT,
         "expert-model-parallel-size": _EXPERTS,
         "expert-tensor-parallel-size": _EXPERTS,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from megatron.core.backend import LOCAL, Backend
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.models.stages import StageSplit
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import (
@@ -34,6 +35,7 @@ from megatron.core.transformer import (
 )
 from megatron.training.config import Config, PositionConfig
 from megatron.training.config.resolve import Run
+from megatron.training.config.stages import schedule_name, stage_split
 from megatron.training.config.values import name_factors
 
 
@@ -124,6 +126,17 @@ def recompute(config: Config) -> Recompute:
         method=chosen.recompute_method,
         num_layers=chosen.recompute_num_layers,
     )
+
+
+def split(config: Config) -> StageSplit | None:
+    """Return which layers each pipeline stage has; None where there is one stage."""
+    return stage_split(config) if config.pipeline.pipeline_model_parallel_size > 1 else None
+
+
+def pipeline_order(config: Config) -> dict[str, Any]:
+    """Return in which order several stages work, as arguments of `PipelineForwardBackward`."""
+    group = config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
+    return {"schedule": schedule_name(config), "group_size": group}
 
 
 def early_gather(config: Config) -> tuple[bool, str | None]:

@@ -38,6 +38,7 @@ from megatron.training.gpt_options import (
 from megatron.training.loop import LoopParts, train
 from megatron.training.monitoring.data_parallel_line import data_parallel_line
 from megatron.training.monitoring.observation import observing
+from megatron.training.monitoring.pipeline_line import pipeline_line, pipeline_words
 from megatron.training.monitoring.progress import Display
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
@@ -180,7 +181,8 @@ class SessionSteps:
         fresh = validation_batches(self._session.data, run, lanes=lanes, split=split)
         count = run.config.training.eval_iters * run.num_microbatches
         microbatches = (microbatch(batch, place.device) for batch in islice(fresh, count))
-        return self._session.step.evaluate(microbatches)
+        # As many at a time as a step has: it is what activations and schedules are made for.
+        return self._session.step.evaluate(microbatches, at_a_time=run.num_microbatches)
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint."""
@@ -223,6 +225,8 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         display, metrics = watching.display, watching.metrics
         steps = SessionSteps(session, batches, display, watching.on_iteration)
         display.log(describe(session))
+        if (line := pipeline_line(session.run)) is not None:
+            display.log(line)
         display.log(data_parallel_line(session.step.engine, session.optimizer))
         for note in (*session.data.notes, early_gather(run.config)[1]):
             if note is not None:
@@ -264,12 +268,13 @@ def describe(session: Session) -> str:
     """Return one line on model, layout and data."""
     run, config = session.run, session.run.config
     return (
-        f"{session.model.store.num_parameters:,} parameters in "
+        f"{session.model.num_parameters:,} parameters in "
         f"{str(weight_dtype(config)).removeprefix('torch.')}, vocabulary "
         f"{session.vocabulary.size:,}; {run.world_size} processes: tensor parallel "
         f"{config.parallel.tensor_model_parallel_size}"
-        f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}, data parallel "
-        f"{run.data_parallel_size} ({config.data_parallel.strategy}); global "
+        f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}, "
+        f"{pipeline_words(config)}data parallel {run.data_parallel_size} "
+        f"({config.data_parallel.strategy}); global "
         f"batch {config.training.global_batch_size} = {run.data_parallel_size} x "
         f"{config.training.micro_batch_size} x {run.num_microbatches} microbatches; "
         f"{run.train_iters:,} iterations"

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.device import memory_bytes, peak_memory_bytes
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import GPTModel, logical_weights
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.weight_groups import check_patterns
 from megatron.hf.config_json import differences
@@ -39,16 +39,19 @@ from megatron.training.gpt_options import (
     gpt_config,
     loss_scaler,
     optimizer_config,
+    pipeline_order,
     recompute,
+    split,
     weight_dtype,
 )
 from megatron.training.graph_recorder import CudaRecorder
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.options.schema import flatten
+from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
-from megatron.training.step import ForwardBackward, TrainStep
+from megatron.training.step import ForwardBackward, StepRunner, TrainStep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -83,17 +86,17 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         vocab_multiple=config.tokenizer.make_vocab_size_divisible_by,
         storage=data_parallel.storage(**buckets),
         backend=backend(config),
+        split=split(config),
     )
-    model.decoder.set_recompute(recompute(config))
-    shardings = [handle.sharding for handle in model.store.handles.values()]
-    _find_patterns(config, {s.name for sharding in shardings for s in sharding.segments})
+    model.set_recompute(recompute(config))
+    _find_patterns(config, logical_weights(shape))
     engine = DataParallel(model.store, place.groups, config=data_parallel)
     optimizer = Optimizer(
         engine.owned(),
         place.groups,
         config=optimizer_config(config),
         scaler=loss_scaler(config),
-        weights=shardings,
+        weights=[handle.sharding for handle in model.store.handles.values()],
     )
     gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     padded = padded_vocab_size(config, vocabulary.size)
@@ -109,7 +112,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             engine,
             optimizer=optimizer,
             groups=place.groups,
-            forward_backward=_forward_backward(run, place, ForwardBackward(model, engine)),
+            forward_backward=_step_runner(run, place, model, engine),
             per_token_loss=config.training.calculate_per_token_loss,
             reruns=config.failures.rerun_mode == "validate_results",
         ),
@@ -152,11 +155,13 @@ def _saved_options(config: Config) -> dict[str, object]:
     return options
 
 
-def _forward_backward(
-    run: Run, place: RunGroups, eager: ForwardBackward
-) -> ForwardBackward | FullIterationGraph:
+def _step_runner(run: Run, place: RunGroups, model: GPTModel, engine: DataParallel) -> StepRunner:
     """Return what carries out the first part of a step."""
-    chosen = run.config.cuda_graphs
+    if place.groups["pp"].size > 1:
+        return PipelineForwardBackward(
+            model, engine, groups=place.groups, **pipeline_order(run.config)
+        )
+    eager, chosen = ForwardBackward(model, engine), run.config.cuda_graphs
     if chosen.cuda_graph_impl == "none":
         return eager
     return FullIterationGraph(

@@ -82,6 +82,7 @@ def plan(argv: list[str], world: int) -> Any:
         "recompute": repr(gpt_options.recompute(run.config)),
         "grid": repr(run_groups.rank_grid(run)),
         "engine": repr(gpt_options.data_parallel_config(run.config)),
+        "stages": (gpt_options.split(run.config), _order(run)),
         "optimizer": repr(gpt_options.optimizer_config(run.config)),
         "scaler": [type(scaler).__name__, _plain(vars(scaler))],
         "lr": [lr.lr(n) for n in samples],
@@ -89,6 +90,11 @@ def plan(argv: list[str], world: int) -> Any:
         "timeout": _timeout(run),
         "stragglers": _straggler_factor(run),
     }
+
+
+def _order(run: Run) -> Any:
+    several = run.config.pipeline.pipeline_model_parallel_size > 1
+    return gpt_options.pipeline_order(run.config) if several else None
 
 
 def _model_arguments(run: Run, vocab_size: int) -> Any:

@@ -50,6 +50,8 @@ _CUT = "--data-parallel-sharding-strategy optim_grads_params"
 _MUON = "--optimizer muon"
 _FULL = "--recompute-granularity full"
 _DATA = "--data-path --split"
+_PP = "--pipeline-model-parallel-size 2"
+_LONG = f"{_PP} --num-layers 6"
 _TRAIN = "--train-data-path {data}"
 
 EFFECTS: dict[str, Effect] = {
@@ -115,6 +117,24 @@ EFFECTS: dict[str, Effect] = {
     "distributed-timeout-minutes": Effect("plan", "10", "20"),
     "transformer-impl": Effect("refusal", "local", "transformer_engine"),
     "attention-backend": Effect("plan", "auto", "reference"),
+    # Pipeline stages
+    "pipeline-model-parallel-size": Effect("plan", "1", "2", world=2),
+    "pipeline-schedule": Effect("plan", "1f1b", "zb-h1", _PP, world=2),
+    "num-layers-per-virtual-pipeline-stage": Effect("plan", "1", "3", _LONG, world=2),
+    "num-virtual-stages-per-pipeline-rank": Effect("plan", "1", "3", _LONG, world=2),
+    "microbatch-group-size-per-virtual-pipeline-stage": Effect(
+        "plan", "2", "4", f"{_LONG} --num-virtual-stages-per-pipeline-rank 3", world=2
+    ),
+    "decoder-first-pipeline-num-layers": Effect("plan", "1", "2", _LONG, world=2),
+    "decoder-last-pipeline-num-layers": Effect("plan", "1", "2", _LONG, world=2),
+    "account-for-embedding-in-pipeline-split": Effect(
+        "refusal", base=f"{_LONG} --account-for-loss-in-pipeline-split", world=2
+    ),
+    "account-for-loss-in-pipeline-split": Effect(
+        "refusal", base=f"{_LONG} --account-for-embedding-in-pipeline-split", world=2
+    ),
+    "pipeline-model-parallel-layout": Effect("plan", "Et|tL", "Ett|L", _PP, world=2),
+    "hybrid-layer-pattern": Effect("plan", "*-|*-", "*|-*-", _PP, world=2),
     # Activations
     "recompute-granularity": Effect("plan", "", "selective"),
     "recompute-method": Effect("plan", "uniform", "block", f"{_FULL} --recompute-num-layers 1"),

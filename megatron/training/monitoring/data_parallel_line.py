@@ -46,7 +46,7 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         overlap=config.overlap_grad_reduce,
     )
     state, on_host = (optimizer.state_bytes(on_host=host) for host in (False, True))
-    largest = of.weight * max(bucket.numel for bucket in buckets)
+    largest = of.weight * max((bucket.numel for bucket in buckets), default=0)
     line = (
         f"data parallel: {scope}; {len(buckets)} buckets of up to {_size(largest)}; per rank "
         f"{_size(rank.weights)} of weights, {_size(rank.gradients)} of gradients, {_size(state)} "

@@ -48,6 +48,7 @@ from megatron.core.weight_gather import (
     Gatherer,
     OwnedRange,
     WeightStore,
+    empty_range,
     owned_range,
 )
 
@@ -135,8 +136,10 @@ class DataParallel:
         return bool(self.placement.optimizer)
 
     def owned(self) -> list[OwnedRange]:
-        """Return what this rank's optimizer updates, one range per bucket."""
-        return [owned_range(self.store, b.bucket, b.gradients) for b in self.buckets]
+        """Return what this rank's optimizer updates, one range per bucket; one of nothing if
+        there is no bucket."""
+        found = [owned_range(self.store, b.bucket, b.gradients) for b in self.buckets]
+        return found or [empty_range(self.store)]
 
     # --- a step -----------------------------------------------------------------------------------
 

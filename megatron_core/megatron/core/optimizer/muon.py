@@ -50,6 +50,8 @@ class Muon:
         group: the ranks that hold pieces of the same matrices.
         device: of weights and gradients.
         weights: descriptions of this rank's weights, needed to join what is fused.
+        stages: the pipeline stage of every rank of the group: a matrix stays on those that hold it.
+            None is one stage.
 
     Raises:
         ValueError: `split_fused` is off without descriptions, or no rank has a matrix for it.
@@ -67,6 +69,7 @@ class Muon:
         config: MuonConfig,
         device: torch.device,
         weights: Collection[WeightSharding] | None = None,
+        stages: Sequence[int] | None = None,
     ) -> None:
         if not config.split_fused and weights is None:
             raise ValueError("muon joins fused weights only if it is given their descriptions")
@@ -79,7 +82,7 @@ class Muon:
         pieces = self._all_pieces([_described(placed.box, joined) for _, placed in self._held])
         if not matrices_of(pieces):
             raise ValueError("optimizer muon has no matrix to update: use adam")
-        owners = assign_owners(pieces, group.size)
+        owners = assign_owners(pieces, stages or [0] * group.size)
         self.rounds = plan_rounds(
             pieces, owners, rank=group.rank, world=group.size, limit=config.round_bytes // 4
         )

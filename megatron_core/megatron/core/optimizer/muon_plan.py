@@ -120,20 +120,27 @@ def matrices_of(pieces: Sequence[Piece]) -> list[Matrix]:
     return sorted(found)
 
 
-def assign_owners(pieces: Sequence[Piece], world: int) -> dict[Matrix, int]:
-    """Give every matrix to a rank, so that all have about the same work.
+def assign_owners(pieces: Sequence[Piece], stages: Sequence[int]) -> dict[Matrix, int]:
+    """Give every matrix to a rank, so that all of a pipeline stage have about the same work.
 
-    The costliest first, each to the rank with the least work so far; of several, to the one that
-    holds most of it, then to the first.
+    The costliest first, each to the rank with the least work so far of the stages that hold it, so
+    that nothing travels between stages; of several, to the one that holds most of it, then to the
+    first.
+
+    Args:
+        pieces: of all ranks.
+        stages: the stage of every rank.
     """
     held: dict[Matrix, dict[int, int]] = {}
     for piece in pieces:
         ranks = held.setdefault(piece.matrix, {})
         ranks[piece.rank] = ranks.get(piece.rank, 0) + piece.numel
-    work, owners = [0] * world, {}
+    work, owners = [0] * len(stages), {}
     for matrix in sorted(held, key=lambda m: (-m.cost, m)):
-        least = min(work)
-        idle = [rank for rank in range(world) if work[rank] == least]
+        near = {stages[rank] for rank in held[matrix]}
+        able = [rank for rank, stage in enumerate(stages) if stage in near]
+        least = min(work[rank] for rank in able)
+        idle = [rank for rank in able if work[rank] == least]
         owner = max(idle, key=lambda rank: (held[matrix].get(rank, 0), -rank))
         owners[matrix] = owner
         work[owner] += matrix.cost

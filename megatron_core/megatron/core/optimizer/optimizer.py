@@ -8,13 +8,14 @@ factor handed to the update. Gradients and moments in bf16 are widened one range
 
 The norm counts every weight once: pieces that are replicas of another model-parallel rank's are
 left out, the sum runs over the data lanes only if they hold different ranges, and where several
-hold the same one it is divided by their number.
+hold the same one it is divided by their number. Every pipeline stage takes part in every sum, also
+one that has nothing to add, so all decide alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.range_state import range_states
 from megatron.core.optimizer.weight_groups import check_patterns
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.weight_gather.owned import OwnedRange
+from megatron.core.weight_gather.owned import NORM_GROUPS, OwnedRange
 from megatron.core.weight_sharding import WeightSharding
 
 
@@ -58,12 +59,13 @@ class Optimizer:
             the name of one, and Muon joins fused ones. None: what `owned` tells, which on one rank
             of many need not be all, and nothing to join.
 
-    With kind "muon" building one is collective over the world.
+    Building one is collective over the pipeline's stages, with kind "muon" over the world.
 
     Raises:
         ValueError: a pattern that matches no weight.
 
     Attributes:
+        device: where weights and gradients are.
         ranges: the state of every range, divided where rule or memory change.
         muon: what updates matrices; None for another kind.
         host: what updates the ranges in host memory.
@@ -92,13 +94,20 @@ class Optimizer:
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.ranges = [state for one in owned for state in range_states(one, self.config)]
         self.steps = 0
-        device = owned[0].weights.device if owned else torch.device("cpu")
+        self.device = device = owned[0].weights.device if owned else torch.device("cpu")
+        self._norm_groups = _norm_groups(owned, groups, device)
         self.host = HostUpdates([s for s in self.ranges if s.on_host], device)
         self.muon: Muon | None = None
         if self.config.kind == "muon":
             matrices = [s for s in self.ranges if s.kind == "muon"]
+            world, grid = groups["world"], groups.grid
             self.muon = Muon(
-                matrices, groups["world"], config=self.config.muon, device=device, weights=weights
+                matrices,
+                world,
+                config=self.config.muon,
+                device=device,
+                weights=weights,
+                stages=[grid.coordinates(rank)["pp"] for rank in world.ranks],
             )
 
     @torch.no_grad()
@@ -149,19 +158,20 @@ class Optimizer:
         """Return the L2 norm of the fp32 weights that are trained, each counted once."""
         return math.sqrt(self._total(_square, of_weights=True))
 
-    def _total(self, measure, *, of_weights: bool = False) -> float:
+    def _total(
+        self, measure: Callable[[torch.Tensor], torch.Tensor], *, of_weights: bool = False
+    ) -> float:
         """Sum a measure of the counted pieces over the ranks that hold different ones."""
-        by_group: dict[str, torch.Tensor] = {}
+        by_group = {
+            name: torch.zeros((), dtype=torch.float64, device=self.device)
+            for name in self._norm_groups
+        }
         for state in self.ranges:
             owned = state.owned
             flat = state.master if of_weights else owned.gradients
-            total = by_group.setdefault(
-                owned.norm_group,
-                torch.zeros((), dtype=torch.float64, device=owned.weights.device),
-            )
             for start, stop in owned.counted:
-                total += measure(flat[start:stop]) / owned.replicas
-        return sum(float(all_reduce(t, self.groups[g])) for g, t in sorted(by_group.items()))
+                by_group[owned.norm_group] += measure(flat[start:stop]) / owned.replicas
+        return sum(float(all_reduce(t, self.groups[g])) for g, t in by_group.items())
 
     def _apply(self, numbers: StepNumbers) -> None:
         """Update every range; the device works on its own ranges while the host does the others."""
@@ -176,6 +186,16 @@ class Optimizer:
         self.host.run(
             lambda state, gradients: update_range(state, gradients, numbers, config=self.config)
         )
+
+
+def _norm_groups(
+    owned: Sequence[OwnedRange], groups: ProcessGroupCollection, device: torch.device
+) -> list[str]:
+    """Return the groups that any stage sums norms over: all stages have to call each of them."""
+    own = {one.norm_group for one in owned}
+    used = torch.tensor([float(name in own) for name in NORM_GROUPS], device=device)
+    used = all_reduce(used, groups["pp"], op="max")
+    return [name for name, any_stage in zip(NORM_GROUPS, used.tolist(), strict=True) if any_stage]
 
 
 def _square(flat: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,14 @@ from megatron.core.weight_gather.gatherer import (
 )
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_gather.layout import GRANULARITIES, Storage
-from megatron.core.weight_gather.owned import HeldBox, OwnedRange, PlacedBox, owned_range
+from megatron.core.weight_gather.owned import (
+    NORM_GROUPS,
+    HeldBox,
+    OwnedRange,
+    PlacedBox,
+    empty_range,
+    owned_range,
+)
 from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
 from megatron.core.weight_gather.queue import Deferral, WgradQueue
 from megatron.core.weight_gather.store import WeightStore
@@ -32,6 +39,7 @@ __all__ = [
     "EVALUATION",
     "FORWARD",
     "GRANULARITIES",
+    "NORM_GROUPS",
     "Arena",
     "Bucket",
     "Deferral",
@@ -46,6 +54,7 @@ __all__ = [
     "WgradQueue",
     "check_plan",
     "compile_plan",
+    "empty_range",
     "owned_range",
     "segment_name",
 ]

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from megatron.core.weight_gather.store import WeightStore
 
 
+#: Groups over which the norms of owned ranges add up.
+NORM_GROUPS = ("expert_model", "model", "world")
+
+
 @dataclass(frozen=True)
 class PlacedBox:
     """A box of a logical tensor in a flat range, and the global ranks that hold the same box."""
@@ -46,8 +50,8 @@ class OwnedRange:
         counted: element ranges that this rank counts in norms; replicas elsewhere do not count
             them.
         boxes: the logical content.
-        norm_group: name of the group over which sums of squares of `counted` add up to the whole,
-            times `replicas`.
+        norm_group: one of `NORM_GROUPS`, the group over which sums of squares of `counted` add up
+            to the whole, times `replicas`.
         replicas: ranks of that group that hold the same range.
     """
 
@@ -96,6 +100,21 @@ def held_boxes(store: WeightStore, handle: WeightHandle) -> list[HeldBox]:
         )
         found.append(HeldBox(box, stored[box.start : box.start + box.numel].view(box.sizes), ranks))
     return found
+
+
+def empty_range(store: WeightStore) -> OwnedRange:
+    """Describe what the optimizer of a rank without trained weights updates: nothing, on the
+    store's device, and yet it takes part in every sum over all ranks."""
+    nothing = torch.empty(0, dtype=store.dtype, device=store.device)
+    return OwnedRange(
+        weights=nothing,
+        gradients=nothing.float(),
+        decayed=(),
+        undecayed=(),
+        counted=(),
+        boxes=(),
+        norm_group="world" if store.placement.optimizer else "model",
+    )
 
 
 def owned_range(

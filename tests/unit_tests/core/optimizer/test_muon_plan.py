@@ -47,7 +47,7 @@ def exchanged(parts: dict[tuple[int, int], list[torch.Tensor]], rank: int, world
 
 def carried_out(pieces: list[Piece], world: int, limit: int) -> dict[int, list[list[Matrix]]]:
     """Run every rank's rounds on numbered elements, checking that all comes to where it belongs."""
-    owners = assign_owners(pieces, world)
+    owners = assign_owners(pieces, [0] * world)
     matrices = matrices_of(pieces)
     whole = {m: torch.arange(m.numel).view(m.rows, m.cols) + 1000 * m.key for m in matrices}
 
@@ -109,7 +109,7 @@ def test_every_piece_goes_to_its_owner_and_back_to_all_holders(world: int, limit
 
 def test_a_round_keeps_within_the_limit_on_every_rank():
     pieces = drawn_pieces(random.Random(3), 4, count=40)
-    owners, limit = assign_owners(pieces, 4), 300
+    owners, limit = assign_owners(pieces, [0] * 4), 300
     plans = [plan_rounds(pieces, owners, rank=r, world=4, limit=limit) for r in range(4)]
     assert len(plans[0]) < 40, "no round has several matrices"
     together = 0
@@ -127,8 +127,8 @@ def test_a_round_keeps_within_the_limit_on_every_rank():
 def test_the_plan_does_not_depend_on_the_order_of_pieces():
     pieces = drawn_pieces(random.Random(9), 3, count=12)
     mixed = random.Random(1).sample(pieces, len(pieces))
-    owners = assign_owners(pieces, 3)
-    assert assign_owners(mixed, 3) == owners
+    owners = assign_owners(pieces, [0] * 3)
+    assert assign_owners(mixed, [0] * 3) == owners
     for rank in range(3):
         given = {"rank": rank, "world": 3, "limit": 200}
         assert plan_rounds(mixed, owners, **given) == plan_rounds(pieces, owners, **given)
@@ -139,7 +139,7 @@ def test_work_is_shared_out_evenly_and_holders_are_preferred():
     for world in (2, 3, 8):
         pieces = drawn_pieces(source, world, count=60)
         work = [0] * world
-        for matrix, owner in assign_owners(pieces, world).items():
+        for matrix, owner in assign_owners(pieces, [0] * world).items():
             work[owner] += matrix.cost
         costliest = max(m.cost for m in matrices_of(pieces))
         assert max(work) - min(work) <= costliest
@@ -147,8 +147,8 @@ def test_work_is_shared_out_evenly_and_holders_are_preferred():
     pieces = [
         Piece(m, (0, 0), (4, 6), rank, 0) for m, rank in zip(equal, (3, 1, 2, 0), strict=True)
     ]
-    assert [assign_owners(pieces, 4)[m] for m in equal] == [3, 1, 2, 0]
-    plan = plan_rounds(pieces, assign_owners(pieces, 4), rank=0, world=4, limit=UNLIMITED)
+    assert [assign_owners(pieces, [0] * 4)[m] for m in equal] == [3, 1, 2, 0]
+    plan = plan_rounds(pieces, assign_owners(pieces, [0] * 4), rank=0, world=4, limit=UNLIMITED)
     assert plan[0].gather.local
     assert plan[0].give_back.local
 

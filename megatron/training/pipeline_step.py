@@ -17,14 +17,13 @@ from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import (
     Action,
-    AutogradWorker,
-    Executor,
     Schedule,
     make_schedule,
-    program,
     with_transfers,
     with_weight_traffic,
 )
+from megatron.core.pipeline_parallel.runtime import Executor
+from megatron.core.pipeline_parallel.stage import AutogradWorker, program
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_sharding import Placement
 from megatron.training.step import Microbatch

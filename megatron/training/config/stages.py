@@ -12,6 +12,7 @@ from megatron.core.models.stages import (
     layout_problems,
     pattern_problems,
 )
+from megatron.core.pipeline_parallel import schedule
 from megatron.training.config import Config, pipeline
 
 
@@ -101,9 +102,6 @@ def _recompute(config: Config) -> Iterator[str]:
 
 def _order(config: Config, world_size: int) -> Iterator[str]:
     """Name what is wrong with the order of work."""
-    # Not above: a run without stages must not wait for torch before its options are checked.
-    from megatron.core.pipeline_parallel import schedule
-
     chosen, split, name = config.pipeline, stage_split(config), schedule_name(config)
     group = chosen.microbatch_group_size_per_virtual_pipeline_stage
     group_flag = "--microbatch-group-size-per-virtual-pipeline-stage"

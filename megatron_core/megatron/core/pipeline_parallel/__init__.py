@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism: schedules as lists of actions, their simulation, and one executor.
 
-    schedule, transfers      the lists: what every rank computes, sends and receives
-    dependence, simulate     how long they take, what they idle and keep
-    check                    what is wrong with lists
-    runtime, stage           carry out a rank's list; all the others are pure and need no torch
+schedule    what every rank computes, in order: 1F1B, interleaved, ZB-H1
+transfers   sends, receives, gathers and reductions added to that
+simulate    timed without processes, on the graph of dependence
+check       what is wrong with lists
+runtime     carried out: one executor over a worker
+stage       the worker of a model's chunks, by autograd
+
+The first four are pure: torch is imported when a name of the last two is asked for.
 """
+
+from typing import TYPE_CHECKING
 
 from megatron.core.pipeline_parallel.check import check
 from megatron.core.pipeline_parallel.schedule import (
@@ -28,22 +34,41 @@ from megatron.core.pipeline_parallel.simulate import (
 )
 from megatron.core.pipeline_parallel.transfers import with_transfers, with_weight_traffic
 
+if TYPE_CHECKING:
+    from megatron.core.pipeline_parallel.runtime import Executor, Worker
+    from megatron.core.pipeline_parallel.stage import AutogradWorker, program
+
 __all__ = [
     "COMPUTES",
     "RECEIVES",
     "SENDS",
     "TRANSFERS",
     "Action",
+    "AutogradWorker",
     "DeadlockError",
     "Event",
+    "Executor",
     "Kind",
     "Schedule",
     "Timeline",
     "Times",
+    "Worker",
     "check",
     "make_schedule",
     "problems",
+    "program",
     "simulate",
     "with_transfers",
     "with_weight_traffic",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return a name of the modules that import torch."""
+    if name in ("Executor", "Worker"):
+        import megatron.core.pipeline_parallel.runtime as module
+    elif name in ("AutogradWorker", "program"):
+        import megatron.core.pipeline_parallel.stage as module
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vars(module)[name]

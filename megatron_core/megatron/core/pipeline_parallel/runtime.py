@@ -18,11 +18,14 @@ import torch
 
 from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.comm.transfer import Pending
-from megatron.core.pipeline_parallel.schedule import Action, Kind, Schedule
+from megatron.core.pipeline_parallel.schedule import (
+    SENDS,
+    TRANSFERS,
+    Action,
+    Kind,
+    Schedule,
+)
 from megatron.core.process_groups import Group
-
-_RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
-_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 #: Sends of one kind that may wait for their receivers, where a device cannot tell whether they do.
 SENDS_UNDER_WAY = 2
@@ -90,14 +93,14 @@ class Executor:
         self.observe = observe or (lambda action: None)
         self._arriving: dict[tuple[Kind, int, int], Pending] = {}
         self._ready: dict[tuple[Kind, int, int], torch.Tensor] = {}
-        self._leaving: dict[Kind, deque[Pending]] = {kind: deque() for kind in _SENDS}
+        self._leaving: dict[Kind, deque[Pending]] = {kind: deque() for kind in SENDS}
 
     def run(self) -> None:
         """Carry out the list, then wait until all that was sent has left."""
         for actions in batches(self.schedule.ranks[self.group.rank]):
             for action in actions:
                 self.observe(action)
-            if actions[0].kind in (*_RECEIVES, *_SENDS):
+            if actions[0].kind in TRANSFERS:
                 self._exchange(actions)
             else:
                 self._compute(actions[0])
@@ -141,22 +144,20 @@ class Executor:
         messages = []
         for action in actions:
             key = (action.kind, action.chunk, action.microbatch)
-            if action.kind in _SENDS:
+            if action.kind in SENDS:
                 tensor = self._ready.pop(key)
             else:
                 tensor = self.worker.landing(action.microbatch)
-            messages.append(Message(tensor, self._peer(action), action.kind in _SENDS))
+            messages.append(Message(tensor, self._peer(action), action.kind in SENDS))
         for action, pending in zip(actions, exchange_async(messages, self.group), strict=True):
-            if action.kind in _SENDS:
+            if action.kind in SENDS:
                 self._forget_sent(self._leaving[action.kind], pending)
             else:
                 self._arriving[action.kind, action.chunk, action.microbatch] = pending
 
     def _peer(self, action: Action) -> int:
         """Return the rank at a transfer's other end."""
-        forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
-        neighbour = self.schedule.following if forward else self.schedule.preceding
-        there = neighbour(self.group.rank, action.chunk)
+        there = self.schedule.other_end(self.group.rank, action)
         assert there is not None
         return there[0]
 
@@ -176,7 +177,7 @@ class Executor:
 
 def batches(actions: Sequence[Action]) -> Iterator[list[Action]]:
     """Cut a list: transfers next to each other are one batch, any other action is one by itself."""
-    for transfers, run in groupby(actions, key=lambda a: a.kind in (*_RECEIVES, *_SENDS)):
+    for transfers, run in groupby(actions, key=lambda a: a.kind in TRANSFERS):
         if transfers:
             yield list(run)
         else:

@@ -182,7 +182,7 @@ class DataParallel:
         if self._phase is _Phase.BETWEEN:
             raise ValueError(f"prefetch of {name} outside a step: call begin_step() first")
         if self.gatherer is not None:
-            self.gatherer.prefetch(name)
+            self.gatherer.start_segment(name)
 
     def last(self, part: int) -> None:
         """Say that from here on the step's last microbatch puts gradients into a part's weights.

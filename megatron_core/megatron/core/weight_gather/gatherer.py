@@ -155,7 +155,7 @@ class Gatherer:
         self._close_trace()
         self._program.segment = name
 
-    def prefetch(self, name: str) -> None:
+    def start_segment(self, name: str) -> None:
         """Start the gathers that a segment needs first, without waiting: of all its buckets if they
         are stored whole. Where they are leased, a plan that is being followed has started them.
 

@@ -21,6 +21,9 @@ HANG_SECONDS = 30.0
 PLAIN_ROW: Mapping[str, object] = {
     "tp": 2,
     "dp": 1,
+    "pp": 1,
+    "schedule": "1f1b",
+    "cut": "even",
     "sequence_parallel": False,
     "placement": "no_shard",
     "instances": 1,

@@ -15,6 +15,9 @@ from tests.support.covering_array import Constraint, Row, covering_array
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "dp": (1, 2, 4),
+    "pp": (1, 2, 4),
+    "schedule": ("1f1b", "interleaved", "zb-h1"),  # interleaved has two chunks a stage
+    "cut": ("even", "uneven"),  # of the blocks into stages
     "sequence_parallel": (False, True),
     "placement": STRATEGIES,
     "instances": (1, 2),  # size of the outer axis of hybrid sharding
@@ -24,7 +27,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "overlap": (True, False),
     "early_gather": (False, True),
     "link": ("none", "late"),
-    "accumulation": (1, 3),
+    "accumulation": (1, 3, 8),
     "per_token": (False, True),
     "loss_scale": (1.0, 1024.0),
     "tied": (False, True),
@@ -41,6 +44,8 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
 CUT_WEIGHTS = "optim_grads_params"
 _CONSTRAINTS = (
     Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
+    Constraint(("pp", "schedule"), lambda pp, schedule: pp > 1 or schedule == "1f1b"),
+    Constraint(("pp", "cut"), lambda pp, cut: pp > 1 or cut == "even"),
     Constraint(("dp", "instances"), lambda dp, instances: instances == 1 or dp == 4),
     Constraint(("placement", "instances"), lambda p, instances: p != "no_shard" or instances == 1),
     Constraint(
@@ -54,20 +59,24 @@ _CONSTRAINTS = (
 
 
 def _worlds(low: int, high: int) -> Constraint:
-    return Constraint(("tp", "dp"), lambda tp, dp: low <= tp * dp <= high)
+    return Constraint(("tp", "dp", "pp"), lambda tp, dp, pp: low <= tp * dp * pp <= high)
 
 
 def rows_for_every_change() -> list[Row]:
-    """Return all allowed pairs on two and four ranks, and two rows of eight ranks."""
+    """Return all allowed pairs on two and four ranks, and three rows of eight ranks."""
     small = covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 4)), seed=1, candidates=10)
     return small + rows_of_eight()
 
 
 def rows_of_eight() -> list[Row]:
-    """Return a row that differs from another of eight ranks in every setting, and that one."""
+    """Return a row that differs from another of eight ranks in every setting, that one, and one
+    of three axes at once."""
     wide = {
         "tp": 4,
         "dp": 2,
+        "pp": 1,
+        "schedule": "1f1b",
+        "cut": "even",
         "sequence_parallel": True,
         "placement": "optim",
         "instances": 1,
@@ -93,6 +102,9 @@ def rows_of_eight() -> list[Row]:
     deep = {
         "tp": 2,
         "dp": 4,
+        "pp": 1,
+        "schedule": "1f1b",
+        "cut": "even",
         "sequence_parallel": False,
         "placement": CUT_WEIGHTS,
         "instances": 2,
@@ -115,7 +127,9 @@ def rows_of_eight() -> list[Row]:
         "dropout": 0.0,
         "recompute": "selective",
     }
-    return [wide, deep]
+    staged = {**deep, "dp": 2, "pp": 2, "schedule": "zb-h1", "cut": "uneven", "accumulation": 3}
+    staged |= {"instances": 1, "outer": "no_shard", "tied": True, "sequence_parallel": True}
+    return [wide, deep, staged]
 
 
 def rows_for_every_night() -> list[Row]:
@@ -132,6 +146,7 @@ def label(row: Row) -> str:
     ]
     parts = [
         f"tp{row['tp']}-dp{row['dp']}",
+        *([f"pp{row['pp']}-{row['schedule']}-{row['cut']}"] if row["pp"] > 1 else []),
         row["placement"],
         *([f"outer_{row['outer']}"] if row["instances"] > 1 else []),
         f"{row['bucket']}_buckets"

@@ -97,6 +97,9 @@ MODELS = {
 ONE_RANK = {
     "tp": 1,
     "dp": 2,
+    "pp": 1,
+    "schedule": "1f1b",
+    "cut": "even",
     "sequence_parallel": False,
     "placement": "no_shard",
     "instances": 1,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import GROUP_NAMES
 from tests.parity.rows import CUT_WEIGHTS
-from tests.parity.training import LAYERS, RECOMPUTE, Run, Step
+from tests.parity.training import BATCH, HIDDEN, LAYERS, SEQUENCE, Run, StagePart, Step
 from tests.support.activation import assert_active, assert_silent, matching, table
 from tests.support.covering_array import Row
 
@@ -31,15 +32,50 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
         if (run.late > 0) != (row["link"] == "late"):
             raise AssertionError(f"{run.late} collectives were late, wanted {row['link']}")
         if row["tp"] > 1:
-            _in_regions(row, step)
+            _in_regions(row, run.part, step)
         else:
             assert_silent(step.records, group="tp")
-    once = _all_reduces_in_regions(row)
+        _between_stages(row, run.part, step)
     whole_on_tp = row["tp"] > 1 and (row["sequence_parallel"] or row["qk_norm"])
-    _once_a_step(row, steps, group="tp", beyond=once, wanted=whole_on_tp)
+    _once_a_step(row, runs, number, group="tp", wanted=whole_on_tp)
     for size in (2, 4):  # kv heads that several ranks hold
         replicas = row["tp"] // row["groups"]
-        _once_a_step(row, steps, group=f"tp/{size}", beyond=0, wanted=replicas == size)
+        _once_a_step(row, runs, number, group=f"tp/{size}", wanted=replicas == size)
+    _ties(row, runs, number)
+
+
+def _between_stages(row: Row, part: StagePart, step: Step) -> None:
+    """What was carried out is the list, and what was sent and received stands in it."""
+    if row["pp"] == 1:
+        assert_silent(step.records, group="pp")
+        return
+    if step.actions != list(part.listed):
+        raise AssertionError("what was carried out is not what the schedule lists")
+    rows = SEQUENCE // row["tp"] if row["sequence_parallel"] else SEQUENCE
+    for kind, of in (
+        ("send", (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)),
+        ("receive", (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)),
+    ):
+        count = sum(action.kind in of for action in part.listed)
+        size = 4 * rows * BATCH * HIDDEN * count
+        assert_active(step.records, kind=kind, group="pp", exactly=count, exactly_bytes=size)
+    split = [Kind.INPUT_GRADIENT in {a.kind for a in part.listed}]
+    if any(split) != (row["schedule"] == "zb-h1"):
+        raise AssertionError(f"{row['schedule']}, but backward is split: {split}")
+
+
+def _ties(row: Row, runs: Sequence[Run], number: int) -> None:
+    """The gradient of a weight of the first and the last stage is summed over both, once."""
+    for run in runs:
+        found = matching(run.steps[number].records, kind="all_reduce", group="tied")
+        tied = row["tied"] and row["pp"] > 1 and (run.part.embedding or run.part.head)
+        # A rank whose range of the optimizer state holds nothing of it has nothing to sum.
+        allowed = {1} if row["placement"] == "no_shard" or row["dp"] == 1 else {0, 1}
+        if len(found) not in (allowed if tied else {0}):
+            raise AssertionError(f"{len(found)} sums over tied stages, tied is {tied}")
+    if row["tied"] and row["pp"] > 1:
+        everywhere = [record for run in runs for record in run.steps[number].records]
+        assert_active(everywhere, kind="all_reduce", group="tied", at_least=2)
 
 
 def _launched(row: Row, run: Run, step: Step) -> None:
@@ -50,6 +86,8 @@ def _launched(row: Row, run: Run, step: Step) -> None:
         raise AssertionError(
             f"{step.launched_in_backward} buckets reduced during backward, wanted {launched}"
         )
+    if row["pp"] > 1:
+        return  # a stage has as many layers as the cut gives it
     if row["dp"] > 1 and row["placement"] == CUT_WEIGHTS:  # layers, and what is on either side
         by_unit = len(run.buckets) == LAYERS + 2
         if by_unit != (row["granularity"] == "unit") or len(run.buckets) < LAYERS + 2:
@@ -64,7 +102,7 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
     For a per-token loss the number of tokens is summed as well; the report's loss is summed over
     the world.
     """
-    if row["tp"] * row["dp"] > 1:
+    if row["tp"] * row["dp"] * row["pp"] > 1:
         first = matching(step.records, kind="all_reduce", group="world")[:1]
         assert_active(first, exactly=1, exactly_bytes=8)
     if row["dp"] == 1:
@@ -109,50 +147,48 @@ def _gathers(row: Row, run: Run) -> None:
             raise AssertionError(f"a bucket was gathered {each} times in a step")
 
 
-def _all_reduces_in_regions(row: Row) -> int:
-    """Return the all-reduces over tp of all microbatches: a maximum and a sum for the loss, and
-    without sequence parallelism one where a region ends, in forward and in backward, and where
+def _all_reduces_in_regions(row: Row, part: StagePart) -> int:
+    """Return a rank's all-reduces over tp of all microbatches: a maximum and a sum for the loss,
+    and without sequence parallelism one where a region ends, in forward and in backward, and where
     one is run again."""
     if row["tp"] == 1:
         return 0
-    ends = 0 if row["sequence_parallel"] else 4 * LAYERS + 2 + _regions_again(row)
-    return (2 + ends) * row["accumulation"]
+    ends = 2 * part.blocks + part.again + part.embedding + part.head
+    return (2 * part.head + (0 if row["sequence_parallel"] else ends)) * row["accumulation"]
 
 
-def _regions_again(row: Row) -> int:
-    """Return how many regions of a layer, two each, are run a second time in backward."""
-    runs = RECOMPUTE[row["recompute"]].runs(LAYERS)
-    return sum(2 * (last - first) for first, last, again in runs if again)
-
-
-def _in_regions(row: Row, step: Step) -> None:
-    """Two regions a layer, and one at each end of the model.
+def _in_regions(row: Row, part: StagePart, step: Step) -> None:
+    """One region a block, and one at each end of the model.
 
     With sequence parallelism, entering a region gathers (in backward once more, for the weight's
     gradient) and leaving it scatters; in backward the other way round. A region that is run again
     does both once more.
     """
-    regions, again = 2 * LAYERS, _regions_again(row)
+    ends = part.embedding + part.head
     microbatches = row["accumulation"] if row["sequence_parallel"] else 0
     for kind, count in (
-        ("all_gather", (3 * regions + again + 2) * microbatches),
-        ("reduce_scatter", (2 * regions + again + 2) * microbatches),
+        ("all_gather", (3 * part.blocks + part.again + ends) * microbatches),
+        ("reduce_scatter", (2 * part.blocks + part.again + ends) * microbatches),
     ):
         assert_active(step.records, kind=kind, group="tp", exactly=count)
 
 
-def _once_a_step(row: Row, steps: Sequence[Step], *, group: str, beyond: int, wanted: bool) -> None:
+def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, wanted: bool) -> None:
     """Expect one more all-reduce on `group`, of gradients that are addends on its ranks.
 
-    A rank whose shard of the gradients holds none of those runs none; not all can be such ranks.
+    A rank whose shard of the gradients, or whose stage, holds none of those runs none; not all can
+    be such ranks.
     """
-    for step in steps:
-        extra = len(matching(step.records, kind="all_reduce", group=group)) - beyond
-        allowed = {0, 1} if wanted and row["placement"] != "no_shard" else {int(wanted)}
+    beyond = [_all_reduces_in_regions(row, run.part) if group == "tp" else 0 for run in runs]
+    for run, before in zip(runs, beyond, strict=True):
+        records = run.steps[number].records
+        extra = len(matching(records, kind="all_reduce", group=group)) - before
+        everywhere = row["placement"] == "no_shard" and row["pp"] == 1
+        allowed = {int(wanted)} if everywhere else {0, int(wanted)}
         if extra not in allowed:
             raise AssertionError(
-                f"{extra} gradient sums over {group}, wanted {allowed}:\n{table(step.records)}"
+                f"{extra} gradient sums over {group}, wanted {allowed}:\n{table(records)}"
             )
     if wanted:
-        everywhere = [record for step in steps for record in step.records]
-        assert_active(everywhere, kind="all_reduce", group=group, at_least=beyond * len(steps) + 1)
+        records = [record for run in runs for record in run.steps[number].records]
+        assert_active(records, kind="all_reduce", group=group, at_least=sum(beyond) + 1)

@@ -12,8 +12,9 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -26,12 +27,15 @@ from megatron.core.distributed.formulas import (
     collectives_per_step,
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.stages import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig, StepResult
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
+from megatron.core.pipeline_parallel import Action
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.gatherer import GatherCounts
+from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.step import TrainStep
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
@@ -47,6 +51,7 @@ RECOMPUTE = {
     "full": Recompute(granularity="full", method="uniform", num_layers=LAYERS),
     "selective": Recompute(granularity="selective"),
 }
+CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
 BUCKET_BYTES = {"small": 5_000, "large": 10**9}
 #: SGD is the proof. The others divide by what they know of the gradient, so a wrong factor of it
 #: hardly shows; Adam's epsilon is so large that rounding of small gradients does not turn steps.
@@ -102,6 +107,24 @@ class Step:
     over_lanes: list[Traffic]
     gathers: GatherCounts | None
     in_flight: int
+    actions: list[Action] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What of the model a rank has, and the list that it is to carry out.
+
+    Args:
+        blocks: how many, over all chunks.
+        again: of them, those that are computed again in backward.
+        embedding, head: whether it has these.
+    """
+
+    blocks: int
+    again: int
+    embedding: bool
+    head: bool
+    listed: tuple[Action, ...] = ()
 
 
 @dataclass
@@ -110,6 +133,7 @@ class Run:
 
     initial: list[Piece]
     buckets: list[BucketSize]
+    part: StagePart
     late: int = 0
     leased_bytes: int = 0
     steps: list[Step] = field(default_factory=list)
@@ -178,8 +202,9 @@ def train_row(
         sequence_parallel=row["sequence_parallel"],
         seed=SEED,
         storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
+        split=stage_split(row) if groups["pp"].size > 1 else None,
     )
-    model.decoder.set_recompute(RECOMPUTE[row["recompute"]])
+    model.set_recompute(RECOMPUTE[row["recompute"]])
     engine = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(
         engine.owned(),
@@ -190,6 +215,7 @@ def train_row(
     run = Run(
         initial=weight_pieces(model.store),
         buckets=[BucketSize.of(bucket) for bucket in model.store.buckets],
+        part=_part(row, model, engine),
     )
     if initial is not None:
         write_weights(model.store, initial)
@@ -211,8 +237,14 @@ def _trained(
 ) -> Step:
     """Train one step and keep what was seen of it."""
     watch = _Watch(model, engine, optimizer)
+    actions: list[Action] = []
     train = TrainStep(
-        watch, engine, optimizer=watch, groups=engine.groups, per_token_loss=row["per_token"]
+        watch,
+        engine,
+        optimizer=watch,
+        groups=engine.groups,
+        forward_backward=_pipeline(row, watch, engine, actions.append),
+        per_token_loss=row["per_token"],
     )
     with trace(engine.groups) as records:
         rate = LEARNING_RATE if row.get("optimizer", "sgd") == "sgd" else 0.01
@@ -230,6 +262,57 @@ def _trained(
         over_lanes=_over_lanes(row, engine),
         gathers=None if gatherer is None else copy.copy(gatherer.counts),
         in_flight=0 if gatherer is None else len(gatherer.in_flight),
+        actions=actions,
+    )
+
+
+def stage_split(row: Row) -> StageSplit:
+    """Return which blocks of the model each chunk of each stage has: some have none, and cuts go
+    through layers."""
+    blocks, stages = 2 * LAYERS, row["pp"] * CHUNKS[row["schedule"]]
+    ends = [(2 * i * blocks + stages) // (2 * stages) for i in range(1, stages)]
+    if row["cut"] == "uneven":
+        ends = [max(0, end - 1) for end in ends]
+    symbols = ["*-"[i % 2] for i in range(blocks)]
+    for end in reversed(ends):
+        symbols.insert(end, "|")
+    return StageSplit.from_pattern("".join(symbols), row["pp"])
+
+
+def _pipeline(
+    row: Row,
+    model: Any,
+    engine: DataParallel,
+    observe: Callable[[Action], None] | None = None,
+) -> PipelineForwardBackward | None:
+    """Return what carries out a step on several stages."""
+    if engine.groups["pp"].size == 1:
+        return None
+    size = None
+    if row["schedule"] == "interleaved" and row["accumulation"] % row["pp"]:
+        size = row["accumulation"]  # a last group of fewer microbatches than stages cannot be
+    return PipelineForwardBackward(
+        model,
+        engine,
+        groups=engine.groups,
+        schedule=row["schedule"],
+        group_size=size,
+        observe=observe,
+    )
+
+
+def _part(row: Row, model: GPTModel, engine: DataParallel) -> StagePart:
+    """Return what of the model this rank has."""
+    runs = [run for decoder in model.decoders for run in decoder.runs]
+    pipeline, listed = _pipeline(row, model, engine), ()
+    if pipeline is not None:
+        listed = pipeline.schedule(row["accumulation"]).ranks[engine.groups["pp"].rank]
+    return StagePart(
+        blocks=sum(len(decoder.blocks) for decoder in model.decoders),
+        again=sum(last - first for first, last, again in runs if again),
+        embedding=model.holds_embedding,
+        head=model.holds_head,
+        listed=listed,
     )
 
 
@@ -262,17 +345,19 @@ class _Watch:
         self.nll: list[torch.Tensor] = []
         self.gradients: list[Piece] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
     def loss(
         self,
         tokens: torch.Tensor,
         labels: torch.Tensor,
         token_weights: torch.Tensor,
-        *,
-        sample_ids: torch.Tensor,
+        **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the loss of every token; move the loss scale from the weights behind the model."""
         scale = self.scaler.scale
-        loss, nll = self.model.loss(tokens, labels, token_weights / scale, sample_ids=sample_ids)
+        loss, nll = self.model.loss(tokens, labels, token_weights / scale, **more)
         self.nll.append(nll.clone())
         return (loss if scale == 1.0 else loss * scale), nll
 
@@ -353,7 +438,7 @@ def rank_of_row(
     """Train a row as one of its ranks, with faults planted if any are given."""
     for fault in faults:
         apply(fault)
-    grid = RankGrid(world_size=world, tp=row["tp"], instances=row["instances"])
+    grid = RankGrid(world_size=world, tp=row["tp"], pp=row["pp"], instances=row["instances"])
     groups = ProcessGroupCollection.create(grid, rank=rank)
     with nan_memory():
         return train_row(row, groups, initial, lanes=[groups["lanes"].rank])
@@ -369,4 +454,4 @@ def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
 
 def world_of(row: Row) -> int:
     """Return the number of ranks of a row."""
-    return math.prod((row["tp"], row["dp"]))
+    return math.prod((row["tp"], row["dp"], row["pp"]))

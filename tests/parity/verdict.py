@@ -77,7 +77,8 @@ def _bound(row: Row) -> float:
 def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: int) -> float:
     steps, wanted = [run.steps[number] for run in runs], ref.run.steps[number]
     tp, accumulation = row["tp"], row["accumulation"]
-    lanes = [steps[lane * tp] for lane in range(row["dp"])]
+    last_stage = (row["pp"] - 1) * row["dp"] * tp
+    lanes = [steps[last_stage + lane * tp] for lane in range(row["dp"])]
     gradients = assembled(piece for step in steps for piece in step.gradients)
     worst = _assert_gradients(row, gradients, assembled(wanted.gradients))
     _assert_holders_known(steps)

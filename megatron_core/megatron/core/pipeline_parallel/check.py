@@ -28,7 +28,8 @@ def check(schedule: Schedule) -> list[str]:
     """Return everything that is wrong with a schedule, nothing if it can be carried out.
 
     - Every chunk computes the forward of every microbatch once, and, unless no rank has any, its
-      backward once: as B, or as I and later W, after F.
+      backward once: as B, or as I and later W, after F. Each of these kinds takes a chunk's
+      microbatches in their order, as all schedules do, so that sums are the same to the bit.
     - Either no list holds transfers, or every output that goes to another rank is sent once, after
       it is computed, and received once, before it is needed; two ranks have the transfers between
       them in one order.
@@ -107,6 +108,13 @@ class _List:
                     yield from self._once(action)
                 for earlier, later in pairwise(actions):
                     yield from self._ordered(earlier, later)
+        last: dict[tuple[Kind, int], Action] = {}
+        for action in self.at:
+            if action.kind in COMPUTES:
+                before = last.get((action.kind, action.chunk))
+                if before is not None and before.microbatch > action.microbatch:
+                    yield f"rank {self.rank}: {before} comes before {action}"
+                last[action.kind, action.chunk] = action
 
     def transfers(self) -> Iterator[str]:
         """Yield what is wrong with this rank's sends and receives, but for their order."""

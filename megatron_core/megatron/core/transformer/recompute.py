@@ -33,8 +33,9 @@ class Recompute:
 
     Args:
         granularity: "full" whole layers, "selective" norms and MLP activations, None nothing.
-        method: of full: "uniform" cuts all layers into runs of `num_layers`, the last one perhaps
-            shorter; "block" takes the first `num_layers` layers, each alone.
+        method: of full, in each chunk of a pipeline: "uniform" cuts all layers into runs of
+            `num_layers`, the last one perhaps shorter; "block" takes the first `num_layers` layers,
+            each alone.
         num_layers: see `method`.
 
     Raises:

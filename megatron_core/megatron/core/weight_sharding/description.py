@@ -135,6 +135,7 @@ class WeightSharding:
             heads: "identical" (each rank computes the whole gradient) or "partial" (each computes
                 an addend).
         stages: the pipeline stages that own it; a tied weight is one name with several owners.
+            Empty is the one stage that declares it.
         expert: it lies on the expert grid (etp, ep, egtp, edp) instead of the dense one.
         weight_decay: whether decoupled weight decay applies.
     """

@@ -67,7 +67,7 @@ def model_of(
     for name, handle in model.store.handles.items():
         if groups["tp"].size == 1 or "norm" not in name:
             handle.get().copy_(moved[name])
-    model.decoder.set_recompute(recompute)
+    model.set_recompute(recompute)
     return model
 
 

@@ -63,9 +63,17 @@ def _worlds(low: int, high: int) -> Constraint:
 
 
 def rows_for_every_change() -> list[Row]:
-    """Return all allowed pairs on two and four ranks, and three rows of eight ranks."""
+    """Return all allowed pairs on two and four ranks, those of two stages of two lanes, and three
+    rows of eight ranks."""
     small = covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 4)), seed=1, candidates=10)
-    return small + rows_of_eight()
+    return small + rows_of_stages_and_lanes() + rows_of_eight()
+
+
+def rows_of_stages_and_lanes() -> list[Row]:
+    """Return all allowed pairs on two stages of two lanes: every schedule carries out the traffic
+    of every strategy, which rows of a single lane do not."""
+    square = {**FACTORS, "tp": (1,), "dp": (2,), "pp": (2,)}
+    return covering_array(square, _CONSTRAINTS, seed=3, candidates=10)
 
 
 def rows_of_eight() -> list[Row]:

@@ -111,6 +111,10 @@ def join_run(
         timeout_seconds=seconds,
     )
     groups.observers.append(watch.collectives)
+    if run.config.pipeline.pipeline_model_parallel_size > 1:
+        stage = groups.coordinates["pp"]
+        alike = [r for r in range(run.world_size) if groups.grid.coordinates(r)["pp"] == stage]
+        watch.join_pipeline(groups["pp"].ranks, alike)
     if run.config.failures.check_collectives:
         store = launch.open_store(timeout_seconds=seconds)
         check = CollectiveCheck(store, rank=launch.rank, timeout_seconds=seconds, watch=watch)

@@ -40,25 +40,34 @@ class Glitch:
     """A loss that was not finite when it was first computed.
 
     Args:
-        ranks: whose part of it was not finite.
+        ranks: whose part of it was not finite; with pipeline stages all that computed it, as any of
+            them may have begun.
         verdict: `transient` (a second computation was sound), `reproduced` (it was not), or
             `unchecked` (there was none).
+        stages: of a pipeline.
     """
 
     ranks: tuple[int, ...]
     verdict: str
+    stages: int = 1
 
     @staticmethod
-    def of(outcome: StepOutcome) -> Glitch | None:
-        """Return what was wrong with a step's loss; None if nothing was."""
+    def of(outcome: StepOutcome, pipelines: Sequence[Sequence[int]] = ()) -> Glitch | None:
+        """Return what was wrong with a step's loss; None if nothing was.
+
+        Args:
+            pipelines: the ranks of each pipeline, by stage; none if there is one stage.
+        """
         if not outcome.parts:
             return None
         first, *again = outcome.parts
-        ranks = tuple(rank for rank, part in enumerate(first) if not math.isfinite(part))
+        bad = {rank for rank, part in enumerate(first) if not math.isfinite(part)}
+        bad |= {rank for stages in pipelines if bad & {*stages} for rank in stages}
+        ranks, stages = tuple(sorted(bad)), len(pipelines[0]) if pipelines else 1
         if not again:
-            return Glitch(ranks, "unchecked")
+            return Glitch(ranks, "unchecked", stages)
         sound = all(math.isfinite(part) for part in again[0])
-        return Glitch(ranks, "transient" if sound else "reproduced")
+        return Glitch(ranks, "transient" if sound else "reproduced", stages)
 
     def text(self, iteration: int, host_of: Callable[[int], str]) -> str:
         """Say what happened, with the machines."""
@@ -71,7 +80,8 @@ class Glitch:
             "skipped",
             "unchecked": "the step was skipped",
         }[self.verdict]
-        return f"iteration {iteration}: NaN or Inf loss of {shown}; {end}"
+        whose = "a pipeline of " if self.stages > 1 else ""
+        return f"iteration {iteration}: NaN or Inf loss of {whose}{shown}; {end}"
 
 
 def spike_text(iteration: int, loss: float, limit: float) -> str:

@@ -6,7 +6,7 @@ Every rank calls it with the same outcome, so all of them do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.training.config import Config
@@ -27,6 +27,7 @@ class Faults:
         say: shows one line.
         record: keeps numbers of an event, by kind.
         host_of: returns the machine of a rank.
+        pipelines: the ranks of each pipeline; none if there is one stage.
         save: writes a checkpoint of the current progress; None without --save.
         judge: returns how a run with a suspect step ends, the same on every rank.
         acquit: called once the noted step, if one is, has turned out sound.
@@ -38,6 +39,7 @@ class Faults:
     say: Callable[[str], None]
     record: Callable[[str, int, dict[str, float]], None]
     host_of: Callable[[int], str]
+    pipelines: Sequence[Sequence[int]] = ()
     save: Callable[[Progress], object] | None = None
     judge: Callable[[Suspect], RunStopped] | None = None
     acquit: Callable[[int], None] = lambda iteration: None
@@ -53,7 +55,7 @@ class Faults:
             RunStopped: its loss is not finite, and other machines shall say why.
         """
         iteration = progress.iteration + 1
-        glitch = Glitch.of(outcome)
+        glitch = Glitch.of(outcome, self.pipelines)
         if outcome.spiked:
             self.say(spike_text(iteration, outcome.loss, limit))
             self.record("fault", iteration, {"spike": outcome.loss, "limit": limit})

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,6 +101,8 @@ class PeerWatch:
         """The iteration this rank is working on; set by the loop, carried by the beat."""
         self.collectives = LastCollective()
         """The collective that it has come to; carried by the beat too."""
+        self._alike: frozenset[int] = frozenset(range(world_size))
+        self._pipeline: tuple[int, ...] = ()
         me = Identity(socket.gethostname(), os.getpid())
         self._store.set(f"peer/{rank}", json.dumps(asdict(me)))
         self._host = me.host
@@ -122,6 +124,15 @@ class PeerWatch:
                 return
             if self._stop.wait(self._beat_seconds):
                 return
+
+    def join_pipeline(self, pipeline: Sequence[int], alike: Sequence[int]) -> None:
+        """Take note that stages come to different collectives.
+
+        Args:
+            pipeline: the ranks of this one's pipeline.
+            alike: the ranks of this one's stage.
+        """
+        self._pipeline, self._alike = tuple(pipeline), frozenset(alike)
 
     def close(self) -> None:
         """Leave in good order: stop beating, and be missed by nobody."""
@@ -189,7 +200,8 @@ class PeerWatch:
         """Name the ranks that live but have not come to the collective that this rank waits in.
 
         Beats say how far a rank is; that is at most as old as the time between two of them. Returns
-        None if all have come as far as this rank.
+        None if all have come as far as this rank. Of another pipeline stage only the iteration
+        tells that; where it does not, it says where each stage of this rank's pipeline is.
         """
         mine = (self.iteration, self.collectives.count)
         try:
@@ -200,9 +212,16 @@ class PeerWatch:
             f"rank {rank} is still in iteration {state[1]} behind its collective {state[2]} "
             f"({state[3]})"
             for rank, state in states.items()
-            if (state[1], state[2]) < mine
+            if (tuple(state[1:3]) < mine if rank in self._alike else state[1] < mine[0])
         ]
-        return Diagnosis("; ".join(late)) if late else None
+        if late:
+            return Diagnosis("; ".join(late))
+        stages = [
+            f"rank {rank} has come to {states[rank][3]}"
+            for rank in self._pipeline
+            if rank in states
+        ]
+        return Diagnosis(f"stages wait for one another: {', '.join(stages)}") if stages else None
 
     def _others(self) -> list[int]:
         """Return the other ranks but those that have left in good order."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+from megatron.core.process_groups import DENSE_AXES, RankGrid
 from megatron.training.checkpoint_io import find_checkpoint, load_run
 from megatron.training.failures.faults import Faults
 from megatron.training.failures.straggler import StragglerReport, WaitClock
@@ -53,6 +54,7 @@ def session_faults(
         say=say,
         record=metrics.write,
         host_of=host_names(session),
+        pipelines=place.groups.grid.ranks(("pp",)) if place.groups["pp"].size > 1 else (),
         save=save,
         judge=None if suspect is None else suspect.judge,
         acquit=(lambda iteration: None) if suspect is None else suspect.acquit,
@@ -92,8 +94,15 @@ def timed_steps(
         factor=failures.straggler_factor,
         host_of=host_names(session),
         say=say,
+        alike=_alike(place.groups.grid),
     )
     return timed, report
+
+
+def _alike(grid: RankGrid) -> list[list[int]]:
+    """Return the ranks that compute the same: those of a pipeline stage, if it has several."""
+    stages = grid.ranks(tuple(axis for axis in DENSE_AXES if axis != "pp"))
+    return stages if len(stages[0]) > 1 else [list(range(grid.world_size))]
 
 
 def roll_back(session: Session) -> Progress | None:

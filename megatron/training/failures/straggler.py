@@ -93,20 +93,31 @@ class WaitClock:
 
 
 def straggler_text(
-    seconds: Sequence[float], factor: float, host_of: Callable[[int], str]
+    seconds: Sequence[float],
+    factor: float,
+    host_of: Callable[[int], str],
+    *,
+    alike: Sequence[Sequence[int]] | None = None,
 ) -> str | None:
     """Name the ranks whose time is above `factor` medians; None if there are none.
 
     The lower median, so that of two ranks one can be slow.
+
+    Args:
+        alike: ranks that are to take the same time, each with its own median; None is all.
     """
-    middle = statistics.median_low(seconds)
-    slow = [rank for rank, own in enumerate(seconds) if own > factor * middle]
-    if not slow or middle <= 0.0:
+    medians = {}
+    for ranks in [range(len(seconds))] if alike is None else alike:
+        middle = statistics.median_low([seconds[rank] for rank in ranks])
+        medians.update({rank: middle for rank in ranks if 0.0 < factor * middle < seconds[rank]})
+    if not medians:
         return None
-    slow.sort(key=lambda rank: -seconds[rank])
+    slow = sorted(medians, key=lambda rank: -seconds[rank] / medians[rank])
+    of = "of its stage " if alike is not None and len(alike) > 1 else ""
     shown = ", ".join(
-        f"rank {rank} on {host_of(rank)} computes {seconds[rank] / middle:.1f} times as long as "
-        f"the median ({1000.0 * seconds[rank]:.1f} ms a step, median {1000.0 * middle:.1f} ms)"
+        f"rank {rank} on {host_of(rank)} computes {seconds[rank] / medians[rank]:.1f} times as "
+        f"long as the median {of}({1000.0 * seconds[rank]:.1f} ms a step, median "
+        f"{1000.0 * medians[rank]:.1f} ms)"
         for rank in slow[:4]
     )
     return f"straggler: {shown}" + (f", and {len(slow) - 4} more" if len(slow) > 4 else "")
@@ -122,6 +133,7 @@ class StragglerReport:
         factor: how many medians make a rank slow.
         host_of: returns a rank's machine.
         say: shows one line.
+        alike: ranks that compute the same; None is all.
     """
 
     def __init__(
@@ -133,7 +145,9 @@ class StragglerReport:
         factor: float,
         host_of: Callable[[int], str],
         say: Callable[[str], None],
+        alike: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        self._alike = alike
         self._clock, self._world, self._device, self._factor = clock, world, device, factor
         self._host_of, self._say = host_of, say
 
@@ -143,5 +157,5 @@ class StragglerReport:
             [self._clock.compute_seconds()], dtype=torch.float64, device=self._device
         )
         seconds = all_gather(own, self._world).tolist()
-        if text := straggler_text(seconds, self._factor, self._host_of):
+        if text := straggler_text(seconds, self._factor, self._host_of, alike=self._alike):
             self._say(text)

@@ -28,7 +28,8 @@ class Suspect:
 
     Args:
         iteration: the step, counted from 1.
-        hosts: machine of every rank whose loss was not finite, by rank.
+        hosts: machine of every rank whose loss was not finite, or that computed it as a stage of
+            its pipeline, by rank.
     """
 
     iteration: int

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.comm import all_reduce
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
 from megatron.core.optimizer import Optimizer
@@ -11,6 +16,7 @@ from megatron.core.optimizer import Optimizer
 def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     """Return the strategy in effect, its buckets, and the bytes of one rank by role.
 
+    With several pipeline stages, each number is the largest of all of them; every rank calls this.
     Bytes of weights and gradients are the formula's; those of optimizer state are counted, in
     device and host memory, since weights may have states of different kinds.
 
@@ -45,20 +51,32 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         ahead=config.prefetch_bytes,
         overlap=config.overlap_grad_reduce,
     )
-    state, on_host = (optimizer.state_bytes(on_host=host) for host in (False, True))
-    largest = of.weight * max((bucket.numel for bucket in buckets), default=0)
+    most = of.weight * max((bucket.numel for bucket in buckets), default=0)
+    states = [optimizer.state_bytes(on_host=host) for host in (False, True)]
+    count, largest, weights, gradients, state, on_host, gathered, reducing = _most_of_stages(
+        engine,
+        [len(buckets), most, rank.weights, rank.gradients, *states]
+        + [rank.gathered, rank.reducing],
+    )
+    stages = engine.groups["pp"].size
     line = (
-        f"data parallel: {scope}; {len(buckets)} buckets of up to {_size(largest)}; per rank "
-        f"{_size(rank.weights)} of weights, {_size(rank.gradients)} of gradients, {_size(state)} "
-        "of optimizer state"
+        f"data parallel: {scope}; {count} buckets of up to {_size(largest)}; per rank "
+        f"{'at most ' if stages > 1 else ''}{_size(weights)} of weights, {_size(gradients)} of "
+        f"gradients, {_size(state)} of optimizer state"
     )
     if on_host:
         line += f" on the device and {_size(on_host)} in host memory"
-    if rank.gathered:
-        line += f", at most {_size(rank.gathered)} of gathered weights"
-    if rank.reducing:
-        line += f", at most {_size(rank.reducing)} of gradients that are being reduced"
+    if gathered:
+        line += f", at most {_size(gathered)} of gathered weights"
+    if reducing:
+        line += f", at most {_size(reducing)} of gradients that are being reduced"
     return line
+
+
+def _most_of_stages(engine: DataParallel, numbers: Sequence[int]) -> list[int]:
+    """Return for each number the largest of all pipeline stages."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=engine.store.device)
+    return [int(number) for number in all_reduce(own, engine.groups["pp"], op="max").tolist()]
 
 
 def _idle_flags(config: DataParallelConfig) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -68,6 +69,18 @@ NAN = math.nan
 )
 def test_what_two_computations_say(parts, glitch):
     assert Glitch.of(Outcome(parts)) == glitch
+
+
+def test_all_stages_of_a_pipeline_may_have_begun_a_nan():
+    pipelines = [[0, 2], [1, 3]]
+    found = Glitch.of(Outcome(((0.0, 0.0, 1.0, NAN),)), pipelines)
+    assert found == Glitch((1, 3), "unchecked", stages=2)
+    assert "NaN or Inf loss of a pipeline of rank 1 on 1, rank 3 on 3; " in found.text(2, str)
+    played = Played("--on-reproduced-nan restart")
+    faults = dataclasses.replace(played.faults, pipelines=pipelines)
+    both = (0.0, 0.0, NAN, 1.0)
+    with pytest.raises(RunStopped, match="'0': 'host0', '2': 'host2'"):
+        faults.after_step(Progress(), Outcome((both, both)), math.inf)
 
 
 def test_many_ranks_make_a_short_line():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.comm import all_gather, all_reduce, all_to_all, broadcast
+from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.errors import PeerLost, RunStopped
 from megatron.training.failures.collective_check import CollectiveCheck
@@ -26,6 +27,16 @@ def _agree(rank, groups):
     broadcast(torch.ones(2), groups["tp"], source=1)
     counts = {"send_counts": [rank] * 4, "receive_counts": range(4)}  # uneven is no difference
     all_to_all(torch.ones(4 * rank), groups["world"], **counts)
+
+
+def _stages(rank, groups):
+    """Send to the next rank and receive, at different places of the two lists."""
+    group = groups["tp"]
+    message = Message(ONES.clone(), 1 - group.rank, sends=group.rank == 0)
+    under_way = exchange_async([message], group) if group.rank == 0 else []
+    all_reduce(torch.ones(2), groups["world"])
+    for pending in under_way or exchange_async([message], group):
+        pending.wait()
 
 
 def _kind(rank, groups):
@@ -88,6 +99,10 @@ def _run(work: str, *, world: int = 2, limit: float = 60.0):
 def test_equal_collectives_pass_and_are_compared():
     found = _run("_agree", world=4)
     assert [(text, compared) for text, _, compared in found] == [("", 10)] * 4
+
+
+def test_what_stages_send_each_other_is_left_out():
+    assert [(text, compared) for text, _, compared in _run("_stages", world=4)] == [("", 1)] * 4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.stages import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
@@ -20,12 +21,16 @@ from tests.support.ranks import run_ranks
 
 
 def built(
-    groups: ProcessGroupCollection, offload: float = 0.0, **settings: object
+    groups: ProcessGroupCollection,
+    offload: float = 0.0,
+    split: StageSplit | None = None,
+    **settings: object,
 ) -> tuple[DataParallel, Optimizer]:
     """Return the engine and optimizer of a model of about 100,000 weights.
 
     Args:
         offload: share of the optimizer's state that is in host memory.
+        split: of the layers into pipeline stages.
     """
     shape = GPTConfig(
         num_layers=3,
@@ -35,7 +40,13 @@ def built(
         mlp=MLPConfig(ffn_hidden_size=160),
     )
     config = DataParallelConfig(**settings)
-    model = GPTModel(shape, groups, dtype=torch.bfloat16, storage=config.storage(initialize=False))
+    model = GPTModel(
+        shape,
+        groups,
+        dtype=torch.bfloat16,
+        storage=config.storage(initialize=False),
+        split=split,
+    )
     engine = DataParallel(model.store, groups, config=config)
     return engine, Optimizer(
         engine.owned(), groups, config=OptimizerConfig(offload_fraction=offload)
@@ -84,6 +95,25 @@ def test_the_line_says_what_is_in_effect_and_how_much_is_there():
         "them; 5 buckets"
     ) in hybrid
     assert bytes_in(hybrid)[4] > bytes_in(params)[4], "two units instead of one"
+
+
+def stage_lines(rank: int, world: int) -> tuple[str, list[int]]:
+    """Return the line of a pipeline of 2 and 1 layers, and this stage's bytes of weights and
+    state."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
+    engine, optimizer = built(groups, split=StageSplit.even(3, world, last_layers=1))
+    weights = sum(bucket.weights.data.nbytes for bucket in engine.store.buckets)
+    line = data_parallel_line(engine, optimizer)
+    return line, [weights, sum(optimizer.state_bytes(on_host=host) for host in (False, True))]
+
+
+def test_with_pipeline_stages_the_line_says_the_most_of_all_of_them():
+    (line, (weights, state)), (other, (less, _)) = run_ranks(stage_lines, 2)
+    assert line == other
+    assert less < 0.8 * weights, "the first stage has more"
+    assert "; per rank at most " in line
+    assert bytes_in(line)[1] == pytest.approx(weights, abs=6e3)
+    assert bytes_in(line)[3] == pytest.approx(state, abs=6e3)
 
 
 def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():

@@ -149,6 +149,35 @@ def test_a_rank_that_lives_but_does_not_come_is_named_with_its_last_collective(s
         watch.close()
 
 
+def test_ranks_of_other_stages_are_behind_by_their_iteration_alone(server):
+    watches = [
+        PeerWatch(lambda: _client(server.port), rank=rank, world_size=4, beat_seconds=0.05)
+        for rank in range(4)
+    ]
+    for rank, (watch, count) in enumerate(zip(watches, (9, 9, 3, 4), strict=True)):
+        watch.join_pipeline((rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1))
+        watch.iteration = 4
+        for number in range(count):
+            record = CollectiveRecord("send", "pp", 2, 8, (), (number,), "float32", f"to {rank}")
+            watch.collectives(record)
+    time.sleep(0.3)
+    assert watches[0].behind() == Diagnosis(
+        "stages wait for one another: rank 2 has come to send (to 2) of float32 [2] over pp"
+    )
+    assert watches[3].behind() == Diagnosis(
+        "rank 2 is still in iteration 4 behind its collective 3 (send (to 2) of float32 [2] over "
+        "pp)"
+    )
+    watches[1].iteration = 3
+    time.sleep(0.3)
+    assert watches[2].behind() == Diagnosis(
+        "rank 1 is still in iteration 3 behind its collective 9 (send (to 1) of float32 [8] over "
+        "pp)"
+    )
+    for watch in watches:
+        watch.close()
+
+
 def test_all_ranks_that_beat_leave_their_stacks_once(server):
     dumps = []
     watches = [

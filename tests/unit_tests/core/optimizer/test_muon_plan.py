@@ -153,6 +153,22 @@ def test_work_is_shared_out_evenly_and_holders_are_preferred():
     assert plan[0].give_back.local
 
 
+def test_a_matrix_stays_on_the_stages_that_hold_it():
+    stages = [0, 0, 1, 1, 2, 2]
+    matrices = [Matrix(key, 4 + key % 3, 6) for key in range(24)]
+    pieces = [
+        Piece(m, (0, 0), (m.rows, m.cols), (0, 1, 2, 3)[m.key % 4], m.key // 4) for m in matrices
+    ]
+    owners = assign_owners(pieces, stages)
+    assert all(stages[owners[p.matrix]] == stages[p.rank] for p in pieces)
+    assert set(owners.values()) == {0, 1, 2, 3}
+    both = Matrix(99, 30, 30)
+    shared = [Piece(both, (0, 0), (30, 30), rank, 9) for rank in (0, 3)]
+    assert assign_owners(shared, stages)[both] == 0
+    alone = Piece(Matrix(7, 9, 9), (0, 0), (9, 9), 4, 0)
+    assert assign_owners([*pieces, alone], stages)[alone.matrix] == 4
+
+
 def test_a_matrix_that_is_not_whole_is_refused():
     matrix = Matrix(1, 4, 6)
     half = Piece(matrix, (0, 0), (2, 6), 0, 0)

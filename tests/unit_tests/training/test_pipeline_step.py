@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps through a pipeline: microbatches of any length, packed documents, evaluation, failures."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.stages import StageSplit
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.step import Microbatch, TrainStep
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import microbatch, one_thread
+from tests.support.ranks import run_ranks
+
+LENGTHS = (12, 7, 9)
+CONFIG = GPTConfig(
+    num_layers=3,
+    hidden_size=24,
+    vocab_size=37,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
+    mlp=MLPConfig(ffn_hidden_size=40),
+    tied=True,
+    hidden_dropout=0.1,
+)
+
+
+def batches(packed: bool) -> list[Microbatch]:
+    """Return microbatches of different lengths; packed ones hold two documents a row."""
+    found = []
+    for index, length in enumerate(LENGTHS):
+        made = microbatch(seed=5, lane=0, index=index, batch=2, sequence=length, vocabulary=37)
+        fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+        if packed:
+            at = torch.arange(length).repeat(2, 1)  # [b, s]
+            border = torch.tensor([[3 + index], [5]])
+            fields["document_ids"] = (at >= border).long()
+            fields["positions"] = torch.where(at >= border, at - border, at)
+        found.append(Microbatch(**fields))
+    return found
+
+
+class Seen(Optimizer):
+    """An optimizer that keeps the gradients it was given."""
+
+    def step(self, lr: float, weight_decay: float):
+        """Note them and move on."""
+        self.seen = [owned.gradients.clone() for owned in self.owned]
+        return super().step(lr, weight_decay)
+
+
+def trained(groups: ProcessGroupCollection, schedule: str, cuts: str, packed: bool, frozen: str):
+    """Take two steps and evaluate; return losses and the logical gradients of the last step."""
+    config = DataParallelConfig()
+    stages = groups["pp"].size
+    split = StageSplit.from_pattern(cuts, stages) if stages > 1 else None
+    model = GPTModel(CONFIG, groups, seed=3, storage=config.storage(), split=split)
+    if frozen in model.store.handles:
+        model.store.freeze(frozen)
+    engine = DataParallel(model.store, groups, config=config)
+    settings = OptimizerConfig(kind="sgd", clip_grad=0.0)
+    optimizer = Seen(engine.owned(), groups, config=settings)
+    optimizer.owned = engine.owned()
+    run = None
+    if stages > 1:
+        size = len(LENGTHS) if schedule == "interleaved" else None
+        run = PipelineForwardBackward(
+            model, engine, groups=groups, schedule=schedule, group_size=size
+        )
+    step = TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
+    data = batches(packed)
+    before = step.evaluate(data, at_a_time=2)
+    losses = [step(data, lr=0.3, weight_decay=0.0).loss for _ in range(2)]
+    gradients = {
+        placed.box.name: placed.of(seen).clone()
+        for seen, owned in zip(optimizer.seen, optimizer.owned, strict=True)
+        for placed in owned.boxes
+    }
+    return [before, *losses, step.evaluate(data)], gradients
+
+
+def on_rank(rank: int, world: int, *how: object):
+    """Train as one stage."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
+    return trained(groups, *how)
+
+
+CUTS = {
+    "1f1b": "*-*|-*-",
+    "zb-h1": "*-*-|*-",
+    "interleaved": "*-|*|-*|-",
+}
+
+
+@pytest.mark.parametrize("frozen", ["", "embedding.weight"], ids=["", "frozen"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("schedule", CUTS)
+def test_lengths_and_documents_go_through_the_stages(schedule, packed, frozen):
+    with one_thread():
+        single = ProcessGroupCollection.single()
+        losses, gradients = trained(single, schedule, "", packed, frozen)
+    ranks = run_ranks(on_rank, 2, schedule, CUTS[schedule], packed, frozen)
+    for found, _ in ranks:
+        assert found == pytest.approx(losses, rel=1e-6)
+    together = {name: value for _, found in ranks for name, value in found.items()}
+    assert together.keys() == gradients.keys()
+    assert (frozen in gradients) is False
+    assert_all_close(together, gradients)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import GROUP_NAMES
 from tests.parity.rows import CUT_WEIGHTS
-from tests.parity.training import BATCH, HIDDEN, LAYERS, SEQUENCE, Run, StagePart, Step
+from tests.parity.stages import StagePart
+from tests.parity.training import BATCH, HIDDEN, LAYERS, SEQUENCE, Run, Step
 from tests.support.activation import assert_active, assert_silent, matching, table
 from tests.support.covering_array import Row
 

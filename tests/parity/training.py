@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ from megatron.core.distributed.formulas import (
     collectives_per_step,
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.models.stages import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig, StepResult
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.pipeline_parallel import Action
@@ -35,8 +34,8 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.gatherer import GatherCounts
-from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.step import TrainStep
+from tests.parity.stages import StagePart, pipeline, stage_part, stage_split
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
 from tests.support.mutants import Mutation, apply
@@ -51,7 +50,6 @@ RECOMPUTE = {
     "full": Recompute(granularity="full", method="uniform", num_layers=LAYERS),
     "selective": Recompute(granularity="selective"),
 }
-CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
 BUCKET_BYTES = {"small": 5_000, "large": 10**9}
 #: SGD is the proof. The others divide by what they know of the gradient, so a wrong factor of it
 #: hardly shows; Adam's epsilon is so large that rounding of small gradients does not turn steps.
@@ -108,23 +106,6 @@ class Step:
     gathers: GatherCounts | None
     in_flight: int
     actions: list[Action] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class StagePart:
-    """What of the model a rank has, and the list that it is to carry out.
-
-    Args:
-        blocks: how many, over all chunks.
-        again: of them, those that are computed again in backward.
-        embedding, head: whether it has these.
-    """
-
-    blocks: int
-    again: int
-    embedding: bool
-    head: bool
-    listed: tuple[Action, ...] = ()
 
 
 @dataclass
@@ -202,7 +183,7 @@ def train_row(
         sequence_parallel=row["sequence_parallel"],
         seed=SEED,
         storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
-        split=stage_split(row) if groups["pp"].size > 1 else None,
+        split=stage_split(row, LAYERS) if groups["pp"].size > 1 else None,
     )
     model.set_recompute(RECOMPUTE[row["recompute"]])
     engine = DataParallel(model.store, groups, config=config)
@@ -215,7 +196,7 @@ def train_row(
     run = Run(
         initial=weight_pieces(model.store),
         buckets=[BucketSize.of(bucket) for bucket in model.store.buckets],
-        part=_part(row, model, engine),
+        part=stage_part(row, model, engine),
     )
     if initial is not None:
         write_weights(model.store, initial)
@@ -243,7 +224,7 @@ def _trained(
         engine,
         optimizer=watch,
         groups=engine.groups,
-        forward_backward=_pipeline(row, watch, engine, actions.append),
+        forward_backward=pipeline(row, watch, engine, actions.append),
         per_token_loss=row["per_token"],
     )
     with trace(engine.groups) as records:
@@ -263,56 +244,6 @@ def _trained(
         gathers=None if gatherer is None else copy.copy(gatherer.counts),
         in_flight=0 if gatherer is None else len(gatherer.in_flight),
         actions=actions,
-    )
-
-
-def stage_split(row: Row) -> StageSplit:
-    """Return which blocks of the model each chunk of each stage has: some have none, and cuts go
-    through layers."""
-    blocks, stages = 2 * LAYERS, row["pp"] * CHUNKS[row["schedule"]]
-    ends = [(2 * i * blocks + stages) // (2 * stages) for i in range(1, stages)]
-    if row["cut"] == "uneven":
-        ends = [max(0, end - 1) for end in ends]
-    symbols = ["*-"[i % 2] for i in range(blocks)]
-    for end in reversed(ends):
-        symbols.insert(end, "|")
-    return StageSplit.from_pattern("".join(symbols), row["pp"])
-
-
-def _pipeline(
-    row: Row,
-    model: Any,
-    engine: DataParallel,
-    observe: Callable[[Action], None] | None = None,
-) -> PipelineForwardBackward | None:
-    """Return what carries out a step on several stages."""
-    if engine.groups["pp"].size == 1:
-        return None
-    size = None
-    if row["schedule"] == "interleaved" and row["accumulation"] % row["pp"]:
-        size = row["accumulation"]  # a last group of fewer microbatches than stages cannot be
-    return PipelineForwardBackward(
-        model,
-        engine,
-        groups=engine.groups,
-        schedule=row["schedule"],
-        group_size=size,
-        observe=observe,
-    )
-
-
-def _part(row: Row, model: GPTModel, engine: DataParallel) -> StagePart:
-    """Return what of the model this rank has."""
-    runs = [run for decoder in model.decoders for run in decoder.runs]
-    pipeline, listed = _pipeline(row, model, engine), ()
-    if pipeline is not None:
-        listed = pipeline.schedule(row["accumulation"]).ranks[engine.groups["pp"].rank]
-    return StagePart(
-        blocks=sum(len(decoder.blocks) for decoder in model.decoders),
-        again=sum(last - first for first, last, again in runs if again),
-        embedding=model.holds_embedding,
-        head=model.holds_head,
-        listed=listed,
     )
 
 

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What schedules compute, in which order, and which sizes they refuse."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import Counter, defaultdict
+
+import pytest
+
+from megatron.core.pipeline_parallel import (
+    COMPUTES,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Kind,
+    check,
+    make_schedule,
+    problems,
+)
+from tests.unit_tests.core.pipeline_parallel.by_hand import ends, random_schedule, random_times
+
+
+def lists(name: str, **sizes: int) -> list[str]:
+    return [" ".join(map(str, actions)) for actions in make_schedule(name, **sizes).ranks]
+
+
+def test_one_forward_one_backward():
+    assert lists("1f1b", stages=3, microbatches=4) == [
+        "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
+        "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3",
+        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3",
+    ]
+
+
+def test_interleaved_goes_through_the_chunks_group_by_group():
+    assert lists("interleaved", stages=2, microbatches=4, chunks=2) == [
+        "F0.0 F0.1 F1.0 F1.1 F0.2 B1.0 F0.3 B1.1 F1.2 B0.0 F1.3 B0.1 B1.2 B1.3 B0.2 B0.3",
+        "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 F0.3 B0.1 F1.2 B1.2 F1.3 B1.3 B0.2 B0.3",
+    ]
+
+
+def test_interleaved_may_end_with_a_smaller_group():
+    forwards = [
+        str(action)
+        for action in make_schedule(
+            "interleaved", stages=2, microbatches=5, chunks=2, group_size=3
+        ).ranks[0]
+        if action.kind is Kind.FORWARD
+    ]
+    assert " ".join(forwards) == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 F0.3 F0.4 F1.3 F1.4"
+
+
+def test_zero_bubble_puts_weight_gradients_off_by_the_rank():
+    assert lists("zb-h1", stages=3, microbatches=4) == [
+        "F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3",
+        "F0.0 F0.1 I0.0 F0.2 I0.1 W0.0 F0.3 I0.2 W0.1 I0.3 W0.2 W0.3",
+        "F0.0 I0.0 F0.1 I0.1 F0.2 I0.2 W0.0 F0.3 I0.3 W0.1 W0.2 W0.3",
+    ]
+
+
+def test_forward_alone():
+    assert lists("forward", stages=2, microbatches=2, chunks=2) == ["F0.0 F0.1 F1.0 F1.1"] * 2
+
+
+def test_neighbours_in_the_model():
+    schedule = make_schedule("interleaved", stages=3, microbatches=3, chunks=2)
+    assert schedule.virtual_stage(1, 1) == 4
+    assert (schedule.following(2, 0), schedule.following(2, 1)) == ((0, 1), None)
+    assert (schedule.preceding(0, 1), schedule.preceding(0, 0)) == ((2, 0), None)
+    for rank in range(3):
+        for chunk in range(2):
+            for kind in TRANSFERS:
+                action = Action(kind, chunk, 1)
+                other_end = schedule.other_end(rank, action)
+                ahead = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+                near = schedule.following if ahead else schedule.preceding
+                if other_end is None:
+                    assert near(rank, chunk) is None
+                    continue
+                assert (other_end[0], other_end[1].chunk) == near(rank, chunk)
+                assert schedule.other_end(*other_end) == (rank, action)
+                assert (kind in SENDS) != (other_end[1].kind in SENDS)
+    assert schedule.other_end(0, Action(Kind.FORWARD, 0, 0)) is None
+
+
+def test_every_schedule_computes_all_once_in_the_order_of_microbatches_and_ends():
+    draw = random.Random(5)
+    seen: Counter[str] = Counter()
+    for _ in range(300):
+        schedule = random_schedule(draw)
+        seen[schedule.name] += 1
+        numbers = list(range(schedule.microbatches))
+        kinds = {
+            "forward": {Kind.FORWARD},
+            "zb-h1": {Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT},
+        }.get(schedule.name, {Kind.FORWARD, Kind.BACKWARD})
+        for actions in schedule.ranks:
+            orders: dict[tuple[Kind, int], list[int]] = defaultdict(list)
+            for action in actions:
+                orders[action.kind, action.chunk].append(action.microbatch)
+            assert orders == {(k, c): numbers for k in kinds for c in range(schedule.chunks)}
+        assert check(schedule) == []
+        assert max(ends(schedule, random_times(draw, schedule))) > 0
+    assert min(seen[name] for name in ("1f1b", "interleaved", "zb-h1", "forward")) > 20
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaved_takes_the_groups_that_never_wait_for_a_later_one(stages: int, chunks: int):
+    for microbatches in range(1, 3 * stages + 2):
+        for size in range(1, microbatches + 2):
+            rest = microbatches % size
+            legal = stages <= size <= microbatches and (rest == 0 or rest >= stages)
+            legal = legal or size == microbatches < stages
+            sizes = {"microbatches": microbatches, "chunks": chunks, "group_size": size}
+            assert legal == (problems("interleaved", stages=stages, **sizes) == [])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "text"),
+    [
+        ("dualpipe", {}, "no schedule 'dualpipe': take 1f1b, interleaved, zb-h1 or forward"),
+        ("1f1b", {"microbatches": 0}, "microbatches 0: take 1 or more"),
+        ("1f1b", {"stages": 0, "chunks": 0}, "stages 0: take 1 or more; chunks 0: take 1 or more"),
+        ("interleaved", {"chunks": 2, "group_size": 0}, "group size 0: take 1 or more"),
+        ("1f1b", {"chunks": 2}, "1f1b has one chunk per stage, not 2: take interleaved"),
+        (
+            "zb-h1",
+            {"group_size": 4},
+            "zb-h1 has no groups of microbatches: leave out group size 4",
+        ),
+        (
+            "interleaved",
+            {"chunks": 1},
+            "interleaved with one chunk per stage is 1f1b: take that or more chunks",
+        ),
+        (
+            "interleaved",
+            {"stages": 1, "chunks": 2},
+            "2 chunks on one stage overlap nothing: take 1 chunk",
+        ),
+        (
+            "interleaved",
+            {"chunks": 2, "microbatches": 9},
+            "groups of 4 of 9 microbatches on 4 stages leave 1, fewer than the stages, for the "
+            "last group: take groups of 5, or other numbers of microbatches",
+        ),
+        ("interleaved", {"chunks": 2, "group_size": 3}, "are too small: take groups of 4"),
+        ("interleaved", {"chunks": 2, "group_size": 9}, "are too large: take groups of 8"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_mend(name: str, sizes: dict, text: str):
+    sizes = {"stages": 4, "microbatches": 8, **sizes}
+    assert text in "; ".join(problems(name, **sizes))
+    with pytest.raises(ValueError) as raised:
+        make_schedule(name, **sizes)
+    assert str(raised.value) == "; ".join(problems(name, **sizes))
+
+
+def test_a_refused_group_would_deadlock():
+    # 9 microbatches in groups of 4 leave one: rank 0 waits for its second chunk's input before the
+    # first chunk has got the turns that rank 3 needs for its warm-up.
+    assert problems("interleaved", stages=4, microbatches=9, chunks=3, group_size=4)
+    turns = [(c, n) for s in (0, 4, 8) for c in range(3) for n in range(s, min(s + 4, 9))]
+    ranks = []
+    for rank in range(4):
+        ahead = 2 * (4 - rank - 1) + 2 * 4
+        forwards = [Action(Kind.FORWARD, c, n) for c, n in turns]
+        backwards = [Action(Kind.BACKWARD, 2 - c, n) for c, n in turns]
+        pairs = zip(forwards[ahead:], backwards, strict=False)
+        left = backwards[len(turns) - ahead :]
+        ranks.append((*forwards[:ahead], *(a for pair in pairs for a in pair), *left))
+    legal = make_schedule("interleaved", stages=4, microbatches=9, chunks=3, group_size=9)
+    assert {a.kind for a in ranks[0]} <= COMPUTES
+    refused = type(legal)("interleaved", 4, 3, 9, tuple(ranks))
+    assert check(legal) == []
+    assert check(refused)[0].startswith("deadlock: ")
+
+
+def test_lists_need_no_torch():
+    text = (
+        "import sys; from megatron.core.pipeline_parallel import with_transfers, check;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs through pipeline stages: every schedule has the numbers of one process, whatever else the
+run does."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing import latest_checkpoint
+from megatron.training.exit_codes import ExitCode
+from megatron.training.monitoring.metrics import read_metrics
+from tests.functional_tests.planted_faults import on_microbatch, run_with
+from tests.functional_tests.small_run import (
+    digests,
+    flags,
+    losses,
+    run_on,
+    running,
+    write_tokens,
+)
+
+PP = "--pipeline-model-parallel-size 2"
+#: Four layers, a tied embedding, everything counted that is counted over stages.
+SHORT = (
+    "--num-layers 4 --no-untie-embeddings-and-output-weights --train-iters 4 --eval-interval 2 "
+    "--log-params-norm --log-num-zeros-in-grad"
+)
+LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 7"
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> Path:
+    """Return where the tokens are."""
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def alone(prefix, tmp_path_factory) -> Path:
+    """Return the metrics of a single process."""
+    metrics = tmp_path_factory.mktemp("alone") / "metrics.jsonl"
+    run_on(1, flags(prefix, f"{SHORT} --metrics-file {metrics}"))
+    return metrics
+
+
+def measured(metrics: Path) -> dict[str, list[float]]:
+    """Return what a run has measured of its weights and gradients, in order."""
+    names = ("grad_norm", "params_norm", "num_zeros", "learning_rate")
+    events = read_metrics(metrics)
+    return {name: [event[name] for event in events if name in event] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (2, ""),
+        (2, "--num-virtual-stages-per-pipeline-rank 2 --log-straggler"),
+        (2, "--pipeline-schedule zb-h1 --check-collectives"),
+        (
+            4,
+            "--num-layers-per-virtual-pipeline-stage 1 --check-weight-gather "
+            "--microbatch-group-size-per-virtual-pipeline-stage 2 "
+            "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather "
+            "--overlap-grad-reduce --recompute-granularity selective",
+        ),
+    ],
+    ids=["1f1b", "interleaved", "zb-h1", "interleaved-cut"],
+)
+def test_every_schedule_has_the_numbers_of_one_process(prefix, tmp_path, alone, world, more):
+    metrics = tmp_path / "metrics.jsonl"
+    run_on(world, flags(prefix, f"{SHORT} {PP} {more} --metrics-file {metrics}"))
+    for kind, count in (("train", 4), ("validation", 3)):
+        found = losses(metrics, kind)
+        assert len(found) == count
+        assert found == pytest.approx(losses(alone, kind), rel=1e-6)
+    expected = measured(alone)
+    assert {len(values) for values in expected.values()} == {4}
+    for name, values in measured(metrics).items():
+        assert values == pytest.approx(expected[name], rel=1e-5), name
+    first, *_, last = losses(alone).values()
+    assert last < first - 0.1, "the model has not learnt anything"
+
+
+def test_the_log_says_how_the_stages_work_and_wait(prefix, tmp_path):
+    more = f"{SHORT} {PP} --pipeline-schedule zb-h1 --train-iters 1 --lr-warmup-iters 0"
+    argv = flags(
+        prefix,
+        f"{more} --profile --use-pytorch-profiler --profile-ranks 0 1 "
+        f"--profile-step-start 0 --profile-step-end 1 --profile-dir {tmp_path / 'traces'}",
+    )
+    with running(2, argv) as ranks:
+        found = ranks.outcomes(timeout=60)
+        text, other = ranks.log(1), ranks.log(0)
+    assert [o.exit_code for o in found] == [0, 0], text
+    assert "pipeline parallel 2 (zb-h1), 2|2 layers, data parallel 1 (no_shard)" in text
+    # (p - 1)(F + I - W) of m (F + I + W) + (p - 1)(F + I - W), all of them 1
+    assert (
+        "pipeline: zb-h1, 2 stages of 2|2 layers, 4 microbatches, bubble 7.7 % if a layer's input "
+        "and weight gradients take as long as its forward"
+    ) in text
+    assert "per rank at most " in text
+    assert "lm loss" not in other
+    assert len(list((tmp_path / "traces").rglob("*.json*"))) == 2, "a trace of each stage"
+
+
+def test_a_stopped_pipeline_goes_on_exactly(prefix, tmp_path):
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    layout = f"{PP} --pipeline-schedule zb-h1"
+    with running(2, flags(prefix, f"{LONG} {layout} --save {cut}")) as ranks:
+        ranks.wait_for_line(1, "iteration        3/", timeout=60)
+        ranks.kill(0, signal.SIGTERM)
+        found = ranks.outcomes(timeout=60)
+        text = ranks.log(1)
+    assert [o.exit_code for o in found] == [0, 0], text
+    at = re.search(r"stopped at iteration (\d+) as a signal asks", text)
+    assert at, text
+    end = int(at[1]) + 2
+    assert latest_checkpoint(cut) == cut / f"iter_{end - 2:07d}"
+    run_on(2, flags(prefix, f"{LONG} {layout} --save {cut} --load {cut} --exit-interval {end}"))
+    run_on(1, flags(prefix, f"{LONG} --save {whole} --exit-interval {end}"))
+    name = f"iter_{end:07d}"
+    one_more = losses(cut / "metrics.jsonl")
+    assert one_more == pytest.approx(losses(whole / "metrics.jsonl"), rel=1e-6)
+    assert digests(cut / name).keys() == digests(whole / name).keys()
+
+
+def _nan(made) -> None:
+    made.loss_mask.mul_(float("nan"))
+
+
+def plant_nan(rank: int) -> None:
+    """The sixth microbatch, in step 2, is NaN; only the last stage takes its loss."""
+    on_microbatch(6, _nan)
+
+
+def test_a_nan_is_told_of_the_whole_pipeline_and_skipped_by_every_stage(prefix, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    argv = flags(prefix, f"{PP} --train-iters 3 --eval-interval 0 --metrics-file {metrics}")
+    found, logs = run_with(plant_nan, argv)
+    assert [o.exit_code for o in found] == [0, 0], logs
+    here = socket.gethostname()
+    told = f"iteration 2: NaN or Inf loss of a pipeline of rank 0 on {here}, rank 1 on {here}; "
+    assert told + "the step computed once more gives it again" in logs[1]
+    events = [e for e in read_metrics(metrics) if e["kind"] == "train"]
+    assert [e["num_skipped"] for e in events] == [0, 1, 0]
+
+
+def test_a_dead_stage_is_named(prefix):
+    with running(2, flags(prefix, f"{LONG} {PP}")) as ranks:
+        ranks.wait_for_line(1, "iteration        3/", timeout=60)
+        pid = ranks.processes[0].pid
+        ranks.kill(0, signal.SIGKILL)
+        found = ranks.outcomes(timeout=60)
+        text = ranks.log(1)
+    assert found[1].exit_code == ExitCode.PEER_LOST, text
+    assert f"rank 0 (process {pid} on {socket.gethostname()}) is dead" in text
+    assert "Traceback" not in text

@@ -20,7 +20,7 @@ class RecomputeConfig:
     """With full: uniform cuts all layers into runs of --recompute-num-layers and keeps the inputs
     of each run; block does so for each of the first --recompute-num-layers layers."""
     recompute_num_layers: int | None = None
-    """Layers of --recompute-method."""
+    """Layers of --recompute-method, in each chunk of layers of a pipeline stage by itself."""
 
     def __post_init__(self) -> None:
         positive(self, "recompute_num_layers")

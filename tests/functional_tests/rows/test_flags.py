@@ -87,6 +87,24 @@ def test_row_44_an_impossible_layout_names_every_violation_before_any_group(pref
         assert text in err
 
 
+def test_row_44_an_impossible_pipeline_names_every_violation_before_any_group(prefix, capsys):
+    more = (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout tE|tt(L|x "
+        "--global-batch-size 7 --tensor-model-parallel-size 3"
+    )
+    err = refused(capsys, flags(prefix, more))
+    for text in (
+        "--tensor-model-parallel-size 3 x --pipeline-model-parallel-size 2 = 6 does not divide",
+        "'x' at 9 is unknown",
+        "'(' at 6 is never closed",
+        "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
+    ):
+        assert text in err
+    more = "--num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-h1"
+    err = refused(capsys, flags(prefix, more))
+    assert err.count("has no effect without --pipeline-model-parallel-size above 1") == 2
+
+
 #: Entry points, and arguments with which --print-config has all it needs.
 ENTRY_POINTS = {
     "megatron.training.pretrain_gpt": " ".join(flags(Path("absent"))),

@@ -33,6 +33,7 @@ from tests.unit_tests.core.distributed.parts_model import (
 from tests.unit_tests.core.distributed.small_model import tokens
 
 Config = dict[str, object]
+SUMS = ("all_reduce", "reduce_scatter", "all_to_all")
 
 
 def built(
@@ -56,7 +57,7 @@ def configs() -> list[Config]:
 
 def reductions(records: Sequence[CollectiveRecord]) -> list[tuple[str, int]]:
     """Return the reductions of a trace in order."""
-    return [(r.kind, r.bytes) for r in records if r.kind in ("all_reduce", "reduce_scatter")]
+    return [(r.kind, r.bytes) for r in records if r.kind in SUMS]
 
 
 def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
@@ -121,6 +122,8 @@ def split_cases(rank: int, world: int) -> None:
     for config in configs():
         for grad_dtype in (torch.float32, torch.bfloat16):
             settings = {**config, "grad_dtype": grad_dtype}
+            if grad_dtype is torch.bfloat16 and config["strategy"] != "no_shard":
+                settings["fp32_accumulation"] = True
             found = []
             for schedule in (SCHEDULES["in turn"], SCHEDULES["split"]):
                 model, engine = built(groups, **settings)

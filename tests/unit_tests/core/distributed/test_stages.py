@@ -113,7 +113,7 @@ def drawn(step: int) -> dict[str, torch.Tensor]:
 # --- weights of two stages ------------------------------------------------------------------------
 
 
-def tied(rank: int, world: int, parallel: dict, instances: int, fault: Mutation | None) -> None:
+def tied(rank: int, world: int, parallel: dict, instances: int, fault: Mutation | None) -> list:
     """Sum the gradients of two shared weights, which lie among others on either stage."""
     if fault is not None:
         apply(fault)
@@ -149,18 +149,38 @@ def tied(rank: int, world: int, parallel: dict, instances: int, fault: Mutation 
     for name in SHARED:
         both = all_gather(weights[name][None], groups["tied"])
         assert torch.equal(both[0], both[1])
+    return _boxes(stage)
+
+
+def _boxes(stage: Stage) -> list[dict[tuple, tuple[int, ...]]]:
+    """Return the boxes that this rank's optimizer and memory hold, and who holds the same."""
+    owned = [placed for one in stage.engine.owned() for placed in one.boxes]
+    held = [h for handle in stage.store.handles.values() for h in stage.store.held(handle)]
+    return [
+        {(b.box.name, b.box.offsets, b.box.sizes): b.replica_ranks for b in boxes}
+        for boxes in (owned, held)
+    ]
+
+
+def assert_replicas(ranks: Sequence[list[dict[tuple, tuple[int, ...]]]]) -> None:
+    """Check that a box is held by the ranks that are said to hold it, and by no others."""
+    for everywhere in zip(*ranks, strict=True):
+        for mine in everywhere:
+            for box, said in mine.items():
+                holders = [rank for rank, other in enumerate(everywhere) if box in other]
+                assert sorted(said) == holders, box
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_shared_weights_are_summed_over_their_stages_and_stay_equal(strategy: str):
     parallel = {"strategy": strategy, "overlap_param_gather": strategy != "no_shard"}
-    run_ranks(tied, 4, parallel, 1, None)
+    assert_replicas(run_ranks(tied, 4, parallel, 1, None))
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 def test_shared_weights_under_hybrid_sharding(outer: str):
     parallel = {"strategy": "optim_grads_params", "outer": outer, "overlap_param_gather": True}
-    run_ranks(tied, 8, parallel, 2, None)
+    assert_replicas(run_ranks(tied, 8, parallel, 2, None))
 
 
 #: Faults of shared weights.

@@ -328,3 +328,48 @@ def test_one_lane_stores_everything_whole_whatever_the_strategy():
     store = store_of(ProcessGroupCollection.single(), strategy="optim_grads_params", outer="optim")
     assert not any(bucket.sharded for bucket in store.buckets)
     assert store.placement.weight == store.placement.optimizer == ()
+
+
+def test_buckets_never_span_parts_and_shared_weights_lie_alone():
+    grid = RankGrid(world_size=4, pp=2)
+    for options in ({}, {"strategy": "optim_grads_params"}):
+        layouts = []
+        for rank, order in ((0, ("tied", "a", "b", "c")), (2, ("c", "tied", "b", "a"))):
+            store = WeightStore(pretended(grid, rank))
+            for part in (1, 0):  # not the order in which they run
+                with store.part(part), store.unit("layer"):
+                    for name in order[2 * part : 2 * part + 2]:
+                        stages = (0, 1) if name == "tied" else ()
+                        shape = (5, 7) if name == "tied" else (3, 2 + rank)
+                        store.declare(WeightSharding.of(name, shape, stages=stages), NORMAL)
+            store.materialize(Storage(**options))  # type: ignore[arg-type]
+            found = [(b.part, sorted(h.name for h in b.handles)) for b in store.buckets]
+            first, second = sorted(order[:2]), sorted(order[2:])
+            alone = [(0, [name]) for name in first if name != "tied"]
+            assert sorted(found) == sorted([(1, second), *alone, (0, ["tied"])])
+            assert [part for part, _ in found] == [1, 0, 0]
+            (bucket,) = [b for b in store.buckets if b.handles[0].name == "tied"]
+            layouts.append((bucket.layout, bucket.owned_range))
+        assert layouts[0] == layouts[1]
+
+
+def test_what_parts_cannot_be_is_said():
+    store = WeightStore(ProcessGroupCollection.single())
+    sharding = WeightSharding.of("w", (3, 2))
+    store.declare(sharding, NORMAL)
+    with store.part(1), pytest.raises(ValueError, match="w is declared in parts 0 and 1: the uses"):
+        store.declare(sharding, NORMAL)
+    assert store.declare(sharding, NORMAL).uses == 2
+    with pytest.raises(ValueError, match="part -1 of a weight store"), store.part(-1):
+        pass
+
+
+def test_a_store_without_weights_is_materialised_once():
+    store = WeightStore(ProcessGroupCollection.single())
+    store.materialize()
+    assert store.buckets == []
+    assert store.num_parameters == 0
+    with pytest.raises(ValueError, match="the store is already materialised"):
+        store.materialize()
+    with pytest.raises(ValueError, match="declare weights before that"):
+        store.declare(WeightSharding.of("w", (3, 2)), NORMAL)

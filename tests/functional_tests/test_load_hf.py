@@ -56,16 +56,21 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_weights_arrive_in_model_and_masters_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *|-*-",
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_weights_arrive_in_model_and_masters_on_two_ranks(tmp_path: Path, layout: str) -> None:
     saved = tmp_path / "saved"
     model = make_model("qwen3-8to1").to(torch.bfloat16)  # whose masters are memory of their own
     folder = save_folder(model, tmp_path / "model", max_shard_size="20KB")
-    layout = "--bf16 --tensor-model-parallel-size 2 --sequence-parallel "
-    layout += "--use-distributed-optimizer"
     # Steps too small to change a bit: what is saved has gone through the optimizer's masters.
-    run_on(
-        2, f"{RUN} --lr 1e-30 --weight-decay 0 {layout} --load-hf {folder} --save {saved}".split()
-    )
+    words = f"{RUN} --lr 1e-30 --weight-decay 0 --bf16 {layout} --load-hf {folder} --save {saved}"
+    run_on(2, words.split())
     run(convert, f"export --load {saved} --save {tmp_path / 'out'}")
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys()

@@ -77,6 +77,27 @@ def compare(mine, true, bound=2e-5):
     assert errors[worst] <= bound, (worst, errors[worst])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_in_halves_has_the_gradients_of_the_whole(device, dtype):
+    whole, halves = built(SMALL, device, dtype), built(SMALL, device, dtype)
+    true = gradients(whole, DataParallel(whole.store, whole.groups), device)
+    engine = DataParallel(halves.store, halves.groups)
+    halves.store.splits = True
+    tokens, labels, weights, ids = batch(SMALL, device)
+    engine.begin_step()
+    loss, _ = halves.loss(tokens, labels, weights, sample_ids=ids)
+    with halves.store.defer() as queue:
+        engine.backward(loss, last=False)
+    assert len(queue) > 0
+    engine.last(0)
+    queue.drain()
+    engine.close(0)
+    engine.finish()
+    found = {n: h.slot.clone() for n, h in halves.store.handles.items()}
+    # the rows of an embedding are added by atomics, in any order
+    compare((loss.item(), found), true, bound=1e-6)
+
+
 def test_initial_weights_are_the_cpus_bit_by_bit(device):
     here, there = built(SMALL, device), built(SMALL, CPU)
     for name, handle in there.store.handles.items():

@@ -230,13 +230,18 @@ def of_stage(pp: int, stage: int) -> tuple[str, ...]:
     return TIED_FIRST if stage == 0 else TIED_LAST if stage == pp - 1 else ()
 
 
-def empty(rank: int, world: int, pp: int, cases: Sequence[tuple[str, str, torch.dtype]]) -> list:
+def empty(
+    rank: int, world: int, pp: int, instances: int, cases: Sequence[tuple[str, str, torch.dtype]]
+) -> list:
     """Train with stages that have nothing; return the results of each case."""
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=pp), rank=rank)
+    grid = RankGrid(world_size=world, pp=pp, instances=instances)
+    groups = ProcessGroupCollection.create(grid, rank=rank)
     stage = groups["pp"].rank
     found = []
     for kind, strategy, dtype in cases:
         parallel = {"strategy": strategy, "overlap_param_gather": strategy != "no_shard"}
+        if instances > 1 and strategy == "optim_grads_params":
+            parallel["outer"] = "optim"
         one = Stage(
             groups,
             of_stage(pp, stage),
@@ -267,9 +272,11 @@ def empty(rank: int, world: int, pp: int, cases: Sequence[tuple[str, str, torch.
     return found
 
 
-def check_empty(world: int, pp: int, cases: list[tuple[str, str, torch.dtype]]) -> None:
+def check_empty(
+    world: int, pp: int, cases: list[tuple[str, str, torch.dtype]], *, instances: int = 1
+) -> None:
     """Compare stages, of which some are empty, with one process."""
-    ranks = run_ranks(empty, world, pp, cases)
+    ranks = run_ranks(empty, world, pp, instances, cases)
     for number, (kind, _, dtype) in enumerate(cases):
         alone = Stage(
             ProcessGroupCollection.single(), list(SHAPES), config=OPTIMIZERS[kind], dtype=dtype
@@ -303,6 +310,11 @@ def test_lanes_of_stages_without_weights():
     check_empty(
         6, 3, [(k, s, torch.float32) for k in ("adam", "muon") for s in STRATEGIES if s != "optim"]
     )
+
+
+def test_lanes_of_stages_without_weights_under_hybrid_sharding():
+    cases = [(k, s, torch.float32) for k in ("adam", "muon") for s in STRATEGIES[1:]]
+    check_empty(6, 3, cases, instances=2)
 
 
 def alone_in_its_groups(rank: int, world: int) -> None:

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SequenceCut: which tokens of a row each context-parallel rank holds, and where the rest are.
+
+A row is cut as one, or each of its sequences apart. Zigzag cuts a sequence into 2·cp chunks and
+gives rank r chunks r and 2·cp - 1 - r, in that order: under a causal mask every rank then has the
+same work (Brandon et al. 2023, arXiv 2311.09431). Contiguous gives rank r chunk r of cp. A rank's
+parts of the sequences follow each other in the order of the sequences.
+
+Words: the place of a token is its index in its row, padding not counted; its local index is where
+its rank keeps it. Everything here is whole numbers: no tensors, no device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
+PADDING = -1
+"""The place of a token that is none."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens that follow each other both in the row and on their rank.
+
+    Args:
+        start: local index of the first.
+        length: how many.
+        place: of the first in the row.
+        sequence: number of the separately cut sequence they are of.
+    """
+
+    start: int
+    length: int
+    place: int
+    sequence: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Return the local index behind the last token."""
+        return self.start + self.length
+
+    @property
+    def end(self) -> int:
+        """Return the place behind the last token."""
+        return self.place + self.length
+
+
+@dataclass(frozen=True)
+class HaloPiece:
+    """Tokens that `source` lends to a run of `target`, which may be the same rank.
+
+    Args:
+        source: the rank that holds them.
+        start: their first local index there.
+        target: the rank that needs them.
+        run: number of the run among the target's.
+        row: of the run's `width` halo rows, the first they fill.
+        length: how many.
+    """
+
+    source: int
+    start: int
+    target: int
+    run: int
+    row: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The `width` tokens before each run: row j of a run's halo is place `run.place - width + j`.
+
+    Rows that no piece fills lie before the run's sequence: they hold nothing.
+    """
+
+    width: int
+    pieces: tuple[HaloPiece, ...]
+
+    def sent(self, rank: int) -> tuple[HaloPiece, ...]:
+        """Return what a rank lends, by target and then in the order of `received`."""
+        found = [piece for piece in self.pieces if piece.source == rank]
+        return tuple(sorted(found, key=lambda piece: (piece.target, piece.run, piece.row)))
+
+    def received(self, rank: int) -> tuple[HaloPiece, ...]:
+        """Return what a rank is lent, by source."""
+        found = [piece for piece in self.pieces if piece.target == rank]
+        return tuple(sorted(found, key=lambda piece: (piece.source, piece.run, piece.row)))
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """How the tokens of a row lie over `size` ranks; equal cuts compare and hash equal.
+
+    Args:
+        length: tokens of the row, padding not counted.
+        size: ranks.
+        order: "zigzag" or "contiguous".
+        bounds: where the sequences that are cut apart begin and end, [0, ..., length]; (0, length)
+            cuts the row as one.
+        padded: the same with padding behind each sequence; equal to `bounds` without.
+
+    Raises:
+        ValueError: bounds that are none, or a sequence that does not divide.
+    """
+
+    length: int
+    size: int
+    order: str
+    bounds: tuple[int, ...]
+    padded: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        length: int,
+        size: int,
+        *,
+        order: str = ZIGZAG,
+        cu_seqlens: Sequence[int] | None = None,
+        padded_cu_seqlens: Sequence[int] | None = None,
+    ) -> SequenceCut:
+        """Return the cut of rows of `length` tokens over `size` ranks.
+
+        Args:
+            length: tokens of a row, padding not counted.
+            size: ranks.
+            order: "zigzag" balances causal attention; "contiguous" keeps each rank's tokens in one
+                run.
+            cu_seqlens: cumulative lengths of the sequences to cut apart, on the host; None cuts the
+                row as one.
+            padded_cu_seqlens: the same with padding behind each sequence.
+
+        Raises:
+            ValueError: bounds that are none, or a sequence that does not divide.
+        """
+        bounds = (0, length) if cu_seqlens is None else tuple(int(x) for x in cu_seqlens)
+        padded = bounds
+        if padded_cu_seqlens is not None:
+            padded = tuple(int(x) for x in padded_cu_seqlens)
+        return SequenceCut(length, size, order, bounds, padded)
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"a row of {self.length} tokens cannot be cut: use at least 1")
+        if self.size < 1:
+            raise ValueError(f"context-parallel-size {self.size}: use at least 1")
+        if self.order not in (ZIGZAG, CONTIGUOUS):
+            raise ValueError(f"order {self.order!r}: use {ZIGZAG!r} or {CONTIGUOUS!r}")
+        _check_cumulative("cu_seqlens", self.bounds)
+        if self.bounds[-1] != self.length:
+            raise ValueError(
+                f"cu_seqlens ends at {self.bounds[-1]}, the row has {self.length} tokens: its last "
+                "entry is the row's length"
+            )
+        if self.padded != self.bounds:
+            _check_cumulative("padded_cu_seqlens", self.padded)
+            self._check_padding()
+        self._check_division()
+
+    def _check_padding(self) -> None:
+        """Raise ValueError unless every sequence has room for its tokens."""
+        if len(self.padded) != len(self.bounds):
+            raise ValueError(
+                f"padded_cu_seqlens has {len(self.padded)} entries, cu_seqlens {len(self.bounds)}: "
+                "give one for each"
+            )
+        for number, (real, padded) in enumerate(_pairs(self.bounds, self.padded)):
+            if padded[1] - padded[0] < real[1] - real[0]:
+                raise ValueError(
+                    f"padded_cu_seqlens gives sequence {number} {padded[1] - padded[0]} places, it "
+                    f"has {real[1] - real[0]} tokens: padding only adds"
+                )
+
+    def _check_division(self) -> None:
+        """Raise ValueError unless every padded sequence makes equal chunks."""
+        parts = self._parts
+        for number, (_, (first, end)) in enumerate(_pairs(self.bounds, self.padded)):
+            length = end - first
+            if length % parts:
+                named = "2 x context-parallel-size" if self._folds else "context-parallel-size"
+                raise ValueError(
+                    f"sequence {number} has {length} tokens, which do not divide by {parts} "
+                    f"({named}, {self.order} order): pad it to {-(-length // parts) * parts}"
+                )
+
+    @property
+    def _folds(self) -> bool:
+        """Return whether a rank holds two chunks of a sequence; of one rank nothing is cut."""
+        return self.order == ZIGZAG and self.size > 1
+
+    @property
+    def _parts(self) -> int:
+        return 2 * self.size if self._folds else self.size
+
+    @property
+    def local_length(self) -> int:
+        """Return s/cp: the tokens a rank holds, padding included."""
+        return self.padded[-1] // self.size
+
+    @property
+    def is_padded(self) -> bool:
+        """Return whether ranks hold padding."""
+        return self.padded[-1] > self.length
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """Return what a rank holds, in local order; padding is in no run.
+
+        Raises:
+            ValueError: no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} of {self.size} context-parallel ranks")
+        chunks = (rank, 2 * self.size - 1 - rank) if self._folds else (rank,)
+        found: list[Run] = []
+        for number, ((place, end), (first, last)) in enumerate(_pairs(self.bounds, self.padded)):
+            chunk = (last - first) // self._parts
+            start = first // self.size
+            for part in chunks:
+                begin = place + part * chunk
+                length = min(chunk, end - begin)
+                if length > 0:
+                    _append(found, Run(start, length, begin, number))
+                start += chunk
+        return tuple(found)
+
+    def places(self, rank: int) -> list[int]:
+        """Return the place of each token that a rank holds, `PADDING` where there is none."""
+        found = [PADDING] * self.local_length
+        for run in self.runs(rank):
+            found[run.start : run.stop] = range(run.place, run.end)
+        return found
+
+    def inverse(self) -> list[int]:
+        """Return where each place is among the local tokens of rank 0, 1, ... one after another.
+
+        `gathered[inverse]` brings what was gathered from all ranks into the order of the row.
+        """
+        found = [PADDING] * self.length
+        for rank in range(self.size):
+            offset = rank * self.local_length
+            for run in self.runs(rank):
+                found[run.place : run.end] = range(offset + run.start, offset + run.stop)
+        return found
+
+    def halo(self, width: int) -> Halo:
+        """Return who lends the `width` tokens before each run, of the run's own sequence.
+
+        Args:
+            width: tokens: a convolution's width - 1, a window - 1.
+
+        Raises:
+            ValueError: a negative width.
+        """
+        if width < 0:
+            raise ValueError(f"a halo of {width} tokens: use 0 or more")
+        owned = [(run, rank) for rank in range(self.size) for run in self.runs(rank)]
+        owned.sort(key=lambda pair: pair[0].place)
+        firsts = [run.place for run, _ in owned]
+        pieces: list[HaloPiece] = []
+        for target in range(self.size):
+            for number, run in enumerate(self.runs(target)):
+                top = run.place - width  # the place of halo row 0, in the row or before it
+                at = max(top, self.bounds[run.sequence])
+                while at < run.place:
+                    lender, source = owned[bisect_right(firsts, at) - 1]
+                    end = min(lender.end, run.place)
+                    start = lender.start + at - lender.place
+                    pieces.append(HaloPiece(source, start, target, number, at - top, end - at))
+                    at = end
+        return Halo(width, tuple(pieces))
+
+
+def _append(found: list[Run], run: Run) -> None:
+    """Add a run, or let the last one go on where this one begins."""
+    if found and found[-1].stop == run.start and found[-1].end == run.place:
+        last = found[-1]
+        if last.sequence == run.sequence:
+            found[-1] = Run(last.start, last.length + run.length, last.place, last.sequence)
+            return
+    found.append(run)
+
+
+def _pairs(
+    bounds: Sequence[int], padded: Sequence[int]
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield each sequence's first place and the one behind, without and with padding."""
+    for i in range(len(bounds) - 1):
+        yield (bounds[i], bounds[i + 1]), (padded[i], padded[i + 1])
+
+
+def _check_cumulative(name: str, values: Sequence[int]) -> None:
+    """Raise ValueError unless values start at 0 and never fall."""
+    if len(values) < 2:
+        raise ValueError(f"{name} {list(values)}: give 0 and the end of each sequence")
+    if values[0] != 0:
+        raise ValueError(f"{name} starts at {values[0]}: it starts at 0")
+    for number, (first, end) in enumerate(pairwise(values)):
+        if end < first:
+            raise ValueError(
+                f"{name} falls from {first} to {end} at sequence {number}: lengths are not negative"
+            )

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SequenceLayout: positions, documents, samples and cut of a microbatch, shared by all layers.
+
+`make` works everything out on the host, once per microbatch: index maps both ways, where each row's
+documents begin, and on first use the blocks of attention. What layers need on the device is copied
+there without waiting for it; nothing is ever read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.core.context_parallel.blocks import Block, attention_blocks
+from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
+from megatron.core.device import pin
+
+
+class _Plans:
+    """Blocks by what they were made for, and how often any were made."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._found: dict[tuple, tuple[Block, ...]] = {}
+
+    def get(self, key: tuple, make: Callable[[], tuple[Block, ...]]) -> tuple[Block, ...]:
+        """Return what was made for `key`; make it the first time."""
+        if key not in self._found:
+            self._found[key] = make()
+            self.made += 1
+        return self._found[key]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """What layers need to know of the tokens beside their values.
+
+    Without a cut a rank has whole rows; s/cp is then s.
+
+    Args:
+        positions: int64 [s/cp] or [s/cp, b], each token's position in its sequence; 0 for padding.
+        document_ids: int [s_k, b], or None if nothing is masked by ids: every token sees all
+            earlier ones, or `blocks` know the documents. With a key-value cache s_k counts the
+            cached tokens too.
+        sample_ids: int64 [b], the global number of each sequence, or None outside training: dropout
+            is a function of it and of the place in the row.
+        places: int64 [s/cp], each token's place in its row, -1 for padding; None where that is its
+            position.
+        cut: how rows lie over the context-parallel ranks; None where that was never asked.
+        rank: this one of them.
+        rows: b, known with a cut.
+        documents: of each row, where its documents begin and end by place, [0, ..., s]; None is
+            one document a row.
+        columns: int64 [s/cp] on the host: the column of a row that each local token is.
+        inverse: int64 [s], where each place is among the tokens gathered from all ranks; None where
+            they are gathered in the order of the row.
+    """
+
+    positions: torch.Tensor
+    document_ids: torch.Tensor | None = None
+    sample_ids: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    cut: SequenceCut | None = None
+    rank: int = 0
+    rows: int | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    columns: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
+    _plans: _Plans = field(default_factory=_Plans, init=False, repr=False)
+
+    @staticmethod
+    def dense(
+        length: int, *, sample_ids: torch.Tensor | None = None, device: torch.device | None = None
+    ) -> SequenceLayout:
+        """Return the layout of whole sequences of equal length."""
+        return SequenceLayout(torch.arange(length, device=device), None, sample_ids)
+
+    @staticmethod
+    def packed(
+        length: int,
+        *,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        sample_ids: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> SequenceLayout:
+        """Return the layout of rows that may hold several documents each.
+
+        Args:
+            length: s.
+            positions: int64 [b, s], each token's position in its document; None is 0 … s-1.
+            document_ids: int [b, s]; None lets every token see all earlier ones.
+            sample_ids: int64 [b]; None turns dropout off.
+            device: of what is made here.
+        """
+        places = torch.arange(length, device=device)
+        return SequenceLayout(
+            positions=places if positions is None else positions.t().contiguous(),
+            document_ids=None if document_ids is None else document_ids.t().contiguous(),
+            sample_ids=sample_ids,
+            places=places,
+        )
+
+    @staticmethod
+    def make(
+        cut: SequenceCut,
+        rank: int,
+        *,
+        rows: int,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        sample_ids: torch.Tensor | None = None,
+        masks_by_ids: bool = False,
+        device: torch.device | None = None,
+    ) -> SequenceLayout:
+        """Return the layout of this rank's part of rows that are cut over ranks.
+
+        Args:
+            cut: of every row. Sequences that it cuts apart are documents.
+            rank: the context-parallel rank.
+            rows: b.
+            positions: int64 [b, s] on the host, each token's position in its document; None is its
+                place in the row.
+            document_ids: int [b, s] on the host, not falling along a row; None is one document for
+                each sequence that is cut apart.
+            sample_ids: int64 [b] on the host; None turns dropout off.
+            masks_by_ids: keep document ids of this rank's tokens, for one call of an op that masks
+                by them; -1 for padding. The blocks do without.
+            device: where layers work.
+
+        Raises:
+            ValueError: no such rank, tensors that do not fit or are not on the host, ids that fall,
+                or a document in two sequences that are cut apart.
+        """
+        given = {"positions": positions, "document_ids": document_ids}
+        for name, tensor in given.items():
+            _check(name, tensor, (rows, cut.length))
+        _check("sample_ids", sample_ids, (rows,))
+        documents = None
+        if document_ids is not None:
+            documents = _documents(document_ids)
+            _check_sequences(documents, cut)
+        elif len(cut.bounds) > 2:
+            documents = (cut.bounds,) * rows
+        device = torch.device("cpu") if device is None else device
+        columns = _columns(cut, rank)  # [s/cp]
+        places = _moved(columns, device)
+        local = places if positions is None else _moved(_local(positions, columns, 0).t(), device)
+        if positions is None and cut.is_padded:
+            local = _moved(columns.clamp(min=0), device)
+        ids = None
+        if masks_by_ids and documents is not None:
+            ids = _ids(cut.bounds, rows) if document_ids is None else document_ids
+            ids = _moved(_local(ids, columns, PADDING).t(), device)  # [s/cp, b]
+        return SequenceLayout(
+            positions=local,
+            document_ids=ids,
+            sample_ids=None if sample_ids is None else _moved(sample_ids, device),
+            places=places,
+            cut=cut,
+            rank=rank,
+            rows=rows,
+            documents=documents,
+            columns=columns,
+            inverse=_inverse(cut, device),
+        )
+
+    @property
+    def plans_made(self) -> int:
+        """Return how often blocks were worked out; however many layers ask, once for each kind."""
+        return self._plans.made
+
+    def local(self, x: torch.Tensor, fill: float = 0) -> torch.Tensor:
+        """Return this rank's columns of whole rows, on the host.
+
+        Args:
+            x: [b, s] or [b, s, ...] on the host.
+            fill: what padding gets.
+
+        Returns:
+            [b, s/cp] or [b, s/cp, ...]; `x` itself where nothing is cut.
+
+        Raises:
+            ValueError: rows of another length, or not on the host.
+        """
+        if self.cut is None or self.columns is None:
+            return x
+        if x.ndim < 2:
+            raise ValueError(f"rows of shape {tuple(x.shape)}: give [b, {self.cut.length}]")
+        _check("rows", x, (x.shape[0], self.cut.length, *x.shape[2:]))
+        if self.cut.size == 1 and not self.cut.is_padded:
+            return x
+        return _local(x, self.columns, fill)
+
+    def blocks(
+        self, key_rank: int | None, window: int | None = None, *, joined: bool = False
+    ) -> tuple[Block, ...]:
+        """Return the blocks of this rank's queries and one rank's keys, made once.
+
+        Args:
+            key_rank: who holds the keys; None is the keys of whole rows in the order of places, as
+                `to_rows` returns them.
+            window: a query at place q sees only keys k with q - k < window.
+            joined: see `attention_blocks`.
+
+        Raises:
+            ValueError: a layout without a cut, no such rank, or a window below 1.
+        """
+        cut = self._known_cut()
+        return self._plan(
+            ("rank", key_rank, window, joined),
+            lambda: cut.runs(self.rank),
+            lambda: _whole(cut) if key_rank is None else cut.runs(key_rank),
+        )
+
+    def row_blocks(self, window: int | None = None) -> tuple[Block, ...]:
+        """Return the blocks of all queries and all keys of whole rows, in the order of places.
+
+        Args:
+            window: a query at place q sees only keys k with q - k < window.
+
+        Raises:
+            ValueError: a layout without a cut, or a window below 1.
+        """
+        cut = self._known_cut()
+        return self._plan(("rows", window, False), lambda: _whole(cut), lambda: _whole(cut))
+
+    def to_rows(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Bring what was gathered from all ranks into the order of places; padding goes.
+
+        Args:
+            gathered: [cp · s/cp, ...], the tokens of rank 0, then of rank 1, ...
+
+        Returns:
+            [s, ...]; `gathered` itself where that is its order.
+        """
+        self._check_length(gathered, self._known_cut().padded[-1])
+        return gathered if self.inverse is None else gathered.index_select(0, self.inverse)
+
+    def to_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """Bring whole rows into the order that all ranks' tokens are gathered in: undo `to_rows`.
+
+        Args:
+            rows: [s, ...] in the order of places.
+
+        Returns:
+            [cp · s/cp, ...], zero where padding is; `rows` itself where that is its order.
+        """
+        cut = self._known_cut()
+        self._check_length(rows, cut.length)
+        if self.inverse is None:
+            return rows
+        shape = (cut.padded[-1], *rows.shape[1:])
+        found = rows.new_zeros(shape) if cut.is_padded else rows.new_empty(shape)
+        return found.index_copy_(0, self.inverse, rows)
+
+    def _known_cut(self) -> SequenceCut:
+        if self.cut is not None:
+            return self.cut
+        told = "this layout has no cut"
+        if self.document_ids is not None:
+            told += ", and of its documents only ids: blocks need where they begin (cu_seqlens)"
+        raise ValueError(f"{told}; make it by SequenceLayout.make, on the host")
+
+    def _plan(
+        self,
+        key: tuple,
+        queries: Callable[[], Sequence[Run]],
+        keys: Callable[[], Sequence[Run]],
+    ) -> tuple[Block, ...]:
+        """Return blocks from the plans; `key` is (name, ..., window, joined)."""
+        *_, window, joined = key
+        return self._plans.get(
+            key,
+            lambda: attention_blocks(
+                queries(),
+                keys(),
+                rows=self.rows or 1,
+                documents=self.documents,
+                window=window,
+                joined=joined,
+            ),
+        )
+
+    @staticmethod
+    def _check_length(x: torch.Tensor, wanted: int) -> None:
+        if x.shape[0] != wanted:
+            raise ValueError(f"{x.shape[0]} tokens in {tuple(x.shape)}, the layout has {wanted}")
+
+
+def _whole(cut: SequenceCut) -> tuple[Run, ...]:
+    """Return a whole row in the order of places."""
+    return (Run(0, cut.length, 0),)
+
+
+def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor is on the host and of this shape."""
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} {tuple(tensor.shape)} must be {shape}: all columns of each row")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} are on {tensor.device}: give the host's, reading them back would hold it up"
+        )
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on `device`; the host does not wait."""
+    return pin(tensor.contiguous(), device).to(device, non_blocking=True)
+
+
+def _spread(runs: Sequence[Run]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (local index, place) of each token of the runs, int64 both."""
+    start, length, place = (
+        torch.tensor([vars(run)[name] for run in runs], dtype=torch.int64)
+        for name in ("start", "length", "place")
+    )
+    before = (length.cumsum(0) - length).repeat_interleave(length)  # tokens of earlier runs
+    within = torch.arange(before.numel()) - before
+    return (
+        start.repeat_interleave(length) + within,
+        place.repeat_interleave(length) + within,
+    )
+
+
+def _columns(cut: SequenceCut, rank: int) -> torch.Tensor:
+    """Return the place of each local token, int64 [s/cp], `PADDING` where there is none."""
+    local, place = _spread(cut.runs(rank))
+    return torch.full((cut.local_length,), PADDING).index_copy_(0, local, place)
+
+
+def _inverse(cut: SequenceCut, device: torch.device) -> torch.Tensor | None:
+    """Return where each place is among the gathered tokens, int64 [s]; None if in order."""
+    found = torch.empty(cut.length, dtype=torch.int64)
+    for rank in range(cut.size):
+        local, place = _spread(cut.runs(rank))
+        found[place] = local + rank * cut.local_length
+    in_order = not cut.is_padded and torch.equal(found, torch.arange(cut.length))
+    return None if in_order else _moved(found, device)
+
+
+def _local(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.Tensor:
+    """Return columns [s/cp] of x [b, s, ...], `fill` where they are padding."""
+    found = x.index_select(1, columns.clamp(min=0))
+    empty = columns == PADDING
+    if empty.any():
+        found[:, empty] = fill
+    return found
+
+
+def _documents(ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return where the documents of each row begin and end, from their ids [b, s]."""
+    steps = ids.long().diff(dim=1)
+    found = []
+    for row, step in enumerate(steps):
+        falls = (step < 0).nonzero().flatten().tolist()
+        if falls:
+            at = falls[0]
+            raise ValueError(
+                f"document_ids of row {row} fall from {int(ids[row, at])} to "
+                f"{int(ids[row, at + 1])} at column {at + 1}: number documents along the row"
+            )
+        borders = step.nonzero().flatten() + 1
+        found.append((0, *borders.tolist(), ids.shape[1]))
+    return tuple(found)
+
+
+def _ids(bounds: Sequence[int], rows: int) -> torch.Tensor:
+    """Return the number of each token's document, int32 [b, s], the same in each row."""
+    lengths = torch.tensor(bounds).diff()
+    number = torch.arange(lengths.numel(), dtype=torch.int32)
+    return number.repeat_interleave(lengths).expand(rows, -1)
+
+
+def _check_sequences(documents: Sequence[Sequence[int]], cut: SequenceCut) -> None:
+    """Raise ValueError where a document is in two sequences that are cut apart."""
+    for row, bounds in enumerate(documents):
+        crossed = sorted(set(cut.bounds) - set(bounds))
+        if crossed:
+            raise ValueError(
+                f"a document of row {row} goes on over place {crossed[0]}, where cu_seqlens cuts "
+                "sequences apart: cut the row as one, or let the document end there"
+            )

@@ -82,7 +82,7 @@ def plan(argv: list[str], world: int) -> Any:
         "recompute": repr(gpt_options.recompute(run.config)),
         "grid": repr(run_groups.rank_grid(run)),
         "engine": repr(gpt_options.data_parallel_config(run.config)),
-        "stages": (gpt_options.split(run.config), _order(run)),
+        "order": _order(run),
         "optimizer": repr(gpt_options.optimizer_config(run.config)),
         "scaler": [type(scaler).__name__, _plain(vars(scaler))],
         "lr": [lr.lr(n) for n in samples],

@@ -121,6 +121,8 @@ def test_the_log_says_how_the_stages_work_and_wait(prefix, tmp_path):
         found = ranks.outcomes(timeout=60)
         text, other = ranks.log(1), ranks.log(0)
     assert [o.exit_code for o in found] == [0, 0], text
+    whole = 4 * (2 * 48 + 48 * 96 + 48 * 48 + 3 * 48 * 64) + 48 + 61 * 48
+    assert f"{whole:,} parameters in float32" in text
     assert "pipeline parallel 2 (zb-h1), 2|2 layers, data parallel 1 (no_shard)" in text
     # (p - 1)(F + I - W) of m (F + I + W) + (p - 1)(F + I - W), all of them 1
     assert (

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine brings queries and keys together, chosen by what it moves. Pure arithmetic.
+
+Per layer and rank, forward and backward, with t = s/cp local tokens of b rows, d features a head
+and cp - 1 of cp parts leaving the rank:
+
+    ring        2 (cp-1) steps of keys and values, and cp steps of their gradients in fp32
+    all_gather  twice the keys and values of the others, once the gradients of theirs
+    all_to_all  (cp-1)/cp of q, k, v, the output and the gradients of all four
+
+Grouped keys make the first two cheap, many ranks make the third cheap: it moves 1/cp of each head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RING, ALL_GATHER, ALL_TO_ALL, AUTO = "p2p", "all_gather", "a2a", "auto"
+ENGINES = (RING, ALL_GATHER, ALL_TO_ALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """What one rank attends.
+
+    Args:
+        tokens: local ones of a row, s/cp, padding included.
+        rows: b.
+        heads: local query heads, n/tp.
+        groups: local key heads, g/tp.
+        features: of a head, d.
+        element_bytes: of an activation.
+    """
+
+    tokens: int
+    rows: int
+    heads: int
+    groups: int
+    features: int
+    element_bytes: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of this rank's tokens."""
+        return self.tokens * self.rows * self.features * self.element_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, and why.
+
+    Args:
+        engine: one of `ENGINES`.
+        why: one line.
+    """
+
+    engine: str
+    why: str
+
+
+def head_problem(heads: int, groups: int, cp: int) -> str | None:
+    """Return why heads cannot be cut over cp ranks, with the mend; None if they can."""
+    if heads % cp:
+        return f"{heads} query heads do not divide over {cp} context parallel ranks: use p2p"
+    if groups % cp and cp % groups:
+        return f"{groups} key heads do not divide over {cp} context parallel ranks: use p2p"
+    return None
+
+
+def sent_groups(groups: int, cp: int) -> int:
+    """Return the key heads that each rank gets under all_to_all, copies included."""
+    return max(1, groups // cp)
+
+
+def moved_bytes(engine: str, shape: AttentionShape, cp: int) -> int:
+    """Return the bytes that leave a rank in forward and backward of one layer.
+
+    Raises:
+        ValueError: an unknown engine.
+    """
+    pair = 2 * shape.groups * shape.head_bytes  # keys and values
+    if engine == RING:
+        sums = pair * 4 // shape.element_bytes
+        return 2 * (cp - 1) * pair + (cp * sums if cp > 1 else 0)
+    if engine == ALL_GATHER:
+        return 3 * (cp - 1) * pair
+    if engine == ALL_TO_ALL:
+        groups = cp * sent_groups(shape.groups, cp)
+        return (cp - 1) * (4 * shape.heads + 4 * groups) * shape.head_bytes // cp
+    raise ValueError(f"context-parallel engine {engine!r}: use {', '.join((AUTO, *ENGINES))}")
+
+
+def choose(engine: str, shape: AttentionShape, cp: int) -> Choice:
+    """Return the engine that is asked for, or with "auto" the one that moves least.
+
+    Raises:
+        ValueError: an unknown engine, or heads that do not divide for all_to_all.
+    """
+    reason = head_problem(shape.heads, shape.groups, cp)
+    if engine != AUTO:
+        moved_bytes(engine, shape, cp)
+        if engine == ALL_TO_ALL and reason is not None:
+            raise ValueError(f"context-parallel engine a2a: {reason}")
+        return Choice(engine, f"{engine} was asked for")
+    fitting = [e for e in ENGINES if e != ALL_TO_ALL or reason is None]
+    moved = {e: moved_bytes(e, shape, cp) for e in fitting}
+    best = min(fitting, key=lambda e: moved[e])
+    shown = ", ".join(f"{e} {moved[e] / 1e6:,.2f} MB" for e in sorted(fitting, key=moved.get))
+    why = f"least of what leaves a rank per layer: {shown}"
+    return Choice(best, why if reason is None else f"{why}; not a2a: {reason}")
+
+
+def explain(engine: str, shape: AttentionShape, cp: int) -> str:
+    """Say in one line which engine is used and why."""
+    choice = choose(engine, shape, cp)
+    return f"context parallel attention by {choice.engine}: {choice.why}"

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines against attention of whole rows in one process, and what they move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron.core.comm import Late, simulated, trace
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.attend import Attend
+from megatron.core.context_parallel.choice import AttentionShape, choose, explain, moved_bytes
+from megatron.core.context_parallel.cut import SequenceCut
+from megatron.core.context_parallel.engines import context_attention
+from megatron.core.ops.attention import attention
+from megatron.core.ops.dropout import AttentionDropout, dropout_key
+from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from tests.support.closeness import assert_all_close
+from tests.support.ranks import run_ranks
+
+ROWS, FEATURES = 3, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention.
+
+    Args:
+        documents: cu_seqlens of each row's documents, by place; None is one a row.
+        cut_documents: cut each document of the (equal) rows by itself.
+    """
+
+    cp: int
+    engine: str
+    length: int = 24
+    heads: int = 4
+    groups: int = 2
+    order: str = "zigzag"
+    documents: tuple[tuple[int, ...], ...] | None = None
+    cut_documents: bool = False
+    window: int | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    late: bool = False
+
+
+UNEVEN = ((0, 5, 6, 17, 24), (0, 24), (0, 11, 24))
+EQUAL = ((0, 8, 24),) * ROWS
+ENGINES = ("p2p", "all_gather", "a2a")
+CASES = {
+    "dense": {},
+    "one group": {"groups": 1},
+    "as many groups as heads": {"groups": 4},
+    "contiguous": {"order": "contiguous"},
+    "window": {"window": 7},
+    "window of one": {"window": 1},
+    "documents": {"documents": UNEVEN},
+    "documents, window, sinks": {"documents": UNEVEN, "window": 4, "sinks": True},
+    "cut documents": {"documents": EQUAL, "cut_documents": True},
+    "sinks": {"sinks": True, "late": True},
+    "dropout": {"dropout": 0.3, "documents": UNEVEN},
+    "dropout, contiguous, window": {"dropout": 0.3, "order": "contiguous", "window": 9},
+}
+
+
+def whole(case: Case) -> dict[str, torch.Tensor]:
+    """Return the inputs of whole rows, and the gradient of the output."""
+    source = torch.Generator().manual_seed(11)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=source, dtype=torch.float64)
+
+    kv = (case.length, ROWS, case.groups, FEATURES)
+    found = {
+        "query": random(case.length, ROWS, case.heads, FEATURES),
+        "key": random(*kv),
+        "value": random(*kv),
+        "grad": random(case.length, ROWS, case.heads, FEATURES),
+    }
+    if case.sinks:
+        found["sinks"] = random(case.heads)
+    return found
+
+
+def dropout_of(case: Case) -> AttentionDropout | None:
+    """Return what drops probabilities."""
+    if not case.dropout:
+        return None
+    key = dropout_key(3, "layer", "attention")
+    return AttentionDropout(
+        rate=case.dropout, key=key, sample_ids=torch.arange(ROWS) + 70, head_offset=0
+    )
+
+
+def cut_of(case: Case) -> SequenceCut:
+    """Return how the rows of a case lie over the ranks."""
+    bounds = case.documents[0] if case.cut_documents and case.documents else None
+    return SequenceCut.of(case.length, case.cp, order=case.order, cu_seqlens=bounds)
+
+
+def document_ids(case: Case) -> torch.Tensor | None:
+    """Return [b, s], the number of each token's document in its row."""
+    if case.documents is None:
+        return None
+    places = torch.arange(case.length)
+    borders = [torch.tensor(bounds[1:-1]) for bounds in case.documents]
+    return torch.stack([(places[:, None] >= border).sum(1) for border in borders])
+
+
+def attended(rank: int, world: int, case: Case):
+    """Attend forward and backward as one rank; return local results and what was observed."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    cut = cut_of(case)
+    layout = SequenceLayout.make(cut, rank, rows=ROWS, document_ids=document_ids(case))
+    places = torch.tensor(cut.places(rank))
+    inputs = whole(case)
+    leaves = {n: inputs[n][places].requires_grad_() for n in ("query", "key", "value")}
+    sinks = inputs["sinks"].requires_grad_() if case.sinks else None
+    attend = Attend(
+        layout=layout,
+        group=groups["cp"],
+        scale=FEATURES**-0.5,
+        window=case.window,
+        dropout=dropout_of(case),
+    )
+    with trace(groups) as records, simulated(groups, Late()) if case.late else trace(groups):
+        for _ in range(2):  # two layers
+            out = context_attention(
+                *leaves.values(), attend=attend, engine=case.engine, sinks=sinks
+            )
+        torch.autograd.backward((out,), (inputs["grad"][places],))
+    found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    sink_grad = None if sinks is None else sinks.grad
+    moved: dict[str, list[int]] = {}
+    for record in records:
+        moved.setdefault(record.kind, []).append(record.bytes)
+    return found, sink_grad, moved, layout.plans_made
+
+
+def wanted_of(case: Case) -> dict[str, torch.Tensor]:
+    """Return the results of whole rows."""
+    inputs = whole(case)
+    leaves = {n: inputs[n].requires_grad_() for n in ("query", "key", "value")}
+    sinks = inputs["sinks"].requires_grad_() if case.sinks else None
+    ids = document_ids(case)
+    out, _ = attention(
+        *leaves.values(),
+        window=case.window,
+        sinks=sinks,
+        document_ids=None if ids is None else ids.t().contiguous(),
+        dropout=dropout_of(case),
+    )
+    torch.autograd.backward((out,), (inputs["grad"],))
+    found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    return found if sinks is None else {**found, "sinks": sinks.grad}
+
+
+def assert_as_whole(case: Case, ranks) -> None:
+    """Put the ranks' results together and hold them to those of whole rows."""
+    cut, wanted = cut_of(case), wanted_of(case)
+    together = {}
+    for name in ("out", "query", "key", "value"):
+        values = torch.full_like(wanted[name], torch.nan)
+        for rank, (found, *_) in enumerate(ranks):
+            values[torch.tensor(cut.places(rank))] = found[name]
+        together[name] = values
+    if case.sinks:
+        together["sinks"] = torch.stack([sinks for _, sinks, *_ in ranks]).sum(0)
+    assert_all_close(together, wanted, bound=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_attend_as_one(name, engine):
+    case = Case(cp=2, engine=engine, **CASES[name])
+    assert_as_whole(case, run_ranks(attended, 2, case))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["documents, window, sinks", "dropout", "one group"])
+def test_four_ranks_attend_as_one(name, engine):
+    case = Case(cp=4, engine=engine, **CASES[name])
+    assert_as_whole(case, run_ranks(attended, 4, case))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_leaves_a_rank_is_the_formula_and_plans_are_made_once(engine):
+    case = Case(cp=4, engine=engine, groups=2, documents=UNEVEN)
+    shape = AttentionShape(
+        tokens=6, rows=ROWS, heads=4, groups=2, features=FEATURES, element_bytes=8
+    )
+    for _, _, moved, plans in run_ranks(attended, 4, case):
+        layers = 2  # forward of both, backward of the one whose output is used
+        pair = 2 * shape.groups * shape.head_bytes
+        if engine == "p2p":
+            sent = moved["send"]
+            assert len(sent) == layers * 3 + 3 + 4
+            assert moved["receive"] == sent
+            one = sum(sent) - 3 * pair
+            # Sums of gradients are fp64 here, as everything is.
+            assert one == 6 * pair + 4 * pair
+            assert moved_bytes(engine, shape, 4) == 6 * pair + 4 * pair // 2
+        elif engine == "all_gather":
+            assert moved["all_gather"] == [4 * pair] * (layers + 1)
+            assert moved["reduce_scatter"] == [4 * pair]
+            assert moved_bytes(engine, shape, 4) == 3 * 3 * pair
+        else:
+            qkv, one = (4 + 2 * 4) * shape.head_bytes, 4 * shape.head_bytes
+            assert moved["all_to_all"] == [qkv, one] * layers + [one, qkv]
+            assert moved_bytes(engine, shape, 4) == 3 * 2 * (qkv + one) // 4
+        assert plans == {"p2p": 4, "all_gather": 1, "a2a": 1}[engine]
+
+
+SIX = {
+    # heads, groups, cp: what leaves a rank in units of one head's local tokens, for
+    # p2p (bf16: sums of gradients count twice), all_gather, a2a
+    (32, 32, 2): ("a2a", (384, 192, 128)),
+    (32, 8, 2): ("all_gather", (96, 48, 80)),
+    (32, 8, 8): ("a2a", (480, 336, 140)),
+    (64, 8, 4): ("all_gather", (224, 144, 216)),
+    (32, 1, 4): ("all_gather", (28, 18, 108)),
+    (40, 10, 16): ("all_gather", (1240, 900, None)),
+}
+
+
+@pytest.mark.parametrize("shape", SIX)
+def test_auto_takes_what_moves_least(shape):
+    heads, groups, cp = shape
+    engine, units = SIX[shape]
+    local = AttentionShape(
+        tokens=512, rows=1, heads=heads, groups=groups, features=128, element_bytes=2
+    )
+    choice = choose("auto", local, cp)
+    assert choice.engine == engine
+    for name, count in zip(ENGINES, units, strict=True):
+        if count is None:
+            assert "not a2a" in choice.why
+            assert "use p2p" in choice.why
+        else:
+            assert moved_bytes(name, local, cp) == count * local.head_bytes
+    assert engine in explain("auto", local, cp)
+
+
+def test_what_cannot_be_is_refused():
+    shape = AttentionShape(tokens=8, rows=1, heads=6, groups=2, features=4, element_bytes=4)
+    with pytest.raises(ValueError, match=r"6 query heads do not divide over 4 .* use p2p"):
+        choose("a2a", shape, 4)
+    with pytest.raises(ValueError, match="use auto, p2p, all_gather, a2a"):
+        choose("ulysses", shape, 2)
+    x = torch.zeros(4, 1, 2, 4)
+    layout = SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=1)
+    attend = Attend(layout=layout, group=Group.single("cp"), scale=1.0)
+    with pytest.raises(ValueError, match=r"is cut for rank 0 of 2, group cp is rank 0 of 1"):
+        context_attention(x, x, x, attend=attend)

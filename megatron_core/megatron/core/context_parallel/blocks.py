@@ -173,6 +173,9 @@ def _visible(query: _Part, key: _Part) -> Iterator[tuple[_Part, _Part, bool]]:
         if key.end <= query.place:
             yield query, key, False
         return
+    if end - first == 1:  # one token in common: the keys behind it are left out, the rest is whole
+        yield query.between(first, query.end), key.between(key.place, end), False
+        return
     yield query.between(first, end), key.between(first, end), True
     yield query.between(first, query.end), key.between(key.place, first), False
     yield query.between(end, query.end), key.between(first, end), False
@@ -193,7 +196,7 @@ def _block(rows: tuple[int, int], query: _Part, key: _Part, causal: bool) -> Blo
         key.start + key.length,
         query.place,
         key.place,
-        causal and query.length > 1,  # of one token there is nothing to hide
+        causal,
     )
 
 

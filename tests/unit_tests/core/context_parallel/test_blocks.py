@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of attention, against every pair of tokens looked at one by one; how many there are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from megatron.core.context_parallel import SequenceCut
+from megatron.core.context_parallel.blocks import Block, attention_blocks, pair_count
+from megatron.core.context_parallel.cut import Run
+from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_case
+
+
+@dataclass(frozen=True)
+class Question:
+    """Two ranks' tokens of a cut, the documents of some rows, and what may be seen."""
+
+    case: CutCase
+    query_rank: int
+    key_rank: int | None
+    documents: tuple[tuple[int, ...], ...] | None
+    rows: int
+    causal: bool
+    window: int | None
+    joined: bool
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return what is under test."""
+        cut = self.case.cut()
+        keys = (Run(0, cut.length, 0),) if self.key_rank is None else cut.runs(self.key_rank)
+        return attention_blocks(
+            cut.runs(self.query_rank),
+            keys,
+            rows=self.rows,
+            documents=self.documents,
+            causal=self.causal,
+            window=self.window,
+            joined=self.joined,
+        )
+
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of the queries [s_q] and keys [s_k], -1 for padding."""
+        columns = self.case.columns()
+        keys = range(self.case.total) if self.key_rank is None else columns[self.key_rank]
+        return np.array(columns[self.query_rank]), np.array(keys)
+
+    def visible(self) -> np.ndarray:
+        """Return which queries see which keys, [b, s_q, s_k], by the rule itself."""
+        query, key = self.places()
+        seen = (query[:, None] >= 0) & (key >= 0)
+        seen = np.repeat(seen[None], self.rows, axis=0)
+        if self.causal:
+            seen &= key <= query[:, None]
+        if self.window is not None:
+            seen &= query[:, None] - key < self.window
+        for row, bounds in enumerate(self.documents or ()):
+            ids = np.zeros(self.case.total + 1, dtype=int)  # the last is padding's
+            for border in bounds[1:-1]:
+                ids[border : self.case.total] += 1
+            seen[row] &= ids[query][:, None] == ids[key]
+        return seen
+
+
+def random_question(rng: random.Random) -> Question:
+    """Draw two ranks of a random cut; rows with the same documents, others, empty ones, or none."""
+    case = random_case(rng)
+    total, rows = case.total, rng.choice([1, 2, 3, 4])
+    documents: list[tuple[int, ...]] | None = []
+    for _ in range(rows):
+        borders = [rng.randrange(total + 1) for _ in range(rng.choice([0, 1, 2, 5]))]
+        if documents and rng.random() < 0.5:
+            documents.append(documents[-1])
+        else:
+            documents.append((0, *sorted(borders), total))
+    if rng.random() < 0.2:
+        documents = None
+    window = rng.choice([None, None, 1, 2, total, rng.randrange(1, total + 1)])
+    return Question(
+        case,
+        rng.randrange(case.size),
+        rng.choice([None, *range(case.size)]),
+        None if documents is None else tuple(documents),
+        rows,
+        causal=rng.random() < 0.8,
+        window=window,
+        joined=window is None and rng.random() < 0.4,
+    )
+
+
+QUESTIONS = [random_question(random.Random(seed)) for seed in range(200)]
+
+
+def shown(question: Question, block: Block) -> np.ndarray:
+    """Return which pairs [q, k] of a block it shows, as an op that gets nothing but the block."""
+    queries, keys = block.q1 - block.q0, block.k1 - block.k0
+    query = np.arange(queries)[:, None] + block.q_place
+    key = np.arange(keys) + block.k_place
+    seen = np.ones((queries, keys), dtype=bool)
+    if block.causal:
+        assert (queries, block.q_place) == (keys, block.k_place), question
+        seen &= key <= query
+    if question.window is not None:
+        seen &= query - key < question.window
+    return seen
+
+
+def test_every_visible_pair_is_in_one_block_and_no_other():
+    met = Counter()
+    for question in QUESTIONS:
+        wanted = question.visible()
+        count = np.zeros(wanted.shape, dtype=int)
+        for block in question.blocks():
+            seen = shown(question, block)
+            assert seen.any(), (question, block)
+            count[block.row0 : block.row1, block.q0 : block.q1, block.k0 : block.k1] += seen
+            met["squares" if block.causal else "rectangles"] += 1
+            met["several rows"] += block.row1 - block.row0 > 1
+        assert np.array_equal(count, wanted.astype(int)), question
+        met["invisible"] += not wanted.any()
+        met["windows"] += question.window is not None and not question.joined
+        met["padded"] += question.case.lengths != question.case.padded
+        met["documents"] += question.documents is not None and len(set(question.documents)) > 1
+        met["joined"] += question.joined
+    assert len(met) == 8, met
+    assert min(met.values()) >= 15, met
+
+
+def test_places_of_a_block_are_those_of_its_tokens():
+    checked = 0
+    for question in QUESTIONS:
+        query, key = question.places()
+        for block in question.blocks():
+            assert (query[block.q0], key[block.k0]) == (block.q_place, block.k_place), question
+            if not question.joined:
+                checked += 1
+                places = block.q_place + np.arange(block.q1 - block.q0)
+                assert np.array_equal(query[block.q0 : block.q1], places), question
+                places = block.k_place + np.arange(block.k1 - block.k0)
+                assert np.array_equal(key[block.k0 : block.k1], places), question
+    assert checked > 300
+
+
+def test_pairs_are_counted_without_looking_at_them():
+    windows = 0
+    for question in QUESTIONS:
+        pairs = pair_count(question.blocks(), window=question.window)
+        assert pairs == question.visible().sum(), question
+        windows += question.window not in (None, 1)
+    assert windows > 50
+
+
+def test_no_two_rectangles_make_one():
+    """Side by side, of the same rows: they are one larger block unless the places jump between."""
+    looked = 0
+    for question in QUESTIONS:
+        if question.window is not None:
+            continue
+        blocks = [block for block in question.blocks() if not block.causal]
+        for a, b in itertools.permutations(blocks, 2):
+            if (a.row0, a.row1) != (b.row0, b.row1):
+                continue
+            looked += 1
+            queries = a.q_place + a.q1 - a.q0 == b.q_place or question.joined
+            keys = a.k_place + a.k1 - a.k0 == b.k_place or question.joined
+            tall = queries and (a.k0, a.k1, a.q1) == (b.k0, b.k1, b.q0)
+            wide = keys and (a.q0, a.q1, a.k1) == (b.q0, b.q1, b.k0)
+            assert not tall, (question, a, b)
+            assert not wide, (question, a, b)
+    assert looked > 200
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("joined", [False, True])
+def test_dense_zigzag_has_few_blocks(cp, joined):
+    """Own keys: two squares and what lies between. Keys before: all queries see the first chunk.
+    Keys behind: the second chunk of queries sees both."""
+    chunk = 4
+    cut = SequenceCut.of(2 * cp * chunk, cp)
+    for rank, other in itertools.product(range(cp), repeat=2):
+        blocks = attention_blocks(cut.runs(rank), cut.runs(other), rows=2, joined=joined)
+        squares = [block for block in blocks if block.causal]
+        if rank == other:
+            last = rank == cp - 1
+            assert (len(squares), len(blocks)) == ((1, 1) if last else (2, 3))
+            continue
+        # The last rank's chunks lie side by side, in one run.
+        runs = len(cut.runs(rank)) if other < rank else len(cut.runs(other))
+        assert (len(squares), len(blocks)) == (0, 1 if joined else runs)
+        assert pair_count(blocks) == 2 * 2 * chunk * chunk
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+def test_zigzag_gives_every_rank_the_same_work(cp):
+    length, rows = 2 * cp * 5, 3
+    work = {
+        order: [
+            pair_count(
+                block
+                for other in range(cp)
+                for block in attention_blocks(
+                    cut.runs(rank), cut.runs(other), rows=rows, documents=[[0, length]] * rows
+                )
+            )
+            for rank in range(cp)
+        ]
+        for order in ("zigzag", "contiguous")
+        for cut in [SequenceCut.of(length, cp, order=order)]
+    }
+    pairs = rows * length * (length + 1) // 2
+    assert work["zigzag"] == [pairs // cp] * cp
+    assert sum(work["contiguous"]) == pairs
+    assert sorted(set(work["contiguous"])) == work["contiguous"]  # the later the more
+
+
+def test_keys_of_whole_rows_cost_two_blocks_a_run():
+    cut = SequenceCut.of(16, 2)
+    whole = (Run(0, 16, 0),)
+    assert attention_blocks(cut.runs(0), whole, rows=1) == (
+        Block(0, 1, 0, 4, 0, 4, 0, 0, True),
+        Block(0, 1, 4, 8, 0, 12, 12, 0, False),
+        Block(0, 1, 4, 8, 12, 16, 12, 12, True),
+    )
+    assert attention_blocks(whole, whole, rows=5) == (Block(0, 5, 0, 16, 0, 16, 0, 0, True),)
+    everything = attention_blocks(whole, whole, rows=5, causal=False)
+    assert everything == (Block(0, 5, 0, 16, 0, 16, 0, 0, False),)
+
+
+def test_a_document_over_the_borders_of_runs():
+    """Documents 0-5 and 6-15 of 16 tokens; rank 0 of 2 holds places 0-3 and 12-15."""
+    cut = SequenceCut.of(16, 2)
+    blocks = attention_blocks(cut.runs(0), cut.runs(1), rows=1, documents=[[0, 6, 6, 16]])
+    assert blocks == (Block(0, 1, 4, 8, 2, 8, 12, 6, False),)
+    blocks = attention_blocks(cut.runs(1), cut.runs(0), rows=1, documents=[[0, 6, 6, 16]])
+    assert blocks == (Block(0, 1, 0, 2, 0, 4, 4, 0, False),)
+
+
+def test_sequences_that_follow_each_other_are_one_unless_documents_part_them():
+    runs = SequenceCut.of(12, 1, cu_seqlens=[0, 5, 12]).runs(0)
+    assert len(runs) == 2
+    assert attention_blocks(runs, runs, rows=1) == (Block(0, 1, 0, 12, 0, 12, 0, 0, True),)
+    parted = attention_blocks(runs, runs, rows=1, documents=[[0, 5, 12]])
+    assert parted == (
+        Block(0, 1, 0, 5, 0, 5, 0, 0, True),
+        Block(0, 1, 5, 12, 5, 12, 5, 5, True),
+    )
+
+
+def test_rows_that_agree_share_blocks():
+    run = (Run(0, 12, 0),)
+    same, other = [0, 5, 12], [0, 5, 9, 12]
+    blocks = attention_blocks(run, run, rows=4, documents=[same, [0, 5, 5, 12], other, same])
+    rows = {(b.q_place, b.q1): (b.row0, b.row1) for b in blocks if b.q_place == 0 or b.q1 == 9}
+    # The first document is the same in all, the others are not; an empty one changes nothing.
+    assert rows == {(0, 5): (0, 4), (5, 9): (2, 3)}
+    assert [(b.row0, b.row1) for b in blocks if (b.q0, b.q1) == (5, 12)] == [(0, 2), (3, 4)]
+    assert len(blocks) == 5
+
+
+def test_a_window_leaves_out_what_it_does_not_reach():
+    cut = SequenceCut.of(64, 4)  # rank 0: 0-7 and 56-63, rank 1: 8-15 and 48-55
+    keys = [attention_blocks(cut.runs(0), cut.runs(r), rows=1, window=4) for r in range(4)]
+    assert keys[1] == (Block(0, 1, 8, 11, 13, 16, 56, 53, False),)
+    assert keys[2:] == [(), ()]
+
+
+def test_many_short_documents_take_one_block_each():
+    borders = list(range(0, 8193, 8))
+    run = (Run(0, 8192, 0),)
+    blocks = attention_blocks(run, run, rows=1, documents=[borders])
+    assert len(blocks) == 1024
+    assert pair_count(blocks) == 1024 * 36
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "attention of 0 rows: use at least 1"),
+        ({"rows": 2, "documents": [[0, 8]]},
+         "documents of 1 rows for 2 rows: give one of each"),
+        ({"rows": 2, "documents": [[0, 8], [0, 7]]},
+         "documents of row 1 are [0, 7]: they must rise from 0 to the row's end, at least 8"),
+        ({"rows": 1, "documents": [[1, 8]]}, "documents of row 0 are [1, 8]"),
+        ({"rows": 1, "documents": [[0, 6, 4, 8]]}, "documents of row 0 are [0, 6, 4, 8]"),
+        ({"rows": 1, "documents": [[]]}, "documents of row 0 are []"),
+        ({"rows": 1, "window": 0}, "window 0: use at least 1, or None for no window"),
+        ({"rows": 1, "window": 3, "joined": True},
+         "joined blocks have no places for a window of 3: leave one out"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_are_told(options, message):
+    runs = SequenceCut.of(8, 2).runs(0)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention_blocks(runs, runs, **options)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where tokens lie, against chunks dealt out one by one, formulas and simulated exchanges."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import pairwise
+
+import pytest
+
+from megatron.core.context_parallel import SequenceCut
+from megatron.core.context_parallel.cut import Run
+from tests.unit_tests.core.context_parallel.random_cuts import SIZES, CutCase, random_case
+
+CASES = [random_case(random.Random(seed)) for seed in range(200)]
+
+
+def test_random_cases_have_everything_in_them():
+    assert {case.size for case in CASES} == set(SIZES)
+    assert {case.order for case in CASES} == {"zigzag", "contiguous"}
+    count = {
+        "padded": sum(case.lengths != case.padded for case in CASES),
+        "empty": sum(0 in case.lengths for case in CASES),
+        "only padding": sum((0, True) in _lengths(case) for case in CASES),
+        "uneven": sum(len(set(case.padded)) > 1 for case in CASES),
+        "whole": sum(case.whole for case in CASES),
+    }
+    assert min(count.values()) >= 5, count
+
+
+def _lengths(case: CutCase) -> list[tuple[int, bool]]:
+    return [(n, m > 0) for n, m in zip(case.lengths, case.padded, strict=True)]
+
+
+def test_places_are_those_of_chunks_dealt_out():
+    for case in CASES:
+        cut, wanted = case.cut(), case.columns()
+        assert [cut.places(rank) for rank in range(case.size)] == wanted, case
+        assert {len(places) for places in wanted} == {cut.local_length}, case
+        assert cut.is_padded == (case.lengths != case.padded), case
+
+
+def test_runs_are_as_long_as_they_can_be_and_hold_no_padding():
+    for case in CASES:
+        cut = case.cut()
+        ends = [sum(case.lengths[: i + 1]) for i in range(len(case.lengths))]
+        for rank in range(case.size):
+            runs = cut.runs(rank)
+            held = [(i, p) for i, p in enumerate(cut.places(rank)) if p >= 0]
+            told = [(r.start + i, r.place + i) for r in runs for i in range(r.length)]
+            assert told == held, case
+            for run in runs:
+                assert sum(run.place >= end for end in ends) == run.sequence, case
+                assert (run.stop, run.end) == (run.start + run.length, run.place + run.length)
+            for run, after in pairwise(runs):
+                follows = (run.stop, run.end) == (after.start, after.place)
+                assert not (follows and run.sequence == after.sequence), case
+
+
+def test_one_rank_holds_each_sequence_in_one_run():
+    cut = SequenceCut.of(12, 1, cu_seqlens=[0, 5, 5, 12])  # odd lengths: of one rank nothing is cut
+    assert cut.runs(0) == (Run(0, 5, 0, 0), Run(5, 7, 5, 2))
+    assert cut.inverse() == list(range(12))
+    assert SequenceCut.of(7, 1).runs(0) == (Run(0, 7, 0),)
+
+
+def test_the_last_rank_of_a_zigzag_has_its_two_chunks_in_one_run():
+    cut = SequenceCut.of(16, 4)
+    assert [len(cut.runs(rank)) for rank in range(4)] == [2, 2, 2, 1]
+    assert cut.runs(1) == (Run(0, 2, 2), Run(2, 2, 12))
+    assert cut.runs(3) == (Run(0, 4, 6),)
+
+
+def test_inverse_undoes_the_gathering_of_all_ranks():
+    for case in CASES:
+        cut = case.cut()
+        gathered = [place for places in case.columns() for place in places]
+        assert [gathered[i] for i in cut.inverse()] == list(range(case.total)), case
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 5])
+def test_inverse_of_chunks_is_the_known_order(cp):
+    """Of chunks of one token: natural chunk n < cp is at 2n, any other at 4cp - 2n - 1."""
+    wanted = [*range(0, 2 * cp, 2), *range(2 * cp - 1, 0, -2)]
+    assert SequenceCut.of(2 * cp, cp).inverse() == wanted
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+def test_inverse_of_packed_sequences_is_the_known_formula(cp):
+    lengths = [2 * cp * n for n in (3, 1, 0, 5, 2)]
+    cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    wanted = []
+    for first, end in pairwise(cu):
+        chunk = (end - first) // (2 * cp)
+        for offset in range(end - first):
+            n, o = divmod(offset, chunk)
+            rank, half = (n, 0) if n < cp else (2 * cp - 1 - n, 1)
+            wanted.append(rank * cu[-1] // cp + first // cp + half * chunk + o)
+    assert SequenceCut.of(cu[-1], cp, cu_seqlens=cu).inverse() == wanted
+
+
+def test_halo_brings_the_tokens_before_each_run():
+    """Carry out the plan as ranks would, message by message, and look what each run then has."""
+    lent = kept = missing = 0
+    for number, case in enumerate(CASES):
+        cut, columns = case.cut(), case.columns()
+        width = (0, 1, 3, 4, case.total)[number % 5]
+        halo = cut.halo(width)
+        assert halo.width == width
+        for source in range(case.size):
+            for target in range(case.size):
+                sent = [p for p in halo.sent(source) if p.target == target]
+                assert sent == [p for p in halo.received(target) if p.source == source], case
+                assert all(p.length > 0 for p in sent), case
+        for target in range(case.size):
+            runs = cut.runs(target)
+            rows: dict[tuple[int, int], int] = {}
+            for piece in halo.received(target):
+                kept += piece.source == target
+                lent += piece.source != target
+                for i in range(piece.length):
+                    assert (piece.run, piece.row + i) not in rows, case  # each is sent once
+                    place = columns[piece.source][piece.start + i]
+                    rows[piece.run, piece.row + i] = place
+            for index, run in enumerate(runs):
+                start = sum(case.lengths[: run.sequence])
+                for row in range(width):
+                    place = run.place - width + row
+                    wanted = place if place >= start else None
+                    missing += wanted is None
+                    assert rows.pop((index, row), None) == wanted, (case, index, row)
+            assert not rows, case
+    assert min(lent, kept, missing) > 100, (lent, kept, missing)
+
+
+def test_messages_of_a_halo_are_grouped_by_rank():
+    cut = SequenceCut.of(48, 4, cu_seqlens=[0, 16, 48])
+    for rank in range(4):
+        targets = [piece.target for piece in cut.halo(3).sent(rank)]
+        sources = [piece.source for piece in cut.halo(3).received(rank)]
+        assert targets == sorted(targets)
+        assert sources == sorted(sources)
+
+
+def test_equal_cuts_are_one_key():
+    one = SequenceCut.of(16, 2, cu_seqlens=[0, 4, 16])
+    same = SequenceCut.of(16, 2, cu_seqlens=(0, 4, 16), padded_cu_seqlens=[0, 4, 16])
+    assert {one: "x"}[same] == "x"
+    assert SequenceCut.of(16, 2) == SequenceCut.of(16, 2, cu_seqlens=[0, 16])
+    others = [
+        SequenceCut.of(16, 2, cu_seqlens=[0, 8, 16]),
+        SequenceCut.of(16, 2, cu_seqlens=[0, 4, 16], padded_cu_seqlens=[0, 8, 20]),
+        SequenceCut.of(16, 2, order="contiguous", cu_seqlens=[0, 4, 16]),
+        SequenceCut.of(16, 1, cu_seqlens=[0, 4, 16]),
+    ]
+    assert len({one, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "options", "message"),
+    [
+        (6, 2, {}, "sequence 0 has 6 tokens, which do not divide by 4 (2 x context-parallel-size, "
+         "zigzag order): pad it to 8"),
+        (7, 2, {"order": "contiguous"}, "sequence 0 has 7 tokens, which do not divide by 2 "
+         "(context-parallel-size, contiguous order): pad it to 8"),
+        (14, 2, {"cu_seqlens": [0, 8, 14]}, "sequence 1 has 6 tokens"),
+        (7, 2, {"cu_seqlens": [0, 4, 7], "padded_cu_seqlens": [0, 4, 10]},
+         "sequence 1 has 6 tokens"),
+        (8, 2, {"cu_seqlens": [4, 8]}, "cu_seqlens starts at 4: it starts at 0"),
+        (8, 2, {"cu_seqlens": [0, 8, 4, 8]}, "cu_seqlens falls from 8 to 4 at sequence 1"),
+        (8, 2, {"cu_seqlens": [0, 4]}, "cu_seqlens ends at 4, the row has 8 tokens"),
+        (8, 2, {"cu_seqlens": [0, 12]}, "cu_seqlens ends at 12, the row has 8 tokens"),
+        (8, 2, {"cu_seqlens": [0]}, "cu_seqlens [0]: give 0 and the end of each sequence"),
+        (8, 2, {"cu_seqlens": []}, "cu_seqlens []: give 0"),
+        (8, 2, {"padded_cu_seqlens": [4, 12]}, "padded_cu_seqlens starts at 4"),
+        (8, 2, {"cu_seqlens": [0, 4, 8], "padded_cu_seqlens": [0, 12, 8]},
+         "padded_cu_seqlens falls from 12 to 8 at sequence 1"),
+        (8, 2, {"padded_cu_seqlens": [0, 4, 8]},
+         "padded_cu_seqlens has 3 entries, cu_seqlens 2: give one for each"),
+        (8, 2, {"cu_seqlens": [0, 4, 8], "padded_cu_seqlens": [0, 8, 8]},
+         "padded_cu_seqlens gives sequence 1 0 places, it has 4 tokens: padding only adds"),
+        (8, 2, {"order": "spiral"}, "order 'spiral': use 'zigzag' or 'contiguous'"),
+        (8, 0, {}, "context-parallel-size 0: use at least 1"),
+        (0, 2, {}, "a row of 0 tokens cannot be cut: use at least 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_told(length, size, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SequenceCut.of(length, size, **options)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_there_is_told(rank):
+    with pytest.raises(ValueError, match=f"rank {rank} of 2 context-parallel ranks"):
+        SequenceCut.of(8, 2).places(rank)
+
+
+def test_a_negative_halo_is_told():
+    with pytest.raises(ValueError, match="a halo of -1 tokens: use 0 or more"):
+        SequenceCut.of(8, 2).halo(-1)

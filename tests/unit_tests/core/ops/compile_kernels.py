@@ -70,6 +70,7 @@ TYPES = {
     "sum_ptr": "*fp32",
     "target_ptr": "*fp32",
     "documents_ptr": "*i32",
+    "query_documents_ptr": "*i32",
     "targets_ptr": "*i64",
     "rows_ptr": "*i64",
     "columns_ptr": "*i64",

@@ -25,16 +25,20 @@ def attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     document_ids: torch.Tensor | None = None,
+    query_document_ids: torch.Tensor | None = None,
+    query_start: int | None = None,
+    key_start: int = 0,
     dropout: AttentionDropout | None = None,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale q k^T + mask) v and the log of each row's softmax denominator.
 
-    Query heads share key heads in groups of n / g (Ainslie et al., 2023). With fewer queries than
-    keys, the queries are the last positions. A sink is one more logit per head that takes
-    probability and carries no value; it is part of the log-sum-exp. Backward saves q, k, v, out
-    and lse; `reference.attention_backward` and `triton.attention_backward` take any lse, such as
-    the one over all shards of a sequence.
+    Query heads share key heads in groups of n / g (Ainslie et al., 2023). Queries and keys stand at
+    places of a row one after the other; with fewer queries than keys, the queries are the last
+    unless `query_start` says otherwise. A query that sees no key gets out 0 and lse -inf. A sink
+    is one more logit per head that takes probability and carries no value; it is part of the
+    log-sum-exp. Backward saves q, k, v, out and lse; `reference.attention_backward` and
+    `triton.attention_backward` take any lse, such as the one over all shards of a sequence.
 
     Args:
         query: [s_q, b, n, d].
@@ -42,9 +46,12 @@ def attention(
         value: [s_k, b, g, d].
         causal: a query sees no later key.
         scale: factor on the logits; None is 1 / sqrt(d).
-        window: a query at position q sees only keys k with q - k < window.
+        window: a query at place q sees only keys k with q - k < window.
         sinks: [n], learned logits.
-        document_ids: int [s_k, b]; tokens see only their own document.
+        document_ids: int [s_k, b], the keys' documents; tokens see only their own document.
+        query_document_ids: int [s_q, b]; None takes them from the keys at the queries' places.
+        query_start: place of the first query; None where the queries are the last of the keys.
+        key_start: place of the first key.
         dropout: drops probabilities (the log-sum-exp is of the softmax before dropping).
         implementation: "reference", "triton" or None (by device).
 
@@ -54,10 +61,18 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or a window that do not fit.
     """
-    _check(query, key, value, causal, window)
-    _check_options(query, key, sinks, document_ids, dropout)
+    mask = Mask(
+        causal=causal,
+        window=window,
+        document_ids=document_ids,
+        query_document_ids=query_document_ids,
+        query_start=query_start,
+        key_start=key_start,
+    )
+    _check(query, key, value, mask)
+    _check_documents(query, key, mask)
+    _check_options(query, sinks, dropout)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    mask = Mask(causal=causal, window=window, document_ids=document_ids)
     if choose(implementation, query, "attention", has_triton=dropout is None) == "triton":
         from megatron.core.ops.attention import triton as kernels
 
@@ -65,13 +80,7 @@ def attention(
     return reference.Attention.apply(query, key, value, sinks, scale, mask, dropout)
 
 
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool,
-    window: int | None,
-) -> None:
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> None:
     """Raise ValueError unless query, key and value fit together."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
@@ -88,39 +97,50 @@ def _check(
             f"attention: query {query.dtype}, key {key.dtype} and value {value.dtype} must have"
             " one dtype"
         )
-    if causal and query.shape[0] > key.shape[0]:
+    if mask.causal and mask.query_start is None and query.shape[0] > key.shape[0]:
         raise ValueError(
             f"attention: causal with {query.shape[0]} queries and only {key.shape[0]} keys; the"
-            " queries are the last positions of the keys"
+            " queries are the last positions of the keys unless query_start is given"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window={window} must be at least 1, or None for no window")
+    if mask.window is not None and mask.window < 1:
+        raise ValueError(
+            f"attention: window={mask.window} must be at least 1, or None for no window"
+        )
+
+
+def _check_documents(query: torch.Tensor, key: torch.Tensor, mask: Mask) -> None:
+    """Raise ValueError unless the documents of queries and keys are those of all of them."""
+    for name, ids, x, shape in (
+        ("document_ids", mask.document_ids, key, "[s_k, b]"),
+        ("query_document_ids", mask.query_document_ids, query, "[s_q, b]"),
+    ):
+        if ids is not None and (ids.shape != x.shape[:2] or ids.is_floating_point()):
+            raise ValueError(
+                f"attention: {name} {tuple(ids.shape)} {ids.dtype} must be integers of shape"
+                f" {shape} = {tuple(x.shape[:2])}"
+            )
+    if mask.document_ids is None:
+        if mask.query_document_ids is not None:
+            raise ValueError("attention: query_document_ids need document_ids, those of the keys")
+        return
+    queries, keys = query.shape[0], key.shape[0]
+    shift = mask.shift(queries, keys)
+    if mask.query_document_ids is None and not 0 <= shift <= keys - queries:
+        raise ValueError(
+            f"attention: the {queries} queries from place {mask.key_start + shift} on are not all"
+            f" among the {keys} keys from place {mask.key_start} on: give query_document_ids"
+        )
 
 
 def _check_options(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    sinks: torch.Tensor | None,
-    document_ids: torch.Tensor | None,
-    dropout: AttentionDropout | None,
+    query: torch.Tensor, sinks: torch.Tensor | None, dropout: AttentionDropout | None
 ) -> None:
-    """Raise ValueError unless sinks, documents and dropout fit query and key."""
+    """Raise ValueError unless sinks and dropout fit the query."""
     if sinks is not None and sinks.shape != query.shape[2:3]:
         raise ValueError(
             f"attention: sinks {tuple(sinks.shape)} must hold one logit for each of the"
             f" {query.shape[2]} heads"
         )
-    if document_ids is not None:
-        if document_ids.shape != key.shape[:2] or document_ids.is_floating_point():
-            raise ValueError(
-                f"attention: document_ids {tuple(document_ids.shape)} {document_ids.dtype} must be"
-                f" integers of shape [s_k, b] = {tuple(key.shape[:2])}"
-            )
-        if query.shape[0] > key.shape[0]:
-            raise ValueError(
-                f"attention: document_ids need no more queries ({query.shape[0]}) than keys"
-                f" ({key.shape[0]})"
-            )
     if dropout is not None and dropout.sample_ids.shape != query.shape[1:2]:
         raise ValueError(
             f"attention: dropout.sample_ids {tuple(dropout.sample_ids.shape)} must be [b] ="

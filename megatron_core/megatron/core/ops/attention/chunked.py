@@ -36,10 +36,13 @@ def forward(
     queries, batch, heads, features = query.shape
     wide = accumulation_dtype(query.dtype)
     keys, values = _by_group(key, wide), _by_group(value, wide)  # [b*g, s_k, d]
+    starts = _starts(mask, queries, key.shape[0])
     out = torch.empty(query.shape, dtype=wide, device=query.device)
     lse = torch.empty((batch, heads, queries), dtype=wide, device=query.device)
-    for rows, columns in _chunks(mask, queries, key.shape[0]):
-        hidden = mask.hidden(rows, columns, shift=key.shape[0] - queries, device=query.device)
+    for rows, columns, hidden in _chunks(mask, query, key):
+        if columns[0] == columns[1]:  # these queries see no key
+            out[slice(*rows)], lse[:, :, slice(*rows)] = 0, -math.inf
+            continue
         chunk = _query_rows(query[slice(*rows)], keys.shape[0] // batch, wide)  # [b*g, n/g*c, d]
         logits = torch.bmm(chunk.mul_(scale), keys[:, slice(*columns)].transpose(1, 2))
         shaped = logits.view(batch, heads, rows[1] - rows[0], -1)  # [b, n, c, k]
@@ -51,7 +54,7 @@ def forward(
         total = shaped.sub_(shift).exp_().sum(-1, keepdim=True)  # [b, n, c, 1]
         lse[:, :, slice(*rows)] = (shift + total.log())[..., 0]
         if dropout is not None:
-            _drop_(shaped, dropout, rows, columns, key.shape[0] - queries)
+            _drop_(shaped, dropout, rows, columns, starts)
         part = torch.bmm(logits, values[:, slice(*columns)]).view(batch, heads, -1, features)
         part.div_(total.masked_fill_(total == 0, 1))
         out[slice(*rows)] = part.permute(2, 0, 1, 3)
@@ -86,12 +89,14 @@ def backward(
     groups = key.shape[2]
     wide = accumulation_dtype(query.dtype)
     keys, values = _by_group(key, wide), _by_group(value, wide)  # [b*g, s_k, d]
+    starts = _starts(mask, queries, key.shape[0])
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
-    shift = key.shape[0] - queries
-    for rows, columns in _chunks(mask, queries, key.shape[0]):
+    for rows, columns, hidden in _chunks(mask, query, key):
         span, part = slice(*columns), slice(*rows)
-        hidden = mask.hidden(rows, columns, shift=shift, device=query.device)
+        if columns[0] == columns[1]:
+            grad_query[part] = 0
+            continue
         grad = _query_rows(grad_out[part], groups, wide)  # [b*g, n/g*c, d]
         delta = (grad * _query_rows(out[part], groups, wide)).sum(-1, keepdim=True)
         chunk = _query_rows(query[part], groups, wide).mul_(scale)
@@ -107,8 +112,8 @@ def backward(
         dropped = weights
         if dropout is not None:
             dropped = weights.clone()
-            _drop_(dropped.view_as(shaped), dropout, rows, columns, shift)
-            _drop_(grad_weights.view_as(shaped), dropout, rows, columns, shift)
+            _drop_(dropped.view_as(shaped), dropout, rows, columns, starts)
+            _drop_(grad_weights.view_as(shaped), dropout, rows, columns, starts)
         grad_values[:, span].baddbmm_(dropped.transpose(1, 2), grad)
         grad_logits = grad_weights.sub_(delta).mul_(weights)
         grad_keys[:, span].baddbmm_(grad_logits.transpose(1, 2), chunk)
@@ -118,12 +123,24 @@ def backward(
 
 
 def _chunks(
-    mask: Mask, queries: int, keys: int
-) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield ([first, last) query rows, [first, last) keys they can see)."""
+    mask: Mask, query: torch.Tensor, key: torch.Tensor
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]]:
+    """Yield ([first, last) query rows, [first, last) keys they can see, which pairs are hidden)."""
+    queries, keys = query.shape[0], key.shape[0]
+    shift, documents = mask.shift(queries, keys), mask.documents_of_queries(queries, keys)
     for first in range(0, queries, QUERIES_PER_CHUNK):
-        last = min(first + QUERIES_PER_CHUNK, queries)
-        yield (first, last), mask.key_range(first, last, queries, keys)
+        rows = (first, min(first + QUERIES_PER_CHUNK, queries))
+        columns = mask.key_range(*rows, queries, keys)
+        yield (
+            rows,
+            columns,
+            mask.hidden(rows, columns, shift=shift, documents=documents, device=query.device),
+        )
+
+
+def _starts(mask: Mask, queries: int, keys: int) -> tuple[int, int]:
+    """Return the places of the first query and the first key."""
+    return mask.key_start + mask.shift(queries, keys), mask.key_start
 
 
 def _drop_(
@@ -131,11 +148,12 @@ def _drop_(
     dropout: AttentionDropout,
     rows: tuple[int, int],
     columns: tuple[int, int],
-    shift: int,
+    starts: tuple[int, int],
 ) -> None:
     """Drop and rescale probabilities [b, n, c, k] in place."""
-    positions = torch.arange(*rows, device=weights.device) + shift
-    kept = dropout.keep(weights.shape[1], positions, columns[0], columns[1] - columns[0])
+    places = torch.arange(*rows, device=weights.device) + starts[0]
+    count = columns[1] - columns[0]
+    kept = dropout.keep(weights.shape[1], places, starts[1] + columns[0], count)
     weights.mul_(kept).mul_(dropout.scale)
 
 

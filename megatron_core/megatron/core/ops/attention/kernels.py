@@ -35,7 +35,7 @@ def visible_pairs(
     return visible
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def attention_forward_kernel(
     q_ptr,
     k_ptr,
@@ -43,8 +43,10 @@ def attention_forward_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
+    query_documents_ptr,
     documents_ptr,
     scale,
+    shift,
     queries,
     keys,
     batch,
@@ -73,7 +75,6 @@ def attention_forward_kernel(
     sample = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     group = head // (heads // groups)
-    shift = keys - queries
     rows = first + tl.arange(0, BLOCK)
     feature = tl.arange(0, FEATURES)
     row_mask = (rows < queries)[:, None] & (feature < features)[None, :]
@@ -88,7 +89,7 @@ def attention_forward_kernel(
     )
     mine = 0
     if HAS_DOCUMENTS:
-        place = documents_ptr + (rows + shift).to(tl.int64) * batch + sample
+        place = query_documents_ptr + rows.to(tl.int64) * batch + sample
         mine = tl.load(place, mask=rows < queries, other=-1)[:, None]
     maximum = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -145,17 +146,16 @@ def attention_forward_kernel(
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("-inf"), maximum + tl.log(total))
     tl.store(lse_ptr + (sample * heads + head) * queries + rows, lse, mask=rows < queries)
-    result = result / total[:, None]
     tl.store(
         out_ptr
         + ((rows.to(tl.int64)[:, None] * batch + sample) * heads + head) * features
         + feature[None, :],
-        result.to(out_ptr.dtype.element_ty),
+        (result / total[:, None]).to(out_ptr.dtype.element_ty),
         mask=row_mask,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def query_gradient_kernel(
     q_ptr,
     k_ptr,
@@ -164,8 +164,10 @@ def query_gradient_kernel(
     lse_ptr,
     delta_ptr,
     grad_q_ptr,
+    query_documents_ptr,
     documents_ptr,
     scale,
+    shift,
     queries,
     keys,
     batch,
@@ -193,7 +195,6 @@ def query_gradient_kernel(
     sample = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     group = head // (heads // groups)
-    shift = keys - queries
     rows = first + tl.arange(0, BLOCK)
     feature = tl.arange(0, FEATURES)
     row_mask = (rows < queries)[:, None] & (feature < features)[None, :]
@@ -215,7 +216,7 @@ def query_gradient_kernel(
     delta = tl.load(delta_ptr + row_place, mask=rows < queries, other=0.0)
     mine = 0
     if HAS_DOCUMENTS:
-        place = documents_ptr + (rows + shift).to(tl.int64) * batch + sample
+        place = query_documents_ptr + rows.to(tl.int64) * batch + sample
         mine = tl.load(place, mask=rows < queries, other=-1)[:, None]
     grad = tl.zeros([BLOCK, FEATURES], dtype=tl.float32)
     low = 0
@@ -262,11 +263,10 @@ def query_gradient_kernel(
             other=0.0,
         )
         grad += tl.dot(grad_logits.to(k.dtype), k, input_precision="ieee")
-    grad = grad * scale
-    tl.store(grad_q_ptr + dense, grad.to(grad_q_ptr.dtype.element_ty), mask=row_mask)
+    tl.store(grad_q_ptr + dense, (grad * scale).to(grad_q_ptr.dtype.element_ty), mask=row_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def key_gradient_kernel(
     q_ptr,
     k_ptr,
@@ -276,8 +276,10 @@ def key_gradient_kernel(
     delta_ptr,
     grad_k_ptr,
     grad_v_ptr,
+    query_documents_ptr,
     documents_ptr,
     scale,
+    shift,
     queries,
     keys,
     batch,
@@ -309,7 +311,6 @@ def key_gradient_kernel(
     sample = (tl.program_id(1) // groups).to(tl.int64)
     group = (tl.program_id(1) % groups).to(tl.int64)
     share = heads // groups
-    shift = keys - queries
     columns = first + tl.arange(0, BLOCK)
     column_mask = columns < keys
     wide_columns = columns.to(tl.int64)
@@ -364,7 +365,7 @@ def key_gradient_kernel(
             delta = tl.load(delta_ptr + row_place, mask=row_mask, other=0.0)
             mine = 0
             if HAS_DOCUMENTS:
-                place = documents_ptr + (rows + shift).to(tl.int64) * batch + sample
+                place = query_documents_ptr + rows.to(tl.int64) * batch + sample
                 mine = tl.load(place, mask=row_mask, other=-1)[None, :]
             seen = visible_pairs(
                 (rows + shift)[None, :],
@@ -393,8 +394,7 @@ def key_gradient_kernel(
                 q_base + wide_rows[:, None] * q_stride_s + feature[None, :], mask=along, other=0.0
             )
             grad_k += tl.dot(grad_logits.to(q.dtype), q, input_precision="ieee")
-    grad_k = grad_k * scale
     place = ((wide_columns[:, None] * batch + sample) * groups + group) * features
     place = place + feature[None, :]
-    tl.store(grad_k_ptr + place, grad_k.to(grad_k_ptr.dtype.element_ty), mask=tile_mask)
+    tl.store(grad_k_ptr + place, (grad_k * scale).to(grad_k_ptr.dtype.element_ty), mask=tile_mask)
     tl.store(grad_v_ptr + place, grad_v.to(grad_v_ptr.dtype.element_ty), mask=tile_mask)

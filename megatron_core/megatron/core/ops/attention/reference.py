@@ -48,8 +48,12 @@ def attention_forward(
     scale: float,
     mask: Mask,
     dropout: AttentionDropout | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (out [s_q, b, n, d], lse [b, n, s_q]); see `ops.attention.attention`."""
+    """Compute (out [s_q, b, n, d], lse [b, n, s_q]); see `ops.attention.attention`.
+
+    `dtype` is that of `out`; None is that of `query`.
+    """
     if dropout is not None and dropout.rate == 0:
         dropout = None
     if _has_flash(query, key, mask, dropout):
@@ -66,10 +70,26 @@ def attention_forward(
     else:
         out, lse = chunked.forward(query, key, value, scale, mask, dropout)
     if sinks is not None:
-        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # [b, n, s_q]
-        out = out * (lse - with_sink).exp_().permute(2, 0, 1)[..., None]  # [s_q, b, n, 1]
-        lse = with_sink
-    return out.to(query.dtype).contiguous(), lse.contiguous()
+        out, lse = add_sinks(out, lse, sinks)
+    return out.to(query.dtype if dtype is None else dtype).contiguous(), lse.contiguous()
+
+
+def add_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give a part of the probability to one more logit per head, which carries no value.
+
+    Args:
+        out: [s_q, b, n, d], of attention to all keys.
+        lse: [b, n, s_q].
+        sinks: [n].
+
+    Returns:
+        (out, lse) with the sinks, new tensors.
+    """
+    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # [b, n, s_q]
+    share = (lse - with_sink).exp_()
+    return out * share.permute(2, 0, 1)[..., None], with_sink  # out times [s_q, b, n, 1]
 
 
 def attention_backward(
@@ -131,12 +151,14 @@ def _has_flash(
 ) -> bool:
     """Say whether torch's CPU flash kernel computes exactly this attention.
 
-    Its causal mask counts from the first key, so queries that are the last positions of longer
-    keys need chunks; a single query is the exception, it sees everything.
+    Its causal mask counts from the first key, so queries that stand behind the first of the keys
+    need chunks.
     """
     plain = mask.window is None and mask.document_ids is None and dropout is None
-    aligned = not mask.causal or query.shape[0] == key.shape[0]
-    return plain and aligned and query.device.type == "cpu" and query.numel() > 0
+    queries, keys = query.shape[0], key.shape[0]
+    aligned = not mask.causal or (queries == keys and mask.shift(queries, keys) == 0)
+    filled = query.numel() > 0 and key.numel() > 0
+    return plain and aligned and filled and query.device.type == "cpu"
 
 
 def _heads_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -51,11 +51,15 @@ def attention_forward(
     sinks: torch.Tensor | None,
     scale: float,
     mask: Mask,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (out [s_q, b, n, d], lse fp32 [b, n, s_q]); see `ops.attention.attention`."""
+    """Compute (out [s_q, b, n, d], lse fp32 [b, n, s_q]); see `ops.attention.attention`.
+
+    `dtype` is that of `out`; None is that of `query`.
+    """
     query, key, value = (_dense_features(x) for x in (query, key, value))
     queries, batch, heads, _ = query.shape
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.empty(query.shape, dtype=dtype or query.dtype, device=query.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     if out.numel():
         attention_forward_kernel[(triton.cdiv(queries, BLOCK), batch * heads)](
@@ -128,10 +132,13 @@ def _arguments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: Mask
 ) -> tuple:
     """List the arguments that all three kernels share."""
-    documents = query if mask.document_ids is None else mask.document_ids.int().contiguous()
+    queries, keys = query.shape[0], key.shape[0]
+    mine, others = mask.documents_of_queries(queries, keys), mask.document_ids
     return (
-        documents,
+        query if mine is None else mine.int().contiguous(),
+        key if others is None else others.int().contiguous(),
         scale,
+        mask.shift(queries, keys),
         query.shape[0],
         key.shape[0],
         query.shape[1],

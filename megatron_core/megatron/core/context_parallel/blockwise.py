@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention block by block, merged by the log-sum-exp, and its backward pass.
+
+    lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
+
+(online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). A block is one call of the op, so a
+row that is cut over ranks or packed with documents needs no mask but the op's own, and no pair of
+two documents is ever computed. Given the complete out and lse, backward is a sum over blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron.core.context_parallel.blocks import Block
+from megatron.core.ops.attention import Mask, reference
+from megatron.core.ops.dispatch import accumulation_dtype, choose, cpu_matmul_dtype
+from megatron.core.ops.dropout import AttentionDropout
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: Sequence[Block],
+    *,
+    scale: float,
+    window: int | None = None,
+    dropout: AttentionDropout | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the keys of all blocks; a query that is in none gets out 0 and lse -inf.
+
+    Args:
+        query: [s_q, b, n, d].
+        key: [s_k, b, g, d].
+        value: [s_k, b, g, d].
+        blocks: which queries see which keys, every pair in one block.
+        scale: factor on the logits.
+        window: a query at place q sees only keys k with q - k < window.
+        dropout: drops probabilities, by place.
+        into: a former result over other keys; this one is merged into it, in place.
+
+    Returns:
+        (out [s_q, b, n, d], lse [b, n, s_q]), both fp32 (fp64 for fp64): see `finish`.
+    """
+    wide = accumulation_dtype(query.dtype)
+    query, key, value = (_fast(x) for x in (query, key, value))
+    rule = (scale, window, dropout)
+    if into is None and len(blocks) == 1 and _holds_all(blocks[0], query):
+        return _block_forward(query, key, value, blocks[0], rule)
+    if into is None:
+        is_first, is_full = _first_visits([(x.row0, x.row1, x.q0, x.q1) for x in blocks], query)
+        out = torch.empty(query.shape, dtype=wide, device=query.device)
+        lse = torch.empty((*query.shape[1:3], query.shape[0]), dtype=wide, device=query.device)
+        if not is_full:
+            out.zero_()
+            lse.fill_(-math.inf)
+    else:
+        is_first, (out, lse) = [False] * len(blocks), into
+    for block, first in zip(blocks, is_first, strict=True):
+        part, part_lse = _block_forward(query, key, value, block, rule)
+        rows, queries = slice(block.row0, block.row1), slice(block.q0, block.q1)
+        whole, whole_lse = out[queries, rows], lse[rows, :, queries]
+        if first:
+            whole.copy_(part)
+            whole_lse.copy_(part_lse)
+        else:
+            merge(whole, whole_lse, part, part_lse)
+    return out, lse
+
+
+def backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: Sequence[Block],
+    *,
+    scale: float,
+    window: int | None = None,
+    dropout: AttentionDropout | None = None,
+    wide: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Differentiate the attention to the keys of these blocks; sums over blocks are fp32.
+
+    Args:
+        grad_out: [s_q, b, n, d].
+        query: [s_q, b, n, d].
+        key: [s_k, b, g, d].
+        value: [s_k, b, g, d].
+        out: [s_q, b, n, d], the complete output: of all blocks of all ranks, and of sinks.
+        lse: [b, n, s_q], the complete log-sum-exp.
+        blocks: those of the forward pass that lie between these queries and keys.
+        scale, window, dropout: those of the forward pass.
+        wide: return the sums as they are, in fp32 (fp64 for fp64), to be added to others.
+
+    Returns:
+        (dq, dk, dv), shaped like query, key and value, in their dtype or wide.
+    """
+    kind = accumulation_dtype(query.dtype) if wide else query.dtype
+    fast = [_fast(x) for x in (grad_out, query, key, value, out)]
+    rule = (scale, window, dropout)
+    if len(blocks) == 1 and _holds_all(blocks[0], query, key):
+        return tuple(x.to(kind) for x in _block_backward(fast, lse, blocks[0], rule))
+    by_query = [(x.row0, x.row1, x.q0, x.q1) for x in blocks]
+    by_key = [(x.row0, x.row1, x.k0, x.k1) for x in blocks]
+    sums, is_first = [], []
+    for x, places in ((query, by_query), (key, by_key), (value, by_key)):
+        firsts, is_full = _first_visits(places, x)
+        make = torch.empty if is_full else torch.zeros
+        sums.append(make(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device))
+        is_first.append(firsts)
+    for index, block in enumerate(blocks):
+        parts = _block_backward(fast, lse, block, rule)
+        for total, part, places, firsts in zip(
+            sums, parts, (by_query, by_key, by_key), is_first, strict=True
+        ):
+            row0, row1, first, last = places[index]
+            target = total[first:last, row0:row1]
+            target.copy_(part) if firsts[index] else target.add_(part)
+    return tuple(x.to(kind) for x in sums)
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> None:
+    """Merge attention to other keys into (out, lse), in place; exact where either saw no key.
+
+    Args:
+        out: [s_q, b, n, d], fp32 or fp64.
+        lse: [b, n, s_q], -inf where nothing was seen; out is 0 there.
+        other: [s_q, b, n, d], to be merged.
+        other_lse: [b, n, s_q].
+    """
+    total = torch.logaddexp(lse, other_lse)
+    shift = total.masked_fill(total == -math.inf, 0)  # no -inf - -inf
+    keep, take = ((x - shift).exp_().permute(2, 0, 1)[..., None] for x in (lse, other_lse))
+    # Not lerp: it is one pass and 15 times slower than these two (torch 2.13, [1024, 4, 8, 64]).
+    out.mul_(keep).addcmul_(other, take)
+    lse.copy_(total)
+
+
+def finish(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let sinks [n] take their probability, once, after all keys; return out in `dtype`, and lse.
+
+    Their gradient is `ops.attention.reference.sink_gradient` of the complete out and lse.
+    """
+    if sinks is not None:
+        out, lse = reference.add_sinks(out, lse, sinks)
+    return out.to(dtype), lse
+
+
+def _block_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block: Block,
+    rule: tuple[float, int | None, AttentionDropout | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of one block, fp32 or fp64."""
+    scale, _, dropout = rule
+    rows, keys = slice(block.row0, block.row1), slice(block.k0, block.k1)
+    parts = (query[block.q0 : block.q1, rows], key[keys, rows], value[keys, rows])
+    mask, wide = _mask(block, rule), accumulation_dtype(query.dtype)
+    if choose(None, query, "attention", has_triton=dropout is None) == "triton":
+        from megatron.core.ops.attention import triton as kernels
+
+        return kernels.attention_forward(*parts, None, scale, mask, dtype=wide)
+    return reference.attention_forward(
+        *parts, None, scale, mask, _of_rows(dropout, rows), dtype=wide
+    )
+
+
+def _block_backward(
+    tensors: Sequence[torch.Tensor],
+    lse: torch.Tensor,
+    block: Block,
+    rule: tuple[float, int | None, AttentionDropout | None],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv) of one block from all of (grad_out, query, key, value, out) and lse."""
+    scale, _, dropout = rule
+    rows = slice(block.row0, block.row1)
+    queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
+    spans = (queries, queries, keys, keys, queries)
+    parts = [x[span, rows] for x, span in zip(tensors, spans, strict=True)]
+    parts.append(lse[rows, :, queries])
+    mask = _mask(block, rule)
+    if choose(None, tensors[1], "attention", has_triton=dropout is None) == "triton":
+        from megatron.core.ops.attention import triton as kernels
+
+        return kernels.attention_backward(*parts, scale=scale, mask=mask)
+    return reference.attention_backward(
+        *parts, scale=scale, mask=mask, dropout=_of_rows(dropout, rows)
+    )
+
+
+def _mask(block: Block, rule: tuple[float, int | None, AttentionDropout | None]) -> Mask:
+    """Return the op's rule of one block, without a window that hides none of its pairs."""
+    window = rule[1]
+    if window is not None:
+        farthest = block.q_place + block.q1 - block.q0 - 1 - block.k_place
+        window = window if farthest >= window else None
+    return Mask(
+        causal=block.causal, window=window, query_start=block.q_place, key_start=block.k_place
+    )
+
+
+def _of_rows(dropout: AttentionDropout | None, rows: slice) -> AttentionDropout | None:
+    """Return the dropout of some rows of the batch."""
+    return None if dropout is None else replace(dropout, sample_ids=dropout.sample_ids[rows])
+
+
+def _fast(x: torch.Tensor) -> torch.Tensor:
+    """Return x in the dtype this device multiplies in: converted once here, not in every block."""
+    return x.to(cpu_matmul_dtype(x.dtype)) if x.device.type == "cpu" else x
+
+
+def _holds_all(block: Block, query: torch.Tensor, key: torch.Tensor | None = None) -> bool:
+    """Say whether a block holds all queries [s_q, b, ...] and, if given, all keys [s_k, b, ...]."""
+    keys = (block.k0, block.k1) if key is None else (0, key.shape[0])
+    whole = Block(0, query.shape[1], 0, query.shape[0], *keys, block.q_place, block.k_place, False)
+    return replace(block, causal=False) == whole
+
+
+def _first_visits(
+    places: Sequence[tuple[int, int, int, int]], x: torch.Tensor
+) -> tuple[list[bool], bool]:
+    """Say of each (row0, row1, first, last) of x [s, b, ...] whether none before overlaps it.
+
+    Such a result is stored and not added. Second, say whether those cover x: where they do not, x
+    must start from zeros.
+    """
+    seen = np.zeros((x.shape[1], x.shape[0]), dtype=bool)
+    firsts, covered = [], 0
+    for row0, row1, first, last in places:
+        part = seen[row0:row1, first:last]
+        firsts.append(not part.any())
+        covered += part.size if firsts[-1] else 0
+        part[:] = True
+    return firsts, covered == seen.size

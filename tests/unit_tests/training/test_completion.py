@@ -34,14 +34,14 @@ def offered(text: str, *words: str) -> list[str]:
 
 def test_flags_choices_and_files():
     start = ("torchrun", "--nproc-per-node", "2", "-m", MODULE)
-    assert offered(script(), *start, "--num-l") == ["--num-layers"]
+    assert offered(script(), *start, "--hidden-s") == ["--hidden-size"]
     assert offered(script(), *start, "--bf16", "--no-bf") == ["--no-bf16"]
     assert offered(script(), *start, "--optimizer", "") == ["adam", "sgd", "muon"]
     assert offered(script(), *start, "--optimizer", "s") == ["sgd"]
     assert offered(script(), *start, "--save", "") == [], "the shell offers files"
     assert len(offered(script(), *start, "")) > len(options(Config))
-    assert offered(script(), "python", "--num-l") == []
-    assert offered(script(), "python", "-m", "megatron.other", "--num-l") == []
+    assert offered(script(), "python", "--hidden-s") == []
+    assert offered(script(), "python", "-m", "megatron.other", "--hidden-s") == []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Other:
 def test_scripts_of_two_programs_live_in_one_shell():
     both = script() + completion_script(options(Other), "python -m megatron.other", "bash")
     assert offered(both, "python", "-m", "megatron.other", "--number", "") == ["one", "two"]
-    assert offered(both, "python", "-m", MODULE, "--num-l") == ["--num-layers"]
+    assert offered(both, "python", "-m", MODULE, "--hidden-s") == ["--hidden-size"]
 
 
 def test_a_module_may_have_commands():
@@ -63,8 +63,8 @@ def test_a_module_may_have_commands():
     text += completion_script(options(Config), "python -m megatron.other second", "bash")
     start = ("python", "-m", "megatron.other")
     assert offered(text, *start, "first", "--number", "t") == ["two"]
-    assert offered(text, *start, "second", "--num-l") == ["--num-layers"]
-    assert offered(text, *start, "--num-l") == []
+    assert offered(text, *start, "second", "--hidden-s") == ["--hidden-size"]
+    assert offered(text, *start, "--hidden-s") == []
 
 
 def test_zsh_is_taught_to_read_the_same_script():

@@ -82,7 +82,8 @@ def attention_blocks(
                 if min(q.length, k.length) > 0:
                     found.append(_block((first, last), q, k, is_square))
         first = last
-    found = _join(found, "row0", "row1")
+    if rows > 1:
+        found = _join(found, "row0", "row1")
     if joined:
         found = _join(_join(found, "k0", "k1"), "q0", "q1")
     return tuple(sorted(found))

@@ -9,12 +9,19 @@ there without waiting for it; nothing is ever read back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron.core.context_parallel.blocks import Block, attention_blocks
 from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
+from megatron.core.context_parallel.index_maps import (
+    columns_of,
+    documents_of,
+    ids_of,
+    inverse_of,
+    take_columns,
+)
 from megatron.core.device import pin
 
 
@@ -140,20 +147,23 @@ class SequenceLayout:
         _check("sample_ids", sample_ids, (rows,))
         documents = None
         if document_ids is not None:
-            documents = _documents(document_ids)
+            documents = documents_of(document_ids.numpy())
             _check_sequences(documents, cut)
         elif len(cut.bounds) > 2:
             documents = (cut.bounds,) * rows
         device = torch.device("cpu") if device is None else device
-        columns = _columns(cut, rank)  # [s/cp]
+        columns = columns_of(cut, rank)  # [s/cp]
         places = _moved(columns, device)
-        local = places if positions is None else _moved(_local(positions, columns, 0).t(), device)
-        if positions is None and cut.is_padded:
+        local = places
+        if positions is not None:
+            local = _moved(take_columns(positions, columns, 0).t(), device)  # [s/cp, b]
+        elif cut.is_padded:
             local = _moved(columns.clamp(min=0), device)
         ids = None
         if masks_by_ids and documents is not None:
-            ids = _ids(cut.bounds, rows) if document_ids is None else document_ids
-            ids = _moved(_local(ids, columns, PADDING).t(), device)  # [s/cp, b]
+            ids = ids_of(cut.bounds, rows) if document_ids is None else document_ids
+            ids = _moved(take_columns(ids, columns, PADDING).t(), device)  # [s/cp, b]
+        inverse = inverse_of(cut)
         return SequenceLayout(
             positions=local,
             document_ids=ids,
@@ -164,8 +174,18 @@ class SequenceLayout:
             rows=rows,
             documents=documents,
             columns=columns,
-            inverse=_inverse(cut, device),
+            inverse=None if inverse is None else _moved(inverse, device),
         )
+
+    def with_samples(self, sample_ids: torch.Tensor | None) -> SequenceLayout:
+        """Return the layout for these samples, with all that was worked out for this one.
+
+        Args:
+            sample_ids: int64 [b] where layers work; None turns dropout off.
+        """
+        found = replace(self, sample_ids=sample_ids)
+        object.__setattr__(found, "_plans", self._plans)
+        return found
 
     @property
     def plans_made(self) -> int:
@@ -192,7 +212,7 @@ class SequenceLayout:
         _check("rows", x, (x.shape[0], self.cut.length, *x.shape[2:]))
         if self.cut.size == 1 and not self.cut.is_padded:
             return x
-        return _local(x, self.columns, fill)
+        return take_columns(x, self.columns, fill)
 
     def blocks(
         self, key_rank: int | None, window: int | None = None, *, joined: bool = False
@@ -310,69 +330,6 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a host tensor on `device`; the host does not wait."""
     return pin(tensor.contiguous(), device).to(device, non_blocking=True)
-
-
-def _spread(runs: Sequence[Run]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (local index, place) of each token of the runs, int64 both."""
-    start, length, place = (
-        torch.tensor([vars(run)[name] for run in runs], dtype=torch.int64)
-        for name in ("start", "length", "place")
-    )
-    before = (length.cumsum(0) - length).repeat_interleave(length)  # tokens of earlier runs
-    within = torch.arange(before.numel()) - before
-    return (
-        start.repeat_interleave(length) + within,
-        place.repeat_interleave(length) + within,
-    )
-
-
-def _columns(cut: SequenceCut, rank: int) -> torch.Tensor:
-    """Return the place of each local token, int64 [s/cp], `PADDING` where there is none."""
-    local, place = _spread(cut.runs(rank))
-    return torch.full((cut.local_length,), PADDING).index_copy_(0, local, place)
-
-
-def _inverse(cut: SequenceCut, device: torch.device) -> torch.Tensor | None:
-    """Return where each place is among the gathered tokens, int64 [s]; None if in order."""
-    found = torch.empty(cut.length, dtype=torch.int64)
-    for rank in range(cut.size):
-        local, place = _spread(cut.runs(rank))
-        found[place] = local + rank * cut.local_length
-    in_order = not cut.is_padded and torch.equal(found, torch.arange(cut.length))
-    return None if in_order else _moved(found, device)
-
-
-def _local(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.Tensor:
-    """Return columns [s/cp] of x [b, s, ...], `fill` where they are padding."""
-    found = x.index_select(1, columns.clamp(min=0))
-    empty = columns == PADDING
-    if empty.any():
-        found[:, empty] = fill
-    return found
-
-
-def _documents(ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return where the documents of each row begin and end, from their ids [b, s]."""
-    steps = ids.long().diff(dim=1)
-    found = []
-    for row, step in enumerate(steps):
-        falls = (step < 0).nonzero().flatten().tolist()
-        if falls:
-            at = falls[0]
-            raise ValueError(
-                f"document_ids of row {row} fall from {int(ids[row, at])} to "
-                f"{int(ids[row, at + 1])} at column {at + 1}: number documents along the row"
-            )
-        borders = step.nonzero().flatten() + 1
-        found.append((0, *borders.tolist(), ids.shape[1]))
-    return tuple(found)
-
-
-def _ids(bounds: Sequence[int], rows: int) -> torch.Tensor:
-    """Return the number of each token's document, int32 [b, s], the same in each row."""
-    lengths = torch.tensor(bounds).diff()
-    number = torch.arange(lengths.numel(), dtype=torch.int32)
-    return number.repeat_interleave(lengths).expand(rows, -1)
 
 
 def _check_sequences(documents: Sequence[Sequence[int]], cut: SequenceCut) -> None:

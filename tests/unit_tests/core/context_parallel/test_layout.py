@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of microbatches: each rank's columns, maps to rows and back, documents, plans once."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel.blocks import attention_blocks
+from megatron.core.context_parallel.cut import Run
+from tests.unit_tests.core.context_parallel.random_cuts import random_case
+
+CASES = [random_case(random.Random(seed)) for seed in range(1000, 1100)]
+META = torch.device("meta")
+
+
+def layouts(cut: SequenceCut, rows: int = 2, **options) -> list[SequenceLayout]:
+    """Return the layout of each rank."""
+    return [SequenceLayout.make(cut, rank, rows=rows, **options) for rank in range(cut.size)]
+
+
+def random_rows(seed: int, rows: int, length: int, *shape: int) -> torch.Tensor:
+    """Return whole numbers [rows, length, ...], all different and none below 1."""
+    count = rows * length * torch.tensor(shape).prod().long() if shape else rows * length
+    order = torch.randperm(int(count), generator=torch.Generator().manual_seed(seed))
+    return (order + 1).view(rows, length, *shape)
+
+
+def test_ranks_take_their_columns_of_everything():
+    padded = 0
+    for seed, case in enumerate(CASES):
+        positions = random_rows(seed, 3, case.total)
+        x = random_rows(seed + 1, 3, case.total, 2)
+        made = layouts(case.cut(), rows=3, positions=positions, sample_ids=torch.tensor([7, 5, 9]))
+        for layout, column in zip(made, case.columns(), strict=True):
+            places = torch.tensor(column)
+            real = places >= 0
+            assert torch.equal(layout.places, places), case
+            assert layout.positions.shape == (len(column), 3), case
+            assert torch.equal(layout.positions[real], positions.t()[places[real]]), case
+            assert (layout.positions[~real] == 0).all(), case
+            assert layout.sample_ids.tolist() == [7, 5, 9]
+            local = layout.local(x, fill=-9)
+            assert local.shape == (3, len(column), 2), case
+            assert torch.equal(local[:, real], x[:, places[real]]), case
+            assert (local[:, ~real] == -9).all(), case
+            padded += int((~real).sum())
+    assert padded > 50
+
+
+def test_positions_are_places_unless_given():
+    for case in CASES:
+        for layout, column in zip(layouts(case.cut()), case.columns(), strict=True):
+            assert layout.positions.tolist() == [max(0, place) for place in column], case
+
+
+def test_rows_come_back_from_what_all_ranks_hold():
+    moved = 0
+    for seed, case in enumerate(CASES):
+        cut = case.cut()
+        rows = random_rows(seed, case.total, 2, 3)  # [s, b, d]
+        made = layouts(cut)
+        parts = [layout.local(rows.transpose(0, 1)).transpose(0, 1) for layout in made]
+        gathered = torch.cat(parts)  # [cp · s/cp, b, d]
+        moved += not torch.equal(gathered, rows)
+        for layout in made:
+            assert torch.equal(layout.to_rows(gathered), rows), case
+            assert torch.equal(layout.to_ranks(rows), gathered), case  # zero in the padding, too
+    assert moved > 30
+
+
+def test_what_is_in_order_is_not_copied():
+    x, gathered = torch.arange(16).view(2, 8), torch.arange(8.0)
+    for cut in (
+        SequenceCut.of(8, 1, cu_seqlens=[0, 3, 8]),
+        SequenceCut.of(8, 2, order="contiguous"),
+    ):
+        layout = SequenceLayout.make(cut, 0, rows=2)
+        assert layout.to_rows(gathered) is gathered
+        assert layout.to_ranks(gathered) is gathered
+        assert (layout.local(x) is x) == (cut.size == 1)
+    assert SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=2).to_rows(gathered) is not gathered
+
+
+def test_documents_are_found_in_their_ids():
+    ids = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4], [0] * 8, [0, 1, 2, 3, 4, 5, 6, 7]])
+    layout = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=3, document_ids=ids.int())
+    assert layout.documents == ((0, 3, 5, 8), (0, 8), tuple(range(9)))
+    assert layout.document_ids is None  # nothing masks by them
+    unsigned = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=3, document_ids=ids.byte())
+    assert unsigned.documents == layout.documents
+
+
+def test_sequences_that_are_cut_apart_are_documents():
+    cut = SequenceCut.of(12, 2, cu_seqlens=[0, 4, 4, 12])
+    assert SequenceLayout.make(cut, 0, rows=2).documents == ((0, 4, 4, 12),) * 2
+    assert SequenceLayout.make(SequenceCut.of(12, 1), 0, rows=2).documents is None
+    finer = torch.tensor([[0] * 4 + [1] * 3 + [2] * 5])
+    layout = SequenceLayout.make(cut, 0, rows=1, document_ids=finer)
+    assert layout.documents == ((0, 4, 7, 12),)
+
+
+def test_ids_are_kept_where_something_masks_by_them():
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+    cut = SequenceCut.of(8, 2)
+    layout = SequenceLayout.make(cut, 0, rows=2, document_ids=ids, masks_by_ids=True)
+    assert layout.document_ids.t().tolist() == [[0, 0, 2, 2], [0, 1, 1, 1]]
+    cut = SequenceCut.of(5, 2, cu_seqlens=[0, 2, 2, 5], padded_cu_seqlens=[0, 4, 4, 8])
+    first, second = layouts(cut, masks_by_ids=True)
+    assert first.document_ids.t().tolist() == [[0, -1, 2, -1]] * 2
+    assert second.document_ids.t().tolist() == [[0, -1, 2, 2]] * 2
+    assert SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=2, masks_by_ids=True).documents is None
+
+
+def test_blocks_are_those_of_the_runs_and_documents():
+    ids = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
+    documents = [[0, 5, 16], [0, 16]]
+    cut = SequenceCut.of(16, 2)
+    whole = (Run(0, 16, 0),)
+    for layout in layouts(cut, document_ids=ids):
+        own = cut.runs(layout.rank)
+        for window in (None, 3):
+            options = {"rows": 2, "documents": documents, "window": window}
+            for other in range(2):
+                wanted = attention_blocks(own, cut.runs(other), **options)
+                assert layout.blocks(other, window) == wanted
+            assert layout.blocks(None, window) == attention_blocks(own, whole, **options)
+            assert layout.row_blocks(window) == attention_blocks(whole, whole, **options)
+    dense = SequenceLayout.make(cut, 0, rows=2)
+    assert len(dense.blocks(1)) == 1
+    last = SequenceLayout.make(SequenceCut.of(16, 4), 1, rows=2)
+    assert (len(last.blocks(0)), len(last.blocks(0, joined=True))) == (2, 1)
+
+
+def test_plans_are_made_once_however_many_layers_ask():
+    layout = SequenceLayout.make(SequenceCut.of(16, 2), 0, rows=2)
+    assert layout.plans_made == 0
+    first = [layout.blocks(rank) for rank in (0, 1)]
+    for _ in range(5):
+        again = [layout.blocks(rank) for rank in (0, 1)]
+        assert all(a is b for a, b in zip(first, again, strict=True))
+    assert layout.plans_made == 2
+    for made, ask in enumerate(
+        [
+            lambda: layout.blocks(0, 4),
+            lambda: layout.blocks(None),
+            lambda: layout.blocks(0, joined=True),
+            lambda: layout.row_blocks(),
+            lambda: layout.row_blocks(4),
+        ],
+        start=3,
+    ):
+        assert ask() is ask()
+        assert layout.plans_made == made
+    other = SequenceLayout.make(SequenceCut.of(16, 2), 0, rows=2)
+    assert other.plans_made == 0  # nothing is kept outside a layout
+
+
+def test_other_samples_share_what_was_worked_out():
+    layout = SequenceLayout.make(SequenceCut.of(16, 2), 1, rows=2, sample_ids=torch.tensor([4, 6]))
+    blocks = layout.blocks(0)
+    other = layout.with_samples(torch.tensor([1, 2]))
+    assert (layout.sample_ids.tolist(), other.sample_ids.tolist()) == ([4, 6], [1, 2])
+    assert other.blocks(0) is blocks
+    assert other.row_blocks() is layout.row_blocks()
+    assert layout.plans_made == other.plans_made == 2
+    assert other.places is layout.places
+
+
+def test_nothing_is_read_back_from_the_device():
+    """The meta device has no values: reading one raises."""
+    cut = SequenceCut.of(10, 2, cu_seqlens=[0, 4, 10], padded_cu_seqlens=[0, 4, 12])
+    ids = torch.tensor([[0] * 4 + [1] * 6] * 2)
+    layout = SequenceLayout.make(
+        cut,
+        1,
+        rows=2,
+        positions=torch.arange(20).view(2, 10),
+        document_ids=ids,
+        sample_ids=torch.arange(2),
+        masks_by_ids=True,
+        device=META,
+    )
+    moved = (
+        layout.positions,
+        layout.document_ids,
+        layout.sample_ids,
+        layout.places,
+        layout.inverse,
+    )
+    assert {tensor.device for tensor in moved} == {META}
+    assert [tuple(tensor.shape) for tensor in moved] == [(6, 2), (6, 2), (2,), (6,), (10,)]
+    assert layout.columns.tolist() == [1, 2, 6, 7, 8, 9]
+    assert layout.blocks(0)
+    assert layout.blocks(None)
+    assert layout.row_blocks()
+    gathered = torch.empty(12, 2, 3, device=META)
+    assert layout.to_rows(gathered).shape == (10, 2, 3)
+    assert layout.to_ranks(layout.to_rows(gathered)).shape == (12, 2, 3)
+
+
+def test_whole_rows_need_no_cut():
+    layout = SequenceLayout.dense(8, sample_ids=torch.arange(2))
+    x = torch.arange(16).view(2, 8)
+    assert layout.local(x) is x
+    assert (layout.cut, layout.rank, layout.positions.tolist()) == (None, 0, list(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2}, "rank 2 of 2 context-parallel ranks"),
+        ({"positions": torch.zeros(2, 4)}, "positions (2, 4) must be (2, 8): all columns of each"),
+        ({"document_ids": torch.zeros(3, 8)}, "document_ids (3, 8) must be (2, 8)"),
+        ({"sample_ids": torch.zeros(3)}, "sample_ids (3,) must be (2,)"),
+        ({"positions": torch.zeros(2, 8, device=META)}, "positions are on meta: give the host's"),
+        ({"document_ids": torch.tensor([[0] * 8, [0, 0, 3, 3, 1, 1, 2, 2]])},
+         "document_ids of row 1 fall from 3 to 1 at column 4: number documents along the row"),
+        ({"cut": SequenceCut.of(8, 2, cu_seqlens=[0, 4, 8]),
+          "document_ids": torch.tensor([[0] * 4 + [1] * 4, [0] * 6 + [1] * 2])},
+         "a document of row 1 goes on over place 4, where cu_seqlens cuts sequences apart"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told(options, message):
+    options = {"cut": SequenceCut.of(8, 2), "rank": 0, "rows": 2, **options}
+    cut, rank = options.pop("cut"), options.pop("rank")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SequenceLayout.make(cut, rank, **options)
+
+
+def test_tensors_of_another_length_are_told():
+    layout = SequenceLayout.make(SequenceCut.of(6, 2, padded_cu_seqlens=[0, 8]), 0, rows=2)
+    with pytest.raises(ValueError, match=re.escape("rows (2, 4) must be (2, 6)")):
+        layout.local(torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=re.escape("rows of shape (6,): give [b, 6]")):
+        layout.local(torch.zeros(6))
+    with pytest.raises(ValueError, match="rows are on meta: give the host's"):
+        layout.local(torch.zeros(2, 6, device=META))
+    with pytest.raises(ValueError, match=re.escape("6 tokens in (6, 1), the layout has 8")):
+        layout.to_rows(torch.zeros(6, 1))
+    with pytest.raises(ValueError, match=re.escape("8 tokens in (8, 1), the layout has 6")):
+        layout.to_ranks(torch.zeros(8, 1))
+
+
+@pytest.mark.parametrize("ask", ["blocks", "row_blocks", "to_rows", "to_ranks"])
+def test_a_layout_without_a_cut_is_told(ask):
+    layout = SequenceLayout.dense(8)
+    argument = {"blocks": 0, "row_blocks": None}.get(ask, torch.zeros(8))
+    with pytest.raises(
+        ValueError, match=r"has no cut; make it by SequenceLayout\.make, on the host"
+    ):
+        getattr(layout, ask)(argument)
+
+
+def test_ids_alone_do_not_say_where_documents_begin():
+    layout = SequenceLayout.packed(8, document_ids=torch.zeros(2, 8, dtype=torch.int32))
+    with pytest.raises(ValueError, match=re.escape("of its documents only ids: blocks need where")):
+        layout.blocks(0)

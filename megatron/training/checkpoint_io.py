@@ -226,7 +226,8 @@ def load_run(
 
 def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model that its weights depend on; the others may change on the way."""
-    attention = {k: v for k, v in dict(model["attention"]).items() if k != "dropout"}
+    known = {"window": None, "sinks": False, **model["attention"]}  # older checkpoints lack these
+    attention = {k: v for k, v in known.items() if k != "dropout"}
     free = ("hidden_dropout", "init_std")
     return {**{k: v for k, v in model.items() if k not in free}, "attention": attention}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.context_parallel.choice import AUTO
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.rmsnorm import rms_norm
@@ -28,6 +29,8 @@ class Backend:
         column_linear, row_linear: constructors with the signatures of tensor_parallel's layers.
         rms_norm, layer_norm: functions with the signatures of the ops of these names.
         attention: function with the signature of `ops.attention.attention`.
+        context_engine: how attention over ranks that share the tokens of a row brings queries and
+            keys together: "p2p", "all_gather", "a2a" or "auto".
     """
 
     name: str
@@ -36,6 +39,7 @@ class Backend:
     rms_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     layer_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    context_engine: str = AUTO
 
 
 LOCAL = Backend("local", ColumnParallelLinear, RowParallelLinear, rms_norm, layer_norm, attention)

@@ -176,6 +176,8 @@ def test_a_model_without_place_in_transformers_is_refused(tmp_path: Path) -> Non
         (replace(model, norm=replace(model.norm, kind="LayerNorm")), "norm.kind"),
         (replace(model, rope=replace(model.rope, percent=0.5)), "rope.percent"),
         (replace(model, rope=None), "rope"),
+        (replace(model, attention=replace(model.attention, window=8)), "attention.window is 8"),
+        (replace(model, attention=replace(model.attention, sinks=True)), "attention.sinks is True"),
     ):
         with pytest.raises(ValueError, match=rf"cannot be exported.*{name}"):
             write_config(changed, max_length=LENGTH, dtype=torch.float32, end_tokens=())

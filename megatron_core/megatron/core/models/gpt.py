@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.core.backend import LOCAL, Backend
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.setting import ContextParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.models.decoder import Decoder, HiddenDropout
 from megatron.core.models.gpt_config import GPTConfig
@@ -73,7 +74,10 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         stages, stage = groups["pp"].size, groups["pp"].rank
-        problems = config.problems(tp=groups["tp"].size)
+        context = ContextParallel(group=groups["cp"], engine=backend.context_engine)
+        problems = config.problems(
+            tp=groups["tp"].size, cp=context.group.size, engine=context.engine
+        )
         if problems:
             raise ValueError("; ".join(problems))
         split = split or StageSplit.even(config.num_layers, stages)
@@ -95,6 +99,7 @@ class GPTModel(nn.Module):
             init=InitSpec.normal(config.init_std),
             output_init=InitSpec.normal(config.init_std / math.sqrt(2 * config.num_layers)),
             seed=seed,
+            context=context,
         )
         self._embedding: VocabParallelEmbedding | None = None
         self._embedding_dropout: HiddenDropout | None = None
@@ -176,7 +181,7 @@ class GPTModel(nn.Module):
         Its dtype is the store's.
 
         Args:
-            tokens: int64 [b, s].
+            tokens: int64 [b, s]; with context parallelism this rank's, s is s/cp then.
         """
         batch, length = tokens.shape
         parts = self._region.group.size if self._region.scatters else 1
@@ -212,18 +217,20 @@ class GPTModel(nn.Module):
         Behind the last chunk of the model it is normalised: the final hidden states.
 
         Args:
-            tokens: int64 [b, s].
+            tokens: int64 [b, s]; with context parallelism this rank's, s is s/cp here and below.
             layout: positions, documents, samples; None is whole sequences without dropout.
             cache: of the chunk's keys and values, while generating.
             chunk: of this rank.
             hidden: of `boundary_shape`, behind the chunk before; None in the model's first.
 
         Raises:
-            ValueError: no such chunk, or `hidden` is missing or too much.
+            ValueError: no such chunk, `hidden` is missing or too much, or the layout is not of
+                these tokens.
         """
         if not 0 <= chunk < self.num_chunks:
             raise ValueError(f"chunk {chunk} of the {self.num_chunks} on this rank")
         layout = layout or SequenceLayout.dense(tokens.shape[1], device=tokens.device)
+        self._check_layout(layout, tokens)
         rope = None
         if self.config.rope is not None:
             rope = RopeTable.of(
@@ -239,32 +246,54 @@ class GPTModel(nn.Module):
             hidden = self.embedding_dropout(hidden, layout)
         return self.decoders[chunk](hidden, layout, rope=rope, cache=cache)
 
+    def _check_layout(self, layout: SequenceLayout, tokens: torch.Tensor) -> None:
+        """Raise ValueError unless the layout is of this rank's tokens."""
+        group = self.groups["cp"]
+        if group.size > 1 and layout.cut is None:
+            raise ValueError(
+                f"{group.size} context parallel ranks need a layout with a cut: give "
+                "SequenceLayout.make(cut, rank, ...) and this rank's tokens"
+            )
+        if layout.positions.shape[0] != tokens.shape[1]:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens a row, the layout is of {layout.positions.shape[0]}: "
+                "give those of this rank, layout.local(tokens)"
+            )
+
     def hidden(
         self,
         tokens: torch.Tensor,
         *,
         chunk: int = 0,
         hidden: torch.Tensor | None = None,
+        layout: SequenceLayout | None = None,
         sample_ids: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
+        **rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the stream behind a chunk [s, b, h] ([s/tp, b, h] with sequence parallelism).
 
         Args:
             tokens: int64 [b, s].
             chunk, hidden: see `forward`.
-            sample_ids: int64 [b], global sample numbers; None turns dropout off.
-            positions: int64 [b, s], position of each token in its document; None is 0 … s-1.
-            document_ids: int [b, s]; tokens see only their own document. None is one a row.
+            layout: of the tokens; None makes one of whole rows.
+            sample_ids: int64 [b], global sample numbers; None turns dropout off, unless the layout
+                has some.
+            rows: `positions` and `document_ids` of `SequenceLayout.packed`, where no layout is
+                given.
+
+        Raises:
+            ValueError: both a layout and rows.
         """
-        layout = SequenceLayout.packed(
-            tokens.shape[1],
-            positions=positions,
-            document_ids=document_ids,
-            sample_ids=sample_ids,
-            device=tokens.device,
-        )
+        if layout is None:
+            layout = SequenceLayout.packed(
+                tokens.shape[1], sample_ids=sample_ids, device=tokens.device, **rows
+            )
+        elif rows:
+            raise ValueError(
+                f"a layout and {', '.join(rows)}: the layout has those, leave them out"
+            )
+        elif sample_ids is not None:
+            layout = layout.with_samples(sample_ids)
         return self(tokens, layout=layout, chunk=chunk, hidden=hidden)
 
     def loss(
@@ -274,18 +303,18 @@ class GPTModel(nn.Module):
         token_weights: torch.Tensor,
         *,
         chunk: int = 0,
-        hidden: torch.Tensor | None = None,
-        sample_ids: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
+        **context: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s]).
+
+        With context parallelism both are of this rank's tokens; the sums of all ranks of cp make
+        that of the rows.
 
         Args:
             tokens, labels: int64 [b, s].
             token_weights: fp32 [b, s], the factor of each token's loss; 0 masks it.
-            chunk, hidden: see `forward`; the chunk is the model's last.
-            sample_ids, positions, document_ids: see `hidden`.
+            chunk: see `forward`; it is the model's last.
+            context: `hidden`, `layout`, `sample_ids`, `positions`, `document_ids`, as of `hidden`.
 
         Raises:
             ValueError: the chunk has no head.
@@ -295,14 +324,7 @@ class GPTModel(nn.Module):
                 f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} has no head: its result "
                 "is `hidden`, for the next chunk"
             )
-        final = self.hidden(
-            tokens,
-            chunk=chunk,
-            hidden=hidden,
-            sample_ids=sample_ids,
-            positions=positions,
-            document_ids=document_ids,
-        )
+        final = self.hidden(tokens, chunk=chunk, **context)
         loss, nll = self.head.loss(final, labels.t(), token_weights.t())
         return loss, nll.t()
 

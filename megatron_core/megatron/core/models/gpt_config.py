@@ -41,8 +41,13 @@ class GPTConfig:
     hidden_dropout: float = 0.0
     init_std: float = 0.02
 
-    def problems(self, *, tp: int = 1) -> list[str]:
-        """List everything that is wrong with this model on `tp` ranks; empty if nothing is."""
+    def problems(self, *, tp: int = 1, cp: int = 1, engine: str = "auto") -> list[str]:
+        """List everything that is wrong with this model on tp · cp ranks; empty if nothing is.
+
+        Args:
+            tp, cp: ranks that share weights, and tokens of a row.
+            engine: of context parallelism.
+        """
         found = []
         for name, size in (
             ("num_layers", self.num_layers),
@@ -57,7 +62,7 @@ class GPTConfig:
             )
         if not 0.0 <= self.hidden_dropout < 1.0:
             found.append(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
-        found += self.attention.problems(tp) + self.mlp.problems(tp)
+        found += self.attention.problems(tp, cp=cp, engine=engine) + self.mlp.problems(tp)
         if self.rope is not None:
             try:
                 self.rope.rotary_features(self.attention.kv_channels)

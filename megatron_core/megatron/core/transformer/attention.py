@@ -4,12 +4,15 @@
 hidden [s, b, h] → q|k|v [s, b, (n + 2g)·d/tp] → norm, rotate → attention → [s, b, n·d/tp] → output
 [s, b, h]
 
+With context parallelism s is s/cp everywhere, and attention alone sees the tokens of other ranks.
+
 With fewer kv heads than tp ranks each kv head is held by tp/g consecutive ranks, whose query heads
 all use it; their gradients of it are addends, which the gradient plan sums (`weight_sharding`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,11 +20,17 @@ import torch
 from torch import nn
 
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.attend import Attend
+from megatron.core.context_parallel.engines import context_attention
+from megatron.core.context_parallel.setting import context_problems
+from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.ops.rope import apply_rope
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.transformer.rope import RopeTable
+from megatron.core.weight_gather.handle import WeightHandle
+from megatron.core.weight_sharding import Cut, WeightSharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +44,9 @@ class AttentionConfig:
         qkv_bias, output_bias: whether the projections have biases.
         qk_norm: normalise each query and key head.
         dropout: probability of dropping an attention weight in training.
+        window: tokens that a query sees, itself and those before it; None is all of them.
+        sinks: whether each query head has a learned logit that takes probability and carries no
+            value (Xiao et al. 2023, arXiv 2309.17453; as in gpt-oss).
     """
 
     num_attention_heads: int
@@ -44,9 +56,16 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False
     dropout: float = 0.0
+    window: int | None = None
+    sinks: bool = False
 
-    def problems(self, tp: int) -> list[str]:
-        """List what cannot be: head counts that do not divide, a rate that is no probability."""
+    def problems(self, tp: int, *, cp: int = 1, engine: str = "auto") -> list[str]:
+        """List what cannot be: head counts that do not divide, a rate that is no probability.
+
+        Args:
+            tp, cp: ranks that share heads, and tokens of a row.
+            engine: of context parallelism.
+        """
         found = []
         n, g = self.num_attention_heads, self.num_query_groups
         if min(n, g, self.kv_channels) < 1:
@@ -62,6 +81,11 @@ class AttentionConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             found.append(f"attention-dropout {self.dropout} must be in [0, 1)")
+        if self.window is not None and self.window < 1:
+            found.append(f"attention window {self.window}: use at least 1, or None for no window")
+        if not found:
+            heads, groups = n // tp, max(1, g // tp)
+            found += context_problems(engine, heads=heads, groups=groups, cp=cp)
         return found
 
 
@@ -94,10 +118,11 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         group = build.region.group
-        problems = config.problems(group.size)
+        context = build.context
+        problems = config.problems(group.size, cp=context.group.size, engine=context.engine)
         if problems:
             raise ValueError("; ".join(problems))
-        self.layer, self.config, self.backend = layer, config, build.backend
+        self.layer, self.config, self.backend, self.context = layer, config, build.backend, context
         n, g, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
         self.heads = n // group.size
         self.kv_heads = max(1, g // group.size)
@@ -129,6 +154,11 @@ class SelfAttention(nn.Module):
             shared = {"config": norm, "build": build, "gradient": "partial"}
             self.query_norm = Norm(f"{name}.query_norm", d, **shared)
             self.key_norm = Norm(f"{name}.key_norm", d, **shared)
+        self.sinks: WeightHandle | None = None
+        if config.sinks:
+            cut = Cut(axis="tp", dim=0)
+            logits = WeightSharding.of(f"{name}.sinks", (n,), cut, weight_decay=False)
+            self.sinks = build.store.declare(logits, InitSpec.constant(0.0))
         self.dropout_key = dropout_key(build.seed, name, "attention")
         self.head_offset = group.rank * self.heads
 
@@ -157,15 +187,41 @@ class SelfAttention(nn.Module):
             query, key = both.split([heads, self.kv_heads], dim=2)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)  # [s_k, b, g/tp, d]
-        out, _ = self.backend.attention(
+        out = self._attend(query, key, value, layout=layout)  # [s, b, n/tp, d]
+        return self.output(out.reshape(*out.shape[:2], -1))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        layout: SequenceLayout,
+    ) -> torch.Tensor:
+        """Return [s, b, n/tp, d]; with a cache there are more keys than queries."""
+        window, dropout = self.config.window, self._dropout(layout)
+        # fp32, so that their gradient arrives unrounded.
+        sinks = None if self.sinks is None else self.sinks.use(torch.float32)  # [n/tp]
+        if self.context.joins(layout):
+            attend = Attend(
+                layout=layout,
+                group=self.context.group,
+                scale=1 / math.sqrt(self.config.kv_channels),
+                window=window,
+                dropout=dropout,
+            )
+            engine = self.context.engine
+            return context_attention(query, key, value, attend=attend, engine=engine, sinks=sinks)
+        return self.backend.attention(
             query,
             key,
             value,
             causal=True,
+            window=window,
+            sinks=sinks,
             document_ids=layout.document_ids,
-            dropout=self._dropout(layout),
-        )  # [s, b, n/tp, d]
-        return self.output(out.reshape(*out.shape[:2], -1))
+            dropout=dropout,
+        )[0]
 
     @staticmethod
     def _rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:

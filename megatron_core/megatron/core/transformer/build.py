@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.core.backend import Backend
+from megatron.core.context_parallel.setting import ContextParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.weight_gather import WeightStore
@@ -23,6 +24,7 @@ class LayerBuild:
         init: initial values of input projections.
         output_init: initial values of projections back into the residual stream.
         seed: of dropout.
+        context: the ranks that share the tokens of a row.
     """
 
     store: WeightStore
@@ -32,3 +34,4 @@ class LayerBuild:
     init: InitSpec
     output_init: InitSpec
     seed: int = 0
+    context: ContextParallel = field(default_factory=ContextParallel)

@@ -43,6 +43,14 @@ MODELS = {
         hidden_dropout=0.5,  # must not act while generating
         init_std=0.4,
     ),
+    "window_and_sinks": GPTConfig(
+        num_layers=2,
+        hidden_size=24,
+        vocab_size=VOCABULARY,
+        attention=replace(ATTENTION, window=4, sinks=True),
+        mlp=MLPConfig(ffn_hidden_size=40),
+        init_std=0.5,
+    ),
 }
 
 

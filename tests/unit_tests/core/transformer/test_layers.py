@@ -183,8 +183,11 @@ def rotated(x: torch.Tensor, base: float, features: int, *, interleaved: bool) -
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("groups", "qk_norm", "percent"), [(4, False, 1.0), (2, True, 0.5)])
-def test_attention(groups: int, qk_norm: bool, percent: float, interleaved: bool):
+@pytest.mark.parametrize(
+    ("groups", "qk_norm", "percent", "window", "sinks"),
+    [(4, False, 1.0, None, False), (2, True, 0.5, None, True), (2, False, 1.0, 3, True)],
+)
+def test_attention(groups, qk_norm, percent, window, sinks, interleaved: bool):
     n, d = 4, 8
     build = surroundings()
     config = AttentionConfig(
@@ -194,6 +197,8 @@ def test_attention(groups: int, qk_norm: bool, percent: float, interleaved: bool
         qkv_bias=True,
         output_bias=True,
         qk_norm=qk_norm,
+        window=window,
+        sinks=sinks,
     )
     norm = NormConfig(epsilon=0.1)
     attention = SelfAttention("a", 0, config=config, norm=norm, build=build)
@@ -215,10 +220,18 @@ def test_attention(groups: int, qk_norm: bool, percent: float, interleaved: bool
         query, key, value = (heads(weights, part, x) for part in ("query", "key", "value"))
         scores = torch.einsum("sbnd,tbnd->bnst", query, key) / math.sqrt(d)
         scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), -math.inf)
-        mixed = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).flatten(2)
+        if window is not None:
+            scores = scores.masked_fill(torch.ones(S, S).tril(-window).bool(), -math.inf)
+        if sinks:  # one more column, without a value
+            column = weights["a.sinks"][None, :, None, None].expand(B, n, S, 1)
+            scores = torch.cat([scores, column], -1)
+        mixed = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1)[..., :S], value).flatten(2)
         return F.linear(mixed, weights["a.output.weight"], weights["a.output.bias"])
 
     compare(build, lambda x: attention(x, layout, rope=rope), formula, values(S, B, H))
+    assert (attention.sinks is not None) == sinks
+    if sinks:
+        assert not attention.sinks.sharding.weight_decay
 
 
 def test_what_cannot_be_built_says_why():

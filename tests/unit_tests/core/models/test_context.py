@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPT over context-parallel ranks against one process: losses and every gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.core.backend import LOCAL
+from megatron.core.comm import trace
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import generator, microbatch, one_thread
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
+
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=24,
+    vocab_size=37,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
+    mlp=MLPConfig(ffn_hidden_size=20),
+    norm=NormConfig(),
+    init_std=0.2,
+)
+LENGTH, ROWS = 16, 3
+BORDERS = ((0, 5, 6, 11, 16), (0, 16), (0, 9, 16))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model on one grid.
+
+    Args:
+        documents: whether rows hold several.
+        padded: cut each of the sequences [0, 6, 16] apart, padded to 8 and 12.
+    """
+
+    tp: int = 1
+    cp: int = 2
+    engine: str = "auto"
+    dropout: float = 0.0
+    window: int | None = None
+    sinks: bool = False
+    documents: bool = False
+    padded: bool = False
+    sequence_parallel: bool = False
+    recompute: bool = False
+
+    @property
+    def config(self) -> GPTConfig:
+        attention = dataclasses.replace(
+            CONFIG.attention, dropout=self.dropout, window=self.window, sinks=self.sinks
+        )
+        return dataclasses.replace(CONFIG, attention=attention, hidden_dropout=self.dropout)
+
+    @property
+    def cut(self) -> SequenceCut:
+        bounds = {"cu_seqlens": (0, 6, 16), "padded_cu_seqlens": (0, 8, 20)}
+        return SequenceCut.of(LENGTH, self.cp, **(bounds if self.padded else {}))
+
+
+def batch_of(case: Case, index: int) -> dict[str, torch.Tensor]:
+    """Return a microbatch of whole rows, its documents included."""
+    data = microbatch(
+        seed=6, lane=0, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
+    )
+    found = {
+        "tokens": data.tokens,
+        "labels": data.labels,
+        "token_weights": data.loss_mask * 0.25,
+        "sample_ids": data.sample_ids,
+    }
+    borders = ((0, 6, 16),) * ROWS if case.padded else BORDERS if case.documents else None
+    if borders is not None:
+        places = torch.arange(LENGTH)
+        starts = [torch.tensor(row[:-1]) for row in borders]
+        ids = torch.stack([(places[:, None] >= s).sum(1) - 1 for s in starts])
+        found["document_ids"] = ids
+        found["positions"] = torch.stack([places - s[i] for s, i in zip(starts, ids, strict=True)])
+    return found
+
+
+def moved(model: GPTModel) -> None:
+    """Move every weight off its initial value by what is the same on every grid."""
+    for handle in model.store.handles.values():
+        for held in model.store.held(handle):
+            box = held.box
+            noise = torch.randn(box.shape, generator=generator(9, *box.name.encode()))
+            where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            held.tensor.add_(0.2 * noise[where])
+
+
+def trained(case: Case, groups: ProcessGroupCollection):
+    """Return the summed losses, the nll and the gradient pieces of two microbatches of a step."""
+    backend = dataclasses.replace(LOCAL, context_engine=case.engine)
+    model = GPTModel(
+        case.config, groups, sequence_parallel=case.sequence_parallel, seed=5, backend=backend
+    )
+    if case.recompute:
+        model.set_recompute(Recompute(granularity="full", method="uniform", num_layers=1))
+    moved(model)
+    engine = DataParallel(model.store, groups)
+    group, losses, plans = groups["cp"], [], []
+    engine.begin_step()
+    with nan_memory(), trace(groups) as records:
+        for index in range(2):
+            batch = batch_of(case, index)
+            if group.size > 1:
+                known = {k: batch.pop(k) for k in ("positions", "document_ids") if k in batch}
+                layout = SequenceLayout.make(case.cut, group.rank, rows=ROWS, **known)
+                for name in ("tokens", "labels", "token_weights"):
+                    batch[name] = layout.local(batch[name])
+                batch["layout"] = layout
+            loss, nll = model.loss(**batch)
+            engine.backward(loss, last=index == 1)
+            losses.append((loss.detach(), nll.detach()))
+            plans += [layout.plans_made] if group.size > 1 else []
+        engine.finish()
+    found = {}
+    for handle in model.store.handles.values():
+        flat = handle.slot.view(-1)
+        for box in model.store.boxes(handle):
+            values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
+            found[box.name, box.offsets] = values
+    kinds = {record.kind for record in records if record.group == "cp"}
+    return losses, found, plans, kinds
+
+
+def on_rank(rank: int, world: int, cases: list[Case]) -> list:
+    """Train every case on the ranks of its grid."""
+    found = []
+    for case in cases:
+        grid = RankGrid(world_size=world, tp=case.tp, cp=case.cp)
+        groups = ProcessGroupCollection.create(grid, rank=rank)
+        found.append((groups["cp"].rank, trained(case, groups)))
+    return found
+
+
+TWO = {
+    "p2p, dropout, packed": Case(engine="p2p", dropout=0.2, documents=True),
+    "all_gather, dropout, packed, recomputed": Case(
+        engine="all_gather", dropout=0.2, documents=True, recompute=True
+    ),
+    "a2a, dropout, packed": Case(engine="a2a", dropout=0.2, documents=True),
+    "p2p, window and sinks": Case(engine="p2p", window=5, sinks=True),
+    "a2a, window and sinks, packed": Case(engine="a2a", window=5, sinks=True, documents=True),
+    "all_gather, sinks, padded": Case(engine="all_gather", sinks=True, padded=True, dropout=0.1),
+    "p2p, padded": Case(engine="p2p", padded=True, dropout=0.1),
+}
+FOUR = {
+    "p2p": Case(tp=2, engine="p2p", documents=True, dropout=0.2, sequence_parallel=True),
+    "all_gather": Case(
+        tp=2, engine="all_gather", sinks=True, window=6, sequence_parallel=True, recompute=True
+    ),
+    "a2a": Case(tp=2, engine="a2a", documents=True, dropout=0.2, sinks=True),
+    "cp 4": Case(cp=4, engine="auto", documents=True, sinks=True),
+}
+KINDS = {"p2p": {"send"}, "all_gather": {"all_gather"}, "a2a": {"all_to_all"}}
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
+def test_every_gradient_is_that_of_one_process(world: int, cases: dict[str, Case]):
+    results = run_ranks(on_rank, world, list(cases.values()))
+    for number, (name, case) in enumerate(cases.items()):
+        with one_thread():
+            whole = dataclasses.replace(case, recompute=False)
+            wanted, gradients, _, _ = trained(whole, ProcessGroupCollection.single())
+        for found in (result[number] for result in results):
+            _check(name, case, found, wanted, gradients)
+        sums = [sum(float(loss) for loss, _ in result[number][1][0]) for result in results]
+        share = sum(float(loss) for loss, _ in wanted)
+        assert sum(sums) / case.tp == pytest.approx(share, rel=1e-6), name
+
+
+def _check(name, case, found, wanted, gradients) -> None:
+    cp_rank, (losses, pieces, plans, kinds) = found
+    places = torch.tensor(case.cut.places(cp_rank))
+    real = places >= 0
+    got, reference = {}, {}
+    for index, ((_, nll), (_, whole)) in enumerate(zip(losses, wanted, strict=True)):
+        got[f"nll {index}"] = nll[:, real]
+        reference[f"nll {index}"] = whole[:, places[real]]
+    assert_all_close(got, reference)
+    if case.engine in KINDS:
+        assert kinds & {"send", "all_gather", "all_to_all"} == KINDS[case.engine], name
+    # One plan for each rank whose keys come by, or one in all, whatever the number of layers.
+    assert len(set(plans)) == 1, (name, plans)
+    assert plans[0] <= case.cp, (name, plans)
+    for (weight, offsets), values in pieces.items():
+        whole = ref = gradients[weight, (0,) * len(offsets)]
+        for dim, (first, size) in enumerate(zip(offsets, values.shape, strict=True)):
+            ref = ref.narrow(dim, first, size)
+        assert whole.abs().max() > 0, weight
+        assert (values - ref).abs().max() <= 1e-5 * whole.abs().max(), (name, weight)
+
+
+def refused(rank: int, world: int) -> None:
+    """Check the messages about models and layouts that do not fit two ranks."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    odd = dataclasses.replace(CONFIG.attention, num_attention_heads=3, num_query_groups=3)
+    backend = dataclasses.replace(LOCAL, context_engine="a2a")
+    with pytest.raises(ValueError, match="3 query heads do not divide over 2"):
+        GPTModel(dataclasses.replace(CONFIG, attention=odd), groups, backend=backend)
+    model = GPTModel(CONFIG, groups)
+    batch = batch_of(Case(), 0)
+    whole = [batch[name] for name in ("tokens", "labels", "token_weights")]
+    cut = SequenceCut.of(LENGTH, world)
+    layout = SequenceLayout.make(cut, rank, rows=ROWS)
+    local = [layout.local(x) for x in whole]
+    with trace(groups) as records:
+        with pytest.raises(ValueError, match="2 context parallel ranks need a layout with a cut"):
+            model.loss(*whole)
+        with pytest.raises(ValueError, match="16 tokens a row, the layout is of 8"):
+            model.loss(*whole, layout=layout)
+        with pytest.raises(ValueError, match="a layout and positions"):
+            model.loss(*local, layout=layout, positions=batch["tokens"])
+        with pytest.raises(ValueError, match=rf"is cut for rank {1 - rank} of 2, group cp is rank"):
+            model.loss(*local, layout=SequenceLayout.make(cut, 1 - rank, rows=ROWS))
+    assert not records
+
+
+def test_what_does_not_fit_is_refused_before_any_collective():
+    many = dataclasses.replace(CONFIG.attention, num_attention_heads=6, num_query_groups=6)
+    wanted = "engine a2a: 3 query heads do not divide over 2 context parallel ranks: use p2p"
+    assert wanted in many.problems(2, cp=2, engine="a2a")[0]
+    assert many.problems(2, cp=2, engine="p2p") == []
+    assert "use auto, p2p" in CONFIG.attention.problems(1, cp=2, engine="ring")[0]
+    none = dataclasses.replace(CONFIG.attention, window=0)
+    assert none.problems(1) == ["attention window 0: use at least 1, or None for no window"]
+    run_ranks(refused, 2)
+
+
+def test_documents_of_one_process_are_attended_block_by_block_or_by_a_mask():
+    batch = batch_of(Case(documents=True), 0)
+    rows = {name: batch.pop(name) for name in ("positions", "document_ids")}
+    with one_thread():
+        model = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=5)
+        moved(model)
+        by_ids, by_blocks = (
+            SequenceLayout.make(SequenceCut.of(LENGTH, 1), 0, rows=ROWS, masks_by_ids=ids, **rows)
+            for ids in (True, False)
+        )
+        with torch.no_grad():
+            nll = {
+                "rows": model.loss(**batch, **rows)[1],
+                "ids": model.loss(**batch, layout=by_ids)[1],
+                "blocks": model.loss(**batch, layout=by_blocks)[1],
+                "none": model.loss(**batch)[1],
+            }
+    assert (by_ids.plans_made, by_blocks.plans_made) == (0, 1)
+    assert torch.equal(nll["rows"], nll["ids"])
+    assert_all_close({"nll": nll["blocks"]}, {"nll": nll["rows"]})
+    assert (nll["none"] - nll["rows"]).abs().max() > 0.1

@@ -266,10 +266,10 @@ class SequenceCut:
                 at = max(top, self.bounds[run.sequence])
                 while at < run.place:
                     lender, source = owned[bisect_right(firsts, at) - 1]
-                    end = min(lender.end, run.place)
                     start = lender.start + at - lender.place
-                    pieces.append(HaloPiece(source, start, target, number, at - top, end - at))
-                    at = end
+                    length = lender.end - at  # no further than to this run, which is another's
+                    pieces.append(HaloPiece(source, start, target, number, at - top, length))
+                    at = lender.end
         return Halo(width, tuple(pieces))
 
 

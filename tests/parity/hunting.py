@@ -17,41 +17,6 @@ from tests.support.ranks import RankFailure, run_ranks
 #: Seconds after which a mutant that hangs counts as noticed.
 HANG_SECONDS = 30.0
 
-#: The row that others are written as changes of.
-PLAIN_ROW: Mapping[str, object] = {
-    "tp": 2,
-    "dp": 1,
-    "pp": 1,
-    "schedule": "1f1b",
-    "cut": "even",
-    "sequence_parallel": False,
-    "placement": "no_shard",
-    "instances": 1,
-    "outer": "no_shard",
-    "granularity": "unit",
-    "bucket": "large",
-    "overlap": True,
-    "early_gather": False,
-    "link": "none",
-    "accumulation": 1,
-    "per_token": False,
-    "loss_scale": 1.0,
-    "tied": False,
-    "vocabulary": 61,
-    "groups": 4,
-    "norm": "RMSNorm",
-    "qk_norm": False,
-    "bias": "none",
-    "gated": True,
-    "dropout": 0.0,
-    "recompute": "none",
-}
-
-
-def row_with(**changes: object) -> Row:
-    """Return the plain row with some settings changed."""
-    return {**PLAIN_ROW, **changes}
-
 
 class Hunt:
     """Rows to notice faults by, with their references."""

@@ -31,6 +31,7 @@ class PlainGPT:
     norm: str = "RMSNorm"
     qk_norm: bool = False
     gated: bool = True
+    window: int | None = None
     rotary_base: float = 10000.0
     epsilon: float = 1e-5
 
@@ -80,8 +81,15 @@ class PlainGPT:
         key, value = (t.repeat_interleave(each, dim=1) for t in (key, value))  # [b, n, s, d]
         scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)  # [b, n, s, s]
         length = scores.shape[-1]
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ value  # [b, n, s, d]
+        visible = torch.ones(length, length, dtype=torch.bool).tril()
+        if self.window is not None:
+            visible = visible.triu(1 - self.window)
+        scores = scores.masked_fill(~visible, -math.inf)
+        sinks = weights.get(f"{name}.attention.sinks")
+        if sinks is not None:  # one more key, whose value is nothing
+            more = sinks[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, more], dim=-1)
+        mixed = scores.softmax(-1)[..., :length] @ value  # [b, n, s, d]
         return self._linear(weights, f"{name}.attention.output", mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:

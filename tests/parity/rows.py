@@ -18,6 +18,12 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4),
     "schedule": ("1f1b", "interleaved", "zb-h1"),  # interleaved has two chunks a stage
     "cut": ("even", "uneven"),  # of the blocks into stages
+    "cp": (1, 2, 4),
+    "engine": ("p2p", "all_gather", "a2a"),
+    "order": ("zigzag", "contiguous"),
+    "documents": ("whole", "packed", "padded"),
+    "window": (None, 5),
+    "sinks": (False, True),
     "sequence_parallel": (False, True),
     "placement": STRATEGIES,
     "instances": (1, 2),  # size of the outer axis of hybrid sharding
@@ -41,11 +47,21 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "recompute": ("none", "full", "selective"),
 }
 
+#: The row that others are written as changes of: the first setting of most factors.
+PLAIN_ROW: Mapping[str, Any] = {
+    **{name: settings[0] for name, settings in FACTORS.items()},
+    "tp": 2,
+    "groups": 4,
+    "bucket": "large",
+}
+
 CUT_WEIGHTS = "optim_grads_params"
 _CONSTRAINTS = (
     Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
     Constraint(("pp", "schedule"), lambda pp, schedule: pp > 1 or schedule == "1f1b"),
     Constraint(("pp", "cut"), lambda pp, cut: pp > 1 or cut == "even"),
+    Constraint(("cp", "engine"), lambda cp, engine: cp > 1 or engine == "p2p"),
+    Constraint(("cp", "order"), lambda cp, order: cp > 1 or order == "zigzag"),
     Constraint(("dp", "instances"), lambda dp, instances: instances == 1 or dp == 4),
     Constraint(("placement", "instances"), lambda p, instances: p != "no_shard" or instances == 1),
     Constraint(
@@ -59,85 +75,76 @@ _CONSTRAINTS = (
 
 
 def _worlds(low: int, high: int) -> Constraint:
-    return Constraint(("tp", "dp", "pp"), lambda tp, dp, pp: low <= tp * dp * pp <= high)
+    return Constraint(
+        ("tp", "dp", "pp", "cp"), lambda tp, dp, pp, cp: low <= tp * dp * pp * cp <= high
+    )
 
 
 def rows_for_every_change() -> list[Row]:
-    """Return all allowed pairs on two and four ranks, those of two stages of two lanes, and three
-    rows of eight ranks."""
+    """Return all allowed pairs on two and four ranks, those of two stages of two lanes and of
+    a sequence on two ranks, and four rows of eight ranks."""
     small = covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 4)), seed=1, candidates=10)
-    return small + rows_of_stages_and_lanes() + rows_of_eight()
+    return small + rows_of_stages_and_lanes() + rows_of_sequences() + rows_of_eight()
 
 
 def rows_of_stages_and_lanes() -> list[Row]:
     """Return all allowed pairs on two stages of two lanes: every schedule carries out the traffic
     of every strategy, which rows of a single lane do not."""
-    square = {**FACTORS, "tp": (1,), "dp": (2,), "pp": (2,)}
+    square = {**FACTORS, "tp": (1,), "dp": (2,), "pp": (2,), "cp": (1,)}
     return covering_array(square, _CONSTRAINTS, seed=3, candidates=10)
 
 
+def rows_of_sequences() -> list[Row]:
+    """Return all allowed pairs on two ranks that share the tokens of their rows."""
+    shared = {**FACTORS, "tp": (1,), "dp": (1,), "pp": (1,), "cp": (2,)}
+    return covering_array(shared, _CONSTRAINTS, seed=4, candidates=10)
+
+
+def row_with(**changes: Any) -> Row:
+    """Return the plain row with some settings changed."""
+    return {**PLAIN_ROW, **changes}
+
+
 def rows_of_eight() -> list[Row]:
-    """Return a row that differs from another of eight ranks in every setting, that one, and one
-    of three axes at once."""
-    wide = {
-        "tp": 4,
-        "dp": 2,
-        "pp": 1,
-        "schedule": "1f1b",
-        "cut": "even",
-        "sequence_parallel": True,
-        "placement": "optim",
-        "instances": 1,
-        "outer": "no_shard",
-        "granularity": "unit",
-        "bucket": "small",
-        "overlap": True,
-        "early_gather": True,
-        "link": "none",
-        "accumulation": 3,
-        "per_token": False,
-        "loss_scale": 1024.0,
-        "tied": True,
-        "vocabulary": 61,
-        "groups": 2,
-        "norm": "RMSNorm",
-        "qk_norm": True,
-        "bias": "none",
-        "gated": True,
-        "dropout": 0.1,
-        "recompute": "full",
-    }
-    deep = {
-        "tp": 2,
-        "dp": 4,
-        "pp": 1,
-        "schedule": "1f1b",
-        "cut": "even",
-        "sequence_parallel": False,
-        "placement": CUT_WEIGHTS,
-        "instances": 2,
-        "outer": "optim",
-        "granularity": "weight",
-        "bucket": "large",
-        "overlap": False,
-        "early_gather": False,
-        "link": "late",
-        "accumulation": 1,
-        "per_token": True,
-        "loss_scale": 1.0,
-        "tied": False,
-        "vocabulary": 9,
-        "groups": 1,
-        "norm": "LayerNorm",
-        "qk_norm": False,
-        "bias": "all",
-        "gated": False,
-        "dropout": 0.0,
-        "recompute": "selective",
-    }
+    """Return a row that differs from another of eight ranks in every setting but those of stages
+    and sequences, that one, and two of three axes at once."""
+    wide = row_with(
+        tp=4,
+        dp=2,
+        sequence_parallel=True,
+        placement="optim",
+        bucket="small",
+        early_gather=True,
+        accumulation=3,
+        loss_scale=1024.0,
+        tied=True,
+        groups=2,
+        qk_norm=True,
+        dropout=0.1,
+        recompute="full",
+    )
+    deep = row_with(
+        tp=2,
+        dp=4,
+        placement=CUT_WEIGHTS,
+        instances=2,
+        outer="optim",
+        granularity="weight",
+        overlap=False,
+        link="late",
+        per_token=True,
+        vocabulary=9,
+        groups=1,
+        norm="LayerNorm",
+        bias="all",
+        gated=False,
+        recompute="selective",
+    )
     staged = {**deep, "dp": 2, "pp": 2, "schedule": "zb-h1", "cut": "uneven", "accumulation": 3}
     staged |= {"instances": 1, "outer": "no_shard", "tied": True, "sequence_parallel": True}
-    return [wide, deep, staged]
+    long = {**staged, "dp": 1, "cp": 2, "documents": "packed", "window": 5, "sinks": True}
+    long |= {"placement": "optim_grads", "granularity": "unit"}
+    return [wide, deep, staged, long]  # fmt: skip
 
 
 def rows_for_every_night() -> list[Row]:
@@ -149,12 +156,23 @@ def label(row: Row) -> str:
     """Name a row by its settings."""
     switches = [
         name
-        for name in ("sequence_parallel", "overlap", "early_gather", "tied", "qk_norm", "gated")
+        for name in (
+            "sequence_parallel",
+            "overlap",
+            "early_gather",
+            "tied",
+            "sinks",
+            "qk_norm",
+            "gated",
+        )
         if row[name]
     ]
     parts = [
         f"tp{row['tp']}-dp{row['dp']}",
         *([f"pp{row['pp']}-{row['schedule']}-{row['cut']}"] if row["pp"] > 1 else []),
+        *([f"cp{row['cp']}-{row['engine']}-{row['order']}"] if row["cp"] > 1 else []),
+        *([row["documents"]] if row["documents"] != "whole" else []),
+        *([f"window{row['window']}"] if row["window"] else []),
         row["placement"],
         *([f"outer_{row['outer']}"] if row["instances"] > 1 else []),
         f"{row['bucket']}_buckets"

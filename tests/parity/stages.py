@@ -11,6 +11,7 @@ from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.stages import StageSplit
 from megatron.core.pipeline_parallel import Action
+from megatron.core.transformer import SelfAttention
 from megatron.training.pipeline_step import PipelineForwardBackward
 from tests.support.covering_array import Row
 
@@ -24,11 +25,14 @@ class StagePart:
     Args:
         blocks: how many, over all chunks.
         again: of them, those that are computed again in backward.
+        attentions, attentions_again: of these, those that are attention.
         embedding, head: whether it has these.
     """
 
     blocks: int
     again: int
+    attentions: int
+    attentions_again: int
     embedding: bool
     head: bool
     listed: tuple[Action, ...] = ()
@@ -71,13 +75,22 @@ def pipeline(
 
 def stage_part(row: Row, model: GPTModel, engine: DataParallel) -> StagePart:
     """Return what of the model this rank has."""
-    runs = [run for decoder in model.decoders for run in decoder.runs]
+    blocks = [block for decoder in model.decoders for block in decoder.blocks]
+    again = [
+        block
+        for decoder in model.decoders
+        for first, last, is_again in decoder.runs
+        if is_again
+        for block in list(decoder.blocks)[first:last]
+    ]
     runner, listed = pipeline(row, model, engine), ()
     if runner is not None:
         listed = runner.schedule(row["accumulation"]).ranks[engine.groups["pp"].rank]
     return StagePart(
-        blocks=sum(len(decoder.blocks) for decoder in model.decoders),
-        again=sum(last - first for first, last, again in runs if again),
+        blocks=len(blocks),
+        again=len(again),
+        attentions=sum(isinstance(block.mixer, SelfAttention) for block in blocks),
+        attentions_again=sum(isinstance(block.mixer, SelfAttention) for block in again),
         embedding=model.holds_embedding,
         head=model.holds_head,
         listed=listed,

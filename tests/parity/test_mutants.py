@@ -8,7 +8,8 @@ a seed, of what the rows execute in the modules that move and cut tensors.
 
 import pytest
 
-from tests.parity.hunting import Hunt, row_with
+from tests.parity.hunting import Hunt
+from tests.parity.rows import row_with
 from tests.parity.verdict import assert_agrees, assert_same_numbers
 from tests.support.executed import executed
 from tests.support.mutants import planted, survey

@@ -11,9 +11,14 @@ import functools
 import pytest
 import torch
 
-from tests.parity.hunting import row_with
 from tests.parity.plain_gpt import PlainGPT, step_loss
-from tests.parity.rows import FACTORS, label, rows_for_every_change, rows_for_every_night
+from tests.parity.rows import (
+    FACTORS,
+    label,
+    row_with,
+    rows_for_every_change,
+    rows_for_every_night,
+)
 from tests.parity.training import (
     HEAD_DIM,
     HEADS,
@@ -92,28 +97,20 @@ def test_all_triples_train_as_the_single_process(part):
 
 MODELS = {
     name: FACTORS[name]
-    for name in ("per_token", "tied", "groups", "norm", "qk_norm", "bias", "gated", "accumulation")
+    for name in (
+        "per_token",
+        "tied",
+        "groups",
+        "norm",
+        "qk_norm",
+        "bias",
+        "gated",
+        "accumulation",
+        "window",
+        "sinks",
+    )
 }
-ONE_RANK = {
-    "tp": 1,
-    "dp": 2,
-    "pp": 1,
-    "schedule": "1f1b",
-    "cut": "even",
-    "sequence_parallel": False,
-    "placement": "no_shard",
-    "instances": 1,
-    "outer": "no_shard",
-    "granularity": "unit",
-    "bucket": "large",
-    "overlap": True,
-    "early_gather": False,
-    "link": "none",
-    "dropout": 0.0,
-    "loss_scale": 1.0,
-    "vocabulary": 61,
-    "recompute": "none",
-}
+ONE_RANK = row_with(tp=1, dp=2)
 
 
 def _updated(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -135,6 +132,7 @@ def test_the_single_process_trains_as_the_definition(model):
         norm=row["norm"],
         qk_norm=row["qk_norm"],
         gated=row["gated"],
+        window=row["window"],
     )
     weights = {name: w.double().requires_grad_() for name, w in ref.initial.items()}
     for number in range(steps_of(row)):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.core.context_parallel.choice import sent_groups
 from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import GROUP_NAMES
 from tests.parity.rows import CUT_WEIGHTS
+from tests.parity.sequences import SEQUENCE, cut_of
 from tests.parity.stages import StagePart
-from tests.parity.training import BATCH, HIDDEN, LAYERS, SEQUENCE, Run, Step
+from tests.parity.training import BATCH, HEAD_DIM, HEADS, HIDDEN, LAYERS, Run, Step, world_of
 from tests.support.activation import assert_active, assert_silent, matching, table
 from tests.support.covering_array import Row
 
@@ -37,6 +39,7 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
         else:
             assert_silent(step.records, group="tp")
         _between_stages(row, run.part, step)
+        _over_the_sequence(row, run.part, step)
     whole_on_tp = row["tp"] > 1 and (row["sequence_parallel"] or row["qk_norm"])
     _once_a_step(row, runs, number, group="tp", wanted=whole_on_tp)
     for size in (2, 4):  # kv heads that several ranks hold
@@ -52,7 +55,8 @@ def _between_stages(row: Row, part: StagePart, step: Step) -> None:
         return
     if step.actions != list(part.listed):
         raise AssertionError("what was carried out is not what the schedule lists")
-    rows = SEQUENCE // row["tp"] if row["sequence_parallel"] else SEQUENCE
+    local = SEQUENCE if row["cp"] == 1 and row["documents"] == "whole" else cut_of(row).local_length
+    rows = local // row["tp"] if row["sequence_parallel"] else local
     for kind, of in (
         ("send", (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)),
         ("receive", (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)),
@@ -65,13 +69,47 @@ def _between_stages(row: Row, part: StagePart, step: Step) -> None:
         raise AssertionError(f"{row['schedule']}, but backward is split: {split}")
 
 
+def _over_the_sequence(row: Row, part: StagePart, step: Step) -> None:
+    """What brings queries and keys together, by engine; and the count of a microbatch's tokens."""
+    cp = row["cp"]
+    if cp == 1:
+        assert_silent(step.records, group="cp")
+        return
+    forward = (part.attentions + part.attentions_again) * row["accumulation"]
+    backward = part.attentions * row["accumulation"]
+    heads, groups = HEADS // row["tp"], max(1, row["groups"] // row["tp"])
+    head = cut_of(row).local_length * BATCH * HEAD_DIM * 4  # bytes of this rank's
+    pair = 2 * groups * head
+    sent = heads + 2 * cp * sent_groups(groups, cp)  # heads that leave under a2a
+    wanted = {
+        "p2p": {
+            "send": ((cp - 1) * (forward + backward) + cp * backward, pair),
+            "receive": ((cp - 1) * (forward + backward) + cp * backward, pair),
+        },
+        "all_gather": {
+            "all_gather": (forward + backward, cp * pair),
+            "reduce_scatter": (backward, cp * pair),
+        },
+        "a2a": {"all_to_all": (2 * (forward + backward), (sent + heads) * head / 2)},
+    }[row["engine"]]
+    for kind in ("send", "receive", "all_gather", "reduce_scatter", "all_to_all"):
+        count, each = wanted.get(kind, (0, 0))
+        found = matching(step.records, kind=kind, group="cp")
+        if (len(found), sum(r.bytes for r in found)) != (count, count * each):
+            raise AssertionError(
+                f"{len(found)} {kind} over cp, wanted {count} of {each}:\n{table(step.records)}"
+            )
+    counted = 0 if row["per_token"] else 1
+    assert_active(step.records, kind="all_reduce", group="cp", exactly=counted)
+
+
 def _ties(row: Row, runs: Sequence[Run], number: int) -> None:
     """The gradient of a weight of the first and the last stage is summed over both, once."""
     for run in runs:
         found = matching(run.steps[number].records, kind="all_reduce", group="tied")
         tied = row["tied"] and row["pp"] > 1 and (run.part.embedding or run.part.head)
         # A rank whose range of the optimizer state holds nothing of it has nothing to sum.
-        allowed = {1} if row["placement"] == "no_shard" or row["dp"] == 1 else {0, 1}
+        allowed = {1} if row["placement"] == "no_shard" or _lanes(row) == 1 else {0, 1}
         if len(found) not in (allowed if tied else {0}):
             raise AssertionError(f"{len(found)} sums over tied stages, tied is {tied}")
     if row["tied"] and row["pp"] > 1:
@@ -79,9 +117,14 @@ def _ties(row: Row, runs: Sequence[Run], number: int) -> None:
         assert_active(everywhere, kind="all_reduce", group="tied", at_least=2)
 
 
+def _lanes(row: Row) -> int:
+    """Return how many ranks see different tokens."""
+    return row["dp"] * row["cp"]
+
+
 def _launched(row: Row, run: Run, step: Step) -> None:
     """All buckets are reduced during backward, unless they wait for its end; cut ones never do."""
-    at_once = row["overlap"] or (row["dp"] > 1 and row["placement"] in CUT_GRADIENTS)
+    at_once = row["overlap"] or (_lanes(row) > 1 and row["placement"] in CUT_GRADIENTS)
     launched = len(run.buckets) if at_once else 0
     if step.launched_in_backward != launched:
         raise AssertionError(
@@ -89,7 +132,7 @@ def _launched(row: Row, run: Run, step: Step) -> None:
         )
     if row["pp"] > 1:
         return  # a stage has as many layers as the cut gives it
-    if row["dp"] > 1 and row["placement"] == CUT_WEIGHTS:  # layers, and what is on either side
+    if _lanes(row) > 1 and row["placement"] == CUT_WEIGHTS:  # layers, and what is on either side
         by_unit = len(run.buckets) == LAYERS + 2
         if by_unit != (row["granularity"] == "unit") or len(run.buckets) < LAYERS + 2:
             raise AssertionError(f"by {row['granularity']}, but there are {len(run.buckets)}")
@@ -103,10 +146,10 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
     For a per-token loss the number of tokens is summed as well; the report's loss is summed over
     the world.
     """
-    if row["tp"] * row["dp"] * row["pp"] > 1:
+    if world_of(row) > 1:
         first = matching(step.records, kind="all_reduce", group="world")[:1]
         assert_active(first, exactly=1, exactly_bytes=8)
-    if row["dp"] == 1:
+    if _lanes(row) == 1:
         assert_silent(step.records, group="lanes")
         return
     wanted = {(t.kind, t.group): (t.count, t.bytes) for t in step.over_lanes}
@@ -125,7 +168,7 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
 def _gathers(row: Row, run: Run) -> None:
     """Weights are gathered ahead if that is asked for, within the plan, and as often as it says."""
     first, last = run.steps[0].gathers, run.steps[-1].gathers
-    if row["placement"] == "no_shard" or row["dp"] == 1:
+    if row["placement"] == "no_shard" or _lanes(row) == 1:
         assert first is None
         return
     if last.mismatches or (last.prefetched > 0) != row["early_gather"]:

@@ -13,11 +13,12 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from megatron.core.backend import LOCAL
 from megatron.core.comm import CollectiveRecord, Late, simulated, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import (
@@ -35,6 +36,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Re
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
+from tests.parity.sequences import SEQUENCE, part_of, with_documents
 from tests.parity.stages import StagePart, pipeline, stage_part, stage_split
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
@@ -42,7 +44,7 @@ from tests.support.mutants import Mutation, apply
 from tests.support.nan_memory import nan_memory
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
-BATCH, SEQUENCE = 3, 12
+BATCH = 3
 LEARNING_RATE, WEIGHT_DECAY = 0.3, 0.1  # SGD's; the others take steps of a hundredth
 SEED = 7
 RECOMPUTE = {
@@ -135,6 +137,8 @@ def gpt_config(row: Row) -> GPTConfig:
             output_bias=row["bias"] == "all",
             qk_norm=row["qk_norm"],
             dropout=row["dropout"],
+            window=row["window"],
+            sinks=row["sinks"],
         ),
         mlp=MLPConfig(
             ffn_hidden_size=FFN,
@@ -149,18 +153,20 @@ def gpt_config(row: Row) -> GPTConfig:
 
 
 def lane_data(row: Row, lane: int, step: int) -> list[Microbatch]:
-    """Return the microbatches of one lane in one step."""
-    return [
+    """Return the microbatches of one lane in one step, whole rows."""
+    numbers = [step * row["accumulation"] + i for i in range(row["accumulation"])]
+    made = [
         microbatch(
             seed=SEED,
             lane=lane,
-            index=step * row["accumulation"] + i,
+            index=number,
             batch=BATCH,
             sequence=SEQUENCE,
             vocabulary=row["vocabulary"],
         )
-        for i in range(row["accumulation"])
+        for number in numbers
     ]
+    return [with_documents(row, batch, n) for batch, n in zip(made, numbers, strict=True)]
 
 
 def train_row(
@@ -184,6 +190,7 @@ def train_row(
         seed=SEED,
         storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
         split=stage_split(row, LAYERS) if groups["pp"].size > 1 else None,
+        backend=replace(LOCAL, context_engine=row["engine"]),
     )
     model.set_recompute(RECOMPUTE[row["recompute"]])
     engine = DataParallel(model.store, groups, config=config)
@@ -204,6 +211,8 @@ def train_row(
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
             data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
+            if groups["world"].size > 1:
+                data = [part_of(row, batch, groups["cp"].rank) for batch in data]
             run.steps.append(_trained(row, model, engine, optimizer, data))
         engine.start_param_sync(force_sync=True)
         run.late = 0 if link is None else link.count
@@ -369,10 +378,11 @@ def rank_of_row(
     """Train a row as one of its ranks, with faults planted if any are given."""
     for fault in faults:
         apply(fault)
-    grid = RankGrid(world_size=world, tp=row["tp"], pp=row["pp"], instances=row["instances"])
+    sizes = {axis: row[axis] for axis in ("tp", "cp", "pp", "instances")}
+    grid = RankGrid(world_size=world, **sizes)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     with nan_memory():
-        return train_row(row, groups, initial, lanes=[groups["lanes"].rank])
+        return train_row(row, groups, initial, lanes=[groups["dp"].rank])
 
 
 def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
@@ -385,4 +395,4 @@ def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
 
 def world_of(row: Row) -> int:
     """Return the number of ranks of a row."""
-    return math.prod((row["tp"], row["dp"], row["pp"]))
+    return math.prod(row[axis] for axis in ("tp", "dp", "pp", "cp"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.parity.sequences import in_rows
 from tests.parity.traffic import assert_traffic
 from tests.parity.training import SEED, Run, Step, assembled, single_run, steps_of
 from tests.support.closeness import BOUND, assert_all_close
@@ -77,8 +78,12 @@ def _bound(row: Row) -> float:
 def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: int) -> float:
     steps, wanted = [run.steps[number] for run in runs], ref.run.steps[number]
     tp, accumulation = row["tp"], row["accumulation"]
-    last_stage = (row["pp"] - 1) * row["dp"] * tp
-    lanes = [steps[last_stage + lane * tp] for lane in range(row["dp"])]
+    cp = row["cp"]
+    last_stage = (row["pp"] - 1) * row["dp"] * cp * tp
+    lanes = [
+        [steps[last_stage + (lane * cp + part) * tp] for part in range(cp)]
+        for lane in range(row["dp"])
+    ]
     gradients = assembled(piece for step in steps for piece in step.gradients)
     worst = _assert_gradients(row, gradients, assembled(wanted.gradients))
     _assert_holders_known(steps)
@@ -90,7 +95,10 @@ def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: i
             raise AssertionError(f"{step.zeros} zeros in the gradient, wanted {wanted.zeros}")
     for index, nll in enumerate(wanted.nll):
         name = f"losses of microbatch {index}"
-        scalars[name] = lanes[index // accumulation].nll[index % accumulation]
+        parts = lanes[index // accumulation]
+        scalars[name] = sum(
+            in_rows(row, step.nll[index % accumulation], rank) for rank, step in enumerate(parts)
+        )
         expected[name] = nll
     assert_all_close(_tensors(scalars), _tensors(expected), bound=_bound(row))
     return worst

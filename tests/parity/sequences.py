@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of tokens of a parity row: their documents, and each context-parallel rank's part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.cut import SequenceCut
+from tests.support.covering_array import Row
+from tests.support.inputs import Microbatch
+
+#: Tokens of a row; with padding, of its two documents alike, 24 places.
+SEQUENCE = 16
+BORDERS, PADDED = (0, 5, SEQUENCE), (0, 8, 24)
+
+
+@dataclass(frozen=True)
+class Documents(Microbatch):
+    """Whole rows of several documents.
+
+    Args:
+        ids, positions: int64 [b, s].
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def documents(self) -> dict[str, torch.Tensor]:
+        """What a model of one rank is told: it masks by ids."""
+        return {"document_ids": self.ids, "positions": self.positions}
+
+
+@dataclass(frozen=True)
+class Part(Microbatch):
+    """A context-parallel rank's part of a microbatch, [b, s/cp]."""
+
+    layout: SequenceLayout
+
+    @property
+    def documents(self) -> dict[str, SequenceLayout]:
+        """What a model is told: the layout knows where documents begin."""
+        return {"layout": self.layout}
+
+
+def with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
+    """Return a microbatch whose rows hold the documents that the row asks for."""
+    if row["documents"] == "whole":
+        return batch
+    rows, length = batch.tokens.shape
+    places = torch.arange(length).expand(rows, -1)  # [b, s]
+    if row["documents"] == "padded":
+        borders = torch.full((rows, 1), BORDERS[1])
+    else:  # two or three documents of any length, other ones in every row
+        first = torch.arange(rows) + 2 + index % 5
+        borders = torch.stack([first, torch.where(first % 2 == 0, first + 7, length)], dim=1)
+    after = places[:, :, None] >= borders[:, None, :]  # [b, s, borders]
+    starts = torch.where(after, borders[:, None, :], 0).amax(-1)
+    return Documents(
+        batch.tokens,
+        batch.labels,
+        batch.loss_mask,
+        batch.sample_ids,
+        ids=after.sum(-1),
+        positions=places - starts,
+    )
+
+
+def cut_of(row: Row) -> SequenceCut:
+    """Return how rows of tokens lie over the ranks."""
+    padded = row["documents"] == "padded"
+    return SequenceCut.of(
+        SEQUENCE,
+        row["cp"],
+        order=row["order"],
+        cu_seqlens=BORDERS if padded else None,
+        padded_cu_seqlens=PADDED if padded else None,
+    )
+
+
+def part_of(row: Row, batch: Microbatch, rank: int) -> Microbatch:
+    """Return a rank's part of a microbatch; the microbatch itself where nothing is to be cut."""
+    if row["cp"] == 1 and row["documents"] == "whole":
+        return batch
+    told = batch.documents
+    layout = SequenceLayout.make(
+        cut_of(row),
+        rank,
+        rows=batch.tokens.shape[0],
+        positions=told.get("positions"),
+        document_ids=told.get("document_ids"),
+        sample_ids=batch.sample_ids,
+    )
+    columns = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
+    return Part(*columns, batch.sample_ids, layout=layout)
+
+
+def in_rows(row: Row, local: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a rank's numbers [b, s/cp] at their places [b, s], 0 where other ranks have them."""
+    if row["cp"] == 1 and row["documents"] == "whole":
+        return local
+    places = torch.tensor(cut_of(row).places(rank))
+    kept = places >= 0
+    whole = local.new_zeros(local.shape[0], SEQUENCE)
+    whole[:, places[kept]] = local[:, kept]
+    return whole

@@ -67,29 +67,48 @@ def naive_rope(x, angles, interleaved):
 
 
 def naive_attention(
-    query, key, value, sinks=None, *, causal, scale, window=None, documents=None, keep=None
+    query,
+    key,
+    value,
+    sinks=None,
+    *,
+    causal,
+    scale,
+    window=None,
+    documents=None,
+    keep=None,
+    **places,
 ):
-    """Softmax attention from its definition, all heads and pairs at once."""
+    """Softmax attention from its definition, all heads and pairs at once.
+
+    Args:
+        places: query_start, key_start and query_document_ids.
+    """
     queries, keys, heads = query.shape[0], key.shape[0], query.shape[2]
+    key_start = places.get("key_start", 0)
+    query_start = places.get("query_start", key_start + keys - queries)
     repeat = heads // key.shape[2]
     key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
     logits = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
-    q = torch.arange(queries)[:, None] + keys - queries
-    k = torch.arange(keys)
+    q = torch.arange(queries)[:, None] + query_start
+    k = torch.arange(keys) + key_start
     visible = torch.ones(logits.shape, dtype=torch.bool)
     if causal:
         visible &= k <= q
     if window is not None:
         visible &= q - k < window
     if documents is not None:
-        mine = documents[keys - queries :].t()[:, None, :, None]
+        first = query_start - key_start
+        mine = places.get("query_document_ids", documents[first : first + queries])
+        mine = mine.t()[:, None, :, None]
         visible &= mine == documents.t()[:, None, None, :]
     logits = logits.masked_fill(~visible, -math.inf)
     if sinks is not None:
         extra = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, extra], -1)
     lse = logits.logsumexp(-1)
-    weights = (logits - lse[..., None]).exp()[..., :keys]
+    shift = lse.masked_fill(lse == -math.inf, 0)  # of a query that sees nothing
+    weights = (logits - shift[..., None]).exp()[..., :keys]
     if keep is not None:
         weights = weights * keep
     return torch.einsum("bnqk,kbnd->qbnd", weights, value), lse.detach()
@@ -113,6 +132,36 @@ ATTENTION_CASES = {
     "sinks": {"sinks": True, "groups": 2},
     "all": {"sinks": True, "groups": 2, "window": 5, "documents": True, "scale": 0.3},
     "dropout": {"dropout": True, "groups": 2, "queries": 5, "keys": 11},
+    # Queries and keys at places of their own. Some queries see no key, so these have sinks.
+    "amid the keys": {"queries": 5, "keys": 11, "query_start": 9, "key_start": 7, "groups": 2},
+    "ahead of keys": {"queries": 7, "keys": 5, "query_start": 3, "key_start": 6, "sinks": True},
+    "out of reach": {"queries": 7, "keys": 9, "query_start": 8, "window": 4, "sinks": True},
+    "tiles amid": {"queries": 70, "keys": 141, "query_start": 65, "key_start": 3, "window": 40},
+    "long ahead": {
+        "queries": 300,
+        "keys": 150,
+        "query_start": 10,
+        "key_start": 150,
+        "window": 20,
+        "sinks": True,
+        "groups": 2,
+    },
+    "documents of queries": {
+        "queries": 6,
+        "keys": 11,
+        "query_start": 8,
+        "documents": True,
+        "query_documents": True,
+        "sinks": True,
+    },
+    "documents amid": {"queries": 6, "keys": 11, "query_start": 5, "key_start": 2, "documents": 1},
+    "dropout by place": {
+        "dropout": True,
+        "queries": 5,
+        "keys": 11,
+        "query_start": 29,
+        "key_start": 9,
+    },
 }
 
 
@@ -130,6 +179,9 @@ def make_attention(make, case):
     if options.pop("documents", False):
         rows = torch.arange(keys)
         options["document_ids"] = torch.stack([rows // 4, (rows + 1) // 3], -1)
+    if options.pop("query_documents", False):
+        rows = torch.arange(queries) + 4
+        options["query_document_ids"] = torch.stack([rows // 4, (rows + 1) // 3], -1)
     if options.pop("dropout", False):
         options["dropout"] = AttentionDropout(
             rate=0.3, key=5, sample_ids=torch.tensor([8, 3]), head_offset=2

@@ -13,6 +13,7 @@ from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import activate, gated
 
 X = torch.ones(5, 2, 4, 6)
+IDS = torch.zeros(5, 2, dtype=torch.int64)
 TABLE = torch.ones(5, 3)
 BAD = {
     "norm weight": (lambda: rms_norm(X, torch.ones(5), eps=1e-5), r"\(5,\) must have the shape"),
@@ -36,6 +37,18 @@ BAD = {
     "window": (lambda: attention(X, X, X, window=0), "window=0 must be at least 1"),
     "sinks": (lambda: attention(X, X, X, sinks=torch.ones(3)), r"sinks \(3,\)"),
     "documents": (lambda: attention(X, X, X, document_ids=torch.ones(5, 2)), "must be integers"),
+    "documents of queries": (
+        lambda: attention(X, X, X, document_ids=IDS, query_document_ids=IDS[:4]),
+        r"query_document_ids \(4, 2\) torch.int64 must be integers of shape \[s_q, b\] = \(5, 2\)",
+    ),
+    "documents of keys": (
+        lambda: attention(X, X, X, query_document_ids=IDS),
+        "query_document_ids need document_ids",
+    ),
+    "queries elsewhere": (
+        lambda: attention(X[:3], X, X, document_ids=IDS, query_start=5, key_start=2),
+        "3 queries from place 5 on are not all among the 5 keys from place 2 on",
+    ),
     "dtypes": (lambda: attention(X, X.bfloat16(), X), "one dtype"),
     "vocabulary": (
         lambda: chunk_statistics(torch.ones(3, 4), torch.arange(3), vocab_start=0, valid_columns=5),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every op's reference path against a naive fp64 formula: outputs and all gradients."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,8 +163,9 @@ def test_attention(make, name, dtype):
     queries, keys = inputs[0].shape[0], inputs[1].shape[0]
     keep = None
     if "dropout" in options:
-        site = options["dropout"]
-        keep = site.keep(4, torch.arange(queries) + keys - queries, 0, keys).double() * site.scale
+        site, first_key = options["dropout"], options.get("key_start", 0)
+        first = options.get("query_start", keys - queries)
+        keep = site.keep(4, torch.arange(queries) + first, first_key, keys).double() * site.scale
         assert 0.1 < (keep == 0).double().mean() < 0.5
 
     def mine(q, k, v, sinks=None):
@@ -252,3 +255,16 @@ def test_vocabulary_slices_make_the_whole(make, dtype):
     assert_close(gradient[:, :10], expected, dtype, "gradient")
     assert (gradient[:, 10:] == 0).all()
     assert (gradients[3] == 0).all()
+
+
+@DTYPES
+def test_queries_that_see_no_key_get_nothing_and_give_nothing(make, dtype):
+    inputs, options = make_attention(make, {"queries": 300, "keys": 150, "window": 20})
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    out, lse = attention(*leaves, query_start=0, key_start=150, **options)
+    assert (lse[..., :150] == -math.inf).all()
+    assert (lse[..., 150:] > -math.inf).all()
+    assert (out[:150] == 0).all()
+    out.backward(torch.ones_like(out))
+    assert (leaves[0].grad[:150] == 0).all()
+    assert all(torch.isfinite(x.grad).all() for x in leaves)

@@ -101,11 +101,9 @@ def pair_count(blocks: Iterable[Block], *, window: int | None = None) -> int:
         queries, keys = block.q1 - block.q0, block.k1 - block.k0
         pairs = queries * (queries + 1) // 2 if block.causal else queries * keys
         if window is not None:
-            # Query number i does not see its first i + ahead keys; the sum of those, all in range.
+            # Query number i does not see the first i + ahead keys; each query sees one at least.
             ahead = block.q_place - block.k_place - window + 1
-            below = _triangle(ahead + queries - 1) - _triangle(ahead - 1)
-            above = _triangle(ahead + queries - 1 - keys) - _triangle(ahead - 1 - keys)
-            pairs -= below - above
+            pairs -= _triangle(ahead + queries - 1) - _triangle(ahead - 1)
         count += (block.row1 - block.row0) * pairs
     return count
 
@@ -168,7 +166,10 @@ def _pairs(
 
 
 def _visible(query: _Part, key: _Part) -> Iterator[tuple[_Part, _Part, bool]]:
-    """Yield a causal square where queries and keys are the same tokens, and the rectangles left."""
+    """Yield a causal square where queries and keys are the same tokens, and the rectangles left.
+
+    With queries that begin before the keys, or keys that end behind the queries, those see nothing.
+    """
     first, end = max(query.place, key.place), min(query.end, key.end)
     if first >= end:  # no token in common: all of the keys are before the queries, or none
         if key.end <= query.place:
@@ -204,16 +205,14 @@ def _block(rows: tuple[int, int], query: _Part, key: _Part, causal: bool) -> Blo
 def _join(blocks: list[Block], low: str, high: str) -> list[Block]:
     """Let blocks grow over those that go on where they end in [low, high) and agree in the rest.
 
-    Squares only grow over rows. Places are not compared along the range that grows.
+    Squares only grow over rows: no two share queries or keys. Places are not compared along the
+    range that grows.
     """
     loose = {"k0": "k_place", "q0": "q_place"}.get(low)
     names = [n for n in Block.__dataclass_fields__ if n not in (low, high, loose)]
     found: dict[tuple, Block] = {}
     done: list[Block] = []
     for block in sorted(blocks, key=lambda b: vars(b)[low]):
-        if block.causal and loose is not None:
-            done.append(block)
-            continue
         rest = tuple(vars(block)[name] for name in names)
         last = found.get(rest)
         if last is not None and vars(last)[high] == vars(block)[low]:

@@ -20,11 +20,12 @@ from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_c
 
 @dataclass(frozen=True)
 class Question:
-    """Two ranks' tokens of a cut, the documents of some rows, and what may be seen."""
+    """A rank's queries, another's keys or any, the documents of some rows, and what may be seen."""
 
     case: CutCase
     query_rank: int
-    key_rank: int | None
+    keys: tuple[Run, ...]
+    key_places: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...] | None
     rows: int
     causal: bool
@@ -33,11 +34,9 @@ class Question:
 
     def blocks(self) -> tuple[Block, ...]:
         """Return what is under test."""
-        cut = self.case.cut()
-        keys = (Run(0, cut.length, 0),) if self.key_rank is None else cut.runs(self.key_rank)
         return attention_blocks(
-            cut.runs(self.query_rank),
-            keys,
+            self.case.cut().runs(self.query_rank),
+            self.keys,
             rows=self.rows,
             documents=self.documents,
             causal=self.causal,
@@ -47,9 +46,7 @@ class Question:
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of the queries [s_q] and keys [s_k], -1 for padding."""
-        columns = self.case.columns()
-        keys = range(self.case.total) if self.key_rank is None else columns[self.key_rank]
-        return np.array(columns[self.query_rank]), np.array(keys)
+        return np.array(self.case.columns()[self.query_rank]), np.array(self.key_places)
 
     def visible(self) -> np.ndarray:
         """Return which queries see which keys, [b, s_q, s_k], by the rule itself."""
@@ -68,8 +65,36 @@ class Question:
         return seen
 
 
+def random_runs(rng: random.Random, total: int) -> tuple[Run, ...]:
+    """Draw parts of a row that lie anyhow, with gaps between."""
+    borders = sorted({0, total, *(rng.randrange(total + 1) for _ in range(rng.choice([1, 3, 6])))})
+    parts = list(itertools.pairwise(borders))
+    rng.shuffle(parts)
+    found, start = [], 0
+    for first, end in parts[: rng.randrange(1, len(parts) + 1)]:
+        start += rng.choice([0, 0, 2])
+        found.append(Run(start, end - first, first))
+        start += end - first
+    return tuple(found)
+
+
+def random_keys(rng: random.Random, case: CutCase) -> tuple[tuple[Run, ...], list[int]]:
+    """Draw keys: those of a rank, of whole rows, or some; with the place of each, -1 for none."""
+    kind = rng.choice(["rank", "rank", "whole", "any"])
+    if kind == "rank":
+        rank = rng.randrange(case.size)
+        return case.cut().runs(rank), case.columns()[rank]
+    if kind == "whole":
+        return (Run(0, case.total, 0),), list(range(case.total))
+    runs = random_runs(rng, case.total)
+    places = [-1] * runs[-1].stop
+    for run in runs:
+        places[run.start : run.stop] = range(run.place, run.end)
+    return runs, places
+
+
 def random_question(rng: random.Random) -> Question:
-    """Draw two ranks of a random cut; rows with the same documents, others, empty ones, or none."""
+    """Draw queries and keys of a random cut; rows with the same documents, others, or none."""
     case = random_case(rng)
     total, rows = case.total, rng.choice([1, 2, 3, 4])
     documents: list[tuple[int, ...]] | None = []
@@ -81,11 +106,13 @@ def random_question(rng: random.Random) -> Question:
             documents.append((0, *sorted(borders), total))
     if rng.random() < 0.2:
         documents = None
+    keys, places = random_keys(rng, case)
     window = rng.choice([None, None, 1, 2, total, rng.randrange(1, total + 1)])
     return Question(
         case,
         rng.randrange(case.size),
-        rng.choice([None, *range(case.size)]),
+        keys,
+        tuple(places),
         None if documents is None else tuple(documents),
         rows,
         causal=rng.random() < 0.8,
@@ -162,7 +189,8 @@ def test_no_two_rectangles_make_one():
     for question in QUESTIONS:
         if question.window is not None:
             continue
-        blocks = [block for block in question.blocks() if not block.causal]
+        blocks = question.blocks()
+        blocks = [b for b in blocks if not b.causal or b.q1 - b.q0 == 1]  # of one token is none
         for a, b in itertools.permutations(blocks, 2):
             if (a.row0, a.row1) != (b.row0, b.row1):
                 continue
@@ -268,6 +296,21 @@ def test_a_window_leaves_out_what_it_does_not_reach():
     keys = [attention_blocks(cut.runs(0), cut.runs(r), rows=1, window=4) for r in range(4)]
     assert keys[1] == (Block(0, 1, 8, 11, 13, 16, 56, 53, False),)
     assert keys[2:] == [(), ()]
+
+
+def test_queries_that_begin_before_the_keys_and_end_behind_them():
+    query, key = (Run(3, 10, 10),), (Run(0, 4, 12),)  # queries 10-19, keys 12-15
+    assert attention_blocks(query, key, rows=1) == (
+        Block(0, 1, 5, 9, 0, 4, 12, 12, True),
+        Block(0, 1, 9, 13, 0, 4, 16, 12, False),
+    )
+    assert attention_blocks(key, query, rows=1) == (  # keys of places 16-19 are behind all
+        Block(0, 1, 0, 4, 3, 5, 12, 10, False),
+        Block(0, 1, 0, 4, 5, 9, 12, 12, True),
+    )
+    one = (Run(0, 1, 12),)
+    assert attention_blocks(one, query, rows=1) == (Block(0, 1, 0, 1, 3, 6, 12, 10, False),)
+    assert attention_blocks(query, one, rows=1) == (Block(0, 1, 5, 13, 0, 1, 12, 12, False),)
 
 
 def test_many_short_documents_take_one_block_each():

@@ -198,9 +198,7 @@ def test_nothing_is_read_back_from_the_device():
     assert layout.blocks(0)
     assert layout.blocks(None)
     assert layout.row_blocks()
-    gathered = torch.empty(12, 2, 3, device=META)
-    assert layout.to_rows(gathered).shape == (10, 2, 3)
-    assert layout.to_ranks(layout.to_rows(gathered)).shape == (12, 2, 3)
+    assert layout.to_rows(torch.empty(12, 2, 3, device=META)).shape == (10, 2, 3)
 
 
 def test_whole_rows_need_no_cut():

@@ -14,7 +14,16 @@ import sys
 
 from tools.bench.table import Row, format_table
 
-BENCHES = ("data", "checkpoint", "ops", "startup", "train", "data_parallel")
+BENCHES = (
+    "data",
+    "checkpoint",
+    "ops",
+    "startup",
+    "train",
+    "data_parallel",
+    "pipeline",
+    "context_parallel",
+)
 
 
 def main() -> None:

@@ -5,9 +5,9 @@ python -m tools.bench.context_parallel        every engine on 2 and 4 gloo ranks
 python -m tools.bench.context_parallel --tokens 4096 --ranks 2 --engine p2p
 
 Forward and backward of a small model over one row. The single process and the ranks take turns;
-each process has one thread. A ratio is tokens per second and unit of compute against the single process,
-so 1 is no loss: `wall` counts the processors that the ranks can use at a time, `cpu` the processor
-seconds of all ranks, which other work on the machine sways less.
+each process has one thread. A ratio is tokens per second and unit of compute, beside the single
+process, so 1 is no loss: `ms` counts the processors that the ranks can use at a time, `cpu ms` the
+processor seconds of all ranks, which other work on the machine sways less.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.choice import ENGINES
 from megatron.core.context_parallel.cut import SequenceCut
@@ -49,7 +50,7 @@ class LongStep:
             groups,
             seed=shapes.SEED,
             storage=config.storage(),
-            context_engine=engine,
+            backend=replace(LOCAL, context_engine=engine),
         )
         self.engine = DataParallel(self.model.store, groups, config=config)
         group = groups["cp"]

@@ -8,6 +8,7 @@ import torch
 from megatron.core.comm.collectives import all_gather, reduce_scatter
 from megatron.core.context_parallel import blockwise
 from megatron.core.context_parallel.attend import Attend
+from megatron.core.context_parallel.blocks import Block
 from megatron.core.ops.attention.reference import sink_gradient
 
 
@@ -21,7 +22,7 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, attend: Attend):
         keys, values = _gathered(key, value, attend)
-        blocks = attend.blocks(None)
+        blocks = _blocks(attend)
         out, lse = attend.forward(query, keys, values, blocks)
         out, lse = blockwise.finish(out, lse, sinks, dtype=query.dtype)
         ctx.attend = attend
@@ -33,7 +34,7 @@ class AllGatherAttention(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         attend: Attend = ctx.attend
         keys, values = _gathered(key, value, attend)
-        blocks = attend.blocks(None)
+        blocks = _blocks(attend)
         d_query, *d_pair = attend.backward(grad, (query, keys, values), (out, lse), blocks=blocks)
         del keys, values
         d_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
@@ -44,10 +45,16 @@ class AllGatherAttention(torch.autograd.Function):
         return d_query, d_key.contiguous(), d_value.contiguous(), d_sinks, None
 
 
+def _blocks(attend: Attend) -> tuple[Block, ...]:
+    """Return the blocks of own queries and what `_gathered` returns."""
+    return attend.blocks(None if attend.group.size > 1 else 0)
+
+
 def _gathered(
     key: torch.Tensor, value: torch.Tensor, attend: Attend
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of whole rows [s, b, g, d] in the order of their places."""
+    """Return the keys and values of whole rows [s, b, g, d] in the order of their places; one
+    rank's own as they lie."""
     if attend.group.size == 1:
         return key, value
     both = all_gather(torch.cat([key, value], dim=2), attend.group)  # [cp · s/cp, b, 2g, d]

@@ -30,6 +30,7 @@ class Case:
     Args:
         documents: cu_seqlens of each row's documents, by place; None is one a row.
         cut_documents: cut each document of the (equal) rows by itself.
+        padded: cu_seqlens of these with padding.
     """
 
     cp: int
@@ -40,6 +41,7 @@ class Case:
     order: str = "zigzag"
     documents: tuple[tuple[int, ...], ...] | None = None
     cut_documents: bool = False
+    padded: tuple[int, ...] | None = None
     window: int | None = None
     sinks: bool = False
     dropout: float = 0.0
@@ -59,6 +61,11 @@ CASES = {
     "documents": {"documents": UNEVEN},
     "documents, window, sinks": {"documents": UNEVEN, "window": 4, "sinks": True},
     "cut documents": {"documents": EQUAL, "cut_documents": True},
+    "padded documents": {
+        "documents": ((0, 5, 24),) * ROWS,
+        "cut_documents": True,
+        "padded": (0, 8, 32),
+    },
     "sinks": {"sinks": True, "late": True},
     "dropout": {"dropout": 0.3, "documents": UNEVEN},
     "dropout, contiguous, window": {"dropout": 0.3, "order": "contiguous", "window": 9},
@@ -97,7 +104,13 @@ def dropout_of(case: Case) -> AttentionDropout | None:
 def cut_of(case: Case) -> SequenceCut:
     """Return how the rows of a case lie over the ranks."""
     bounds = case.documents[0] if case.cut_documents and case.documents else None
-    return SequenceCut.of(case.length, case.cp, order=case.order, cu_seqlens=bounds)
+    return SequenceCut.of(
+        case.length,
+        case.cp,
+        order=case.order,
+        cu_seqlens=bounds,
+        padded_cu_seqlens=case.padded,
+    )
 
 
 def document_ids(case: Case) -> torch.Tensor | None:
@@ -116,7 +129,7 @@ def attended(rank: int, world: int, case: Case):
     layout = SequenceLayout.make(cut, rank, rows=ROWS, document_ids=document_ids(case))
     places = torch.tensor(cut.places(rank))
     inputs = whole(case)
-    leaves = {n: inputs[n][places].requires_grad_() for n in ("query", "key", "value")}
+    leaves = {n: _here(inputs[n], places).requires_grad_() for n in ("query", "key", "value")}
     sinks = inputs["sinks"].requires_grad_() if case.sinks else None
     attend = Attend(
         layout=layout,
@@ -130,13 +143,18 @@ def attended(rank: int, world: int, case: Case):
             out = context_attention(
                 *leaves.values(), attend=attend, engine=case.engine, sinks=sinks
             )
-        torch.autograd.backward((out,), (inputs["grad"][places],))
+        torch.autograd.backward((out,), (_here(inputs["grad"], places),))
     found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
     sink_grad = None if sinks is None else sinks.grad
     moved: dict[str, list[int]] = {}
     for record in records:
         moved.setdefault(record.kind, []).append(record.bytes)
     return found, sink_grad, moved, layout.plans_made
+
+
+def _here(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return tokens [s/cp, ...] of rows [s, ...]; large numbers where there is padding."""
+    return torch.where((places >= 0)[:, None, None, None], rows[places], 1e3)
 
 
 def wanted_of(case: Case) -> dict[str, torch.Tensor]:
@@ -164,7 +182,8 @@ def assert_as_whole(case: Case, ranks) -> None:
     for name in ("out", "query", "key", "value"):
         values = torch.full_like(wanted[name], torch.nan)
         for rank, (found, *_) in enumerate(ranks):
-            values[torch.tensor(cut.places(rank))] = found[name]
+            places = torch.tensor(cut.places(rank))
+            values[places[places >= 0]] = found[name][places >= 0]
         together[name] = values
     if case.sinks:
         together["sinks"] = torch.stack([sinks for _, sinks, *_ in ranks]).sum(0)
@@ -176,6 +195,12 @@ def assert_as_whole(case: Case, ranks) -> None:
 def test_two_ranks_attend_as_one(name, engine):
     case = Case(cp=2, engine=engine, **CASES[name])
     assert_as_whole(case, run_ranks(attended, 2, case))
+
+
+@pytest.mark.parametrize("name", ["documents, window, sinks", "padded documents", "dropout"])
+def test_one_rank_attends_document_by_document(name):
+    case = Case(cp=1, engine="auto", **CASES[name])
+    assert_as_whole(case, run_ranks(attended, 1, case))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -8,6 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from megatron.core.context_parallel import blockwise
+from megatron.core.context_parallel.blocks import attention_blocks
+from megatron.core.context_parallel.cut import SequenceCut
 from megatron.core.ops.attention import attention
 from megatron.core.ops.dropout import AttentionDropout, dropout
 from megatron.core.ops.layernorm import layer_norm
@@ -110,6 +113,8 @@ ATTENTION = {
     "window": {"window": 300},
     "documents": {"documents": True},
     "bidirectional": {"causal": False},
+    "places": {"query_start": 900, "key_start": 100, "window": 300},
+    "ahead": {"query_start": 0, "key_start": 500, "documents": True, "query_documents": True},
     "dropout": {"dropout": True},
 }
 
@@ -121,6 +126,8 @@ def test_attention(device, dtype, case):
     if options.pop("documents", False):
         rows = torch.arange(SEQUENCE, device=device)
         options["document_ids"] = torch.stack([rows // 700, (rows + 9) // 311], -1)
+        if options.pop("query_documents", False):
+            options["query_document_ids"] = options["document_ids"].flip(1)
     if options.pop("dropout", False):
         ids = torch.tensor([8, 3], device=device)
         drop = AttentionDropout(rate=0.3, key=5, sample_ids=ids, head_offset=2)
@@ -136,6 +143,36 @@ def test_attention(device, dtype, case):
         [made(device, SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
         dtype,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention_block_by_block(device, dtype, window):
+    cut = SequenceCut.of(SEQUENCE, 2)
+    documents = [[0, 700, 1400, SEQUENCE], [0, 302, SEQUENCE]]
+    shapes = [(SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS, HEADS)]
+    parts = [made(device, *shape).to(dtype) for shape in shapes]
+    places = torch.tensor(cut.places(1), device=device)
+    found = []
+    for kind in (dtype, torch.float64):  # the kernel, and the reference in fp64
+        query, key, value, grad = (x.to(kind) for x in parts)
+        query, grad, result, plans = query[places], grad[places], None, []
+        for other in range(cut.size):
+            blocks = attention_blocks(
+                cut.runs(1), cut.runs(other), rows=BATCH, documents=documents, window=window
+            )
+            own = torch.tensor(cut.places(other), device=device)
+            plans.append((blocks, key[own], value[own]))
+            result = blockwise.forward(
+                query, *plans[-1][1:], blocks, scale=0.1, window=window, into=result
+            )
+        out, lse = blockwise.finish(*result, made(device, HEADS), dtype=kind)
+        found.append([out, lse])
+        for blocks, *pair in plans:
+            arguments = (grad, query, *pair, out, lse, blocks)
+            found[-1] += blockwise.backward(*arguments, scale=0.1, window=window)
+    errors = [relative_error(mine, true) for mine, true in zip(*found, strict=True)]
+    assert max(errors) <= BOUND[dtype], errors
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

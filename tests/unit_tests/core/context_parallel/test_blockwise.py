@@ -297,3 +297,10 @@ def test_wide_gradients_are_the_sums_before_they_are_rounded(make):
     for x, y in zip(wide, rounded, strict=True):
         assert (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(x.bfloat16(), y)
+
+
+def test_blocks_are_worth_their_calls_where_documents_are_not_tiny():
+    shape = {"rows": 4, "length": 256, "heads": 8}
+    assert blockwise.worth_blocks(4 * 256 // 16, **shape)
+    assert not blockwise.worth_blocks(4 * 256 // 2, **shape)
+    assert not blockwise.worth_blocks(4 * 256 // 16, **(shape | {"heads": 1}))

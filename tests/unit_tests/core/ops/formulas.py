@@ -134,6 +134,7 @@ ATTENTION_CASES = {
     "dropout": {"dropout": True, "groups": 2, "queries": 5, "keys": 11},
     # Queries and keys at places of their own. Some queries see no key, so these have sinks.
     "amid the keys": {"queries": 5, "keys": 11, "query_start": 9, "key_start": 7, "groups": 2},
+    "as many, behind": {"queries": 11, "keys": 11, "query_start": 9, "key_start": 5, "groups": 2},
     "ahead of keys": {"queries": 7, "keys": 5, "query_start": 3, "key_start": 6, "sinks": True},
     "out of reach": {"queries": 7, "keys": 9, "query_start": 8, "window": 4, "sinks": True},
     "tiles amid": {"queries": 70, "keys": 141, "query_start": 65, "key_start": 3, "window": 40},

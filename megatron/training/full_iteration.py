@@ -25,8 +25,6 @@ from megatron.training.step import ForwardBackward, Microbatch
 #: Eager steps behind the warm-up in which the needs of weights may still differ from the plan.
 PATIENCE = 4
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Microbatch))
-
 
 class StepInputs:
     """Copies of a step's inputs whose addresses stay.
@@ -36,10 +34,7 @@ class StepInputs:
     """
 
     def __init__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
-        self.microbatches = [
-            Microbatch(**{name: _copied(getattr(batch, name)) for name in _FIELDS})
-            for batch in microbatches
-        ]
+        self.microbatches = [_copied(batch) for batch in microbatches]
         self.factors = factors.clone(memory_format=torch.contiguous_format)
 
     def fit(self, microbatches: Sequence[Microbatch]) -> bool:
@@ -50,9 +45,9 @@ class StepInputs:
         """Copy a step's inputs here."""
         self.factors.copy_(factors)
         for mine, batch in zip(self.microbatches, microbatches, strict=True):
-            for name in _FIELDS:
-                if (kept := getattr(mine, name)) is not None:
-                    kept.copy_(getattr(batch, name))
+            given = _inputs(batch)
+            for name, kept in _inputs(mine).items():
+                kept.copy_(given[name])
 
 
 class FullIterationGraph:
@@ -146,10 +141,42 @@ class FullIterationGraph:
         )
 
 
-def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+#: What of a layout differs between steps of one form: all else follows from its cut.
+_OF_LAYOUT = ("positions", "document_ids", "sample_ids")
 
 
-def _form(batch: Microbatch) -> list[tuple[torch.Size, torch.dtype] | None]:
-    tensors = [getattr(batch, name) for name in _FIELDS]
-    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+def _tensors(of: object) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in vars(of).items() if isinstance(x, torch.Tensor)}
+
+
+def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
+    """Return the inputs of a microbatch, those in its layout too, by name."""
+    found = _tensors(batch)
+    if batch.layout is not None:
+        inside = _tensors(batch.layout)
+        found |= {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
+    return found
+
+
+def _copied(batch: Microbatch) -> Microbatch:
+    """Return a microbatch of copies of its inputs."""
+
+    def copies(of: object) -> dict[str, torch.Tensor]:
+        kept = {n: x for n, x in _tensors(of).items() if of is batch or n in _OF_LAYOUT}
+        return {n: x.clone(memory_format=torch.contiguous_format) for n, x in kept.items()}
+
+    layout = batch.layout
+    if layout is not None:
+        layout = dataclasses.replace(layout, **copies(layout))
+    return dataclasses.replace(batch, layout=layout, **copies(batch))
+
+
+def _form(batch: Microbatch) -> tuple[object, ...]:
+    """Return what of a microbatch must be as it was recorded."""
+    shapes = {name: (x.shape, x.dtype) for name, x in _inputs(batch).items()}
+    layout = batch.layout
+    if layout is None:
+        return shapes, None
+    # Blocks are recorded as they were, and follow from where documents begin.
+    documents = layout.documents if layout.document_ids is None else None
+    return shapes, (layout.cut, layout.rank, layout.rows, documents)

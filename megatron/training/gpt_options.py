@@ -62,6 +62,8 @@ def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
             output_bias=biases or model.add_attention_output_bias,
             qk_norm=model.qk_layernorm,
             dropout=model.attention_dropout,
+            window=config.visibility.window_size,
+            sinks=config.visibility.softmax_type == "learnable",
         ),
         mlp=MLPConfig(
             ffn_hidden_size=model.ffn_hidden_size,
@@ -113,9 +115,10 @@ def weight_dtype(config: Config) -> torch.dtype:
 def backend(config: Config) -> Backend:
     """Return the implementations that the model is built from."""
     kernel = config.parallel.attention_backend
+    chosen = replace(LOCAL, context_engine=config.parallel.cp_comm_type)
     if kernel == "auto":
-        return LOCAL
-    return replace(LOCAL, attention=partial(LOCAL.attention, implementation=kernel))
+        return chosen
+    return replace(chosen, attention=partial(LOCAL.attention, implementation=kernel))
 
 
 def recompute(config: Config) -> Recompute:

@@ -35,8 +35,11 @@ from megatron.training.gpt_options import (
     weight_decay_schedule,
     weight_dtype,
 )
+from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.loop import LoopParts, train
+from megatron.training.monitoring.context_line import context_line, context_words
 from megatron.training.monitoring.data_parallel_line import data_parallel_line
+from megatron.training.monitoring.flops import visible_square
 from megatron.training.monitoring.observation import observing
 from megatron.training.monitoring.pipeline_line import pipeline_line, pipeline_words
 from megatron.training.monitoring.progress import Display
@@ -77,13 +80,24 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
             held.close()
 
 
-def microbatch(batch: GPTBatch, device: torch.device) -> Microbatch:
-    """Put a batch on the device."""
+def microbatch(
+    batch: GPTBatch, device: torch.device, *, layouts: Layouts | None = None
+) -> Microbatch:
+    """Put a batch on the device.
+
+    Args:
+        layouts: say which tokens this rank has of the batch's rows; None is all of them.
+    """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         # Only from pinned memory does a copy let the host go on.
         return pin(tensor, device).to(device, non_blocking=True)
 
+    layout = None if layouts is None else layouts.of(batch)
+    if layout is not None:
+        rows = (batch.input_ids, batch.labels, batch.loss_mask)
+        tokens, labels, loss_mask = (moved(layout.local(x)) for x in rows)  # [b, s/cp]
+        return Microbatch(tokens, labels, loss_mask, moved(batch.sample_ids), layout=layout)
     tokens = moved(batch.tokens)  # [b, s + 1]
     return Microbatch(
         tokens=tokens[:, :-1],
@@ -95,16 +109,19 @@ def microbatch(batch: GPTBatch, device: torch.device) -> Microbatch:
     )
 
 
-def squared_lengths(batch: GPTBatch) -> int:
-    """Return the sum of squared document lengths, 0 if each sample is one document."""
+def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
+    """Return the sum of squared document lengths, less what a window hides of them; 0 if each
+    sample is one document."""
     if batch.cu_seqlens is None:
         return 0
-    return int(batch.cu_seqlens.long().diff().square().sum())
+    return int(visible_square(batch.cu_seqlens.long().diff().numpy(), window).sum())
 
 
-def take(batches: Iterator[GPTBatch], count: int, device: torch.device) -> list[Microbatch]:
+def take(
+    batches: Iterator[GPTBatch], count: int, device: torch.device, *, layouts: Layouts | None = None
+) -> list[Microbatch]:
     """Return the next microbatches of this lane."""
-    return [microbatch(next(batches), device) for _ in range(count)]
+    return [microbatch(next(batches), device, layouts=layouts) for _ in range(count)]
 
 
 @contextlib.contextmanager
@@ -149,16 +166,17 @@ class SessionSteps:
         observe: Callable[[int], None],
     ) -> None:
         self._session, self._batches, self._display = session, batches, display
-        self._observe = observe
+        self._observe, self._layouts = observe, layouts_of(session.run, session.place)
 
     def take_step(self, lr: float, weight_decay: float, loss_limit: float) -> StepReport:
         """Train on the next global batch, unless its loss is above the limit."""
         run, device = self._session.run, self._session.place.device
         batches = [next(self._batches) for _ in range(run.num_microbatches)]
         # An estimate where lanes differ: this lane's documents stand for all.
-        squares = sum(squared_lengths(batch) for batch in batches)
-        self._session.window.add_squares(squares * self._session.place.groups["lanes"].size)
-        microbatches = take(iter(batches), run.num_microbatches, device)
+        window = run.config.visibility.window_size
+        squares = sum(squared_lengths(batch, window) for batch in batches)
+        self._session.window.add_squares(squares * self._session.place.groups["samples"].size)
+        microbatches = take(iter(batches), run.num_microbatches, device, layouts=self._layouts)
         return self._session.step(
             microbatches,
             lr=lr,
@@ -177,10 +195,12 @@ class SessionSteps:
 
     def _loss_on(self, split: Literal["validation", "test"]) -> float:
         run, place = self._session.run, self._session.place
-        lanes = place.groups["lanes"]
+        lanes = place.groups["samples"]
         fresh = validation_batches(self._session.data, run, lanes=lanes, split=split)
         count = run.config.training.eval_iters * run.num_microbatches
-        microbatches = (microbatch(batch, place.device) for batch in islice(fresh, count))
+        microbatches = (
+            microbatch(batch, place.device, layouts=self._layouts) for batch in islice(fresh, count)
+        )
         # As many at a time as a step has: it is what activations and schedules are made for.
         return self._session.step.evaluate(microbatches, at_a_time=run.num_microbatches)
 
@@ -216,7 +236,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         training_batches(
             session.data,
             run,
-            lanes=place.groups["lanes"],
+            lanes=place.groups["samples"],
             consumed_samples=progress.consumed_samples,
         ),
         run,
@@ -225,12 +245,15 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         display, metrics = watching.display, watching.metrics
         steps = SessionSteps(session, batches, display, watching.on_iteration)
         display.log(describe(session))
-        if (line := pipeline_line(session.run)) is not None:
-            display.log(line)
-        display.log(data_parallel_line(session.step.engine, session.optimizer))
-        for note in (*session.data.notes, early_gather(run.config)[1]):
-            if note is not None:
-                display.log(note)
+        for line in (
+            pipeline_line(run),
+            context_line(run),
+            data_parallel_line(session.step.engine, session.optimizer),
+            *session.data.notes,
+            early_gather(run.config)[1],
+        ):
+            if line is not None:
+                display.log(line)
         display.log(start)
         if place.attempt:
             display.log(f"restart {place.attempt} by the launcher")
@@ -273,7 +296,7 @@ def describe(session: Session) -> str:
         f"{session.vocabulary.size:,}; {run.world_size} processes: tensor parallel "
         f"{config.parallel.tensor_model_parallel_size}"
         f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}, "
-        f"{pipeline_words(config)}data parallel {run.data_parallel_size} "
+        f"{context_words(config)}{pipeline_words(config)}data parallel {run.data_parallel_size} "
         f"({config.data_parallel.strategy}); global "
         f"batch {config.training.global_batch_size} = {run.data_parallel_size} x "
         f"{config.training.micro_batch_size} x {run.num_microbatches} microbatches; "

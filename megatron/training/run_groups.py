@@ -54,6 +54,7 @@ def rank_grid(run: Run) -> RankGrid:
     return RankGrid(
         world_size=run.world_size,
         tp=run.config.parallel.tensor_model_parallel_size,
+        cp=run.config.parallel.context_parallel_size,
         pp=run.config.pipeline.pipeline_model_parallel_size,
         instances=run.config.data_parallel.num_distributed_optimizer_instances,
     )

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from megatron.core.comm import all_gather, all_reduce
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.optimizer import Optimizer
 from megatron.core.process_groups import ProcessGroupCollection
@@ -37,6 +38,8 @@ class Microbatch:
         sample_ids: int64 [b], global sample numbers, for dropout.
         positions: int64 [b, s], of each token in its document; None is 0 … s-1.
         document_ids: int [b, s]; tokens see only their own document. None is one a row.
+        layout: which of their rows' tokens these are, and what they see; it stands in for the two
+            before. With context parallelism s is s/cp in all of them.
     """
 
     tokens: torch.Tensor
@@ -45,10 +48,14 @@ class Microbatch:
     sample_ids: torch.Tensor
     positions: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
+    layout: SequenceLayout | None = None
 
     @property
-    def documents(self) -> dict[str, torch.Tensor]:
-        """Return what a model must know of several documents in a row; nothing if it is one."""
+    def documents(self) -> dict[str, torch.Tensor | SequenceLayout]:
+        """Return what a model must know of several documents in a row, or of rows that are cut;
+        nothing if they are whole ones of one document."""
+        if self.layout is not None:
+            return {"layout": self.layout}
         both = {"positions": self.positions, "document_ids": self.document_ids}
         return {name: value for name, value in both.items() if value is not None}
 
@@ -65,6 +72,7 @@ class LossModel(Protocol):
         sample_ids: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        layout: SequenceLayout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s])."""
 

@@ -76,6 +76,8 @@ EFFECTS: dict[str, Effect] = {
     "attention-dropout": Effect("plan", "0.1", "0.2"),
     "hidden-dropout": Effect("plan", "0.1", "0.2"),
     "init-method-std": Effect("plan", "0.02", "0.01"),
+    "window-size": Effect("plan", "", "5"),
+    "softmax-type": Effect("plan", "vanilla", "learnable"),
     "position-embedding-type": Effect("plan", "rope", "none"),
     "rotary-base": Effect("plan", "10000", "500000"),
     "rotary-percent": Effect("plan", "1.0", "0.5"),
@@ -97,6 +99,8 @@ EFFECTS: dict[str, Effect] = {
     # The layout
     "tensor-model-parallel-size": Effect("plan", "1", "2", world=4),
     "sequence-parallel": Effect("plan", base="--tensor-model-parallel-size 2", world=2),
+    "context-parallel-size": Effect("plan", "1", "2", world=4),
+    "cp-comm-type": Effect("plan", "auto", "a2a", "--context-parallel-size 2", world=2),
     "use-distributed-optimizer": Effect("plan"),
     "data-parallel-sharding-strategy": Effect("plan", "optim_grads", "optim_grads_params"),
     "num-distributed-optimizer-instances": Effect("plan", "1", "2", _OPTIM, world=4),

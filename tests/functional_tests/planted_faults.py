@@ -39,8 +39,8 @@ def on_microbatch(number: int, fault: Callable[[pretraining.Microbatch], None]) 
     count = [0]
     whole = pretraining.microbatch
 
-    def faulty(batch, device):
-        made = whole(batch, device)
+    def faulty(batch, device, **more):
+        made = whole(batch, device, **more)
         count[0] += 1
         if count[0] == number:
             fault(made)

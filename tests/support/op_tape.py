@@ -93,15 +93,22 @@ class OpTape(TorchDispatchMode):
     def replay(self) -> None:
         """Run the ops again."""
         self.replays += 1
+        sends = []
         for op in self._ops:
             found = op.function(*op.args, **op.named)
             if op.function.namespace == "c10d":
-                (found[-1] if isinstance(found, tuple) else found).wait()
+                work = found[-1] if isinstance(found, tuple) else found
+                if "send" in str(op.function):  # ends when it is received: not before own receives
+                    sends.append(work)
+                else:
+                    work.wait()
                 continue
             made = (t for t in tree_leaves(found) if isinstance(t, torch.Tensor))
             for tensor, value in zip(op.results, made, strict=False):
                 if tensor.numel():
                     tensor.copy_(value)
+        for work in sends:
+            work.wait()
 
 
 def _storage(tensor: torch.Tensor) -> int:

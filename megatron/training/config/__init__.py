@@ -18,7 +18,12 @@ from megatron.training.config.data import DataConfig
 from megatron.training.config.data_parallel import DataParallelConfig
 from megatron.training.config.failures import FailureConfig
 from megatron.training.config.logging import LoggingConfig
-from megatron.training.config.model import ModelConfig, PositionConfig, TokenizerConfig
+from megatron.training.config.model import (
+    ModelConfig,
+    PositionConfig,
+    TokenizerConfig,
+    VisibilityConfig,
+)
 from megatron.training.config.muon import MuonConfig
 from megatron.training.config.optimization import LossScaleConfig, OptimizerConfig, ScheduleConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -47,6 +52,7 @@ __all__ = [
     "ScheduleConfig",
     "TokenizerConfig",
     "TrainingConfig",
+    "VisibilityConfig",
 ]
 
 
@@ -55,6 +61,7 @@ class Config:
     """One training run."""
 
     model: ModelConfig
+    visibility: VisibilityConfig
     position: PositionConfig
     tokenizer: TokenizerConfig
     parallel: ParallelConfig
@@ -75,5 +82,6 @@ class Config:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that share one model: the tensor parallel ranks of all pipeline stages."""
-        return self.parallel.tensor_model_parallel_size * self.pipeline.pipeline_model_parallel_size
+        """Ranks that work on the same samples: tensor and context parallel ones of all stages."""
+        shared = self.parallel.tensor_model_parallel_size * self.parallel.context_parallel_size
+        return shared * self.pipeline.pipeline_model_parallel_size

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from megatron.training.config import (
     Config,
+    context,
     cuda_graphs,
     data_parallel,
     optimization,
@@ -25,6 +26,7 @@ def check(config: Config, world_size: int) -> list[str]:
     return list(
         itertools.chain(
             _layout(config, world_size),
+            context.problems(config),
             _batch(config, world_size),
             _data_parallel(config, world_size),
             _heads(config),
@@ -47,28 +49,31 @@ def check(config: Config, world_size: int) -> list[str]:
 
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:
-    tp, pp = (
-        config.parallel.tensor_model_parallel_size,
-        config.pipeline.pipeline_model_parallel_size,
-    )
-    sizes = {"--tensor-model-parallel-size": tp, "--pipeline-model-parallel-size": pp}
-    shown = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
-    if world_size % (tp * pp):
-        shown += f" = {tp * pp}" if tp > 1 and pp > 1 else ""
+    parallel = config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp, each = config.pipeline.pipeline_model_parallel_size, config.model_parallel_size
+    sizes = {
+        "--tensor-model-parallel-size": tp,
+        "--context-parallel-size": cp,
+        "--pipeline-model-parallel-size": pp,
+    }
+    above = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+    if world_size % each:
+        shown = " x ".join(above) + (f" = {each}" if len(above) > 1 else "")
         yield (
             f"{shown} does not divide the world of {world_size} processes: start a multiple of "
-            f"{tp * pp} processes or lower it"
+            f"{each} processes or lower it"
         )
     if config.parallel.sequence_parallel and tp == 1:
         yield (
             "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise "
             "the size"
         )
-    if config.parallel.sequence_parallel and config.training.seq_length % tp:
+    if config.parallel.sequence_parallel and config.training.seq_length % (tp * cp):
+        shown = " x ".join(flag for flag in above if "pipeline" not in flag)
         yield (
-            f"--seq-length {config.training.seq_length} is not a multiple of "
-            "--tensor-model-parallel-size "
-            f"{tp}, which --sequence-parallel needs: change one"
+            f"--seq-length {config.training.seq_length} is not a multiple of {shown}, which "
+            "--sequence-parallel needs: change one"
         )
 
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from megatron.training.config import Config
 
 
+DOCUMENTS = "--reset-attention-mask"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
     """CUDA graphs: one call launches what Python would launch kernel by kernel."""
@@ -34,6 +37,8 @@ def problems(config: Config) -> Iterator[str]:
     if chosen.cuda_graph_impl == "none":
         return
     flag = f"--cuda-graph-impl {chosen.cuda_graph_impl}"
+    cp = config.parallel.context_parallel_size
+    packed = config.data.sft or config.data.reset_attention_mask
     if config.training.device == "cpu":
         yield f"{flag} needs a GPU: drop it or --device cpu"
     size = config.pipeline.pipeline_model_parallel_size
@@ -42,6 +47,11 @@ def problems(config: Config) -> Iterator[str]:
             f"--pipeline-model-parallel-size {size}",
             size > 1,
             "sends and receives between stages, which is not recorded",
+        ),
+        (
+            f"--context-parallel-size {cp} with {'--sft' if config.data.sft else DOCUMENTS}",
+            cp > 1 and packed,
+            "attends block by block where documents meet, other blocks in every step",
         ),
         (
             "--check-weight-gather",

@@ -67,6 +67,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisibilityConfig:
+    """What a token attends to."""
+
+    window_size: int | None = None
+    """Tokens that a token attends to, itself and those right before it; derived: all of them."""
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """learnable gives each query head a learned logit that takes attention and has no value, a
+    sink."""
+
+    def __post_init__(self) -> None:
+        positive(self, "window_size")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PositionConfig:
     """Rotary position embedding."""
 

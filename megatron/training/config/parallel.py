@@ -18,6 +18,12 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Also cut activations outside of matrix products along the sequence over the tensor parallel
     ranks."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sample; attention alone needs those of the others."""
+    cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a"] = "auto"
+    """How attention meets the tokens of other ranks: by p2p keys and values go round; all_gather
+    has those of all ranks at once; a2a cuts heads instead of tokens; auto takes what moves
+    least."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     transformer_impl: Literal["local"] = "local"
@@ -27,4 +33,5 @@ class ParallelConfig:
     reference."""
 
     def __post_init__(self) -> None:
-        positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
+        positive(self, "tensor_model_parallel_size", "context_parallel_size")
+        positive(self, "distributed_timeout_minutes")

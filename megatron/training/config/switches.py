@@ -19,6 +19,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yarn = position.position_embedding_type == "yarn"
     yield position, "yarn_", yarn, "--position-embedding-type yarn"
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
+    cuts = config.parallel.context_parallel_size > 1
+    yield config.parallel, "cp_comm_type", cuts, "--context-parallel-size above 1"
     yield config.cuda_graphs, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
     spikes = failures.loss_spike_factor is not None
     yield failures, "loss_spike_window", spikes, "--loss-spike-factor"

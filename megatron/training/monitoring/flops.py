@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypeVar
+
+import numpy as np
 
 from megatron.training.config import ModelConfig
+
+Lengths = TypeVar("Lengths", int, np.ndarray)
 
 #: Dense bf16 peak in FLOP/s by a part of the device's name, the most telling first (vendors' data
 #: sheets).
@@ -31,7 +36,14 @@ PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
 )
 
 
-def training_flops(model: ModelConfig, *, vocab_size: int, seq_length: int, samples: int) -> float:
+def training_flops(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    seq_length: int,
+    samples: int,
+    window: int | None = None,
+) -> float:
     """Return the operations of forward and backward over `samples` sequences.
 
     Per token and layer: 6 h (2 q + k + v) for the projections with q = heads x channels and k = v
@@ -43,12 +55,13 @@ def training_flops(model: ModelConfig, *, vocab_size: int, seq_length: int, samp
         vocab_size: vocabulary with padding.
         seq_length: tokens per sample.
         samples: number of sequences.
+        window: tokens that a token attends to; None is all before it.
     """
     assert model.kv_channels is not None, "the model config must be resolved"
     assert model.num_query_groups is not None
     assert model.ffn_hidden_size is not None
     query = model.num_attention_heads * model.kv_channels
-    attention = flops_per_square(model) * seq_length**2 * samples
+    attention = flops_per_square(model) * int(visible_square(seq_length, window)) * samples
     key_value = 2 * model.num_query_groups * model.kv_channels
     projections = 6 * model.hidden_size * (2 * query + key_value)
     mlp = 6 * model.hidden_size * model.ffn_hidden_size * (3 if model.swiglu else 2)
@@ -65,6 +78,15 @@ def flops_per_square(model: ModelConfig) -> float:
     """
     assert model.kv_channels is not None, "the model config must be resolved"
     return 6.0 * model.num_attention_heads * model.kv_channels * model.num_layers
+
+
+def visible_square(length: Lengths, window: int | None) -> Lengths:
+    """Return n^2 for documents of n tokens, or what takes its place with a window of w: 2 w n -
+    w^2, since twice the area of a causal band is that of the square less the part out of sight."""
+    if window is None:
+        return length * length
+    seen = np.minimum(length, window)
+    return seen * (2 * length - seen)
 
 
 def peak_flops(device_name: str | None) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.training.config.resolve import Run
-from megatron.training.monitoring.flops import flops_per_square, training_flops
+from megatron.training.monitoring.flops import flops_per_square, training_flops, visible_square
 from megatron.training.monitoring.log_line import StepRecord
 from megatron.training.progress_state import Progress
 
@@ -53,7 +53,7 @@ class Speedometer:
     Args:
         tokens_per_step: over all ranks.
         flops_per_step: over all ranks, each sample one document.
-        squares_per_step: the sum of squared sample lengths in that.
+        squares_per_step: the sum of squared sample lengths in that, less what a window hides.
         flops_per_square: of attention, for each of them.
         world_size: number of ranks.
         peak_flops: of one device, where it is known.
@@ -70,7 +70,7 @@ class Speedometer:
     def of(run: Run, *, padded_vocab_size: int, peak_flops: float | None) -> Speedometer:
         """Return the speedometer of a run."""
         training = run.config.training
-        batch = training.global_batch_size or 0
+        batch, window = training.global_batch_size or 0, run.config.visibility.window_size
         return Speedometer(
             tokens_per_step=batch * training.seq_length,
             flops_per_step=training_flops(
@@ -78,8 +78,9 @@ class Speedometer:
                 vocab_size=padded_vocab_size,
                 seq_length=training.seq_length,
                 samples=batch,
+                window=window,
             ),
-            squares_per_step=batch * training.seq_length**2,
+            squares_per_step=batch * int(visible_square(training.seq_length, window)),
             flops_per_square=flops_per_square(run.config.model),
             world_size=run.world_size,
             peak_flops=peak_flops,
@@ -90,8 +91,8 @@ class Speedometer:
 
         Args:
             steps: how many.
-            squares: sum of squared document lengths in all of them; 0 if each sample is one
-                document.
+            squares: sum of squared document lengths in all of them, less what a window hides; 0 if
+                each sample is one document.
         """
         fewer = self.squares_per_step * steps - squares if squares else 0
         return self.flops_per_step * steps - fewer * self.flops_per_square

@@ -34,7 +34,6 @@ class Answer:
         return f"{spelling}: {mend}: {self.reason}"
 
 
-_CONTEXT = "there is no context parallelism yet"
 _EXPERTS = "there is no mixture of experts yet"
 _FORMAT = "checkpoints have one format, safetensors with a manifest, that loads on any layout"
 _WRITER = "checkpoints are written by the ranks themselves while training waits"
@@ -75,7 +74,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("", "multi-head latent attention is not here",
      "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
      "mscale mscale-all-dim rotary-scaling-factor"),
-    ("", "attention sees the whole sequence", "window-size window-attn-skip-freq softmax-type"),
+    ("window-size", "all layers have one window", "window-attn-skip-freq"),
     ("init-method-std", "every weight is drawn from a normal distribution",
      "init-method-xavier-uniform embedding-init-method-std"),
     ("", "weights are drawn from --seed alike on every layout and device",
@@ -102,7 +101,12 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "no-deallocate-pipeline-outputs"),
     ("pipeline-model-parallel-size", "there is one pipeline, over NCCL on GPUs and gloo on CPUs",
      "pipeline-model-parallel-comm-backend"),
-    ("", _CONTEXT, "cp-comm-type hierarchical-context-parallel-sizes calculate-cp-balance"),
+    ("cp-comm-type", "one engine attends over all ranks of context parallelism",
+     "hierarchical-context-parallel-sizes"),
+    ("context-parallel-size", "its zigzag order gives every rank as many pairs",
+     "calculate-cp-balance context-parallel-load-balance"),
+    ("context-parallel-size", "every sample is cut over as many ranks, whatever its documents",
+     "hybrid-context-parallel dynamic-context-parallel max-seqlen-per-dp-cp-rank"),
     ("", _EXPERTS, "num-experts overlap-moe-expert-parallel-comm"),
     ("overlap-param-gather", "its first gathers start at the end of the optimizer step",
      "overlap-param-gather-with-optimizer-step"),
@@ -253,7 +257,6 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
 
 _DEGREES: Mapping[str, str] = types.MappingProxyType(
     {
-        "context-parallel-size": _CONTEXT,
         "expert-model-parallel-size": _EXPERTS,
         "expert-tensor-parallel-size": _EXPERTS,
     }
@@ -273,6 +276,7 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             }
         ),
         "optimizer": types.MappingProxyType({"dist_muon": "muon"}),
+        "cp-comm-type": types.MappingProxyType({"allgather": "all_gather"}),
         "attention-backend": types.MappingProxyType({"local": "reference", "unfused": "reference"}),
     }
 )
@@ -294,6 +298,8 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("position-embedding-type", "mrope"): "positions enter as rotations of one axis",
         ("position-embedding-type", "relative"): "positions enter as rotations",
         ("dataloader-type", "external"): "samples come from token files",
+        ("cp-comm-type", "a2a+p2p"): "one engine attends over all ranks",
+        ("softmax-type", "off-by-one"): "learnable starts there: its logits are 0 at first",
         ("tokenizer-type", "GPT2BPETokenizer"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "TikTokenizer"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "BertWordPieceLowerCase"): "save it as a tokenizer.json and take hf",

@@ -12,7 +12,8 @@ stay names for both together.
 
 `dp` alone is ambiguous, so two names are used throughout: `replicate` (dp: the ranks that hold the
 same weights and optimizer state when nothing is sharded over data) and `lanes` (gtp × cp × dp: the
-ranks that see different tokens). `inner_lanes` × `outer_lanes` are the lanes.
+ranks that see different tokens). `samples` (gtp × dp) are those that see different samples: ranks
+of cp share one. `inner_lanes` × `outer_lanes` are the lanes.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "expert_outer_lanes": ("edp_outer",),
         "gather_lanes": ("gtp", "cp", "dp_inner"),
         "expert_gather_lanes": ("egtp", "edp_inner"),
+        "samples": ("gtp", "dp"),
     }
 )
 

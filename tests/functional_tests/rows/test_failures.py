@@ -154,9 +154,9 @@ def plant_slow_rank(rank: int) -> None:
     if rank == 1:
         whole = pretraining.take
 
-        def slow(*arguments):
+        def slow(*arguments, **more):
             time.sleep(0.25)
-            return whole(*arguments)
+            return whole(*arguments, **more)
 
         pretraining.take = slow
 

@@ -71,11 +71,11 @@ def _slow_rank(rank: int, world: int, port: int, argv: list[str]) -> None:
 
     whole = pretraining.take
 
-    def slow(*arguments):
+    def slow(*arguments, **more):
         if rank == 0:
             print("sleeping", flush=True)
             time.sleep(30)
-        return whole(*arguments)
+        return whole(*arguments, **more)
 
     pretraining.take = slow
     rank_process(rank, world, port, argv)

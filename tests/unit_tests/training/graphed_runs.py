@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.comm.links import simulated
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -66,7 +67,7 @@ def data(
 ) -> list[Microbatch]:
     """Return the microbatches of a step: two, or one where it is shorter."""
     made = [
-        microbatch(seed=9, lane=lane, index=2 * step + i, batch=2, sequence=11, vocabulary=37)
+        microbatch(seed=9, lane=lane, index=2 * step + i, batch=2, sequence=12, vocabulary=37)
         for i in range(1 if step in SHORTER else 2)
     ]
     plain = [
@@ -76,10 +77,20 @@ def data(
     if not documents:
         return plain
     cut = 3 + step % 5
-    places = torch.arange(11, device=device).expand(2, 11)
+    places = torch.arange(12, device=device).expand(2, 12)
     ids = (places >= cut).long()
     places = places - cut * ids
     return [replace(b, positions=places, document_ids=ids) for b in plain]
+
+
+def of_rank(batches: list[Microbatch], groups: ProcessGroupCollection) -> list[Microbatch]:
+    """Return this context-parallel rank's part of microbatches."""
+    group, found = groups["cp"], []
+    for b in batches:
+        layout = SequenceLayout.make(SequenceCut.of(12, group.size), group.rank, rows=2)
+        parts = (layout.local(x) for x in (b.tokens, b.labels, b.loss_mask))
+        found.append(Microbatch(*parts, b.sample_ids, layout=layout))
+    return found
 
 
 def step_of(
@@ -116,17 +127,21 @@ def step_of(
 
 def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
     """Run the steps, skipping some for their loss, evaluating between others."""
-    lane, losses, launched = step.groups["lanes"].rank, [], []
+    lane, losses, launched = step.groups["samples"].rank, [], []
+
+    def batches_of(index: int) -> list[Microbatch]:
+        found = data(lane, index, **options)
+        return of_rank(found, step.groups) if step.groups["cp"].size > 1 else found
+
     options = {"documents": documents, "device": step.engine.store.device}
     for i in range(STEPS):
         limit = 0.0 if i in SKIPPED else 1e9
-        batches = data(lane, i, **options)
-        report = step(batches, lr=1e-2, weight_decay=0.01, loss_limit=limit)
+        report = step(batches_of(i), lr=1e-2, weight_decay=0.01, loss_limit=limit)
         assert report.spiked == (i in SKIPPED)
         losses.append(report.loss)
         launched.append(step.engine.launched_in_backward)
         if i in EVALUATED:
-            losses.append(step.evaluate(data(lane, 50 + i, **options)))
+            losses.append(step.evaluate(batches_of(50 + i)))
     store = step.model.store
     step.engine.start_param_sync(force_sync=True)
     held = {

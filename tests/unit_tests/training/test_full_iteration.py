@@ -9,12 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.backend import LOCAL
 from megatron.core.comm.links import simulated
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.full_iteration import PATIENCE, StepInputs
 from megatron.training.graph_recorder import CudaRecorder
+from megatron.training.step import Microbatch
 from tests.support.capture_rules import CaptureError, CaptureRules
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
@@ -93,6 +96,19 @@ def test_hybrid_sharding_gathers_over_the_outer_ranks_inside_the_graph():
 
 def test_tensor_parallel_ranks_are_replayed():
     run_ranks(cases, 2, {"tp": 2}, [{}])
+
+
+def context_cases(rank: int, world: int, engines: list[str]) -> None:
+    """Compare with sequences that are cut over the ranks, for each engine of attention."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    for engine in engines:
+        backend = dataclasses.replace(LOCAL, context_engine=engine)
+        found = both(groups, DataParallelConfig(), model=WITHOUT_DROPOUT, backend=backend)
+        assert_equal_runs(*found)
+
+
+def test_ranks_that_share_sequences_are_replayed():
+    run_ranks(context_cases, 2, ["p2p", "all_gather", "a2a"])
 
 
 # --- what cannot be recorded ----------------------------------------------------------------------
@@ -186,10 +202,48 @@ def test_what_a_step_returns_outlives_the_next_replay():
 # --- its parts ------------------------------------------------------------------------------------
 
 
+def laid_out(batches: list[Microbatch], *, by_blocks: bool = False) -> list[Microbatch]:
+    """Return microbatches whose documents are in a layout, by ids or by where they begin."""
+    found = []
+    for b in batches:
+        rows = {"positions": b.positions, "document_ids": b.document_ids}
+        cut = SequenceCut.of(b.tokens.shape[1], 1)
+        layout = SequenceLayout.make(cut, 0, rows=2, masks_by_ids=not by_blocks, **rows)
+        layout = layout.with_samples(b.sample_ids)
+        found.append(dataclasses.replace(b, layout=layout, positions=None, document_ids=None))
+    return found
+
+
+def test_inputs_in_a_layout_keep_their_addresses_and_take_the_new_ones():
+    first, second = (laid_out(data(0, i, documents=True)) for i in (0, 7))
+    inputs = StepInputs(first, torch.ones(2))
+    layouts = [m.layout for m in inputs.microbatches]
+    names = ("positions", "document_ids", "sample_ids")
+    addresses = [getattr(x, n).data_ptr() for x in layouts for n in names]
+    assert inputs.fit(second)
+    inputs.take(second, torch.ones(2))
+    assert addresses == [getattr(x, n).data_ptr() for x in layouts for n in names]
+    for mine, given, before in zip(layouts, second, first, strict=True):
+        for name in names:
+            assert torch.equal(getattr(mine, name), getattr(given.layout, name)), name
+            assert not torch.equal(getattr(before.layout, name), getattr(given.layout, name)), name
+    assert torch.equal(first[0].layout.positions, data(0, 0, documents=True)[0].positions.t())
+
+
+def test_blocks_of_other_documents_do_not_fit():
+    first, same, other = (
+        laid_out(data(0, i, documents=True), by_blocks=True) for i in (0, 5 * 2, 1)
+    )
+    inputs = StepInputs(first, torch.ones(2))
+    assert inputs.fit(same)
+    assert not inputs.fit(other)
+    assert not inputs.fit(laid_out(data(0, 0, documents=True)))
+
+
 def test_inputs_keep_their_addresses_and_take_every_field():
     first, second = data(0, 0, documents=True), data(1, 7, documents=True)
     inputs = StepInputs(first, torch.tensor([1.0, 2.0]))
-    fields = [f.name for f in dataclasses.fields(first[0])]
+    fields = [f.name for f in dataclasses.fields(first[0]) if f.name != "layout"]
     addresses = [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
     assert inputs.fit(second)
     inputs.take(second, torch.tensor([3.0, 4.0]))

@@ -105,7 +105,7 @@ def test_a_whole_script_is_answered_in_one_line():
 
 
 def test_a_degree_of_one_says_what_is_so_and_any_other_is_an_error():
-    for name in ("context-parallel-size", "expert-model-parallel-size"):
+    for name in ("expert-tensor-parallel-size", "expert-model-parallel-size"):
         assert small_config(f"--{name} 1") == small_config()
         for wrong in (f"--{name} 2", f"--{name}", f"--{name} 1 1", f"--{name}=2"):
             with pytest.raises(ValueError, match=f"--{name}.*: leave it out: only 1 works"):

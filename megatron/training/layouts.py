@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: which tokens of its samples' rows this rank has, and where documents meet in them.
+
+Made on the host, where batches are read: all layers of a microbatch then share one, and only the
+tokens that this rank works on are copied to its device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.process_groups import Group
+from megatron.training.config.resolve import Run
+from megatron.training.run_groups import RunGroups
+
+#: Documents of this many tokens on average are attended one by one on a CPU; with shorter ones a
+#: call for each costs more than the pairs that a mask hides.
+DOCUMENT_TOKENS = 64
+
+
+class Layouts:
+    """Makes the layouts of a run's batches.
+
+    Args:
+        context: the ranks that share the tokens of a row.
+        device: where layers work.
+        by_blocks: whether documents of whole rows may be attended one by one.
+    """
+
+    def __init__(self, context: Group, device: torch.device, *, by_blocks: bool = False) -> None:
+        self._context, self._device, self._by_blocks = context, device, by_blocks
+        self._dense: dict[tuple[int, int], SequenceLayout] = {}
+
+    def of(self, batch: GPTBatch) -> SequenceLayout | None:
+        """Return the layout of a batch, without samples; None where rows are whole and hold one
+        document each, or are masked by document ids.
+
+        Raises:
+            ValueError: rows that do not divide over the ranks.
+        """
+        rows, length = batch.loss_mask.shape
+        if self._context.size == 1 and not self._part_by_part(batch):
+            return None
+        if batch.positions is None and batch.document_ids is None:
+            if (rows, length) not in self._dense:
+                self._dense[rows, length] = self._make(batch)
+            return self._dense[rows, length]
+        return self._make(batch)
+
+    def _make(self, batch: GPTBatch) -> SequenceLayout:
+        rows, length = batch.loss_mask.shape
+        return SequenceLayout.make(
+            SequenceCut.of(length, self._context.size),
+            self._context.rank,
+            rows=rows,
+            positions=batch.positions,
+            document_ids=batch.document_ids,
+            device=self._device,
+        )
+
+    def _part_by_part(self, batch: GPTBatch) -> bool:
+        """Return whether to attend to the documents of whole rows one by one."""
+        if batch.document_ids is None or not self._by_blocks:
+            return False
+        documents = int((batch.document_ids[:, -1] - batch.document_ids[:, 0] + 1).sum())
+        return batch.loss_mask.numel() >= DOCUMENT_TOKENS * documents
+
+
+def layouts_of(run: Run, place: RunGroups) -> Layouts:
+    """Return what makes the layouts of a run."""
+    # On a GPU one call masks documents of any length; there a fixed kernel is asked for as well.
+    by_blocks = place.device.type == "cpu" and run.config.parallel.attention_backend == "auto"
+    return Layouts(place.groups["cp"], place.device, by_blocks=by_blocks)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line of a run's log on context parallelism: the engine of attention, and why it was taken."""
+
+from __future__ import annotations
+
+from megatron.core.context_parallel.choice import AttentionShape, choose
+from megatron.training.config import Config
+from megatron.training.config.resolve import Run
+from megatron.training.gpt_options import weight_dtype
+
+
+def context_words(config: Config) -> str:
+    """Return context parallelism for a line about all kinds; nothing for one rank."""
+    cp = config.parallel.context_parallel_size
+    return f"context parallel {cp}, " if cp > 1 else ""
+
+
+def context_line(run: Run) -> str | None:
+    """Return how attention meets the tokens of other ranks and why; None where there are none."""
+    parallel, model, training = run.config.parallel, run.config.model, run.config.training
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if cp == 1:
+        return None
+    assert model.kv_channels is not None, "the config must be resolved"
+    assert model.num_query_groups is not None
+    shape = AttentionShape(
+        tokens=training.seq_length // cp,
+        rows=training.micro_batch_size,
+        heads=model.num_attention_heads // tp,
+        groups=max(1, model.num_query_groups // tp),
+        features=model.kv_channels,
+        element_bytes=weight_dtype(run.config).itemsize,
+    )
+    choice = choose(parallel.cp_comm_type, shape, cp)
+    return (
+        f"context parallel {cp} by {choice.engine}: {choice.why}; each rank has {shape.tokens:,} "
+        f"of the {training.seq_length:,} tokens of a sample"
+    )

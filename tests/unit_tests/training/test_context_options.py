@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism from its options to a rank's microbatches, log lines and operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.device import pin
+from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from megatron.training.config.check import check
+from megatron.training.config.resolve import resolve
+from megatron.training.gpt_options import backend, gpt_config
+from megatron.training.layouts import DOCUMENT_TOKENS, Layouts
+from megatron.training.monitoring.context_line import context_line, context_words
+from megatron.training.monitoring.flops import training_flops, visible_square
+from megatron.training.monitoring.step_window import Speedometer
+from megatron.training.pretraining import microbatch, squared_lengths
+from megatron.training.run_groups import rank_grid
+from tests.support.ranks import run_ranks
+from tests.unit_tests.training.small_config import small_config
+
+CP, TP = "--context-parallel-size", "--tensor-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "problem"),
+    [
+        (
+            f"{CP} 3 --seq-length 24",
+            4,
+            f"{CP} 3 does not divide the world of 4 processes: start a multiple of 3 processes or "
+            "lower it",
+        ),
+        (
+            f"{CP} 2 {TP} 2 --pipeline-model-parallel-size 2",
+            4,
+            f"{TP} 2 x {CP} 2 x --pipeline-model-parallel-size 2 = 8 does not divide the world of "
+            "4 processes: start a multiple of 8 processes or lower it",
+        ),
+        (
+            f"{CP} 4",
+            4,
+            f"--seq-length 20 is not a multiple of 2 x {CP} 4 = 8, two chunks of each sample for "
+            "every rank: use 24, for example",
+        ),
+        (
+            f"{CP} 2 {TP} 3 --sequence-parallel",
+            6,
+            f"--seq-length 20 is not a multiple of {TP} 3 x {CP} 2, which --sequence-parallel "
+            "needs: change one",
+        ),
+        (
+            f"{CP} 4 --seq-length 24 --cp-comm-type a2a",
+            4,
+            f"--cp-comm-type a2a: 6 heads do not divide over {CP} 4: use --cp-comm-type p2p",
+        ),
+        (
+            f"{CP} 2 {TP} 2 --cp-comm-type a2a",
+            4,
+            "--cp-comm-type a2a: 3 heads on each of 2 tensor parallel ranks do not divide over "
+            f"{CP} 2: use --cp-comm-type p2p",
+        ),
+        (
+            f"{CP} 4 --seq-length 24 --num-attention-heads 12 --cp-comm-type a2a "
+            "--group-query-attention --num-query-groups 3",
+            4,
+            f"--cp-comm-type a2a: 3 query groups do not divide over {CP} 4: use --cp-comm-type p2p",
+        ),
+        (
+            "--cp-comm-type p2p",
+            2,
+            f"--cp-comm-type has no effect without {CP} above 1: add that",
+        ),
+        (
+            f"{CP} 2 --attention-backend reference",
+            2,
+            f"--attention-backend reference has no effect with {CP} 2, which takes what its device "
+            "has: leave it at auto",
+        ),
+        (
+            f"{CP} 2 --cuda-graph-impl full_iteration --reset-attention-mask",
+            2,
+            f"{CP} 2 with --reset-attention-mask attends block by block where documents meet, "
+            "other blocks in every step: drop it or --cuda-graph-impl full_iteration",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_named(more: str, world: int, problem: str):
+    assert check(small_config(more), world) == [problem]
+
+
+@pytest.mark.parametrize("wrong", [f"{CP} 0", "--window-size 0", "--window-size -1"])
+def test_values_that_are_no_sizes(wrong):
+    with pytest.raises(ValueError, match=f"{wrong.split()[0]} is .*: it must be above 0"):
+        small_config(wrong)
+
+
+def test_all_that_is_wrong_is_named_at_once():
+    wrong = f"{CP} 4 --cp-comm-type a2a --attention-backend triton --attention-dropout 0"
+    found = check(small_config(wrong), 6)
+    assert [text.split(":")[0].split(" is ")[0].split(" does ")[0] for text in found] == [
+        f"{CP} 4",
+        "--seq-length 20",
+        f"--attention-backend triton has no effect with {CP} 4, which takes what its device has",
+        "--cp-comm-type a2a",
+    ]
+
+
+def test_ranks_that_share_samples_are_no_data_parallel_ones():
+    run = resolve(small_config(f"{CP} 2 {TP} 2 --global-batch-size 12"), 8)
+    assert (run.data_parallel_size, run.num_microbatches) == (2, 2)
+    assert rank_grid(run) == RankGrid(world_size=8, tp=2, cp=2)
+    assert backend(run.config).context_engine == "auto"
+    chosen = resolve(small_config(f"{CP} 2 --cp-comm-type allgather"), 2).config
+    assert backend(chosen).context_engine == "all_gather"
+
+
+def test_a_window_and_sinks_reach_the_model():
+    run = resolve(small_config("--window-size 7 --softmax-type learnable"), 1)
+    attention = gpt_config(run.config, 61).attention
+    assert (attention.window, attention.sinks) == (7, True)
+    plain = gpt_config(resolve(small_config(), 1).config, 61).attention
+    assert (plain.window, plain.sinks) == (None, False)
+
+
+def test_options_are_checked_without_torch():
+    program = (
+        "import sys\n"
+        "from megatron.training.config.check import check\n"
+        "from tests.unit_tests.training.small_config import small_config\n"
+        f"assert check(small_config('{CP} 3 --cp-comm-type a2a'), 3)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_log_says_which_engine_and_why():
+    assert context_line(resolve(small_config(), 1)) is None
+    assert context_words(small_config()) == ""
+    run = resolve(small_config(f"{CP} 2 {TP} 2"), 4)
+    assert context_words(run.config) == "context parallel 2, "
+    line = context_line(run)
+    assert line is not None
+    assert line.startswith(
+        "context parallel 2 by all_gather: least of what leaves a rank per layer"
+    )
+    assert line.endswith("each rank has 10 of the 20 tokens of a sample")
+    assert "not a2a: 3 query heads do not divide over 2" in line
+    asked = context_line(resolve(small_config(f"{CP} 2 --cp-comm-type a2a"), 2))
+    assert asked is not None
+    assert asked.startswith("context parallel 2 by a2a: a2a was asked for")
+
+
+# --- microbatches ---------------------------------------------------------------------------------
+
+
+def batch(documents: bool, length: int = 12) -> GPTBatch:
+    """Return two rows, one of them of two documents."""
+    tokens = torch.arange(2 * (length + 1)).view(2, -1)
+    more = {}
+    if documents:
+        ids = torch.zeros(2, length, dtype=torch.int32)
+        ids[1, 5:] = 1
+        positions = torch.arange(length).repeat(2, 1)
+        positions[1, 5:] -= 5
+        more = {"document_ids": ids, "positions": positions}
+    mask = torch.rand(2, length)
+    return GPTBatch(tokens=tokens, loss_mask=mask, sample_ids=torch.arange(2) + 7, **more)
+
+
+def parts(rank: int, world: int, documents: bool):
+    """Return this rank's part of a batch."""
+    torch.manual_seed(3)
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    assert groups["samples"].size == 1
+    layouts = Layouts(groups["cp"], torch.device("cpu"))
+    first, again = (
+        microbatch(batch(documents), torch.device("cpu"), layouts=layouts) for _ in "ab"
+    )
+    # Rows of one document have one layout, so that what is worked out stays.
+    assert (first.layout is again.layout) == (not documents)
+    assert list(first.documents) == ["layout"]
+    assert first.layout.sample_ids is None, "samples come with training alone"
+    layout = first.layout
+    return first.tokens, first.labels, first.loss_mask, layout.positions, layout.documents
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_each_rank_takes_its_columns(documents):
+    torch.manual_seed(3)
+    whole = batch(documents)
+    for rank, (tokens, labels, mask, positions, bounds) in enumerate(
+        run_ranks(parts, 2, documents)
+    ):
+        own = [0, 1, 2, 9, 10, 11] if rank == 0 else [3, 4, 5, 6, 7, 8]
+        assert torch.equal(tokens, whole.input_ids[:, own])
+        assert torch.equal(labels, whole.labels[:, own])
+        assert torch.equal(mask, whole.loss_mask[:, own])
+        if documents:
+            assert torch.equal(positions, whole.positions[:, own].t())
+            assert bounds == ((0, 12), (0, 5, 12))
+        else:
+            assert positions.tolist() == own
+            assert bounds is None
+
+
+def test_whole_rows_have_a_layout_where_documents_are_attended_one_by_one():
+    device, one = torch.device("cpu"), Group.single("cp")
+    long, short = batch(True, 2 * DOCUMENT_TOKENS), batch(True, 12)
+    assert Layouts(one, device, by_blocks=True).of(batch(False)) is None
+    assert Layouts(one, device, by_blocks=False).of(long) is None
+    assert Layouts(one, device, by_blocks=True).of(short) is None
+    layout = Layouts(one, device, by_blocks=True).of(long)
+    assert layout is not None
+    assert layout.documents == ((0, 128), (0, 5, 128))
+    assert layout.document_ids is None
+    made = microbatch(long, device, layouts=Layouts(one, device, by_blocks=True))
+    assert torch.equal(made.tokens, long.input_ids)
+    assert pin(made.tokens, device) is made.tokens
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "window"), [(7, None), (7, 3), (7, 7), (7, 9), (1, 1)])
+def test_a_window_s_square_is_twice_the_pairs_it_shows(length, window):
+    pairs = sum(min(q + 1, window or length) for q in range(length))
+    # The triangle is counted as half of the square: without half of the diagonal, as for n^2.
+    assert visible_square(length, window) == 2 * pairs - min(length, window or length)
+
+
+def test_a_window_leaves_fewer_operations():
+    run = resolve(small_config("--window-size 5 --global-batch-size 6"), 1)
+    model = run.config.model
+    shape = {"vocab_size": 128, "seq_length": 20, "samples": 6}
+    whole, seen = training_flops(model, **shape), training_flops(model, **shape, window=5)
+    squares = 20**2 - 5 * (2 * 20 - 5)
+    assert whole - seen == 6 * model.num_layers * model.hidden_size * squares * 6
+    speed = Speedometer.of(run, padded_vocab_size=128, peak_flops=None)
+    assert speed.flops_per_step == seen
+    # Documents of the whole sample's length are the sample.
+    assert speed.flops(steps=1, squares=6 * 5 * (2 * 20 - 5)) == seen
+    two = dataclasses.replace(batch(True))
+    assert squared_lengths(two, 5) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)
+    assert squared_lengths(two) == 144 + 25 + 49

@@ -10,14 +10,11 @@ from __future__ import annotations
 import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel.blockwise import worth_blocks
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.process_groups import Group
 from megatron.training.config.resolve import Run
 from megatron.training.run_groups import RunGroups
-
-#: Documents of this many tokens on average are attended one by one on a CPU; with shorter ones a
-#: call for each costs more than the pairs that a mask hides.
-DOCUMENT_TOKENS = 64
 
 
 class Layouts:
@@ -26,11 +23,14 @@ class Layouts:
     Args:
         context: the ranks that share the tokens of a row.
         device: where layers work.
-        by_blocks: whether documents of whole rows may be attended one by one.
+        block_heads: query heads of a rank, where documents of whole rows may be attended one by
+            one; None masks them.
     """
 
-    def __init__(self, context: Group, device: torch.device, *, by_blocks: bool = False) -> None:
-        self._context, self._device, self._by_blocks = context, device, by_blocks
+    def __init__(
+        self, context: Group, device: torch.device, *, block_heads: int | None = None
+    ) -> None:
+        self._context, self._device, self._block_heads = context, device, block_heads
         self._dense: dict[tuple[int, int], SequenceLayout] = {}
 
     def of(self, batch: GPTBatch) -> SequenceLayout | None:
@@ -62,14 +62,17 @@ class Layouts:
 
     def _part_by_part(self, batch: GPTBatch) -> bool:
         """Return whether to attend to the documents of whole rows one by one."""
-        if batch.document_ids is None or not self._by_blocks:
+        if batch.document_ids is None or self._block_heads is None:
             return False
         documents = int((batch.document_ids[:, -1] - batch.document_ids[:, 0] + 1).sum())
-        return batch.loss_mask.numel() >= DOCUMENT_TOKENS * documents
+        rows, length = batch.loss_mask.shape
+        return worth_blocks(documents, rows=rows, length=length, heads=self._block_heads)
 
 
 def layouts_of(run: Run, place: RunGroups) -> Layouts:
     """Return what makes the layouts of a run."""
-    # On a GPU one call masks documents of any length; there a fixed kernel is asked for as well.
-    by_blocks = place.device.type == "cpu" and run.config.parallel.attention_backend == "auto"
-    return Layouts(place.groups["cp"], place.device, by_blocks=by_blocks)
+    parallel = run.config.parallel
+    # On a GPU one call masks documents of any length, and a kernel asked for by name is one call.
+    masks = place.device.type != "cpu" or parallel.attention_backend != "auto"
+    heads = run.config.model.num_attention_heads // parallel.tensor_model_parallel_size
+    return Layouts(place.groups["cp"], place.device, block_heads=None if masks else heads)

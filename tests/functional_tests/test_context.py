@@ -116,14 +116,18 @@ def test_eight_ranks_on_the_corpus_are_resumed_by_one(tmp_path):
     model = "--num-layers 2 --hidden-size 48 --ffn-hidden-size 64 --seq-length 256"
     whole, save = tmp_path / "whole.jsonl", tmp_path / "save"
     common = f"{SHORT} {model} --tokenizer-type byte --train-iters 6 --eval-interval 0"
-    argv = [w for w in flags(tmp_path / "corpus", common) if w not in ("--vocab-size", "61")]
-    run_on(1, [*argv, "--metrics-file", str(whole)])
-    more = [*f"--save {save} --load {save} --save-interval 3 --exit-interval 3".split()]
-    layout = f"{TP} {CP} --pipeline-model-parallel-size 2 --sequence-parallel".split()
-    job = torchrun([*argv, *more, *layout], "--standalone", processes=8)
+
+    def argv(more: str) -> list[str]:
+        words = flags(tmp_path / "corpus", f"{common} {more}")
+        return [word for word in words if word not in ("--vocab-size", "61")]
+
+    run_on(1, argv(f"--metrics-file {whole}"))
+    saves = f"--save {save} --load {save} --save-interval 3"
+    layout = f"{TP} {CP} --pipeline-model-parallel-size 2 --sequence-parallel"
+    job = torchrun(argv(f"{saves} --exit-interval 3 {layout}"), "--standalone", processes=8)
     output, _ = job.communicate(timeout=400)
     assert job.returncode == 0, output
     assert "tensor parallel 2 with sequence parallel, context parallel 2, pipeline paral" in output
     assert latest_checkpoint(save, say=print) == save / "iter_0000003"
-    run_on(1, [*argv, "--save", str(save), "--load", str(save)])
+    run_on(1, argv(saves))
     assert losses(save / "metrics.jsonl") == pytest.approx(losses(whole), rel=1e-6)

@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 
+from megatron.core.context_parallel.blockwise import worth_blocks
 from megatron.core.datasets.samplers import GPTBatch
-from megatron.core.device import pin
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import backend, gpt_config
-from megatron.training.layouts import DOCUMENT_TOKENS, Layouts
+from megatron.training.layouts import Layouts
 from megatron.training.monitoring.context_line import context_line, context_words
 from megatron.training.monitoring.flops import training_flops, visible_square
 from megatron.training.monitoring.step_window import Speedometer
@@ -212,17 +212,20 @@ def test_each_rank_takes_its_columns(documents):
 
 def test_whole_rows_have_a_layout_where_documents_are_attended_one_by_one():
     device, one = torch.device("cpu"), Group.single("cp")
-    long, short = batch(True, 2 * DOCUMENT_TOKENS), batch(True, 12)
-    assert Layouts(one, device, by_blocks=True).of(batch(False)) is None
-    assert Layouts(one, device, by_blocks=False).of(long) is None
-    assert Layouts(one, device, by_blocks=True).of(short) is None
-    layout = Layouts(one, device, by_blocks=True).of(long)
+    many, few = {"block_heads": 64}, {"block_heads": 1}
+    documents = batch(True, 80)
+    assert worth_blocks(3, rows=2, length=80, heads=64)
+    assert not worth_blocks(3, rows=2, length=80, heads=1)
+    assert Layouts(one, device, **many).of(batch(False)) is None
+    assert Layouts(one, device).of(documents) is None
+    assert Layouts(one, device, **few).of(documents) is None
+    layout = Layouts(one, device, **many).of(documents)
     assert layout is not None
-    assert layout.documents == ((0, 128), (0, 5, 128))
+    assert layout.documents == ((0, 80), (0, 5, 80))
     assert layout.document_ids is None
-    made = microbatch(long, device, layouts=Layouts(one, device, by_blocks=True))
-    assert torch.equal(made.tokens, long.input_ids)
-    assert pin(made.tokens, device) is made.tokens
+    made = microbatch(documents, device, layouts=Layouts(one, device, **many))
+    assert torch.equal(made.tokens, documents.input_ids)
+    assert torch.equal(made.labels, documents.labels)
 
 
 # --- operations -----------------------------------------------------------------------------------

@@ -32,24 +32,44 @@ def stage_split(config: Config) -> StageSplit:
 
 def schedule_name(config: Config) -> str:
     """Return the schedule that the stages of a config without problems follow."""
-    chosen = config.pipeline.pipeline_schedule
-    if chosen != "auto":
-        return chosen
-    return "interleaved" if stage_split(config).chunks > 1 else "1f1b"
+    return _schedule_name(config, stage_split(config).chunks)
 
 
 def problems(config: Config, world_size: int) -> Iterator[str]:
     """Name what is wrong with the stages on `world_size` processes, each with its mend."""
     chosen = config.pipeline
-    found = list(pipeline.problems(chosen))
-    if not found:
-        found += _pattern(config)
-        if chosen.pipeline_model_parallel_size > 1:
-            found += _layers(config)
+    found = [*pipeline.problems(chosen), *_pattern(config)]
+    if chosen.pipeline_model_parallel_size > 1:
+        found += _layers(config)
+        chunks = _chunks(config)
+        if chunks is not None:
+            found += _order(config, world_size, chunks=chunks)
+        if not found:
+            found += _recompute(config)
     yield from found
-    if not found and chosen.pipeline_model_parallel_size > 1:
-        yield from _recompute(config)
-        yield from _order(config, world_size)
+
+
+def _schedule_name(config: Config, chunks: int) -> str:
+    chosen = config.pipeline.pipeline_schedule
+    if chosen != "auto":
+        return chosen
+    return "interleaved" if chunks > 1 else "1f1b"
+
+
+def _chunks(config: Config) -> int | None:
+    """Return the virtual stages of each rank; None if the options do not say."""
+    chosen = config.pipeline
+    written = chosen.pipeline_model_parallel_layout
+    if written is None and chosen.cuts_pattern:
+        written = chosen.hybrid_layer_pattern
+    if written is None:
+        both = (
+            chosen.num_layers_per_virtual_pipeline_stage,
+            chosen.num_virtual_stages_per_pipeline_rank,
+        )
+        return None if None not in both else _even_chunks(config)
+    parts, stages = written.count("|") + 1, chosen.pipeline_model_parallel_size
+    return None if parts % stages or "(" in written else parts // stages
 
 
 def _pattern(config: Config) -> Iterator[str]:
@@ -100,23 +120,27 @@ def _recompute(config: Config) -> Iterator[str]:
         )
 
 
-def _order(config: Config, world_size: int) -> Iterator[str]:
-    """Name what is wrong with the order of work."""
-    chosen, split, name = config.pipeline, stage_split(config), schedule_name(config)
+def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
+    """Name what is wrong with the order of work of so many virtual stages on each rank."""
+    chosen, name = config.pipeline, _schedule_name(config, chunks)
     group = chosen.microbatch_group_size_per_virtual_pipeline_stage
     group_flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     found = False
-    if name != "interleaved" and split.chunks > 1:
+    if name != "interleaved" and chunks > 1:
         found = True
         yield (
-            f"--pipeline-schedule {name} has one virtual stage per rank, not {split.chunks}: take "
+            f"--pipeline-schedule {name} has one virtual stage per rank, not {chunks}: take "
             "interleaved, or one virtual stage"
         )
-    if name == "interleaved" and split.chunks == 1:
+    if name == "interleaved" and chunks == 1:
         found = True
+        each = chosen.num_layers_per_virtual_pipeline_stage
+        mend = "give --num-virtual-stages-per-pipeline-rank"
+        if each is not None:
+            mend = f"lower --num-layers-per-virtual-pipeline-stage {each}"
         yield (
-            "--pipeline-schedule interleaved needs several virtual stages per rank: give "
-            "--num-virtual-stages-per-pipeline-rank, or take 1f1b"
+            f"--pipeline-schedule interleaved needs several virtual stages per rank: {mend}, or "
+            "take 1f1b"
         )
     if name != "interleaved" and group is not None:
         found = True
@@ -125,9 +149,9 @@ def _order(config: Config, world_size: int) -> Iterator[str]:
     if not found and microbatches is not None:
         for problem in schedule.problems(
             name,
-            stages=split.stages,
+            stages=chosen.pipeline_model_parallel_size,
             microbatches=microbatches,
-            chunks=split.chunks,
+            chunks=chunks,
             group_size=group,
         ):
             yield f"{group_flag}: {problem}"

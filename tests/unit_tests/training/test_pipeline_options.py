@@ -153,11 +153,14 @@ def test_each_problem_is_found_alone(more, world, message):
 
 def test_all_problems_come_at_once():
     more = f"{PP} 2 {LAYOUT} Et|(tx {EACH} 1 {VIRTUAL} 2 --tensor-model-parallel-size 2"
-    assert len(check(small_config(more), 6)) == 4
+    assert len(check(small_config(more), 6)) == 7
     more = f"{PP} 2 {LAYOUT} t(|xL) --global-batch-size 7 --sequence-parallel"
-    assert len(check(small_config(more), 4)) == 3
+    assert len(check(small_config(more), 4)) == 4
     more = f"{PP} 2 {PATTERN} *-|*-*x| --sequence-parallel"
     assert len(check(small_config(more), 4)) == 4
+    more = f"{PP} 4 --num-layers 6 {VIRTUAL} 2 --pipeline-schedule zb-h1 {GROUP} 3"
+    found = check(small_config(more), 4)
+    assert [text.split()[0] for text in found] == [PP, "--pipeline-schedule", GROUP]
 
 
 def test_sections_say_what_is_wrong_with_their_own_values():

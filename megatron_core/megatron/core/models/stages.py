@@ -209,9 +209,14 @@ def pattern_problems(pattern: str, stages: int, *, num_layers: int | None = None
 def layout_problems(layout: str, stages: int, *, num_layers: int) -> list[str]:
     """List why a layout cannot be, each with its mend; empty if it can."""
     text, found = _written_out(layout)
-    if found:
-        return found
     what = f"pipeline layout {layout!r}"
+    if found:  # repetitions may be wrong, so nothing can be counted
+        missing = {"E": "embedding", "L": "loss"}
+        return found + [
+            f"{what} has no {symbol}: write the {name} once"
+            for symbol, name in missing.items()
+            if symbol not in layout
+        ]
     found = _part_problems(what, text, stages)
     for symbol, name, place in (("E", "embedding", "begins"), ("L", "loss", "ends")):
         count = text.count(symbol)

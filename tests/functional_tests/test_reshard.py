@@ -27,6 +27,7 @@ STRATEGY = "--data-parallel-sharding-strategy"
 CUT = f"{STRATEGY} optim_grads_params --overlap-param-gather --overlap-grad-reduce"
 HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 PIPELINE = "--pipeline-model-parallel-size"
+SHARED = f"--context-parallel-size 2 {TENSOR} 2 --sequence-parallel"
 ZB_H1 = f"{PIPELINE} 4 --pipeline-schedule zb-h1 --pipeline-model-parallel-layout E|t|t|L"
 #: Two virtual stages on each of two ranks, cut within layers too, by the launcher of real jobs.
 INTERLEAVED = f"{PIPELINE} 2 --hybrid-layer-pattern *|-*|-| {TENSOR} 2 --sequence-parallel"
@@ -34,6 +35,7 @@ INTERLEAVED = f"{PIPELINE} 2 --hybrid-layer-pattern *|-*|-| {TENSOR} 2 --sequenc
 #: Processes, layout and last iteration of each part.
 PARTS = (
     (2, f"{TENSOR} 2 {STRATEGY} optim --sequence-parallel {BUCKETS}", 4),
+    (4, f"{SHARED} {CUT} --cp-comm-type a2a", 5),
     (4, f"{CUT} {HYBRID} --param-gather-prefetch-bytes 60000 --check-weight-gather", 6),
     (4, f"{ZB_H1} --ddp-bucket-size 900", 7),
     (4, f"{INTERLEAVED} --overlap-grad-reduce {BUCKETS}", 9),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Solo, load_checkpoint, save_checkpoint
 from megatron.core.distributed import DataParallel
@@ -110,6 +111,40 @@ def test_loss_and_every_gradient_are_the_cpus(device):
         model = built(SMALL, where)
         found.append(gradients(model, DataParallel(model.store, model.groups), where))
     compare(*found)
+
+
+def packed(model, engine, device, *, masks_by_ids=False):
+    """Run a forward and backward over rows of documents, laid out on the host; return the same."""
+    tokens, labels, weights, _ = batch(model.config, CPU)
+    ids = torch.stack([torch.arange(128) >= border for border in (50, 101)]).int()
+    rows = {"document_ids": ids, "masks_by_ids": masks_by_ids, "device": device}
+    layout = SequenceLayout.make(SequenceCut.of(128, 1), 0, rows=2, **rows)
+    tokens, labels, weights = (x.contiguous().to(device) for x in (tokens, labels, weights))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.begin_step()
+        loss, _ = model.loss(tokens, labels, weights, layout=layout)
+        engine.backward(loss, last=True)
+        engine.finish()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return loss.item(), {n: h.slot.clone() for n, h in model.store.handles.items()}
+
+
+def test_documents_a_window_and_sinks_are_the_cpus_and_nothing_waits(device):
+    attention = dataclasses.replace(SMALL.attention, window=40, sinks=True)
+    config = dataclasses.replace(SMALL, attention=attention)
+    found = []
+    for where, by_ids in ((CPU, True), (device, True), (device, False)):
+        model = built(config, where)
+        engine = DataParallel(model.store, model.groups)
+        packed(model, engine, where, masks_by_ids=by_ids)  # compiles the kernels
+        found.append(packed(model, engine, where, masks_by_ids=by_ids))
+    true, *others = found
+    assert true[1]["decoder.blocks.0.attention.sinks"].abs().max() > 0
+    for mine in others:
+        compare(mine, true)
 
 
 def test_a_forward_and_backward_never_wait_for_the_gpu(device):

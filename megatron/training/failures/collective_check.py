@@ -4,8 +4,9 @@
 Ranks that come to different collectives wait for each other without end, or mix up numbers. Here
 each rank of a group writes down what it is about to do, in the store, and reads what the others
 wrote about the same position in the group's sequence. All of them see a difference, and before
-anything is sent. Sends and receives between pipeline stages are left out: which of them follow one
-another is written in the schedule, and the two ends come to them at different times.
+anything is sent. Sends and receives are left out, between pipeline stages and in a ring of context
+parallel ranks: which of them follow one another is written in a schedule, and the two ends come to
+them at different times.
 """
 
 from __future__ import annotations

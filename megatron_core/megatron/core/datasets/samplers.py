@@ -160,8 +160,8 @@ class GPTBatches(Iterator[GPTBatch]):
     Args:
         dataset: where the samples come from.
         micro_batch_size: b.
-        lanes_rank: this lane. Ranks that share a lane (tensor, pipeline) give the same number and
-            read the same batch.
+        lanes_rank: this lane. Ranks that share a lane (tensor, context, pipeline) give the same
+            number and read the same batch.
         lanes_size: number of lanes.
         consumed_samples: by all lanes together before this run.
         order: None means every sample once (`SingleOrder`), without the rest that is less than

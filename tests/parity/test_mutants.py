@@ -199,6 +199,27 @@ FAULTS = {
         "return (output if hidden is None else hidden).detach().clone()",
         {"tp": 1, "pp": 4, "accumulation": 3},
     ),
+    "keys are taken for those of another rank of the ring": (
+        "context_parallel.ring",
+        "RingAttention.forward",
+        "(group.rank - step) % group.size",
+        "(group.rank + step) % group.size",
+        {"tp": 1, "cp": 4},
+    ),
+    "copies of a key head keep their own gradients": (
+        "context_parallel.all_to_all",
+        "_collected",
+        "x.unflatten(2, (groups, copies)).sum(3)",
+        "x.unflatten(2, (groups, copies)).select(3, 0)",
+        {"tp": 1, "cp": 2, "engine": "a2a", "groups": 1},
+    ),
+    "feature off: the engine that was asked for": (
+        "context_parallel.engines",
+        "context_attention",
+        "choose(engine,",
+        "choose(AUTO,",
+        {"tp": 1, "cp": 2},
+    ),
     "feature off: reduction as the last weight gradients of a stage come": (
         "pipeline_parallel.stage",
         "AutogradWorker.weight_gradient",

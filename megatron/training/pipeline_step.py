@@ -35,7 +35,7 @@ class PipelineForwardBackward:
     Args:
         model: this rank's chunks.
         engine: over its store.
-        groups: "pp" are the stages.
+        groups: "pp" are the stages; gradients go back over "pp_backward".
         schedule: "1f1b", "interleaved" or "zb-h1".
         group_size: microbatches that a chunk of the interleaved schedule takes in turn.
         observe: told every action of this rank before it is carried out.
@@ -52,6 +52,7 @@ class PipelineForwardBackward:
         observe: Callable[[Action], None] | None = None,
     ) -> None:
         self.model, self.engine, self.group = model, engine, groups["pp"]
+        self.backward_group = groups["pp_backward"]
         self.name, self.group_size, self.observe = schedule, group_size, observe
         self._made = lru_cache(maxsize=8)(self._make)
         model.store.splits = schedule == "zb-h1"
@@ -142,7 +143,13 @@ class PipelineForwardBackward:
             defer=store.defer if trains else None,
             microbatches=len(microbatches),
         )
-        Executor(schedule, worker, group=self.group, observe=self.observe).run()
+        Executor(
+            schedule,
+            worker,
+            group=self.group,
+            backward_group=self.backward_group,
+            observe=self.observe,
+        ).run()
 
     def _hidden(
         self,

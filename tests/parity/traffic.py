@@ -52,18 +52,21 @@ def _between_stages(row: Row, part: StagePart, step: Step) -> None:
     """What was carried out is the list, and what was sent and received stands in it."""
     if row["pp"] == 1:
         assert_silent(step.records, group="pp")
+        assert_silent(step.records, group="pp_backward")
         return
     if step.actions != list(part.listed):
         raise AssertionError("what was carried out is not what the schedule lists")
     local = SEQUENCE if row["cp"] == 1 and row["documents"] == "whole" else cut_of(row).local_length
     rows = local // row["tp"] if row["sequence_parallel"] else local
-    for kind, of in (
-        ("send", (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)),
-        ("receive", (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)),
+    for kind, group, of in (
+        ("send", "pp", Kind.SEND_FORWARD),
+        ("receive", "pp", Kind.RECEIVE_FORWARD),
+        ("send", "pp_backward", Kind.SEND_BACKWARD),
+        ("receive", "pp_backward", Kind.RECEIVE_BACKWARD),
     ):
-        count = sum(action.kind in of for action in part.listed)
+        count = sum(action.kind is of for action in part.listed)
         size = 4 * rows * BATCH * HIDDEN * count
-        assert_active(step.records, kind=kind, group="pp", exactly=count, exactly_bytes=size)
+        assert_active(step.records, kind=kind, group=group, exactly=count, exactly_bytes=size)
     split = [Kind.INPUT_GRADIENT in {a.kind for a in part.listed}]
     if any(split) != (row["schedule"] == "zb-h1"):
         raise AssertionError(f"{row['schedule']}, but backward is split: {split}")

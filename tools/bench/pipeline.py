@@ -104,7 +104,12 @@ def slept(rank: int, world: int, times: Times, rounds: int) -> dict[str, list[fl
             schedule = schedule_of(name, world)
             dist.barrier()
             start = time.perf_counter()
-            Executor(schedule, Sleeper(times, chunks), group=groups["pp"]).run()
+            Executor(
+                schedule,
+                Sleeper(times, chunks),
+                group=groups["pp"],
+                backward_group=groups["pp_backward"],
+            ).run()
             if index:
                 found[name].append(time.perf_counter() - start)
     return found

@@ -47,6 +47,7 @@ TRAFFIC: Mapping[str, str] = MappingProxyType(
         "gather_lanes": "weights",
         "expert_gather_lanes": "weights",
         "pp": "stages",
+        "pp_backward": "stages, backward",
     }
 )
 

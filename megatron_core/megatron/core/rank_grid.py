@@ -61,6 +61,7 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gather_lanes": ("gtp", "cp", "dp_inner"),
         "expert_gather_lanes": ("egtp", "edp_inner"),
         "samples": ("gtp", "dp"),
+        "pp_backward": ("pp",),
     }
 )
 

@@ -212,6 +212,9 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
             assert groups[name].rank == members.index(rank)
             total = all_reduce(torch.tensor([2.0**rank]), groups[name])
             assert total.item() == sum(2.0**r for r in members), name
+        if grid.pp > 1:  # what goes back waits for nothing that goes forward
+            assert groups["pp"].ranks == groups["pp_backward"].ranks
+            assert groups["pp"].handle is not groups["pp_backward"].handle
         stages = grid.group_of(rank, ("pp",))
         if rank in (stages[0], stages[-1]):
             total = all_reduce(torch.tensor([2.0**rank]), groups["tied"])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.pipeline_parallel.check import check
 from megatron.core.pipeline_parallel.schedule import (
+    AHEAD,
     COMPUTES,
     RECEIVES,
     SENDS,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.stage import AutogradWorker, program
 
 __all__ = [
+    "AHEAD",
     "COMPUTES",
     "RECEIVES",
     "SENDS",

@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from megatron.core.pipeline_parallel.schedule import (
+    AHEAD,
     COMPUTES,
     RECEIVES,
     SENDS,
@@ -32,7 +33,7 @@ def check(schedule: Schedule) -> list[str]:
       microbatches in their order, as all schedules do, so that sums are the same to the bit.
     - Either no list holds transfers, or every output that goes to another rank is sent once, after
       it is computed, and received once, before it is needed; two ranks have the transfers between
-      them in one order.
+      them in one order, those of each direction by themselves.
     - Gathers, if there are any, are one for each chunk, before its first F and with its microbatch;
       or one for each F, B and I, with no compute between. Reductions are one after the last B or W
       of each chunk, or one after each, with no compute between.
@@ -159,17 +160,17 @@ class _List:
 
 def _pairs(schedule: Schedule) -> Iterator[str]:
     """Yield the pairs of ranks that disagree about the order of what is between them."""
-    between: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    between: dict[tuple[int, int, bool], list[tuple[int, Action]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             other_end = schedule.other_end(rank, action)
             if other_end is not None:
-                between[rank, other_end[0]].append((rank, action))
-    for low, high in sorted(between):
+                between[rank, other_end[0], action.kind in AHEAD].append((rank, action))
+    for low, high, ahead in sorted(between):
         if low > high:
             continue
-        theirs = [schedule.other_end(*place) for place in between[high, low]]
-        for (_, mine), other in zip(between[low, high], theirs, strict=False):
+        theirs = [schedule.other_end(*place) for place in between[high, low, ahead]]
+        for (_, mine), other in zip(between[low, high, ahead], theirs, strict=False):
             if other is not None and mine != other[1]:
                 yield f"ranks {low} and {high}: {mine} on rank {low} meets {other[1]}'s other end"
                 break

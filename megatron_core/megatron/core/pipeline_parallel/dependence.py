@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import (
+    AHEAD,
     COMPUTES,
     SENDS,
     TRANSFERS,
@@ -111,22 +112,27 @@ class Dependence:
         self._seconds[node], self._before[node] = seconds, before
 
     def _add_batches(self, rank: int) -> None:
-        """Join a rank's adjacent transfers into batches, one after the other."""
+        """Join a rank's adjacent transfers of a direction into batches, in turn in each of both."""
         compute: list[Node | str] = []
-        number, is_open = -1, False
+        last: dict[bool, int] = {}  # by direction
+        is_open: set[bool] = set()
+        number = -1
         for index, action in enumerate(self._schedule.ranks[rank]):
             node = Node("do", rank, index)
             if action.kind not in TRANSFERS:
-                is_open = False
+                is_open.clear()
                 compute = [node] if action.kind in COMPUTES else compute
                 continue
-            if not is_open:
-                number, is_open = number + 1, True
-                earlier = [Node("batch end", rank, number - 1)] if number else []
+            ahead = action.kind in AHEAD
+            if ahead not in is_open:
+                number += 1
+                earlier = [Node("batch end", rank, last[ahead])] if ahead in last else []
                 self._add(Node("batch", rank, number), 0.0, [*compute, *earlier])
                 self._add(Node("batch end", rank, number), 0.0, [])
-            self._batches[node] = number
-            self._before[Node("batch end", rank, number)].append(node)
+                is_open.add(ahead)
+                last[ahead] = number
+            self._batches[node] = last[ahead]
+            self._before[Node("batch end", rank, last[ahead])].append(node)
 
     def _add_list(self, rank: int) -> None:
         """Add a rank's actions."""

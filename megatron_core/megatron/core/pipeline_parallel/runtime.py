@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executor: carry out one rank's list of a schedule, action by action.
 
-It knows no model. A `Worker` computes; transfers go over the pipeline's group. Transfers that stand
-next to each other start as one batch. A receive starts where it stands and is waited for by the
-computation that it feeds; a send starts where it stands, and its tensor is forgotten once it has
-left. Nothing is decided here, so what runs is the list.
+It knows no model. A `Worker` computes; what forward computes and what backward computes go over two
+groups of the same ranks, so that neither waits for the other's turn. Transfers of one direction
+that stand next to each other start as one batch. A receive starts where it stands and is waited for
+by the computation that it feeds; a send starts where it stands, and its tensor is forgotten once it
+has left. Nothing is decided here, so what runs is the list.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.comm.transfer import Pending
 from megatron.core.pipeline_parallel.schedule import (
+    AHEAD,
     SENDS,
     TRANSFERS,
     Action,
@@ -27,7 +29,7 @@ from megatron.core.pipeline_parallel.schedule import (
 )
 from megatron.core.process_groups import Group
 
-#: Sends of one kind that may wait for their receivers, where a device cannot tell whether they do.
+#: Sends of one kind that may wait for their receivers, where a wait stops this process.
 SENDS_UNDER_WAY = 2
 
 
@@ -69,11 +71,12 @@ class Executor:
     Args:
         schedule: with transfers; for as many stages as the group has ranks.
         worker: computes.
-        group: the pipeline's.
+        group: the pipeline's, for what forward computes.
+        backward_group: the same ranks over another communicator, for gradients.
         observe: told every action before it is carried out.
 
     Raises:
-        ValueError: the schedule is for another number of stages.
+        ValueError: the schedule is for another number of stages, or the groups' ranks differ.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Executor:
         worker: Worker,
         *,
         group: Group,
+        backward_group: Group,
         observe: Callable[[Action], None] | None = None,
     ) -> None:
         if schedule.stages != group.size:
@@ -89,7 +93,13 @@ class Executor:
                 f"the schedule is for {schedule.stages} stages, group {group.name} has "
                 f"{group.size} ranks"
             )
+        if backward_group.ranks != group.ranks:
+            raise ValueError(
+                f"{group.name} has the ranks {group.ranks}, {backward_group.name} has "
+                f"{backward_group.ranks}: both directions go over the same ranks"
+            )
         self.schedule, self.worker, self.group = schedule, worker, group
+        self.backward_group = backward_group
         self.observe = observe or (lambda action: None)
         self._arriving: dict[tuple[Kind, int, int], Pending] = {}
         self._ready: dict[tuple[Kind, int, int], torch.Tensor] = {}
@@ -100,10 +110,13 @@ class Executor:
         for actions in batches(self.schedule.ranks[self.group.rank]):
             for action in actions:
                 self.observe(action)
-            if actions[0].kind in TRANSFERS:
-                self._exchange(actions)
-            else:
+            if actions[0].kind not in TRANSFERS:
                 self._compute(actions[0])
+                continue
+            ahead = [action for action in actions if action.kind in AHEAD]
+            back = [action for action in actions if action.kind not in AHEAD]
+            self._exchange(ahead, self.group)
+            self._exchange(back, self.backward_group)
         for leaving in self._leaving.values():
             while leaving:
                 leaving.popleft().wait()
@@ -139,8 +152,8 @@ class Executor:
     def _arrived(self, kind: Kind, action: Action) -> torch.Tensor:
         return self._arriving.pop((kind, action.chunk, action.microbatch)).wait()
 
-    def _exchange(self, actions: Sequence[Action]) -> None:
-        """Start a batch of transfers."""
+    def _exchange(self, actions: Sequence[Action], group: Group) -> None:
+        """Start a batch of transfers, if there are any."""
         messages = []
         for action in actions:
             key = (action.kind, action.chunk, action.microbatch)
@@ -149,7 +162,7 @@ class Executor:
             else:
                 tensor = self.worker.landing(action.microbatch)
             messages.append(Message(tensor, self._peer(action), action.kind in SENDS))
-        for action, pending in zip(actions, exchange_async(messages, self.group), strict=True):
+        for action, pending in zip(actions, exchange_async(messages, group), strict=True):
             if action.kind in SENDS:
                 self._forget_sent(self._leaving[action.kind], pending)
             else:
@@ -165,9 +178,13 @@ class Executor:
         """Keep a send's tensor until it has left, and those of earlier ones no longer than that."""
         leaving.append(pending)
         if pending.output.is_cuda:
-            # Waiting would make the computation wait as well; a GPU knows what is done.
+            # Waiting would make the computation wait as well; a GPU knows what is done. A process
+            # runs ahead of its GPU, though, by as much as a whole step: without a bound it would
+            # keep all that the step sends.
             while leaving and leaving[0].is_done():
                 leaving.popleft()
+            while len(leaving) > self.schedule.stages + 1:
+                leaving.popleft().wait()
             return
         # Gloo knows it in wait() only. The receiver's list has come to its receive soon: receives
         # stand before the computation that goes on there while this rank sends.
@@ -176,7 +193,7 @@ class Executor:
 
 
 def batches(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """Cut a list: transfers next to each other are one batch, any other action is one by itself."""
+    """Cut a list: transfers next to each other stay together, any other action is by itself."""
     for transfers, run in groupby(actions, key=lambda a: a.kind in TRANSFERS):
         if transfers:
             yield list(run)

@@ -48,6 +48,8 @@ COMPUTES = frozenset(
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
 TRANSFERS = SENDS | RECEIVES
+#: Transfers of what forward computes; the others are of gradients, which go the other way.
+AHEAD = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD})
 
 
 @dataclass(frozen=True, slots=True)

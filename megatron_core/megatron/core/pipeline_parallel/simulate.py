@@ -9,9 +9,10 @@ There are two rules for the transfers of a list:
 
 - eager: a send leaves when the rank's list reaches it, and its receive ends when it is there and
   reached. Nothing blocks.
-- rendezvous, the rule of NCCL: adjacent transfers are one batch. The batches of a rank follow each
-  other, a transfer starts when both its ranks are at its batch, and what needs one transfer of a
-  batch waits for the whole batch. Lists that pair their transfers up badly deadlock.
+- rendezvous, the rule of NCCL with a communicator for each direction: adjacent transfers of one
+  direction are one batch. The batches of a rank and direction follow each other, a transfer starts
+  when both its ranks are at its batch, and what needs one transfer of a batch waits for the whole
+  batch. Lists that pair their transfers up badly deadlock.
 """
 
 from __future__ import annotations

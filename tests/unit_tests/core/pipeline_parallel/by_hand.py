@@ -7,6 +7,7 @@ import random
 from collections import defaultdict, deque
 
 from megatron.core.pipeline_parallel import (
+    AHEAD,
     COMPUTES,
     RECEIVES,
     SENDS,
@@ -119,9 +120,10 @@ def one_at_a_time(schedule: Schedule) -> bool:
 def by_messages(schedule: Schedule, *, rendezvous: bool) -> None:
     """Carry out all lists with messages that nothing but their order tells apart.
 
-    A message lies in a mailbox from its send on. With `rendezvous` it passes when both ranks are
-    at its batch, and a batch of adjacent transfers starts when the one before it has ended. A
-    compute waits for the whole batch that brings its input.
+    A message lies in a mailbox from its send on; each direction has mailboxes of its own. With
+    `rendezvous` it passes when both ranks are at its batch, and a batch of adjacent transfers of a
+    direction starts when the one before it has ended. A compute waits for the whole batch that
+    brings its input.
 
     Raises:
         AssertionError: what arrives is something else, something is not there, or nobody goes on.
@@ -140,13 +142,13 @@ class _Rank:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank = schedule, rank
         self.queue = deque(schedule.ranks[rank])
-        self.batches: deque[list[Action]] = deque()
-        self.boxes: dict[int, deque[Action]] = defaultdict(deque)
+        self.batches: dict[bool, deque[list[Action]]] = {True: deque(), False: deque()}
+        self.boxes: dict[tuple[int, bool], deque[Action]] = defaultdict(deque)
         self.made: set[tuple[Kind, int, int]] = set()
         self.posted: set[Action] = set()
 
     def finished(self) -> bool:
-        return not self.queue and not self.batches
+        return not self.queue and not any(self.batches.values())
 
     def go_on(self) -> bool:
         moved = False
@@ -162,7 +164,9 @@ class _Rank:
                 batch.append(self.queue.popleft())
                 if batch[-1].kind in SENDS:
                     self._made(batch[-1])
-            self.batches.append(batch)
+            for ahead in (True, False):
+                if one_way := [a for a in batch if (a.kind in AHEAD) is ahead]:
+                    self.batches[ahead].append(one_way)
             self.posted.update(batch)
             return True
         if action.kind in COMPUTES and not self._fed(action):
@@ -187,7 +191,7 @@ class _Rank:
             kind = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
             receive = Action(kind, *place)
             assert receive in self.posted, f"{receive} is not posted at {action}"
-            if any(receive in batch for batch in self.batches):
+            if any(receive in batch for batch in self.batches[forward]):
                 return False
         if not forward:
             assert (Kind.FORWARD, *place) in self.made, f"{action} of nothing"
@@ -195,22 +199,26 @@ class _Rank:
         return True
 
     def exchange(self, ranks: list[_Rank], rendezvous: bool) -> bool:
-        """Let messages pass: of the first batch, without `rendezvous` of all."""
-        moved = False
-        for batch in list(self.batches)[: 1 if rendezvous else None]:
+        """Let messages pass: of the first batch of a direction, without `rendezvous` of all."""
+        return any([self._exchange(ranks, ahead, rendezvous) for ahead in (True, False)])
+
+    def _exchange(self, ranks: list[_Rank], ahead: bool, rendezvous: bool) -> bool:
+        moved, batches = False, self.batches[ahead]
+        for batch in list(batches)[: 1 if rendezvous else None]:
             before = len(batch)
             for action in [a for a in batch if a.kind in SENDS]:
                 other, wanted = self.schedule.other_end(self.rank, action)
-                if not rendezvous or (ranks[other].batches and wanted in ranks[other].batches[0]):
-                    ranks[other].boxes[self.rank].append(wanted)
+                theirs = ranks[other].batches[ahead]
+                if not rendezvous or (theirs and wanted in theirs[0]):
+                    ranks[other].boxes[self.rank, ahead].append(wanted)
                     batch.remove(action)
             for action in [a for a in batch if a.kind in RECEIVES]:
                 other, _ = self.schedule.other_end(self.rank, action)
-                if self.boxes[other]:
-                    arrived = self.boxes[other].popleft()
+                if self.boxes[other, ahead]:
+                    arrived = self.boxes[other, ahead].popleft()
                     assert arrived == action, f"{arrived} arrives where {action} is due"
                     batch.remove(action)
             moved = moved or len(batch) < before
             if not batch:
-                self.batches.remove(batch)
+                batches.remove(batch)
         return moved

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.pipeline_parallel import (
+    AHEAD,
     COMPUTES,
     RECEIVES,
     SENDS,
@@ -154,7 +155,7 @@ class Fault:
         )
 
     def two_of_a_pair_swapped_at_one_end(self) -> bool:
-        return self._swap(lambda a, b, rank: self._peer(rank, a) == self._peer(rank, b) is not None)
+        return self._swap(lambda a, b, rank: self._line(rank, a) == self._line(rank, b) is not None)
 
     def moved_past_another_of_its_pair(self) -> bool:
         places = [
@@ -162,7 +163,7 @@ class Fault:
             for rank, actions in enumerate(self.lists)
             for i, action in enumerate(actions)
             for j, other in enumerate(actions)
-            if i != j and self._peer(rank, action) == self._peer(rank, other) is not None
+            if i != j and self._line(rank, action) == self._line(rank, other) is not None
         ]
         if not places:
             return False
@@ -201,9 +202,10 @@ class Fault:
         self.lists.pop()
         return True
 
-    def _peer(self, rank: int, action: Action) -> int | None:
+    def _line(self, rank: int, action: Action) -> tuple[int, bool] | None:
+        """Return the other rank and the direction, within which there is one order."""
         other_end = self.schedule.other_end(rank, action)
-        return other_end and other_end[0]
+        return other_end and (other_end[0], action.kind in AHEAD)
 
 
 _FED = {
@@ -294,7 +296,8 @@ def act(text: str) -> Action:
         (0, "SF0.0", "", ["rank 0: SF0.0 is missing", "ranks 0 and 1: SF0.1 on rank 0 meets"]),
         (1, "F0.0 RF0.1", "RF0.1 F0.0", []),
         (0, "RB0.0 B0.0", "B0.0 RB0.0", ["rank 0: B0.0 comes before RB0.0"]),
-        (0, "SF0.1 RB0.0", "RB0.0 SF0.1", ["ranks 0 and 1: RB0.0 on rank 0 meets"]),
+        (0, "SF0.1 RB0.0", "RB0.0 SF0.1", []),
+        (1, "RF0.1", "RF0.1 RF0.1", ["rank 1: RF0.1 is there 2 times"]),
         (0, "G0.0", "", ["rank 0: nothing for chunk 0 where G0.0 belongs"]),
         (0, "G0.0", "G0.1", ["rank 0: G0.1 for chunk 0 where G0.0 belongs"]),
         (0, "G0.0 F0.0", "F0.0 G0.0", ["rank 0: G0.0 is not right before F0.0"]),

@@ -13,7 +13,12 @@ from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.ranks import RankFailure, run_ranks
 from tests.unit_tests.core.pipeline_parallel.line import FEATURES, Line, wanted, width
 
-TRANSFERS = {"SF": "send", "SB": "send", "RF": "receive", "RB": "receive"}
+TRANSFERS = {
+    "SF": ("pp", "send"),
+    "RF": ("pp", "receive"),
+    "SB": ("pp_backward", "send"),
+    "RB": ("pp_backward", "receive"),
+}
 
 #: schedule, stages, chunks, microbatches
 CASES = [
@@ -46,7 +51,11 @@ def pipeline(rank: int, world: int, case: tuple[str, int, int, int], late: bool)
         records = stack.enter_context(trace(groups))
         link = stack.enter_context(simulated(groups, Late())) if late else None
         Executor(
-            schedule, worker, group=groups["pp"], observe=lambda a: executed.append(str(a))
+            schedule,
+            worker,
+            group=groups["pp"],
+            backward_group=groups["pp_backward"],
+            observe=lambda a: executed.append(str(a)),
         ).run()
     return {
         "list": [str(action) for action in schedule.ranks[rank]],
@@ -55,7 +64,7 @@ def pipeline(rank: int, world: int, case: tuple[str, int, int, int], late: bool)
         "slopes": worker.slopes,
         "inputs": worker.inputs,
         "losses": worker.losses,
-        "records": [(r.kind, r.bytes) for r in records],
+        "records": [(r.group, r.kind, r.bytes) for r in records],
         "late": 0 if link is None else link.count,
     }
 
@@ -69,10 +78,15 @@ def test_the_list_is_what_runs_and_every_gradient_is_right(case, late):
     for found in ranks:
         assert found["executed"] == found["list"]
         assert found["calls"] == [a for a in found["list"] if a[:2] not in TRANSFERS]
-        listed = [(TRANSFERS[a[:2]], a) for a in found["list"] if a[:2] in TRANSFERS]
-        assert found["records"] == [
-            (kind, 8 * FEATURES * width(int(action.partition(".")[2]))) for kind, action in listed
+        listed = [
+            (*TRANSFERS[a[:2]], 8 * FEATURES * width(int(a.partition(".")[2])))
+            for a in found["list"]
+            if a[:2] in TRANSFERS
         ]
+        for group in ("pp", "pp_backward"):
+            one_way = [record for record in listed if record[0] == group]
+            assert [record for record in found["records"] if record[0] == group] == one_way
+        assert len(found["records"]) == len(listed)
         sent += len(listed)
         assert found["late"] == (len(listed) if late else 0)
     crossings = (stages * chunks - 1) * microbatches * (1 if name == "forward" else 2)
@@ -95,7 +109,7 @@ def crossed(rank: int, world: int) -> None:
     if rank == 1:
         landing, order = worker.landing, iter([1, 0, 2])
         worker.landing = lambda microbatch: landing(next(order))  # type: ignore[method-assign]
-    Executor(schedule, worker, group=groups["pp"]).run()
+    Executor(schedule, worker, group=groups["pp"], backward_group=groups["pp_backward"]).run()
 
 
 def test_messages_in_another_order_are_noticed():
@@ -106,38 +120,72 @@ def test_messages_in_another_order_are_noticed():
 def test_a_schedule_for_another_number_of_stages_is_refused():
     schedule = make_schedule("1f1b", stages=2, microbatches=2)
     with pytest.raises(ValueError, match=r"2 stages, group pp has 1 ranks"):
-        Executor(schedule, Line(schedule, 0), group=Group.single("pp"))
+        Executor(
+            schedule,
+            Line(schedule, 0),
+            group=Group.single("pp"),
+            backward_group=Group.single("pp_backward"),
+        )
 
 
-def test_only_two_outputs_of_a_kind_wait_to_leave(monkeypatch):
-    """A send's tensor is let go when the next but one is sent."""
-    schedule = with_transfers(make_schedule("1f1b", stages=3, microbatches=9))
-    sent: list[str] = []
+def test_directions_over_other_ranks_are_refused():
+    schedule = make_schedule("1f1b", stages=1, microbatches=2)
+    with pytest.raises(ValueError, match=r"pp has the ranks \(0,\), pp_backward has \(1,\)"):
+        Executor(
+            schedule,
+            Line(schedule, 0),
+            group=Group.single("pp"),
+            backward_group=Group.single("pp_backward", 1),
+        )
 
-    class Waits:
-        def __init__(self, tensor: torch.Tensor, name: str) -> None:
-            self.output, self.name = tensor, name
 
-        def wait(self) -> torch.Tensor:
-            if self.name in sent:
-                sent.remove(self.name)
-            return self.output
+class Sent:
+    """A transfer that nothing ends but a wait for it."""
 
-    most = 0
+    def __init__(self, tensor: torch.Tensor, name: object, under_way: list[object]) -> None:
+        self.output, self.name, self.under_way = tensor, name, under_way
+
+    def wait(self) -> torch.Tensor:
+        if self.name in self.under_way:
+            self.under_way.remove(self.name)
+        return self.output
+
+    def is_done(self) -> bool:
+        return False
+
+
+class OnDevice:
+    """What a GPU's tensor says of itself."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_so_many_outputs_of_a_kind_wait_to_leave(monkeypatch, device):
+    """A send's tensor is let go when the next but one is sent; on a GPU, whose process runs ahead
+    of it, when stages + 1 more are."""
+    schedule = with_transfers(make_schedule("1f1b", stages=3, microbatches=20))
+    under_way: list[object] = []
+    most = {"pp": 0, "pp_backward": 0}
 
     def exchange(messages, group):
-        nonlocal most
         found = []
         for message in messages:
-            name = f"{message.rank}.{len(found)}.{id(message)}"
+            name = (group.name, object())
+            sent = message.tensor.zero_()
             if message.sends:
-                sent.append(name)
-            found.append(Waits(message.tensor.zero_(), name))
-        most = max(most, len(sent))
+                under_way.append(name)
+                sent = OnDevice() if device == "cuda" else sent
+            found.append(Sent(sent, name, under_way))
+        most[group.name] = max(most[group.name], sum(n[0] == group.name for n in under_way))
         return found
 
     monkeypatch.setattr("megatron.core.pipeline_parallel.runtime.exchange_async", exchange)
-    group = Group("pp", (0, 1, 2), 1, handle=object())  # type: ignore[arg-type]
-    Executor(schedule, Line(schedule, 1), group=group).run()
-    assert sent == []
-    assert 2 < most <= 6, "two kinds, of each two under way and one that starts"
+    group, backward = (
+        Group(name, (0, 1, 2), 1, handle=object())  # type: ignore[arg-type]
+        for name in ("pp", "pp_backward")
+    )
+    Executor(schedule, Line(schedule, 1), group=group, backward_group=backward).run()
+    assert under_way == []
+    bound = 2 if device == "cpu" else 3 + 1
+    assert most == {"pp": bound + 1, "pp_backward": bound + 1}, "those and one that starts"

@@ -190,21 +190,52 @@ def test_a_deadlock_of_batches_names_them():
     actions = list(schedule.ranks[0])
     assert " ".join(map(str, actions[2:6])) == "F0.1 SF0.1 RB0.0 B0.0"
     actions[2:5] = actions[4], actions[2], actions[3]
-    late = replace(schedule, ranks=(tuple(actions), schedule.ranks[1]))
-    assert simulate(late, Times()).makespan > 0
-    with pytest.raises(DeadlockError) as raised:
-        simulate(late, Times(), rendezvous=True)
-    assert str(raised.value) == (
-        "deadlock: rank 0 at RB0.0 waits for SB0.0 of rank 1; "
-        "rank 1 at RF0.1 waits for SF0.1 of rank 0"
+    early = replace(schedule, ranks=(tuple(actions), schedule.ranks[1]))
+    # Nothing that goes forward waits for the turn of what comes back.
+    assert (
+        simulate(early, Times(), rendezvous=True).makespan == simulate(schedule, Times()).makespan
     )
-    schedule = with_transfers(make_schedule("1f1b", stages=3, microbatches=2))
-    actions = sorted(schedule.ranks[1], key=lambda action: str(action) != "RB0.0")
-    assert " ".join(map(str, actions[:3])) == "RB0.0 RF0.0 F0.0"
-    early = replace(schedule, ranks=(schedule.ranks[0], tuple(actions), schedule.ranks[2]))
+    schedule = with_transfers(make_schedule("forward", stages=2, microbatches=2, chunks=2))
+    actions = list(schedule.ranks[1])
+    assert " ".join(map(str, actions[:6])) == "RF0.0 F0.0 RF0.1 SF0.0 F0.1 RF1.0"
+    early = replace(schedule, ranks=(schedule.ranks[0], (actions.pop(5), *actions)))
+    assert simulate(early, Times()).makespan > 0
     with pytest.raises(DeadlockError) as raised:
         simulate(early, Times(), rendezvous=True)
     assert str(raised.value) == (
         "deadlock: rank 0 at SF0.1 waits for the turn of [RF0.1 SF0.0] on rank 1; "
-        "rank 1 at RB0.0 waits for SB0.0 of rank 2; rank 2 at RF0.0 waits for SF0.0 of rank 1"
+        "rank 1 at RF1.0 waits for SF1.0 of rank 0"
     )
+
+
+#: Of F, I and W: each the least once, and W the longest.
+UNEVEN = [(1.2, 0.8, 1.0), (0.8, 2.0, 0.5), (2.0, 0.8, 0.8), (1.0, 1.2, 0.8), (0.8, 1.2, 2.0)]
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
+)
+def test_meeting_costs_nothing_if_transfers_are_free(name: str, chunks: int, stages: int):
+    """By the rule of NCCL a step takes as long as its closed form says, however long it is."""
+    for microbatches in (4 * stages, 8 * stages)[: 1 if stages == 8 else 2]:
+        sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+        schedule = with_transfers(make_schedule(name, **sizes))
+        for forward, input_gradient, weight_gradient in UNEVEN:
+            times = Times(
+                forward=forward, input_gradient=input_gradient, weight_gradient=weight_gradient
+            )
+            met = simulate(schedule, times, rendezvous=True)
+            whole = forward + input_gradient + weight_gradient
+            in_turn = whole * (chunks * microbatches + stages - 1)  # of 1f1b
+            if name != "zb-h1":
+                assert met.makespan == pytest.approx(in_turn, rel=1e-12)
+                continue
+            assert met.makespan <= in_turn
+            wanted = whole * microbatches
+            wanted += (stages - 1) * (forward + input_gradient - weight_gradient)
+            if weight_gradient <= min(forward, input_gradient):
+                assert met.makespan == pytest.approx(wanted, rel=1e-12)
+            else:
+                eager = simulate(make_schedule(name, **sizes), times)
+                assert met.makespan == pytest.approx(eager.makespan, rel=1e-12)

@@ -100,13 +100,18 @@ def test_the_hand_sees_a_deadlock():
     swapped = replace(schedule, ranks=(tuple(actions), schedule.ranks[1]))
     assert one_at_a_time(schedule)
     assert not one_at_a_time(swapped)
-    # Within a batch, and then a batch ahead.
+    # Two directions have a communicator each, so these two do not wait for each other's turn.
     by_messages(swapped, rendezvous=True)
-    actions[2:4] = actions[3], actions[2]
-    late = replace(schedule, ranks=(tuple(actions), schedule.ranks[1]))
-    by_messages(schedule, rendezvous=True)
+    # Round the ring of chunks all goes one way: what comes back is due before what is sent.
+    schedule = with_transfers(make_schedule("forward", stages=2, microbatches=2, chunks=2))
+    actions = list(schedule.ranks[0])
+    assert str(actions[4]) == "RF1.0"
+    early = replace(schedule, ranks=((actions.pop(4), *actions), schedule.ranks[1]))
+    for rendezvous in (False, True):
+        by_messages(schedule, rendezvous=rendezvous)
+    by_messages(early, rendezvous=False)
     with pytest.raises(AssertionError, match="nobody goes on"):
-        by_messages(late, rendezvous=True)
+        by_messages(early, rendezvous=True)
 
 
 def test_sends_follow_their_compute_and_receives_are_posted_in_time():

@@ -6,15 +6,18 @@ import contextlib
 import pytest
 import torch
 
-from megatron.core.comm import Early, Late, simulated, trace
+from megatron.core.comm import Early, Late, point_to_point, simulated, trace
 from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.ranks import run_ranks
 
 LINKS = {"none": None, "late": Late, "early": Early}
 
+#: The second is what runs on a GPU; gloo can do it as well.
+STARTS = {"one by one": exchange_async, "as one launch": point_to_point._together}
 
-def swapped(rank: int, world: int, link: str) -> dict[str, object]:
+
+def swapped(rank: int, world: int, link: str, start: str) -> dict[str, object]:
     """Exchange two tensors of different shapes with the other rank, both ways in one batch."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
     group, other = groups["pp"], 1 - rank
@@ -25,7 +28,7 @@ def swapped(rank: int, world: int, link: str) -> dict[str, object]:
         records = stack.enter_context(trace(groups))
         if simulation is not None:
             stack.enter_context(simulated(groups, simulation()))
-        pending = exchange_async(
+        pending = STARTS[start](
             [
                 Message(landed[0], other, sends=False),
                 Message(sent[0], other, sends=True),
@@ -45,9 +48,11 @@ def swapped(rank: int, world: int, link: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_messages_of_a_batch_arrive_in_order(link):
-    for rank, found in enumerate(run_ranks(swapped, 2, link)):
+@pytest.mark.parametrize(
+    ("link", "start"), [*((link, "one by one") for link in LINKS), ("none", "as one launch")]
+)
+def test_messages_of_a_batch_arrive_in_order(link, start):
+    for rank, found in enumerate(run_ranks(swapped, 2, link, start)):
         assert torch.equal(found["landed"][0], torch.full((2, 3), 11.0 - rank))
         assert torch.equal(found["landed"][1], torch.full((5,), 21.0 - rank))
         assert found["returned"] == [True, True]
@@ -86,3 +91,28 @@ def test_writing_what_is_being_sent_is_an_error():
 def test_a_message_to_oneself_is_refused():
     with pytest.raises(ValueError, match="to its own rank 0"):
         exchange_async([Message(torch.zeros(1), 0, sends=True)], Group.single("pp"))
+
+
+def shifted(rank: int, world: int) -> list[float]:
+    """Swap a number with the other rank of a group, as one launch each time."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=2), rank=rank)
+    group, found = groups["pp_backward"], []
+    value = torch.full((3,), float(rank))
+    for _ in range(3):
+        landing = torch.full((3,), -1.0)
+        messages = [
+            Message(value, 1 - group.rank, sends=True),
+            Message(landing, 1 - group.rank, sends=False),
+        ]
+        for pending in point_to_point._together(messages, group):
+            pending.wait()
+        value = landing + 10
+        found.append(float(value.sum()))
+    return found
+
+
+def test_one_launch_names_the_other_rank_in_the_world():
+    """Groups (0, 2) and (1, 3): a rank local to the group is another one of the world."""
+    ranks = run_ranks(shifted, 4)
+    for rank, found in enumerate(ranks):
+        assert found == [3.0 * ((rank + 2 * n) % 4 + 10 * n) for n in (1, 2, 3)]

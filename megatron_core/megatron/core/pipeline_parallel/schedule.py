@@ -126,7 +126,13 @@ _OTHER_ENDS: Mapping[Kind, Kind] = MappingProxyType(
 
 
 def make_schedule(
-    name: str, *, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    group_size: int | None = None,
+    weight_delay: int | None = None,
 ) -> Schedule:
     """Return a schedule's computing: no transfers, no traffic of weights.
 
@@ -135,8 +141,12 @@ def make_schedule(
         stages: p.
         microbatches: m.
         chunks: v.
-        group_size: N, how many microbatches one chunk computes before the next chunk starts; the
-            smaller of p and m if None. "1f1b" and "zb-h1" have none.
+        group_size: N, how many microbatches one chunk computes before the next chunk starts; None
+            is the least that leaves no group too small, p where m is a multiple of it. "1f1b" and "zb-h1" have
+            none.
+        weight_delay: how many microbatches "zb-h1" puts weight gradients off at most, and so keeps
+            what they need; r if None. With 0 each W is right behind its I, and a rank idles
+            (p - 1)(F + I).
 
     Raises:
         ValueError: everything that `problems` says.
@@ -144,6 +154,10 @@ def make_schedule(
     wrong = problems(
         name, stages=stages, microbatches=microbatches, chunks=chunks, group_size=group_size
     )
+    if weight_delay is not None and name != "zb-h1":
+        wrong.append(f"{name} puts no weight gradients off: leave out weight delay {weight_delay}")
+    if weight_delay is not None and weight_delay < 0:
+        wrong.append(f"weight delay {weight_delay}: take 0 or more")
     if wrong:
         raise ValueError("; ".join(wrong))
     size = group_size or min(stages, microbatches)
@@ -151,11 +165,13 @@ def make_schedule(
     if name == "1f1b":
         ranks = (_one_forward_one_backward(stages - r - 1, microbatches) for r in range(stages))
     elif name == "interleaved":
+        size = group_size or _group_sizes(stages, microbatches)[0]
         turns = _turns(microbatches, chunks, size)
         ahead = (chunks - 1) * size
         ranks = (_interleaved(2 * (stages - r - 1) + ahead, turns, chunks) for r in range(stages))
     elif name == "zb-h1":
-        ranks = (_zero_bubble(r, stages, microbatches) for r in range(stages))
+        delays = (r if weight_delay is None else min(r, weight_delay) for r in range(stages))
+        ranks = (_zero_bubble(stages - r, microbatches, delay) for r, delay in enumerate(delays))
     else:
         turns = _turns(microbatches, chunks, size)
         ranks = ([Action(Kind.FORWARD, *turn) for turn in turns] for _ in range(stages))
@@ -195,12 +211,8 @@ def problems(
 
 def _group_problems(stages: int, microbatches: int, group_size: int | None) -> list[str]:
     """Return what is wrong with the groups of the interleaved schedule."""
-    size = group_size or min(stages, microbatches)
-    legal = [
-        n
-        for n in range(min(stages, microbatches), microbatches + 1)
-        if n == microbatches or microbatches % n == 0 or microbatches % n >= stages
-    ]
+    legal = _group_sizes(stages, microbatches)
+    size = legal[0] if group_size is None else group_size
     if size in legal:
         return []
     text = f"groups of {size} of {microbatches} microbatches on {stages} stages"
@@ -212,6 +224,15 @@ def _group_problems(stages: int, microbatches: int, group_size: int | None) -> l
         text += f" leave {microbatches % size}, fewer than the stages, for the last group"
     nearest = min(legal, key=lambda n: (abs(n - size), n))
     return [f"{text}: take groups of {nearest}, or other numbers of microbatches"]
+
+
+def _group_sizes(stages: int, microbatches: int) -> list[int]:
+    """Return the groups of microbatches that the interleaved schedule can take, in order."""
+    return [
+        n
+        for n in range(min(stages, microbatches), microbatches + 1)
+        if n == microbatches or microbatches % n == 0 or microbatches % n >= stages
+    ]
 
 
 def _one_forward_one_backward(ahead: int, microbatches: int) -> list[Action]:
@@ -249,18 +270,18 @@ def _interleaved(ahead: int, turns: list[tuple[int, int]], chunks: int) -> list[
     return actions
 
 
-def _zero_bubble(rank: int, stages: int, microbatches: int) -> list[Action]:
-    """Return a rank's list of ZB-H1: p - r forwards, then I, the W of r microbatches ago, and F.
+def _zero_bubble(ahead: int, microbatches: int, delay: int) -> list[Action]:
+    """Return a rank's list of ZB-H1: `ahead` forwards, then I, the W of `delay` ago, and F.
 
     W comes before the next F, which would otherwise be one more microbatch alive.
     """
-    ahead = min(stages - rank, microbatches)
+    ahead = min(ahead, microbatches)
     actions = [Action(Kind.FORWARD, 0, number) for number in range(ahead)]
     for number in range(microbatches):
         actions.append(Action(Kind.INPUT_GRADIENT, 0, number))
-        if number >= rank:
-            actions.append(Action(Kind.WEIGHT_GRADIENT, 0, number - rank))
+        if number >= delay:
+            actions.append(Action(Kind.WEIGHT_GRADIENT, 0, number - delay))
         if ahead + number < microbatches:
             actions.append(Action(Kind.FORWARD, 0, ahead + number))
-    put_off = range(max(microbatches - rank, 0), microbatches)
+    put_off = range(max(microbatches - delay, 0), microbatches)
     return actions + [Action(Kind.WEIGHT_GRADIENT, 0, number) for number in put_off]

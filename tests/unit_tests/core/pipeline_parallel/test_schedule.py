@@ -61,6 +61,28 @@ def test_zero_bubble_puts_weight_gradients_off_by_the_rank():
     ]
 
 
+def test_weight_gradients_may_follow_at_once():
+    assert lists("zb-h1", stages=3, microbatches=2, weight_delay=0) == [
+        "F0.0 F0.1 I0.0 W0.0 I0.1 W0.1",
+        "F0.0 F0.1 I0.0 W0.0 I0.1 W0.1",
+        "F0.0 I0.0 W0.0 F0.1 I0.1 W0.1",
+    ]
+    sizes = {"stages": 4, "microbatches": 6}
+    whole = lists("zb-h1", **sizes)
+    assert (
+        lists("zb-h1", **sizes, weight_delay=3) == lists("zb-h1", **sizes, weight_delay=9) == whole
+    )
+    once = lists("zb-h1", **sizes, weight_delay=1)
+    assert once[:2] == whole[:2]
+    assert once[3].startswith("F0.0 I0.0 F0.1 I0.1 W0.0 F0.2 I0.2 W0.1")
+    for delay, name, text in (
+        (-1, "zb-h1", "weight delay -1: take 0 or more"),
+        (0, "1f1b", "1f1b puts no weight gradients off: leave out weight delay 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make_schedule(name, **sizes, weight_delay=delay)
+
+
 def test_forward_alone():
     assert lists("forward", stages=2, microbatches=2, chunks=2) == ["F0.0 F0.1 F1.0 F1.1"] * 2
 
@@ -144,7 +166,7 @@ def test_interleaved_takes_the_groups_that_never_wait_for_a_later_one(stages: in
         ),
         (
             "interleaved",
-            {"chunks": 2, "microbatches": 9},
+            {"chunks": 2, "microbatches": 9, "group_size": 4},
             "groups of 4 of 9 microbatches on 4 stages leave 1, fewer than the stages, for the "
             "last group: take groups of 5, or other numbers of microbatches",
         ),
@@ -158,6 +180,20 @@ def test_what_does_not_fit_is_refused_with_its_mend(name: str, sizes: dict, text
     with pytest.raises(ValueError) as raised:
         make_schedule(name, **sizes)
     assert str(raised.value) == "; ".join(problems(name, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "size"),
+    [(4, 8, 4), (4, 5, 5), (4, 9, 5), (4, 3, 3), (3, 7, 4), (3, 8, 4), (2, 3, 3), (2, 5, 3)],
+)
+def test_groups_are_the_least_that_leave_none_too_small(stages: int, microbatches: int, size: int):
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": 2}
+    assert problems("interleaved", **sizes) == []
+    made = make_schedule("interleaved", **sizes)
+    assert made == make_schedule("interleaved", **sizes, group_size=size)
+    assert check(made) == []
+    smaller = range(min(stages, microbatches), size)
+    assert all(problems("interleaved", **sizes, group_size=n) for n in smaller)
 
 
 def test_a_refused_group_would_deadlock():

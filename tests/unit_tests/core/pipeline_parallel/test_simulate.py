@@ -94,6 +94,25 @@ def test_zero_bubble_is_never_slower_and_keeps_no_more_than_the_first_rank_of_1f
     assert line.peak_activations(freed_by_input_gradient=0.5) == (4, 3.5, 3, 2.5)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_weight_gradients_at_once_idle_p_minus_1_times_f_plus_i(stages: int):
+    for microbatches in (1, stages, 2 * stages, 3 * stages + 1):
+        for times in FORWARD_INPUT_WEIGHT:
+            forward, input_gradient, weight_gradient = times
+            sizes = {"stages": stages, "microbatches": microbatches}
+            made = make_schedule("zb-h1", **sizes, weight_delay=0)
+            line = simulate(
+                with_transfers(made),
+                Times(
+                    forward=forward, input_gradient=input_gradient, weight_gradient=weight_gradient
+                ),
+                rendezvous=True,
+            )
+            assert line.idle == ((stages - 1) * (forward + input_gradient),) * stages
+            # Nothing is alive longer than in 1f1b.
+            assert line.peak_activations() == timed("1f1b", times, **sizes).peak_activations()
+
+
 def test_uneven_stages_wait_for_the_slowest():
     # Rank 1 takes 3 + 6 a microbatch: it starts at 1, and rank 0 ends with its last backward.
     schedule = make_schedule("1f1b", stages=2, microbatches=4)

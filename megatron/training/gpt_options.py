@@ -137,9 +137,15 @@ def split(config: Config) -> StageSplit | None:
 
 
 def pipeline_order(config: Config) -> dict[str, Any]:
-    """Return in which order several stages work, as arguments of `PipelineForwardBackward`."""
+    """Return in which order several stages work, as arguments of `PipelineForwardBackward`.
+
+    Where whole layers are recomputed, their weight gradients follow at once: until then all that
+    has been recomputed is kept.
+    """
     group = config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
-    return {"schedule": schedule_name(config), "group_size": group}
+    name = schedule_name(config)
+    at_once = name == "zb-h1" and config.recompute.recompute_granularity == "full"
+    return {"schedule": name, "group_size": group, "weight_delay": 0 if at_once else None}
 
 
 def early_gather(config: Config) -> tuple[bool, str | None]:

@@ -38,6 +38,8 @@ class PipelineForwardBackward:
         groups: "pp" are the stages; gradients go back over "pp_backward".
         schedule: "1f1b", "interleaved" or "zb-h1".
         group_size: microbatches that a chunk of the interleaved schedule takes in turn.
+        weight_delay: how many microbatches "zb-h1" puts weight gradients off at most; the same on
+            all stages. Take 0 if layers are recomputed: what W needs is kept, recomputed or not.
         observe: told every action of this rank before it is carried out.
     """
 
@@ -49,11 +51,13 @@ class PipelineForwardBackward:
         groups: ProcessGroupCollection,
         schedule: str = "1f1b",
         group_size: int | None = None,
+        weight_delay: int | None = None,
         observe: Callable[[Action], None] | None = None,
     ) -> None:
         self.model, self.engine, self.group = model, engine, groups["pp"]
         self.backward_group = groups["pp_backward"]
         self.name, self.group_size, self.observe = schedule, group_size, observe
+        self.weight_delay = weight_delay
         self._made = lru_cache(maxsize=8)(self._make)
         model.store.splits = schedule == "zb-h1"
 
@@ -173,6 +177,7 @@ class PipelineForwardBackward:
             microbatches=microbatches,
             chunks=self.model.num_chunks,
             group_size=self.group_size if backward else None,
+            weight_delay=self.weight_delay if backward else None,
         )
         gathers, reduces = weight_traffic(self.engine)
         return with_weight_traffic(

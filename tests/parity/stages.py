@@ -60,15 +60,12 @@ def pipeline(
     """Return what carries out a step on several stages."""
     if engine.groups["pp"].size == 1:
         return None
-    size = None
-    if row["schedule"] == "interleaved" and row["accumulation"] % row["pp"]:
-        size = row["accumulation"]  # a last group of fewer microbatches than stages cannot be
     return PipelineForwardBackward(
         model,
         engine,
         groups=engine.groups,
         schedule=row["schedule"],
-        group_size=size,
+        weight_delay=0 if row["schedule"] == "zb-h1" and row["recompute"] == "full" else None,
         observe=observe,
     )
 

@@ -33,6 +33,7 @@ def pipeline_line(run: Run) -> str | None:
         microbatches=run.num_microbatches,
         chunks=stages.chunks,
         group_size=order["group_size"],
+        weight_delay=order["weight_delay"],
     )
     blocks = tuple(float(last - first) for first, last in stages.ranges)
     found = simulate(made, Times(forward=blocks, input_gradient=blocks, weight_gradient=blocks))

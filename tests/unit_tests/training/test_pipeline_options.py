@@ -207,9 +207,8 @@ def fine_groups() -> int:
     """Count, by the rule itself, what is legal with two chunks: auto or interleaved."""
     legal = 0
     for stages, group, batch in itertools.product((2, 4), (None, 2, 4), (4, 5, 8)):
-        size = group or stages
-        rest = batch % size
-        legal += (stages <= size <= batch) and (rest == 0 or rest >= stages)
+        rest = batch % (group or batch)  # not asked for, it is one that fits
+        legal += group is None or (stages <= group <= batch and (rest == 0 or rest >= stages))
     return 2 * legal
 
 

@@ -11,8 +11,9 @@
 - "interleaved": the same over v chunks a rank, in groups of N microbatches (ibid.). Idle is
   (p - 1) / (v m + p - 1) for N = p, for 1 + (p - 1) / (p v) times the activations.
 - "zb-h1": 1f1b with split backward: rank r puts each weight gradient off by r microbatches, which
-  fills its time at the end (Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.2). Every
-  rank keeps at most p microbatches alive, which is the most of any rank in 1f1b.
+  fills its time at the end (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv
+  2401.10241, section 2.2). Every rank keeps at most p microbatches alive, which is the most of any
+  rank in 1f1b.
 - "forward": forwards alone, for evaluation.
 
 In all of them every chunk computes its weight gradients in the order of the microbatches, so the
@@ -142,8 +143,8 @@ def make_schedule(
         microbatches: m.
         chunks: v.
         group_size: N, how many microbatches one chunk computes before the next chunk starts; None
-            is the least that leaves no group too small, p where m is a multiple of it. "1f1b" and "zb-h1" have
-            none.
+            is the least that leaves no group too small, p where m is a multiple of it. "1f1b" and
+            "zb-h1" have none.
         weight_delay: how many microbatches "zb-h1" puts weight gradients off at most, and so keeps
             what they need; r if None. With 0 each W is right behind its I, and a rank idles
             (p - 1)(F + I).

@@ -11,27 +11,18 @@ time. In the lists of two ranks the transfers between them come in the same orde
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TypeAlias
 
 from megatron.core.pipeline_parallel.schedule import COMPUTES, TRANSFERS, Action, Kind, Schedule
 from megatron.core.pipeline_parallel.simulate import Times, simulate
 
-#: F, I and W take one unit each.
-_UNIT_TIMES = Times()
-
-
-class _Place(NamedTuple):
-    """Where an event is in the order of all; transfers come before computes that start then.
-
-    Args:
-        number: parts transfers of one time; the same at both ends.
-    """
-
-    time: float
-    computes: bool
-    number: int
+#: An event in the order of all: its time; 0 for a transfer, which comes before a compute that
+#: starts then; a number that parts transfers of one time, the same at both ends. No two of a rank
+#: are alike in these three, so sorting compares no actions.
+_Placed: TypeAlias = tuple[int, int, int, Action]
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
@@ -39,8 +30,8 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
     A send is right after the compute that makes its tensor. A receive is before the first compute
     that starts when the tensor is made, or later, so never after the one that needs it: there it is
-    posted, and the compute that needs it waits for it. Adjacent transfers are one batch. One rank
-    has none.
+    posted, and the compute that needs it waits for it. Adjacent transfers of a direction are one
+    batch. One rank has none.
 
     Raises:
         ValueError: the lists hold more than computes, or computes that wait for each other.
@@ -48,37 +39,74 @@ def with_transfers(schedule: Schedule) -> Schedule:
     _reject(schedule, [kind for kind in Kind if kind not in COMPUTES], "add transfers first")
     if schedule.stages == 1:
         return schedule
-    timeline = simulate(schedule, _UNIT_TIMES)
-    placed: list[list[tuple[_Place, Action]]] = [
-        [(_Place(event.start, True, 0), event.action) for event in events]
-        for events in timeline.ranks
-    ]
-    made = sorted(
-        (event.end, rank, index)
-        for rank, events in enumerate(timeline.ranks)
-        for index, event in enumerate(events)
-    )
-    for number, (time, rank, index) in enumerate(made):
-        send = _send(schedule, rank, schedule.ranks[rank][index])
-        if send is not None:
-            place = _Place(time, False, number)
-            placed[rank].append((place, send))
-            receiver, receive = schedule.other_end(rank, send) or (rank, send)
-            placed[receiver].append((place, receive))
-    lists = (sorted(events, key=lambda event: event[0]) for events in placed)
-    return replace(schedule, ranks=tuple(tuple(action for _, action in events) for events in lists))
+    placed: list[list[_Placed]] = [[] for _ in schedule.ranks]
+    made: list[tuple[int, int, int]] = []
+    for rank, ends in enumerate(_ends(schedule)):
+        for index, (action, end) in enumerate(zip(schedule.ranks[rank], ends, strict=True)):
+            placed[rank].append((end - _units(action.kind), 1, 0, action))
+            if action.kind is not Kind.WEIGHT_GRADIENT:
+                made.append((end, rank, index))
+    made.sort()
+    for number, (end, rank, index) in enumerate(made):
+        compute = schedule.ranks[rank][index]
+        if compute.kind is Kind.FORWARD:
+            send, receive = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
+            place = schedule.following(rank, compute.chunk)
+        else:
+            send, receive = Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD
+            place = schedule.preceding(rank, compute.chunk)
+        if place is not None:
+            there, chunk, microbatch = *place, compute.microbatch
+            placed[rank].append((end, 0, number, Action(send, compute.chunk, microbatch)))
+            placed[there].append((end, 0, number, Action(receive, chunk, microbatch)))
+    for events in placed:
+        events.sort()
+    return replace(schedule, ranks=tuple(tuple(event[3] for event in events) for events in placed))
 
 
-def _send(schedule: Schedule, rank: int, compute: Action) -> Action | None:
-    """Return the send that follows a compute, None if its output stays."""
-    if compute.kind is Kind.FORWARD:
-        kind = Kind.SEND_FORWARD
-    elif compute.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-        kind = Kind.SEND_BACKWARD
-    else:
-        return None
-    send = Action(kind, compute.chunk, compute.microbatch)
-    return None if schedule.other_end(rank, send) is None else send
+def _units(kind: Kind) -> int:
+    """Return how long a compute takes: one unit, a whole backward is I and W."""
+    return 2 if kind is Kind.BACKWARD else 1
+
+
+def _ends(schedule: Schedule) -> list[list[int]]:
+    """Return when each compute of each rank ends: what `simulate` says, without its graph.
+
+    Raises:
+        DeadlockError: computes that wait for each other; says which, and for what.
+    """
+    stages, many = schedule.stages, schedule.microbatches
+    behind = stages * schedule.chunks * many
+    # By virtual stage * microbatches + microbatch; what the embedding and the loss need is there.
+    forward = dict.fromkeys(range(-many, 0), 0)
+    backward = dict.fromkeys(range(behind, behind + many), 0)
+    found: list[list[int]] = [[] for _ in schedule.ranks]
+    ready, waits = deque(range(stages)), [False] * stages
+    while ready:
+        rank = ready.popleft()
+        actions, mine, waits[rank] = schedule.ranks[rank], found[rank], False
+        clock = mine[-1] if mine else 0
+        for index in range(len(mine), len(actions)):
+            kind, own = actions[index].kind, actions[index].microbatch
+            own += (actions[index].chunk * stages + rank) * many
+            if kind is Kind.FORWARD:
+                needs, makes, feeds = (forward.get(own - many),), forward, (rank + 1) % stages
+            elif kind is Kind.WEIGHT_GRADIENT:
+                needs, makes, feeds = (backward.get(own),), {}, rank
+            else:
+                needs = forward.get(own), backward.get(own + many)
+                makes, feeds = backward, (rank - 1) % stages
+            if None in needs:
+                waits[rank] = True
+                break
+            clock = makes[own] = max(clock, *needs) + _units(kind)
+            mine.append(clock)
+            if waits[feeds]:
+                waits[feeds] = False
+                ready.append(feeds)
+    if any(waits):
+        simulate(schedule, Times())  # raises
+    return found
 
 
 def _reject(schedule: Schedule, kinds: list[Kind], mend: str) -> None:

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import (
     TRANSFERS,
     Action,
     Kind,
+    Times,
     check,
     make_schedule,
     simulate,
@@ -88,6 +89,39 @@ def test_no_deadlock_under_any_rule():
         met = simulate(schedule, times, rendezvous=True)
         assert met.makespan >= eager.makespan * (1 - 1e-12)
     assert min(seen[name] for name in ("1f1b", "interleaved", "zb-h1", "forward")) > 20
+
+
+def by_simulated_times(schedule):
+    """Return the lists in the order of the simulator's times, at which F, I and W take one unit."""
+    placed = [[] for _ in schedule.ranks]
+    made = []
+    for rank, events in enumerate(simulate(schedule, Times()).ranks):
+        for index, (action, start, end) in enumerate(events):
+            placed[rank].append((start, 1, 0, action))
+            made.append((end, rank, index, action))
+    sends = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.WEIGHT_GRADIENT: None}
+    for number, (end, rank, _, action) in enumerate(sorted(made, key=lambda event: event[:3])):
+        kind = sends.get(action.kind, Kind.SEND_BACKWARD)
+        send = kind and Action(kind, action.chunk, action.microbatch)
+        other_end = send and schedule.other_end(rank, send)
+        if other_end and schedule.stages > 1:
+            placed[rank].append((end, 0, number, send))
+            placed[other_end[0]].append((end, 0, number, other_end[1]))
+    return tuple(tuple(e[3] for e in sorted(es, key=lambda e: e[:3])) for es in placed)
+
+
+def test_transfers_stand_where_the_simulated_times_put_them():
+    draw = random.Random(21)
+    for _ in range(150):
+        schedule = random_schedule(draw)
+        assert with_transfers(schedule).ranks == by_simulated_times(schedule)
+
+
+def test_computes_that_wait_for_each_other_are_refused():
+    schedule = make_schedule("1f1b", stages=2, microbatches=2)
+    crossed = replace(schedule, ranks=(schedule.ranks[0][::-1], schedule.ranks[1]))
+    with pytest.raises(ValueError, match=r"deadlock: rank 0 at B0.1 waits for F0.1 of rank 0"):
+        with_transfers(crossed)
 
 
 def test_the_hand_sees_a_deadlock():

@@ -95,7 +95,10 @@ def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
     ranks = config.model_parallel_size
     size = world_size // ranks if world_size % ranks == 0 else 1
     yield from data_parallel.problems(
-        config.data_parallel, data_parallel_size=size, bf16=config.training.bf16
+        config.data_parallel,
+        data_parallel_size=size,
+        bf16=config.training.bf16,
+        context_size=config.parallel.context_parallel_size,
     )
 
 

@@ -71,9 +71,11 @@ class DataParallelConfig:
         return "optim" if self.use_distributed_optimizer else "no_shard"
 
 
-def problems(config: DataParallelConfig, *, data_parallel_size: int, bf16: bool) -> Iterator[str]:
+def problems(
+    config: DataParallelConfig, *, data_parallel_size: int, bf16: bool, context_size: int = 1
+) -> Iterator[str]:
     """Name what does not go together, each with its mend."""
-    yield from _instances(config, data_parallel_size)
+    yield from _instances(config, data_parallel_size, context_size)
     strategy = config.strategy
     if strategy == "optim_grads_params" and config.ddp_bucket_size is not None:
         yield (
@@ -115,8 +117,9 @@ def problems(config: DataParallelConfig, *, data_parallel_size: int, bf16: bool)
             )
 
 
-def _instances(config: DataParallelConfig, size: int) -> Iterator[str]:
-    """Name what is wrong with hybrid sharding on `size` data parallel ranks."""
+def _instances(config: DataParallelConfig, size: int, context_size: int) -> Iterator[str]:
+    """Name what is wrong with hybrid sharding on `size` data parallel ranks, each of so many
+    context parallel ones, over which an instance cuts as well."""
     instances, strategy = config.num_distributed_optimizer_instances, config.strategy
     flag = f"--num-distributed-optimizer-instances {instances}"
     if instances > 1:
@@ -124,7 +127,7 @@ def _instances(config: DataParallelConfig, size: int) -> Iterator[str]:
             fitting = [str(n) for n in range(2, size) if size % n == 0]
             mend = f"use {' or '.join(fitting)}, or drop it" if fitting else "drop it"
             yield f"{flag} does not divide the data parallel size of {size}: {mend}"
-        elif size == instances:
+        elif size == instances and context_size == 1:
             yield (
                 f"{flag} leaves each instance one of the {size} data parallel ranks, so that "
                 "nothing is cut: lower it"

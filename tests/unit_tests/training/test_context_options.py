@@ -252,3 +252,11 @@ def test_a_window_leaves_fewer_operations():
     two = dataclasses.replace(batch(True))
     assert squared_lengths(two, 5) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)
     assert squared_lengths(two) == 144 + 25 + 49
+
+
+def test_an_instance_cuts_over_context_parallel_ranks_too():
+    more = "--num-distributed-optimizer-instances 2 --seq-length 32"
+    more += " --data-parallel-sharding-strategy optim_grads_params"
+    alone = check(small_config(more), 2)
+    assert any("nothing is cut" in problem for problem in alone)
+    assert check(small_config(f"{more} --context-parallel-size 2"), 4) == []

@@ -9,6 +9,8 @@ and cp - 1 of cp parts leaving the rank:
     all_to_all  (cp-1)/cp of q, k, v, the output and the gradients of all four
 
 Grouped keys make the first two cheap, many ranks make the third cheap: it moves 1/cp of each head.
+The ring never moves least, since its sums travel in fp32; it is for long rows, of which all_gather
+holds all keys and values at a time and the ring those of two ranks. Only the user knows that limit.
 """
 
 from __future__ import annotations
@@ -107,6 +109,12 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> Choice:
     best = min(fitting, key=lambda e: moved[e])
     shown = ", ".join(f"{e} {moved[e] / 1e6:,.2f} MB" for e in sorted(fitting, key=moved.get))
     why = f"least of what leaves a rank per layer: {shown}"
+    if best == ALL_GATHER:
+        pair = 2 * shape.groups * shape.head_bytes / 1e6
+        why += (
+            f"; it holds {cp * pair:,.2f} MB of keys and values at a time, p2p {2 * pair:,.2f} MB: "
+            "take that where rows are long"
+        )
     return Choice(best, why if reason is None else f"{why}; not a2a: {reason}")
 
 

@@ -12,6 +12,7 @@ its rank keeps it. Everything here is whole numbers: no tensors, no device.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -136,10 +137,10 @@ class SequenceCut:
         Raises:
             ValueError: bounds that are none, or a sequence that does not divide.
         """
-        bounds = (0, length) if cu_seqlens is None else tuple(int(x) for x in cu_seqlens)
+        bounds = (0, length) if cu_seqlens is None else _integers("cu_seqlens", cu_seqlens)
         padded = bounds
         if padded_cu_seqlens is not None:
-            padded = tuple(int(x) for x in padded_cu_seqlens)
+            padded = _integers("padded_cu_seqlens", padded_cu_seqlens)
         return SequenceCut(length, size, order, bounds, padded)
 
     def __post_init__(self) -> None:
@@ -289,6 +290,13 @@ def _pairs(
     """Yield each sequence's first place and the one behind, without and with padding."""
     for i in range(len(bounds) - 1):
         yield (bounds[i], bounds[i + 1]), (padded[i], padded[i + 1])
+
+
+def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError as error:
+        raise ValueError(f"{name} {list(values)}: give integers") from error
 
 
 def _check_cumulative(name: str, values: Sequence[int]) -> None:

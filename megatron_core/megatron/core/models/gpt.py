@@ -254,6 +254,17 @@ class GPTModel(nn.Module):
                 f"{group.size} context parallel ranks need a layout with a cut: give "
                 "SequenceLayout.make(cut, rank, ...) and this rank's tokens"
             )
+        cut = layout.cut
+        if cut is not None and (layout.rank, cut.size) != (group.rank, group.size):
+            raise ValueError(
+                f"the layout is cut for rank {layout.rank} of {cut.size}, this is rank "
+                f"{group.rank} of {group.size}: make it for this rank"
+            )
+        if layout.rows not in (None, tokens.shape[0]):
+            raise ValueError(
+                f"{tokens.shape[0]} rows of tokens, the layout is of {layout.rows}: make it for as "
+                "many"
+            )
         if layout.positions.shape[0] != tokens.shape[1]:
             raise ValueError(
                 f"{tokens.shape[1]} tokens a row, the layout is of {layout.positions.shape[0]}: "

@@ -199,3 +199,8 @@ def test_a_rank_that_is_not_there_is_told(rank):
 def test_a_negative_halo_is_told():
     with pytest.raises(ValueError, match="a halo of -1 tokens: use 0 or more"):
         SequenceCut.of(8, 2).halo(-1)
+
+
+def test_cumulative_lengths_are_integers():
+    with pytest.raises(ValueError, match=r"cu_seqlens \[0, 4.9, 8\]: give integers"):
+        SequenceCut.of(8, 2, cu_seqlens=[0, 4.9, 8])

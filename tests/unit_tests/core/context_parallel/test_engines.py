@@ -46,6 +46,7 @@ class Case:
     sinks: bool = False
     dropout: float = 0.0
     late: bool = False
+    dtype: torch.dtype = torch.float64
 
 
 UNEVEN = ((0, 5, 6, 17, 24), (0, 24), (0, 11, 24))
@@ -77,7 +78,7 @@ def whole(case: Case) -> dict[str, torch.Tensor]:
     source = torch.Generator().manual_seed(11)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=source, dtype=torch.float64)
+        return torch.randn(*shape, generator=source, dtype=torch.float64).to(case.dtype)
 
     kv = (case.length, ROWS, case.groups, FEATURES)
     found = {
@@ -236,6 +237,18 @@ def test_what_leaves_a_rank_is_the_formula_and_plans_are_made_once(engine):
             assert moved["all_to_all"] == [qkv, one] * layers + [one, qkv]
             assert moved_bytes(engine, shape, 4) == 3 * 2 * (qkv + one) // 4
         assert plans == {"p2p": 4, "all_gather": 1, "a2a": 1}[engine]
+
+
+def test_the_ring_sums_gradients_of_bf16_in_fp32():
+    case = Case(cp=4, engine="p2p", dtype=torch.bfloat16)
+    shape = AttentionShape(
+        tokens=6, rows=ROWS, heads=4, groups=2, features=FEATURES, element_bytes=2
+    )
+    pair = 2 * shape.groups * shape.head_bytes
+    ranks = run_ranks(attended, 4, case)
+    for _, _, moved, _ in ranks:  # the forward of another layer is 3 steps more
+        assert sum(moved["send"]) == moved_bytes("p2p", shape, 4) + 3 * pair
+        assert sorted(set(moved["send"])) == [pair, 2 * pair]
 
 
 SIX = {

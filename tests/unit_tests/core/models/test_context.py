@@ -221,7 +221,7 @@ def refused(rank: int, world: int) -> None:
             model.loss(*whole, layout=layout)
         with pytest.raises(ValueError, match="a layout and positions"):
             model.loss(*local, layout=layout, positions=batch["tokens"])
-        with pytest.raises(ValueError, match=rf"is cut for rank {1 - rank} of 2, group cp is rank"):
+        with pytest.raises(ValueError, match=rf"is cut for rank {1 - rank} of 2, this is rank"):
             model.loss(*local, layout=SequenceLayout.make(cut, 1 - rank, rows=ROWS))
     assert not records
 
@@ -258,3 +258,14 @@ def test_documents_of_one_process_are_attended_block_by_block_or_by_a_mask():
     assert torch.equal(nll["rows"], nll["ids"])
     assert_all_close({"nll": nll["blocks"]}, {"nll": nll["rows"]})
     assert (nll["none"] - nll["rows"]).abs().max() > 0.1
+
+
+def test_a_layout_of_other_ranks_or_rows_is_refused():
+    model = GPTModel(CONFIG, ProcessGroupCollection.single())
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    layout = SequenceLayout.make(SequenceCut.of(2 * LENGTH, 2), 1, rows=ROWS)
+    with pytest.raises(ValueError, match=r"cut for rank 1 of 2, this is rank 0 of 1"):
+        model(tokens, layout=layout)
+    layout = SequenceLayout.make(SequenceCut.of(LENGTH, 1), 0, rows=ROWS - 1)
+    with pytest.raises(ValueError, match=r"3 rows of tokens, the layout is of 2"):
+        model(tokens, layout=layout)

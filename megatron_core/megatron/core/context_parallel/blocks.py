@@ -13,6 +13,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from megatron.core.context_parallel.cut import Run
 
@@ -41,6 +44,55 @@ class Block:
     causal: bool
 
 
+class Visits(NamedTuple):
+    """Where the blocks of one attention lie in a tensor [s, b, ...], in their order.
+
+    Args:
+        places: (row0, row1, first, last) of each block.
+        is_first: of each block, whether none before overlaps it: its result is stored, not added.
+        covers: whether those cover the tensor; where they do not, it must start from zeros.
+    """
+
+    places: tuple[tuple[int, int, int, int], ...]
+    is_first: tuple[bool, ...]
+    covers: bool
+
+
+class Blocks(tuple[Block, ...]):
+    """Blocks of one attention, and what all layers need to know of them, found once.
+
+    Args:
+        blocks: in the order in which they are attended.
+    """
+
+    def __init__(self, blocks: Iterable[Block] = ()) -> None:
+        del blocks  # the tuple has them already
+        #: How often visits were worked out.
+        self.visits_made = 0
+        self._visits: dict[tuple[str, int, int], Visits] = {}
+
+    @staticmethod
+    def of(blocks: Sequence[Block]) -> Blocks:
+        """Return the blocks themselves where they are Blocks already."""
+        return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
+
+    def visits(self, side: Literal["query", "key"], rows: int, length: int) -> Visits:
+        """Return where the blocks lie in all queries or all keys; work it out the first time.
+
+        Args:
+            side: whose tensors, values being keys.
+            rows: b.
+            length: s, of the queries or the keys.
+        """
+        asked = (side, rows, length)
+        if asked not in self._visits:
+            is_query = side == "query"
+            places = [(x.row0, x.row1, *((x.q0, x.q1) if is_query else (x.k0, x.k1))) for x in self]
+            self._visits[asked] = _visits(places, rows, length)
+            self.visits_made += 1
+        return self._visits[asked]
+
+
 def attention_blocks(
     queries: Sequence[Run],
     keys: Sequence[Run],
@@ -50,7 +102,7 @@ def attention_blocks(
     causal: bool = True,
     window: int | None = None,
     joined: bool = False,
-) -> tuple[Block, ...]:
+) -> Blocks:
     """Return blocks that hold every visible (row, query, key) once; none without a visible pair.
 
     Args:
@@ -86,7 +138,7 @@ def attention_blocks(
         found = _join(found, "row0", "row1")
     if joined:
         found = _join(_join(found, "k0", "k1"), "q0", "q1")
-    return tuple(sorted(found))
+    return Blocks(sorted(found))
 
 
 def pair_count(blocks: Iterable[Block], *, window: int | None = None) -> int:
@@ -241,6 +293,18 @@ def _borders(
             )
         found.append(tuple(dict.fromkeys(borders)))
     return found
+
+
+def _visits(places: Sequence[tuple[int, int, int, int]], rows: int, length: int) -> Visits:
+    """Return the visits of blocks at (row0, row1, first, last) of a tensor [length, rows, ...]."""
+    seen = np.zeros((rows, length), dtype=bool)
+    is_first, covered = [], 0
+    for row0, row1, first, last in places:
+        part = seen[row0:row1, first:last]
+        is_first.append(not part.any())
+        covered += part.size if is_first[-1] else 0
+        part[:] = True
+    return Visits(tuple(places), tuple(is_first), covered == seen.size)
 
 
 def _check(

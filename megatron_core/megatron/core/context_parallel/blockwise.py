@@ -14,10 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
-from megatron.core.context_parallel.blocks import Block
+from megatron.core.context_parallel.blocks import Block, Blocks
 from megatron.core.ops.attention import Mask, reference
 from megatron.core.ops.dispatch import accumulation_dtype, choose, cpu_matmul_dtype
 from megatron.core.ops.dropout import AttentionDropout
@@ -60,7 +59,8 @@ def forward(
         query: [s_q, b, n, d].
         key: [s_k, b, g, d].
         value: [s_k, b, g, d].
-        blocks: which queries see which keys, every pair in one block.
+        blocks: which queries see which keys, every pair in one block; `Blocks` keep what is worked
+            out of them for the next call.
         scale: factor on the logits.
         window: a query at place q sees only keys k with q - k < window.
         dropout: drops probabilities, by place.
@@ -75,14 +75,14 @@ def forward(
     if into is None and len(blocks) == 1 and _holds_all(blocks[0], query):
         return _block_forward(query, key, value, blocks[0], rule)
     if into is None:
-        is_first, is_full = _first_visits([(x.row0, x.row1, x.q0, x.q1) for x in blocks], query)
+        _, is_first, is_full = Blocks.of(blocks).visits("query", query.shape[1], query.shape[0])
         out = torch.empty(query.shape, dtype=wide, device=query.device)
         lse = torch.empty((*query.shape[1:3], query.shape[0]), dtype=wide, device=query.device)
         if not is_full:
             out.zero_()
             lse.fill_(-math.inf)
     else:
-        is_first, (out, lse) = [False] * len(blocks), into
+        is_first, (out, lse) = (False,) * len(blocks), into
     for block, first in zip(blocks, is_first, strict=True):
         part, part_lse = _block_forward(query, key, value, block, rule)
         rows, queries = slice(block.row0, block.row1), slice(block.q0, block.q1)
@@ -132,22 +132,18 @@ def backward(
     rule = (scale, window, dropout)
     if len(blocks) == 1 and _holds_all(blocks[0], query, key):
         return tuple(x.to(kind) for x in _block_backward(fast, lse, blocks[0], rule))
-    by_query = [(x.row0, x.row1, x.q0, x.q1) for x in blocks]
-    by_key = [(x.row0, x.row1, x.k0, x.k1) for x in blocks]
-    sums, is_first = [], []
-    for x, places in ((query, by_query), (key, by_key), (value, by_key)):
-        firsts, is_full = _first_visits(places, x)
-        make = torch.empty if is_full else torch.zeros
+    blocks = Blocks.of(blocks)
+    sums, visits = [], []
+    for x, side in ((query, "query"), (key, "key"), (value, "key")):
+        visits.append(blocks.visits(side, x.shape[1], x.shape[0]))
+        make = torch.empty if visits[-1].covers else torch.zeros
         sums.append(make(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device))
-        is_first.append(firsts)
     for index, block in enumerate(blocks):
         parts = _block_backward(fast, lse, block, rule)
-        for total, part, places, firsts in zip(
-            sums, parts, (by_query, by_key, by_key), is_first, strict=True
-        ):
-            row0, row1, first, last = places[index]
+        for total, part, visit in zip(sums, parts, visits, strict=True):
+            row0, row1, first, last = visit.places[index]
             target = total[first:last, row0:row1]
-            target.copy_(part) if firsts[index] else target.add_(part)
+            target.copy_(part) if visit.is_first[index] else target.add_(part)
     return tuple(x.to(kind) for x in sums)
 
 
@@ -257,21 +253,3 @@ def _holds_all(block: Block, query: torch.Tensor, key: torch.Tensor | None = Non
     keys = (block.k0, block.k1) if key is None else (0, key.shape[0])
     whole = Block(0, query.shape[1], 0, query.shape[0], *keys, block.q_place, block.k_place, False)
     return replace(block, causal=False) == whole
-
-
-def _first_visits(
-    places: Sequence[tuple[int, int, int, int]], x: torch.Tensor
-) -> tuple[list[bool], bool]:
-    """Say of each (row0, row1, first, last) of x [s, b, ...] whether none before overlaps it.
-
-    Such a result is stored and not added. Second, say whether those cover x: where they do not, x
-    must start from zeros.
-    """
-    seen = np.zeros((x.shape[1], x.shape[0]), dtype=bool)
-    firsts, covered = [], 0
-    for row0, row1, first, last in places:
-        part = seen[row0:row1, first:last]
-        firsts.append(not part.any())
-        covered += part.size if firsts[-1] else 0
-        part[:] = True
-    return firsts, covered == seen.size

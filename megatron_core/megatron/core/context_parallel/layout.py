@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron.core.context_parallel.blocks import Block, attention_blocks
+from megatron.core.context_parallel.blocks import Blocks, attention_blocks
 from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
 from megatron.core.context_parallel.index_maps import (
     columns_of,
@@ -30,14 +30,18 @@ class _Plans:
 
     def __init__(self) -> None:
         self.made = 0
-        self._found: dict[tuple, tuple[Block, ...]] = {}
+        self._found: dict[tuple, Blocks] = {}
 
-    def get(self, key: tuple, make: Callable[[], tuple[Block, ...]]) -> tuple[Block, ...]:
+    def get(self, key: tuple, make: Callable[[], Blocks]) -> Blocks:
         """Return what was made for `key`; make it the first time."""
         if key not in self._found:
             self._found[key] = make()
             self.made += 1
         return self._found[key]
+
+    @property
+    def visits_made(self) -> int:
+        return sum(blocks.visits_made for blocks in self._found.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +196,12 @@ class SequenceLayout:
         """Return how often blocks were worked out; however many layers ask, once for each kind."""
         return self._plans.made
 
+    @property
+    def visits_made(self) -> int:
+        """Return how often it was worked out where blocks lie among queries or keys: at most once
+        for each of the two and each kind of blocks."""
+        return self._plans.visits_made
+
     def local(self, x: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """Return this rank's columns of whole rows, on the host.
 
@@ -216,7 +226,7 @@ class SequenceLayout:
 
     def blocks(
         self, key_rank: int | None, window: int | None = None, *, joined: bool = False
-    ) -> tuple[Block, ...]:
+    ) -> Blocks:
         """Return the blocks of this rank's queries and one rank's keys, made once.
 
         Args:
@@ -235,7 +245,7 @@ class SequenceLayout:
             lambda: _whole(cut) if key_rank is None else cut.runs(key_rank),
         )
 
-    def row_blocks(self, window: int | None = None) -> tuple[Block, ...]:
+    def row_blocks(self, window: int | None = None) -> Blocks:
         """Return the blocks of all queries and all keys of whole rows, in the order of places.
 
         Args:
@@ -289,7 +299,7 @@ class SequenceLayout:
         key: tuple,
         queries: Callable[[], Sequence[Run]],
         keys: Callable[[], Sequence[Run]],
-    ) -> tuple[Block, ...]:
+    ) -> Blocks:
         """Return blocks from the plans; `key` is (name, ..., window, joined)."""
         *_, window, joined = key
         return self._plans.get(

@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 
 from megatron.core.context_parallel import SequenceCut
-from megatron.core.context_parallel.blocks import Block, attention_blocks, pair_count
+from megatron.core.context_parallel.blocks import (
+    Block,
+    Blocks,
+    attention_blocks,
+    pair_count,
+)
 from megatron.core.context_parallel.cut import Run
 from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_case
 
@@ -341,3 +346,16 @@ def test_options_that_do_not_fit_are_told(options, message):
     runs = SequenceCut.of(8, 2).runs(0)
     with pytest.raises(ValueError, match=re.escape(message)):
         attention_blocks(runs, runs, **options)
+
+
+def test_visits_say_where_blocks_lie_and_which_is_first_there():
+    plan = Blocks([Block(0, 2, 0, 3, 0, 3, 0, 0, True), Block(1, 2, 2, 5, 3, 5, 2, 0, False)])
+    assert plan == tuple(plan)
+    assert Blocks.of(plan) is plan
+    queries, keys = plan.visits("query", 2, 5), plan.visits("key", 2, 5)
+    assert queries == (((0, 2, 0, 3), (1, 2, 2, 5)), (True, False), False)
+    assert keys == (((0, 2, 0, 3), (1, 2, 3, 5)), (True, True), False)
+    assert plan.visits("key", 2, 5) is keys
+    assert plan.visits_made == 2
+    assert Blocks([*plan, Block(0, 1, 0, 5, 3, 5, 0, 0, False)]).visits("key", 2, 5).covers
+    assert not Blocks().visits("query", 1, 1).covers

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import blockwise
-from megatron.core.context_parallel.blocks import Block, attention_blocks
+from megatron.core.context_parallel.blocks import Block, Blocks, attention_blocks
 from megatron.core.context_parallel.cut import SequenceCut
 from megatron.core.ops.attention import attention, reference
 from megatron.core.ops.dropout import AttentionDropout
@@ -205,7 +205,7 @@ def test_dropout_drops_what_the_unsplit_op_drops(make):
 
 
 def test_one_block_of_everything_is_the_op_itself(make, monkeypatch):
-    monkeypatch.setattr(blockwise, "_first_visits", None)
+    monkeypatch.setattr(Blocks, "visits", None)
     parts = tensors(make, dtype=torch.float32)
     runs = CUTS["one rank"].runs(0)
     blocks = attention_blocks(runs, runs, rows=ROWS)

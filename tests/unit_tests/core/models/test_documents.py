@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.backend import LOCAL
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
@@ -31,6 +33,15 @@ DROPPING = dataclasses.replace(
 )
 #: Borders of the documents in each of three rows of 14.
 BORDERS = [[0, 5, 6, 11, 14], [0, 14], [0, 7, 14]]
+
+#: Row, first token and end of each.
+DOCUMENTS = [(row, *span) for row, ends in enumerate(BORDERS) for span in itertools.pairwise(ends)]
+
+
+def cut_of(cp: int) -> SequenceCut:
+    """Return rows of 14 cut in zigzag order, padded to 16 for two ranks."""
+    padded = None if cp == 1 else (0, 16)
+    return SequenceCut.of(14, cp, cu_seqlens=(0, 14), padded_cu_seqlens=padded)
 
 
 def model_of(config: GPTConfig, groups: ProcessGroupCollection, **options) -> GPTModel:
@@ -82,6 +93,47 @@ def test_another_document_changes_no_bit_of_the_others():
     assert not same[0, 6:11].any()
     same[0, 6:11] = True
     assert same.all()
+
+
+def _after_changes(rank: int, world: int, engines: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Return the nll of this rank's tokens, by engine: [1 + documents, b, s/cp], as the batch is
+    and with the tokens of one document after the other changed."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    batch = packed()
+    known = {name: batch.pop(name) for name in ("positions", "document_ids")}
+    layout = SequenceLayout.make(cut_of(world), rank, rows=3, **known)
+    labels, weights = (layout.local(batch[name]) for name in ("labels", "token_weights"))
+    found = {}
+    for engine in engines:
+        backend = dataclasses.replace(LOCAL, context_engine=engine)
+        model = GPTModel(CONFIG, groups, seed=3, backend=backend)
+        nll = []
+        for row, first, last in [(0, 0, 0), *DOCUMENTS]:
+            tokens = batch["tokens"].clone()
+            tokens[row, first:last] = (tokens[row, first:last] + 1) % 37
+            with torch.no_grad():
+                loss = model.loss(layout.local(tokens), labels, weights, layout=layout)
+            nll.append(loss[1])
+        found[engine] = torch.stack(nll)
+    assert layout.plans_made > 0  # attention went by blocks
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_document_changes_no_bit_of_another_on_any_engine(cp):
+    engines = ("p2p", "all_gather", "a2a") if cp > 1 else ("auto",)
+    ranks = run_ranks(_after_changes, cp, engines)
+    for engine in engines:
+        whole = torch.full((1 + len(DOCUMENTS), 3, 14), torch.nan)
+        for rank, found in enumerate(ranks):
+            places = torch.tensor(cut_of(cp).places(rank))
+            whole[:, :, places[places >= 0]] = found[engine][:, :, places >= 0]
+        assert whole.isfinite().all()
+        for after, (row, first, last) in zip(whole[1:], DOCUMENTS, strict=True):
+            same = after == whole[0]
+            assert not same[row, first:last].any()
+            same[row, first:last] = True
+            assert same.all(), f"{engine}: document {first} to {last} of row {row}"
 
 
 def test_positions_reach_the_rotation_without_a_mask_too():

@@ -77,9 +77,27 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def kept(rank: int, world: int, schedule: str, again: bool, delay: int | None) -> tuple[int, int]:
-    """Take a step; return the most bytes before an action and the most that lay in queues."""
+Case = tuple[str, bool, int | None]  # schedule, full recompute, weight delay
+
+CASES: list[Case] = [
+    ("1f1b", False, None),
+    ("1f1b", True, None),
+    ("zb-h1", False, None),
+    ("zb-h1", True, None),
+    ("zb-h1", True, 0),
+]
+
+
+def all_cases(rank: int, world: int) -> list[tuple[int, int]]:
+    """Return what `kept` does for every case."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
+    return [kept(groups, *case) for case in CASES]
+
+
+def kept(
+    groups: ProcessGroupCollection, schedule: str, again: bool, delay: int | None
+) -> tuple[int, int]:
+    """Take a step; return the most bytes before an action and the most that lay in queues."""
     config = DataParallelConfig()
     model = GPTModel(CONFIG, groups, seed=3, storage=config.storage())
     if again:
@@ -113,27 +131,19 @@ def kept(rank: int, world: int, schedule: str, again: bool, delay: int | None) -
     return max(found.by_action), found.queued
 
 
-def test_weight_gradients_at_once_keep_what_recompute_saves():
-    """The stages keep one microbatch of what is recomputed, not as many as are put off."""
-    whole = run_ranks(kept, STAGES, "1f1b", False, None)
-    again = run_ranks(kept, STAGES, "1f1b", True, None)
-    at_once = run_ranks(kept, STAGES, "zb-h1", True, 0)
-    put_off = run_ranks(kept, STAGES, "zb-h1", True, None)
+def test_put_off_weight_gradients_cost_what_recompute_saves():
+    """Put off, they keep as many recomputed microbatches; at once, one at most."""
+    ranks = run_ranks(all_cases, STAGES)
+    whole, again, split, put_off, at_once = zip(*ranks, strict=True)
     for stage in range(STAGES):
         assert again[stage][0] < whole[stage][0] / 3, "recompute saves something"
+        assert whole[stage][1] == again[stage][1] == 0
+        assert split[stage][1] > 0
+        assert whole[stage][0] <= split[stage][0] <= whole[0][0]
         one = whole[stage][0] // (STAGES - stage)  # microbatch of its layers, nothing recomputed
         assert 0 < at_once[stage][1] < one
         assert at_once[stage][0] <= again[stage][0] + one
-        assert whole[stage][1] == again[stage][1] == 0
         if stage:
             assert put_off[stage][1] > stage * one * 3 / 4
             assert put_off[stage][0] > again[stage][0] + one
     assert put_off[-1][0] > 3 * whole[-1][0], "more than without recompute"
-
-
-def test_put_off_weight_gradients_keep_no_more_than_the_first_stage():
-    whole = run_ranks(kept, STAGES, "1f1b", False, None)
-    split = run_ranks(kept, STAGES, "zb-h1", False, None)
-    for stage, (most, queued) in enumerate(split):
-        assert queued > 0
-        assert whole[stage][0] <= most <= whole[0][0]

@@ -83,9 +83,9 @@ def test_row_17_a_resumed_run_goes_on_with_the_next_sample(
     """In the middle of an epoch, where the next begins within a batch, and at the last sample."""
     seen: list[list[list[int]]] = []
 
-    def recorded(batch, device):
+    def recorded(batch, device, **more):
         seen.append(batch.tokens.tolist())
-        return kept(batch, device)
+        return kept(batch, device, **more)
 
     kept = pretraining.microbatch
     monkeypatch.setattr(pretraining, "microbatch", recorded)

@@ -37,7 +37,7 @@ def test_every_compute_is_a_box_in_its_place(tmp_path):
 
 def test_sizes_that_do_not_fit_are_one_line(tmp_path, capsys):
     output = tmp_path / "picture.svg"
-    flags = ["--schedule", "interleaved", "--microbatches", "9", "--output", str(output)]
+    flags = ["--schedule", "interleaved", "--chunks", "1", "--output", str(output)]
     assert main(flags) == 2
-    assert "take groups of 5" in capsys.readouterr().err
+    assert "take that or more chunks" in capsys.readouterr().err
     assert not output.exists()

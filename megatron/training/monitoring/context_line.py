@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron.core.context_parallel.choice import AttentionShape, choose
+from megatron.core.context_parallel.choice import AttentionShape, explain
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run
 from megatron.training.gpt_options import weight_dtype
@@ -31,8 +31,7 @@ def context_line(run: Run) -> str | None:
         features=model.kv_channels,
         element_bytes=weight_dtype(run.config).itemsize,
     )
-    choice = choose(parallel.cp_comm_type, shape, cp)
     return (
-        f"context parallel {cp} by {choice.engine}: {choice.why}; each rank has {shape.tokens:,} "
-        f"of the {training.seq_length:,} tokens of a sample"
+        f"{explain(parallel.cp_comm_type, shape, cp)}; each rank has {shape.tokens:,} of the "
+        f"{training.seq_length:,} tokens of a sample"
     )

@@ -121,4 +121,4 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> Choice:
 def explain(engine: str, shape: AttentionShape, cp: int) -> str:
     """Say in one line which engine is used and why."""
     choice = choose(engine, shape, cp)
-    return f"context parallel attention by {choice.engine}: {choice.why}"
+    return f"context parallel {cp} by {choice.engine}: {choice.why}"

@@ -48,9 +48,9 @@ class AutogradWorker:
     Args:
         run: see `StageRun`.
         landing: returns an empty tensor of what arrives of a microbatch.
-        engine: gathers and reduces; each chunk is one part of its store. None with no gradients:
-            then nothing is kept for backward.
-        defer: opens a queue for weight gradients on the weights of all chunks.
+        engine: gathers and reduces; each chunk is one part of its store.
+        defer: opens a queue for weight gradients on the weights of all chunks; None without
+            backward, for which nothing is kept then.
         microbatches: of this step.
     """
 

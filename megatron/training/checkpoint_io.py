@@ -65,8 +65,19 @@ class RunFacts:
 
 
 def weight_chunks(store: WeightStore) -> list[TensorChunk]:
-    """List the boxes of logical weights that this rank holds, as views of its memory."""
-    return [
+    """List the boxes of logical weights, and the states, that this rank holds, as views of its
+    memory."""
+    states = [
+        TensorChunk(
+            name=name,
+            shape=tuple(tensor.shape),
+            offsets=(0,) * tensor.dim(),
+            tensor=tensor,
+            replica_ranks=store.state_ranks,
+        )
+        for name, tensor in store.states.items()
+    ]
+    return states + [
         TensorChunk(
             name=held.box.name,
             shape=held.box.shape,

@@ -31,6 +31,9 @@ class Backend:
         attention: function with the signature of `ops.attention.attention`.
         context_engine: how attention over ranks that share the tokens of a row brings queries and
             keys together: "p2p", "all_gather", "a2a" or "auto".
+        dispatcher: how tokens come to the ranks of their experts: "allgather", "alltoall", or
+            "auto", which is what moves fewer bytes.
+        overlap_shared_expert: compute the shared expert while tokens are under way.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Backend:
     layer_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     context_engine: str = AUTO
+    dispatcher: str = AUTO
+    overlap_shared_expert: bool = True
 
 
 LOCAL = Backend("local", ColumnParallelLinear, RowParallelLinear, rms_norm, layer_norm, attention)

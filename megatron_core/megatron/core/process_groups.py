@@ -46,6 +46,7 @@ TRAFFIC: Mapping[str, str] = MappingProxyType(
         "expert_inner_lanes": "gradients",
         "gather_lanes": "weights",
         "expert_gather_lanes": "weights",
+        "etp_ep": "tokens of experts",
         "pp": "stages",
         "pp_backward": "stages, backward",
     }

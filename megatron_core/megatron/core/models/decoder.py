@@ -17,12 +17,21 @@ from torch import nn
 
 from megatron.core.comm.conjugates import own_rows
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.models.pattern import ATTENTION, layer_blocks, symbol_problems, symbols_of
+from megatron.core.models.pattern import (
+    ATTENTION,
+    EXPERTS,
+    layer_blocks,
+    symbol_problems,
+    symbols_of,
+)
+from megatron.core.moe import MoE, MoEConfig
 from megatron.core.ops.dropout import dropout, dropout_key
 from megatron.core.transformer import (
     MLP,
     AttentionConfig,
     KeyValueCache,
+    LatentAttention,
+    LatentAttentionConfig,
     LayerBuild,
     MLPConfig,
     Norm,
@@ -42,19 +51,22 @@ class DecoderConfig:
     Args:
         pattern: one symbol a block; a `|` between blocks, where a pipeline stage ends, means
             nothing here.
-        attention, mlp, norm: the shapes of the blocks.
+        attention, mlp, moe, norm: the shapes of the blocks; moe only if some have experts.
         hidden_dropout: probability of dropping an element of a block's output in training.
     """
 
     pattern: str
-    attention: AttentionConfig
+    attention: AttentionConfig | LatentAttentionConfig
     mlp: MLPConfig
     norm: NormConfig
+    moe: MoEConfig | None = None
     hidden_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if problems := symbol_problems(self.pattern):
             raise ValueError("; ".join(problems))
+        if EXPERTS in self.pattern and self.moe is None:
+            raise ValueError(f"layer pattern {self.pattern!r} has experts: give their shape, moe")
         if not 0.0 <= self.hidden_dropout < 1.0:
             raise ValueError(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
 
@@ -185,7 +197,8 @@ class Decoder(nn.Module):
         config = self.config
         norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
         if symbol == ATTENTION:
-            mixer: nn.Module = SelfAttention(
+            latent = isinstance(config.attention, LatentAttentionConfig)
+            mixer: nn.Module = (LatentAttention if latent else SelfAttention)(
                 f"{prefix}.attention",
                 self.num_attention_layers,
                 config=config.attention,
@@ -193,6 +206,9 @@ class Decoder(nn.Module):
                 build=build,
             )
             self.num_attention_layers += 1
+        elif symbol == EXPERTS:
+            assert config.moe is not None
+            mixer = MoE(f"{prefix}.moe", config=config.moe, build=build)
         else:
             mixer = MLP(f"{prefix}.mlp", config=config.mlp, build=build)
         drop = HiddenDropout(prefix, config.hidden_dropout, build=build)
@@ -219,7 +235,7 @@ class Decoder(nn.Module):
         selective = recompute.granularity == "selective"
         for block in self.blocks:
             block.remakes = selective
-            if isinstance(block.mixer, MLP):
+            if isinstance(block.mixer, (MLP, MoE)):
                 block.mixer.remakes = selective
 
     def forward(
@@ -229,6 +245,7 @@ class Decoder(nn.Module):
         *,
         rope: RopeTable | None = None,
         cache: KeyValueCache | None = None,
+        aux_factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the stream [s, b, h], normalised if the final norm is here, from `hidden`.
 
@@ -237,11 +254,14 @@ class Decoder(nn.Module):
         Args:
             hidden: [s, b, h], the embeddings or the stream behind the blocks before these.
             cache: of the keys and values of these attention blocks, numbered from 0.
+            aux_factor: fp32 scalar, the factor of routers' auxiliary losses in the step's loss;
+                None adds none.
         """
+        context = {"layout": layout, "rope": rope, "cache": cache, "aux_factor": aux_factor}
         delta, stream = hidden, None
         for first, last, again in self.runs:
             blocks = list(self.blocks)[first:last]
-            run = partial(_through, blocks, layout=layout, rope=rope, cache=cache)
+            run = partial(_through, blocks, **context)
             if again and cache is None and torch.is_grad_enabled():
                 anchors = [handle.anchor for block in blocks for handle in block.handles]
                 delta, stream = recomputed(run, delta, stream, anchors=anchors)

@@ -76,7 +76,11 @@ class GPTModel(nn.Module):
         stages, stage = groups["pp"].size, groups["pp"].rank
         context = ContextParallel(group=groups["cp"], engine=backend.context_engine)
         problems = config.problems(
-            tp=groups["tp"].size, cp=context.group.size, engine=context.engine
+            tp=groups["tp"].size,
+            cp=context.group.size,
+            engine=context.engine,
+            etp=groups.grid.size("etp"),
+            ep=groups.grid.ep,
         )
         if problems:
             raise ValueError("; ".join(problems))
@@ -211,6 +215,7 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         chunk: int = 0,
         hidden: torch.Tensor | None = None,
+        aux_factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the stream behind a chunk [s, b, h] ([s/tp, b, h] with sequence parallelism).
 
@@ -222,6 +227,8 @@ class GPTModel(nn.Module):
             cache: of the chunk's keys and values, while generating.
             chunk: of this rank.
             hidden: of `boundary_shape`, behind the chunk before; None in the model's first.
+            aux_factor: fp32 scalar, the factor of the routers' auxiliary losses, which are those
+                of a mean over tokens, in the step's loss; None leaves them out.
 
         Raises:
             ValueError: no such chunk, `hidden` is missing or too much, or the layout is not of
@@ -234,7 +241,7 @@ class GPTModel(nn.Module):
         rope = None
         if self.config.rope is not None:
             rope = RopeTable.of(
-                self.config.rope, layout.positions, self.config.attention.kv_channels
+                self.config.rope, layout.positions, self.config.attention.rope_features
             )
         if self._is_first(chunk) != (hidden is None):
             wanted = "starts with the embedding: it takes no hidden states"
@@ -244,7 +251,7 @@ class GPTModel(nn.Module):
         if hidden is None:
             hidden = self.embedding(tokens.t())  # [s, b, h]
             hidden = self.embedding_dropout(hidden, layout)
-        return self.decoders[chunk](hidden, layout, rope=rope, cache=cache)
+        return self.decoders[chunk](hidden, layout, rope=rope, cache=cache, aux_factor=aux_factor)
 
     def _check_layout(self, layout: SequenceLayout, tokens: torch.Tensor) -> None:
         """Raise ValueError unless the layout is of this rank's tokens."""
@@ -279,13 +286,14 @@ class GPTModel(nn.Module):
         hidden: torch.Tensor | None = None,
         layout: SequenceLayout | None = None,
         sample_ids: torch.Tensor | None = None,
+        aux_factor: torch.Tensor | None = None,
         **rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the stream behind a chunk [s, b, h] ([s/tp, b, h] with sequence parallelism).
 
         Args:
             tokens: int64 [b, s].
-            chunk, hidden: see `forward`.
+            chunk, hidden, aux_factor: see `forward`.
             layout: of the tokens; None makes one of whole rows.
             sample_ids: int64 [b], global sample numbers; None turns dropout off, unless the layout
                 has some.
@@ -305,7 +313,7 @@ class GPTModel(nn.Module):
             )
         elif sample_ids is not None:
             layout = layout.with_samples(sample_ids)
-        return self(tokens, layout=layout, chunk=chunk, hidden=hidden)
+        return self(tokens, layout=layout, chunk=chunk, hidden=hidden, aux_factor=aux_factor)
 
     def loss(
         self,
@@ -325,7 +333,8 @@ class GPTModel(nn.Module):
             tokens, labels: int64 [b, s].
             token_weights: fp32 [b, s], the factor of each token's loss; 0 masks it.
             chunk: see `forward`; it is the model's last.
-            context: `hidden`, `layout`, `sample_ids`, `positions`, `document_ids`, as of `hidden`.
+            context: `hidden`, `layout`, `sample_ids`, `positions`, `document_ids`, `aux_factor`,
+                as of `hidden`.
 
         Raises:
             ValueError: the chunk has no head.

@@ -3,6 +3,7 @@
 
 from megatron.core.transformer.attention import AttentionConfig, KeyValueCache, SelfAttention
 from megatron.core.transformer.build import LayerBuild
+from megatron.core.transformer.latent_attention import LatentAttention, LatentAttentionConfig
 from megatron.core.transformer.mlp import MLP, MLPConfig
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.transformer.recompute import Recompute
@@ -12,6 +13,8 @@ __all__ = [
     "MLP",
     "AttentionConfig",
     "KeyValueCache",
+    "LatentAttention",
+    "LatentAttentionConfig",
     "LayerBuild",
     "MLPConfig",
     "Norm",

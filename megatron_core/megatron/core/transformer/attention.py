@@ -59,6 +59,11 @@ class AttentionConfig:
     window: int | None = None
     sinks: bool = False
 
+    @property
+    def rope_features(self) -> int:
+        """Features of a head that the rotary table is made for."""
+        return self.kv_channels
+
     def problems(self, tp: int, *, cp: int = 1, engine: str = "auto") -> list[str]:
         """List what cannot be: head counts that do not divide, a rate that is no probability.
 
@@ -169,6 +174,7 @@ class SelfAttention(nn.Module):
         *,
         rope: RopeTable | None = None,
         cache: KeyValueCache | None = None,
+        **_: object,
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         mixed = self.qkv(hidden)  # [s, b, (n + 2g)·d/tp]

@@ -5,7 +5,7 @@ A layer declares a weight and keeps its handle; it computes by `handle.linear(x)
 `handle.embedding(ids)`, `handle.use()`. Where the weight and its gradient lie is decided after the
 model is built, by whoever materialises the store, and model code never changes for it.
 
-    handle, queue            what a layer calls; gradients put off
+    handle, grouped, queue   what a layer calls; gradients put off
     store, layout, bucket    declaration, and the division into flat buckets
     owned                    what a rank stores and what its optimizer updates, in logical terms
     plan, arena, gatherer    cut weights made whole just before use: when, where, and by whom
@@ -20,6 +20,7 @@ from megatron.core.weight_gather.gatherer import (
     Gatherer,
     segment_name,
 )
+from megatron.core.weight_gather.grouped import RowRuns, grouped_linear
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_gather.layout import GRANULARITIES, Storage
 from megatron.core.weight_gather.owned import (
@@ -48,6 +49,7 @@ __all__ = [
     "HeldBox",
     "OwnedRange",
     "PlacedBox",
+    "RowRuns",
     "Storage",
     "WeightHandle",
     "WeightStore",
@@ -55,6 +57,7 @@ __all__ = [
     "check_plan",
     "compile_plan",
     "empty_range",
+    "grouped_linear",
     "owned_range",
     "segment_name",
 ]

@@ -178,6 +178,15 @@ class WeightHandle:
 
         self._put(run)
 
+    def written_gradient(self, write: Callable[..., None]) -> None:
+        """Put a gradient that `write(slot, overwrite=...)` writes, now or through the queue.
+
+        Args:
+            write: writes the slot if `overwrite`, else adds to it. It must not keep an autograd
+                graph alive.
+        """
+        self._put(lambda: self._run_write(write))
+
     def index_gradient(
         self, ids: torch.Tensor, valid: torch.Tensor | None, grad: torch.Tensor
     ) -> None:
@@ -224,6 +233,12 @@ class WeightHandle:
                 slot.copy_(grad)
             else:
                 slot.add_(grad)
+        self._done()
+
+    def _run_write(self, write: Callable[..., None]) -> None:
+        slot = self._open()
+        with torch.no_grad():
+            write(slot, overwrite=self.fresh)
         self._done()
 
     def _run_index(self, ids: torch.Tensor, valid: torch.Tensor | None, grad: torch.Tensor) -> None:

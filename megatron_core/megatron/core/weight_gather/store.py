@@ -50,6 +50,7 @@ class WeightStore:
     Attributes:
         storage: how they were laid out.
         placement: what of them is cut over the data lanes: nothing on a single lane.
+        states: fp32 tensors of the model that are no weights, by name.
         buckets: none if this rank has no weights, which also is a store.
         materialized: `materialize` has been called.
     """
@@ -65,6 +66,7 @@ class WeightStore:
         self.groups = groups
         self.seed, self.dtype, self.device = seed, dtype, torch.device(device)
         self.handles: dict[str, WeightHandle] = {}
+        self.states: dict[str, torch.Tensor] = {}
         self.plans: dict[str, GradientPlan] = {}
         self.buckets: list[Bucket] = []
         self.materialized = False
@@ -111,6 +113,24 @@ class WeightStore:
         self._units[sharding.name] = self._unit
         self._parts[sharding.name] = self._part
         return handle
+
+    def declare_state(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return fp32 zeros that belong to the model, and that another rule than the optimizer's
+        changes, alike on every rank of this pipeline stage: `states` has them for checkpoints.
+
+        Raises:
+            ValueError: a name that is taken.
+        """
+        if name in self.states or name in self.handles:
+            raise ValueError(f"{name} is declared twice")
+        self.states[name] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        return self.states[name]
+
+    @property
+    def state_ranks(self) -> tuple[int, ...]:
+        """The global ranks that hold the same states."""
+        grid = self.groups.grid
+        return tuple(sorted(grid.group_of(self.groups.rank, ("tp", "gtp", "cp", "dp"))))
 
     @contextmanager
     def unit(self, name: str) -> Iterator[None]:

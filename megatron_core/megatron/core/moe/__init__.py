@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: a router, the dispatch of tokens to their experts, the experts."""
+
+from megatron.core.moe.config import MoEConfig, RouterConfig
+from megatron.core.moe.layer import MoE
+
+__all__ = ["MoE", "MoEConfig", "RouterConfig"]

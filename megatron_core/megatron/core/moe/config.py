@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MoEConfig and RouterConfig: everything that decides a mixture of experts, nothing about ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.ops.swiglu.reference import ACTIVATIONS, GATES
+from megatron.core.transformer.mlp import MLPConfig
+
+SCORES = ("softmax", "sigmoid")
+BALANCES = ("none", "aux_loss", "seq_aux_loss")
+DROP_POLICIES = ("probs", "position")
+DISPATCHERS = ("auto", "allgather", "alltoall")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a token finds its experts; all of it is computed in fp32.
+
+    Args:
+        topk: experts of a token, k.
+        score_function: "softmax" over all experts (Shazeer et al. 2017) or "sigmoid" of each
+            (DeepSeek-AI 2024, section 2.1.2).
+        normalize: divide the scores of the chosen experts by their sum. With softmax that is the
+            softmax over the chosen logits alone.
+        scaling_factor: of the chosen scores, after that.
+        num_groups, group_topk: choose within the best `group_topk` of `num_groups` groups of
+            experts only (DeepSeek-AI 2024, section 2.1.2); both None is no limit.
+        group_candidates: a group counts by the sum of its so many best scores.
+        expert_bias: each expert has a bias that is added to its score where experts are chosen, and
+            nowhere else (Wang et al. 2024, arXiv 2408.15664).
+        bias_update_rate: what a step adds to the bias of an expert with fewer tokens than the mean,
+            and takes from one with more.
+        balance: what an auxiliary loss balances: "aux_loss" the load of the experts over the tokens
+            of a microbatch (Fedus et al. 2021, equation 4), "seq_aux_loss" over each sequence's. A
+            set of tokens is that of all ranks of cp and tp together.
+        aux_loss_coeff: its coefficient; 0 is none.
+        z_loss_coeff: coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022,
+            equation 5), over the same tokens as "aux_loss".
+        jitter: multiply what the router reads by uniform numbers in [1 - jitter, 1 + jitter], in
+            training; a function of sample and place.
+    """
+
+    topk: int = 2
+    score_function: str = "softmax"
+    normalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int | None = None
+    group_topk: int | None = None
+    group_candidates: int = 2
+    expert_bias: bool = False
+    bias_update_rate: float = 1e-3
+    balance: str = "none"
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    jitter: float = 0.0
+
+    def problems(self, num_experts: int) -> list[str]:
+        """List what cannot be with so many experts."""
+        found = []
+        if not 1 <= self.topk <= num_experts:
+            found.append(f"moe-router-topk {self.topk} must be in 1 … {num_experts}, the experts")
+        for name, value, known in (
+            ("moe-router-score-function", self.score_function, SCORES),
+            ("moe-router-load-balancing-type", self.balance, BALANCES),
+        ):
+            if value not in known:
+                found.append(f"{name} {value!r}: use one of {', '.join(known)}")
+        if min(self.aux_loss_coeff, self.z_loss_coeff, self.bias_update_rate) < 0:
+            found.append("coefficients of auxiliary losses and rates must not be negative")
+        if not 0.0 <= self.jitter < 1.0:
+            found.append(f"moe-input-jitter-eps {self.jitter} must be in [0, 1)")
+        if self.topk == 1 and self.normalize:
+            found.append(
+                "one expert a token with normalised scores has the weight 1 whatever the router "
+                "says, which then learns nothing: do not normalise (--moe-router-pre-softmax)"
+            )
+        return found + self._group_problems(num_experts)
+
+    def _group_problems(self, num_experts: int) -> list[str]:
+        groups, best = self.num_groups, self.group_topk
+        if (groups is None) != (best is None):
+            return ["moe-router-num-groups and moe-router-group-topk go together: give both"]
+        if groups is None or best is None:
+            return []
+        if groups < 1 or num_experts % groups:
+            return [f"moe-router-num-groups {groups} must divide the {num_experts} experts"]
+        each = num_experts // groups
+        if not 1 <= best <= groups or best * each < self.topk:
+            return [
+                f"moe-router-group-topk {best} of {groups} groups of {each} experts must hold the "
+                f"{self.topk} experts of a token"
+            ]
+        if not 1 <= self.group_candidates <= each:
+            return [f"{self.group_candidates} candidates of a group of {each} experts"]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Shape of a mixture of experts.
+
+    Args:
+        num_experts: E.
+        ffn_hidden_size: inner features f of each expert.
+        router: how a token finds its experts.
+        gated, activation: of each expert and of the shared one, as of `MLPConfig`; no biases.
+        capacity_factor: an expert takes at most ceil(factor · tokens · k / E) of a rank's tokens of
+            a microbatch, the rest are dropped there; None drops none.
+        drop_policy: which ones an expert keeps: those of the highest weight ("probs") or the first
+            ones ("position").
+        shared_ffn_hidden_size: inner features of an MLP that every token goes through as well;
+            None is no such MLP.
+        shared_gate: multiply the shared MLP's output by the sigmoid of a learned product with the
+            token.
+    """
+
+    num_experts: int
+    ffn_hidden_size: int
+    router: RouterConfig = field(default_factory=RouterConfig)
+    gated: bool = True
+    activation: str = "silu"
+    capacity_factor: float | None = None
+    drop_policy: str = "probs"
+    shared_ffn_hidden_size: int | None = None
+    shared_gate: bool = False
+
+    def problems(self, *, tp: int = 1, etp: int = 1, ep: int = 1) -> list[str]:
+        """List everything that cannot be on so many ranks.
+
+        Args:
+            tp: ranks that share the weights of the shared expert.
+            etp, ep: ranks that share each expert's weights, and ranks that share the experts.
+        """
+        found = []
+        if self.num_experts < 1 or self.num_experts % ep:
+            found.append(
+                f"num-experts {self.num_experts} must be a positive multiple of "
+                f"expert-model-parallel-size {ep}"
+            )
+        if self.ffn_hidden_size < 1 or self.ffn_hidden_size % etp:
+            found.append(
+                f"moe-ffn-hidden-size {self.ffn_hidden_size} must be a positive multiple of "
+                f"expert-tensor-parallel-size {etp}"
+            )
+        known = GATES if self.gated else ACTIVATIONS
+        if self.activation not in known:
+            found.append(f"activation {self.activation!r}: use one of {', '.join(known)}")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            found.append(f"moe-expert-capacity-factor {self.capacity_factor} must be positive")
+        if self.drop_policy not in DROP_POLICIES:
+            found.append(
+                f"moe-token-drop-policy {self.drop_policy!r}: use {' or '.join(DROP_POLICIES)}"
+            )
+        if self.shared is not None:
+            found += [f"shared expert: {problem}" for problem in self.shared.problems(tp)]
+        elif self.shared_gate:
+            found.append("a gate of the shared expert without one: give its size")
+        return found + self.router.problems(self.num_experts)
+
+    @property
+    def shared(self) -> MLPConfig | None:
+        """The MLP that every token goes through."""
+        if self.shared_ffn_hidden_size is None:
+            return None
+        return MLPConfig(
+            ffn_hidden_size=self.shared_ffn_hidden_size,
+            gated=self.gated,
+            activation=self.activation,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the config as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> MoEConfig:
+        """Rebuild a config from `to_json`. Raises TypeError for unknown or missing fields."""
+        return MoEConfig(**{**data, "router": RouterConfig(**data["router"])})

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""grouped_linear: rows in runs, each run multiplied by a matrix of its own (the experts' linear).
+
+forward  y[i] = W_e x[i]            for every row i of run e
+dgrad    dx[i] = W_eᵀ dy[i]
+wgrad    dW_e = sum over the rows of run e of dy[i] x[i]ᵀ, into the slot
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron.core.ops.wide_product import add_product_
+from megatron.core.weight_gather.handle import WeightHandle
+from megatron.core.weight_gather.matmul import product_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class RowRuns:
+    """How [r, h] rows are cut into runs, one after the other.
+
+    Args:
+        counts: rows of each run, on the host.
+        ends: int32 [runs], where each ends, on the device of the rows.
+    """
+
+    counts: tuple[int, ...]
+    ends: torch.Tensor
+
+    @staticmethod
+    def of(counts: torch.Tensor) -> RowRuns:
+        """Return the runs of int64 [runs] rows. Reads them on the host."""
+        return RowRuns(tuple(counts.tolist()), counts.cumsum(0).int())
+
+
+def grouped_linear(handle: WeightHandle, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+    """Return [r, o] from rows x [r, h] in x's dtype; row i of run e is multiplied by matrix e.
+
+    Args:
+        handle: of a weight whose local tensor holds a matrix [o, h] for each run, one after the
+            other: [runs · c, o/c, h] for any c. A fused one is that of several logical weights
+            that interleave by experts.
+    """
+    return _GroupedLinear.apply(x, handle.anchor, handle, runs)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """See the module. Saves x."""
+
+    @staticmethod
+    def forward(ctx, x, anchor, handle, runs):
+        ctx.handle, ctx.runs = handle, runs
+        ctx.save_for_backward(x if anchor.requires_grad else None)
+        weight = _matrices(handle.get(), runs)  # [runs, o, h]
+        return _products(x, weight.transpose(1, 2), runs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        handle, runs = ctx.handle, ctx.runs
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = _products(grad, _matrices(handle.get(), runs), runs)
+        if x is not None:
+            handle.written_gradient(partial(_wgrad_, grad.detach(), x.detach(), runs=runs))
+        return dx, None, None, None
+
+
+def _matrices(weight: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+    return weight.view(len(runs.counts), -1, weight.shape[-1])
+
+
+def _products(x: torch.Tensor, matrices: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+    """Return [r, n] from x [r, m] and matrices [runs, m, n]."""
+    dtype = product_dtype(x)
+    out = torch.empty(len(x), matrices.shape[2], dtype=dtype, device=x.device)
+    wide = x.to(dtype)
+    start = 0
+    for matrix, count in zip(matrices, runs.counts, strict=True):
+        rows = slice(start, start + count)
+        torch.mm(wide[rows], matrix.to(dtype), out=out[rows])
+        start += count
+    return out.to(x.dtype)
+
+
+def _wgrad_(
+    grad: torch.Tensor, x: torch.Tensor, slot: torch.Tensor, *, overwrite: bool, runs: RowRuns
+) -> None:
+    """Put dW into the slot [runs · c, o/c, h] fp32."""
+    dtype = product_dtype(x)
+    grad, x = grad.to(dtype), x.to(dtype)
+    start = 0
+    for matrix, count in zip(_matrices(slot, runs), runs.counts, strict=True):
+        rows = slice(start, start + count)
+        if count:
+            add_product_(matrix, grad[rows].t(), x[rows], overwrite=overwrite)
+        elif overwrite:
+            matrix.zero_()
+        start += count

@@ -12,7 +12,6 @@ all use it; their gradients of it are addends, which the gradient plan sums (`we
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,13 +19,11 @@ import torch
 from torch import nn
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.attend import Attend
-from megatron.core.context_parallel.engines import context_attention
 from megatron.core.context_parallel.setting import context_problems
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.ops.rope import apply_rope
 from megatron.core.transformer.build import LayerBuild
+from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.transformer.rope import RopeTable
 from megatron.core.weight_gather.handle import WeightHandle
@@ -127,7 +124,7 @@ class SelfAttention(nn.Module):
         problems = config.problems(group.size, cp=context.group.size, engine=context.engine)
         if problems:
             raise ValueError("; ".join(problems))
-        self.layer, self.config, self.backend, self.context = layer, config, build.backend, context
+        self.layer, self.config = layer, config
         n, g, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
         self.heads = n // group.size
         self.kv_heads = max(1, g // group.size)
@@ -164,8 +161,14 @@ class SelfAttention(nn.Module):
             cut = Cut(axis="tp", dim=0)
             logits = WeightSharding.of(f"{name}.sinks", (n,), cut, weight_decay=False)
             self.sinks = build.store.declare(logits, InitSpec.constant(0.0))
-        self.dropout_key = dropout_key(build.seed, name, "attention")
-        self.head_offset = group.rank * self.heads
+        self.core = CoreAttention.of(
+            name,
+            build,
+            heads=self.heads,
+            channels=d,
+            rate=config.dropout,
+            window=config.window,
+        )
 
     def forward(
         self,
@@ -193,52 +196,11 @@ class SelfAttention(nn.Module):
             query, key = both.split([heads, self.kv_heads], dim=2)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)  # [s_k, b, g/tp, d]
-        out = self._attend(query, key, value, layout=layout)  # [s, b, n/tp, d]
-        return self.output(out.reshape(*out.shape[:2], -1))
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        layout: SequenceLayout,
-    ) -> torch.Tensor:
-        """Return [s, b, n/tp, d]; with a cache there are more keys than queries."""
-        window, dropout = self.config.window, self._dropout(layout)
         # fp32, so that their gradient arrives unrounded.
         sinks = None if self.sinks is None else self.sinks.use(torch.float32)  # [n/tp]
-        if self.context.joins(layout):
-            attend = Attend(
-                layout=layout,
-                group=self.context.group,
-                scale=1 / math.sqrt(self.config.kv_channels),
-                window=window,
-                dropout=dropout,
-            )
-            engine = self.context.engine
-            return context_attention(query, key, value, attend=attend, engine=engine, sinks=sinks)
-        return self.backend.attention(
-            query,
-            key,
-            value,
-            causal=True,
-            window=window,
-            sinks=sinks,
-            document_ids=layout.document_ids,
-            dropout=dropout,
-        )[0]
+        out = self.core(query, key, value, layout, sinks=sinks)  # [s, b, n/tp, d]
+        return self.output(out.reshape(*out.shape[:2], -1))
 
     @staticmethod
     def _rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
         return apply_rope(x, rope.cos, rope.sin, interleaved=rope.interleaved)
-
-    def _dropout(self, layout: SequenceLayout) -> AttentionDropout | None:
-        if layout.sample_ids is None or self.config.dropout == 0.0:
-            return None
-        return AttentionDropout(
-            rate=self.config.dropout,
-            key=self.dropout_key,
-            sample_ids=layout.sample_ids,
-            head_offset=self.head_offset,
-        )

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch: bring tokens to the ranks of their experts and the results back.
+
+Ranks of the group are numbered etp fastest: rank i + etp · j has part i of the experts j · E/ep up
+to (j + 1) · E/ep. With t tokens a rank, k experts a token, h features and n = etp · ep ranks:
+
+| dispatcher | a rank's rows on the way there and, of another sum, back | how |
+|---|---|---|
+| alltoall | t · k · etp | each row goes to the ranks of its expert |
+| allgather | t · n | every row goes to all ranks, which pick theirs; the results are summed |
+
+So all-gather moves less where ep < k. A single rank moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.comm import all_gather, gather_from_group
+from megatron.core.comm.flight import arrive, depart, direct, exchange, gather, scatter
+from megatron.core.moe.config import DISPATCHERS
+from megatron.core.moe.router import Routing
+from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
+from megatron.core.process_groups import Group
+from megatron.core.weight_gather import RowRuns
+
+#: What experts do: rows [r, h] in runs, one a local expert, to [r, h].
+Experts = Callable[[torch.Tensor, RowRuns], torch.Tensor]
+
+
+def choose_dispatcher(wanted: str, *, topk: int, ep: int) -> str:
+    """Return "allgather" or "alltoall"; for "auto" what moves fewer rows.
+
+    Raises:
+        ValueError: there is no such dispatcher.
+    """
+    if wanted not in DISPATCHERS:
+        raise ValueError(f"moe-token-dispatcher-type {wanted!r}: use {', '.join(DISPATCHERS)}")
+    if wanted != "auto":
+        return wanted
+    return "allgather" if ep < topk else "alltoall"
+
+
+def dispatched_rows(dispatcher: str, *, tokens: int, topk: int, etp: int, ep: int) -> int:
+    """Return the rows of hidden features on the wide side of a dispatch, none dropped."""
+    return tokens * etp * (ep if dispatcher == "allgather" else topk)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRanks:
+    """Who has which experts.
+
+    Args:
+        group: the ranks that tokens are dispatched over.
+        etp: of them, neighbours that share each expert's weights.
+        num_experts: E.
+    """
+
+    group: Group
+    etp: int
+    num_experts: int
+
+    @property
+    def num_local(self) -> int:
+        """Experts of a rank, E/ep."""
+        return self.num_experts * self.etp // self.group.size
+
+    @property
+    def first(self) -> int:
+        """The first of this rank's experts."""
+        return self.group.rank // self.etp * self.num_local
+
+
+def dispatch(
+    rows: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    *,
+    ranks: ExpertRanks,
+    dispatcher: str,
+    meanwhile: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """Return each row's weighted sum of what its experts make of it, [t, h].
+
+    Args:
+        rows: [t, h], of this rank.
+        experts: of this rank.
+        dispatcher: "alltoall" or "allgather".
+        meanwhile: called while rows are under way to their experts.
+    """
+    if ranks.group.size == 1:
+        if meanwhile is not None:
+            meanwhile()
+        return _at_home(rows, routing, experts, ranks)
+    send = _by_all_gather if dispatcher == "allgather" else _by_all_to_all
+    return send(rows, routing, experts, ranks, meanwhile or _nothing)
+
+
+def _nothing() -> None:
+    """There is nothing to do meanwhile."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Sorted:
+    """Places in the order of their experts.
+
+    Args:
+        places: int64 [r]; those that no expert here takes are left out.
+        counts: int64 [experts], on the rows' device.
+        sizes: the same on the host.
+    """
+
+    places: torch.Tensor
+    counts: torch.Tensor
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(experts: torch.Tensor, kept: torch.Tensor | None, first: int, count: int) -> _Sorted:
+        """Sort the places [t, k] of experts first … first + count - 1."""
+        wanted = experts.flatten() - first
+        outside = (wanted < 0) | (wanted >= count)
+        if kept is not None:
+            outside |= ~kept.flatten()
+        wanted = wanted.masked_fill(outside, count)
+        counts = torch.zeros(count + 1, dtype=torch.int64, device=wanted.device)
+        counts.index_add_(0, wanted, torch.ones_like(wanted))
+        sizes = tuple(counts.tolist())
+        order = wanted.argsort(stable=True)
+        return _Sorted(order[: len(order) - sizes[-1]], counts[:-1], sizes[:-1])
+
+    @property
+    def runs(self) -> RowRuns:
+        return RowRuns(self.sizes, self.counts.cumsum(0).int())
+
+
+def _at_home(
+    rows: torch.Tensor, routing: Routing, experts: Experts, ranks: ExpertRanks
+) -> torch.Tensor:
+    tokens, topk = routing.experts.shape
+    found = _Sorted.of(routing.experts, routing.kept, 0, ranks.num_experts)
+    permutation = Permutation.of(found.places, tokens, topk)
+    return sum_rows(experts(take_rows(rows, permutation), found.runs), permutation, routing.weights)
+
+
+def _by_all_gather(
+    rows: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    ranks: ExpertRanks,
+    meanwhile: Callable[[], None],
+) -> torch.Tensor:
+    group = ranks.group
+    flight = gather(group)
+    under_way = depart(rows, flight)
+    wanted = routing.experts
+    if routing.kept is not None:
+        wanted = wanted.masked_fill(~routing.kept, -1)
+    wanted = all_gather(wanted, group)  # [n t, k]
+    weights = gather_from_group(routing.weights, group, partial_gradient=True)  # [n t, k]
+    found = _Sorted.of(wanted, None, ranks.first, ranks.num_local)
+    permutation = Permutation.of(found.places, *wanted.shape)
+    meanwhile()
+    everyone = arrive(under_way, flight)  # [n t, h]
+    results = experts(take_rows(everyone, permutation), found.runs)  # [r, h] partial(etp)
+    return direct(sum_rows(results, permutation, weights), scatter(group))
+
+
+def _by_all_to_all(
+    rows: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    ranks: ExpertRanks,
+    meanwhile: Callable[[], None],
+) -> torch.Tensor:
+    group, etp = ranks.group, ranks.etp
+    tokens, topk = routing.experts.shape
+    found = _Sorted.of(routing.experts, routing.kept, 0, ranks.num_experts)
+    # One row of numbers a rank: how many of its places want each expert.
+    counts = all_gather(found.counts.unsqueeze(0), group)  # [n, E]
+    own = counts[:, ranks.first : ranks.first + ranks.num_local]  # [n, E/ep]
+    receive = own.sum(1).tolist()
+    blocks = [
+        sum(found.sizes[first : first + ranks.num_local])
+        for first in range(0, ranks.num_experts, ranks.num_local)
+    ]
+    places = found.places
+    if etp > 1:  # a row for each part of its expert
+        parts = places.split(blocks)
+        places = torch.cat([part * etp + i for part in parts for i in range(etp)])
+    leaving = Permutation.of(places, tokens, topk * etp)
+    send = [block for block in blocks for _ in range(etp)]
+    there, back = exchange(group, send, receive), exchange(group, receive, send)
+    under_way = depart(take_rows(rows, leaving), there)
+    by_expert, runs = _regrouped(own)
+    meanwhile()
+    results = experts(take_rows(arrive(under_way, there), by_expert), runs)
+    returned = direct(sum_rows(results, by_expert), back)
+    weights = routing.weights
+    if etp > 1:
+        weights = weights.repeat_interleave(etp, dim=1)  # [t, k etp]
+    return sum_rows(returned, leaving, weights)
+
+
+def _regrouped(counts: torch.Tensor) -> tuple[Permutation, RowRuns]:
+    """Return how rows that came by rank and expert are brought together by expert.
+
+    Args:
+        counts: int64 [n, E/ep], rows from each rank for each local expert.
+    """
+    ranks, experts = counts.shape
+    sizes = counts.sum(0)
+    whose = torch.arange(experts, device=counts.device).repeat(ranks)
+    whose = whose.repeat_interleave(counts.flatten())  # [r]
+    places = whose.argsort(stable=True)
+    return Permutation.of(places, len(places), 1), RowRuns.of(sizes)
+
+
+__all__ = [
+    "ExpertRanks",
+    "Experts",
+    "choose_dispatcher",
+    "dispatch",
+    "dispatched_rows",
+]

@@ -142,7 +142,9 @@ def _at_home(
     tokens, topk = routing.experts.shape
     found = _Sorted.of(routing.experts, routing.kept, 0, ranks.num_experts)
     permutation = Permutation.of(found.places, tokens, topk)
-    return sum_rows(experts(take_rows(rows, permutation), found.runs), permutation, routing.weights)
+    return sum_rows(
+        experts(take_rows(rows, permutation), found.runs), permutation, weights=routing.weights
+    )
 
 
 def _by_all_gather(
@@ -165,7 +167,7 @@ def _by_all_gather(
     meanwhile()
     everyone = arrive(under_way, flight)  # [n t, h]
     results = experts(take_rows(everyone, permutation), found.runs)  # [r, h] partial(etp)
-    return direct(sum_rows(results, permutation, weights), scatter(group))
+    return direct(sum_rows(results, permutation, weights=weights), scatter(group))
 
 
 def _by_all_to_all(
@@ -201,7 +203,7 @@ def _by_all_to_all(
     weights = routing.weights
     if etp > 1:
         weights = weights.repeat_interleave(etp, dim=1)  # [t, k etp]
-    return sum_rows(returned, leaving, weights)
+    return sum_rows(returned, leaving, weights=weights)
 
 
 def _regrouped(counts: torch.Tensor) -> tuple[Permutation, RowRuns]:

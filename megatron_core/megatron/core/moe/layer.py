@@ -80,7 +80,7 @@ class MoE(nn.Module):
         """
         share = Share(hidden, layout, region=self.region)
         rows = share.rows(hidden)  # [t, h]
-        routing = self.router(rows, share, aux_factor)
+        routing = self.router(rows, share, aux_factor=aux_factor)
         shared: list[torch.Tensor] = []
 
         def meanwhile() -> None:

@@ -72,7 +72,7 @@ class Router(nn.Module):
         )
 
     def forward(
-        self, rows: torch.Tensor, share: Share, aux_factor: torch.Tensor | None = None
+        self, rows: torch.Tensor, share: Share, *, aux_factor: torch.Tensor | None = None
     ) -> Routing:
         """Choose the experts of rows [t, h].
 

@@ -45,7 +45,7 @@ def take_rows(x: torch.Tensor, permutation: Permutation) -> torch.Tensor:
 
 
 def sum_rows(
-    y: torch.Tensor, permutation: Permutation, weights: torch.Tensor | None = None
+    y: torch.Tensor, permutation: Permutation, *, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return [t, h] in y's dtype, the weighted sum of each token's rows of y [r, h].
 

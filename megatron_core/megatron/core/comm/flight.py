@@ -121,4 +121,5 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.flight.start(grad, back=True), None
+        ctx.flight.start(grad, back=True)
+        return grad, None  # a stand-in of the buffer's shape; `depart` returns what arrives

@@ -131,6 +131,26 @@ class GPTConfig:
             hidden_dropout=self.hidden_dropout,
         )
 
+    @property
+    def router_names(self) -> tuple[str, ...]:
+        """The names of all routers, in the order of the model."""
+        if self.moe is None:
+            return ()
+        blocks = [2 * i + 1 for i, kind in enumerate(self.ffn_pattern) if kind == EXPERTS]
+        names = [f"decoder.blocks.{block}.moe.router" for block in blocks]
+        if self.ffn_pattern.endswith(EXPERTS):
+            names += [f"mtp.{k}.decoder.blocks.1.moe.router" for k in range(self.mtp_num_layers)]
+        return tuple(names)
+
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether routers add something to the training loss."""
+        if self.moe is None:
+            return False
+        router = self.moe.router
+        balances = router.balance != "none" and router.aux_loss_coeff > 0.0
+        return balances or router.z_loss_coeff > 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Return the config as plain JSON values."""
         return dataclasses.asdict(self)

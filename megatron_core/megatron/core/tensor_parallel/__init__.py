@@ -6,9 +6,11 @@ from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.head import VocabParallelHead
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.region import TensorParallelRegion
+from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 
 __all__ = [
     "ColumnParallelLinear",
+    "ReplicatedLinear",
     "RowParallelLinear",
     "TensorParallelRegion",
     "VocabParallelEmbedding",

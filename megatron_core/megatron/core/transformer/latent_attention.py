@@ -2,15 +2,39 @@
 """LatentAttention: multi-head latent attention (DeepSeek-AI 2024, section 2.1.1).
 
 Queries, and keys with values, pass through vectors of low rank; the rotary position embedding has
-features of its own, for keys one set for all heads. A cache keeps the low-rank vector of a token
-and its rotated features, for all heads together.
+features of its own, for keys one set for all heads.
+
+hidden [s, b, h] → query latent | latent | key rope, norms → up, heads cut over tp: query
+[s, b, n/tp, nope + rope], key nope | value [s, b, n/tp, nope + v] → attention → [s, b, n·v/tp] →
+output [s, b, h]
+
+A cache keeps the normalised latent c of a token and its rotated key features, for all heads
+together. New tokens attend to it as multi-query attention: with keys K c and values V c of a head,
+
+    q · (K c) = (Kᵀ q) · c        Σ p V c = V Σ p c
+
+so K is applied to the queries and V to the result, and no key or value of a head is made.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import nn
+
+from megatron.core.comm.conjugates import copy_to_group, gather_from_group
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.setting import context_problems
+from megatron.core.ops.rope import apply_rope
+from megatron.core.tensor_parallel import ReplicatedLinear
+from megatron.core.transformer.attention import KeyValueCache
+from megatron.core.transformer.build import LayerBuild
+from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.norm import Norm, NormConfig
+from megatron.core.transformer.rope import RopeTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +50,7 @@ class LatentAttentionConfig:
         value_channels: features of a head's value.
         dropout: probability of dropping an attention weight in training.
         scale_factor: of the softmax scale 1 / sqrt(nope + rope channels); yarn's squared mscale.
+        norm_epsilon: of the norms of low-rank vectors; None is that of the model's norms.
     """
 
     num_attention_heads: int
@@ -36,6 +61,12 @@ class LatentAttentionConfig:
     value_channels: int
     dropout: float = 0.0
     scale_factor: float = 1.0
+    norm_epsilon: float | None = None
+
+    @property
+    def query_channels(self) -> int:
+        """Features of a head's query and key."""
+        return self.nope_channels + self.rope_channels
 
     @property
     def rope_features(self) -> int:
@@ -43,7 +74,12 @@ class LatentAttentionConfig:
         return self.rope_channels
 
     def problems(self, tp: int, *, cp: int = 1, engine: str = "auto") -> list[str]:
-        """List what cannot be on `tp` ranks that share heads and `cp` that share tokens."""
+        """List what cannot be: sizes, heads that do not divide, a rate that is no probability.
+
+        Args:
+            tp, cp: ranks that share heads, and tokens of a row.
+            engine: of context parallelism.
+        """
         found = []
         sizes = (
             self.num_attention_heads,
@@ -62,8 +98,197 @@ class LatentAttentionConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             found.append(f"attention-dropout {self.dropout} must be in [0, 1)")
+        if not self.scale_factor > 0.0:
+            found.append(f"softmax scale factor {self.scale_factor} must be positive")
+        if self.norm_epsilon is not None and not self.norm_epsilon > 0.0:
+            found.append(f"norm epsilon is {self.norm_epsilon}: use a positive number")
+        if not found:  # every query head has a key head
+            heads = self.num_attention_heads // tp
+            found += context_problems(engine, heads=heads, groups=heads, cp=cp)
         return found
 
 
 class LatentAttention(nn.Module):
-    """Latent attention of a sequence over itself."""
+    """Latent attention of a sequence over itself.
+
+    Args:
+        name: prefix of its weights.
+        layer: number of this layer among the attention layers, for the cache.
+        norm: of the low-rank vectors, with the config's epsilon if it has one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: int,
+        *,
+        config: LatentAttentionConfig,
+        norm: NormConfig,
+        build: LayerBuild,
+    ) -> None:
+        super().__init__()
+        group, context = build.region.group, build.context
+        problems = config.problems(group.size, cp=context.group.size, engine=context.engine)
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.layer, self.config, self.region = layer, config, build.region
+        self.heads = config.num_attention_heads // group.size
+        channels = config.query_channels
+        self.core = CoreAttention.of(
+            name,
+            build,
+            heads=self.heads,
+            channels=channels,
+            rate=config.dropout,
+            scale_factor=config.scale_factor,
+        )
+        # Attention has heads of one size: the smaller ones of keys and values end in zeros.
+        self.width = max(channels, config.value_channels)
+        self._declare(name, norm, build=build)
+
+    def _declare(self, name: str, norm: NormConfig, *, build: LayerBuild) -> None:
+        """Build the projections and the norms."""
+        config, n = self.config, self.config.num_attention_heads
+        if config.norm_epsilon is not None:
+            norm = dataclasses.replace(norm, epsilon=config.norm_epsilon)
+        shared = {"store": build.store, "region": build.region, "init": build.init}
+        rank = config.kv_lora_rank
+        down = [(f"{name}.kv_down", rank), (f"{name}.key_rope", config.rope_channels)]
+        query, query_input = f"{name}.query", build.hidden_size
+        self.query_norm: Norm | None = None
+        if config.q_lora_rank is not None:
+            down.insert(0, (f"{name}.query_down", config.q_lora_rank))
+            query, query_input = f"{name}.query_up", config.q_lora_rank
+            self.query_norm = Norm(f"{name}.query_norm", query_input, config=norm, build=build)
+        self.down = ReplicatedLinear(f"{name}.down", down, input_size=build.hidden_size, **shared)
+        self.kv_norm = Norm(f"{name}.kv_norm", rank, config=norm, build=build)
+        self.query = build.backend.column_linear(
+            query, [(query, n * config.query_channels, None)], input_size=query_input, **shared
+        )
+        self.kv_up = build.backend.column_linear(
+            f"{name}.kv_up",
+            [
+                (f"{name}.key_up", n * config.nope_channels, None),
+                (f"{name}.value_up", n * config.value_channels, None),
+            ],
+            input_size=rank,
+            **shared,
+        )
+        self.output = build.backend.row_linear(
+            f"{name}.output",
+            input_size=n * config.value_channels,
+            output_size=build.hidden_size,
+            **shared | {"init": build.output_init},
+        )
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        rope: RopeTable | None = None,
+        cache: KeyValueCache | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
+        config = self.config
+        query, latent, key_rope = self._project(hidden)
+        # Splits and not slices: their backward is one concatenation, not a sum of padded gradients.
+        nope, rotated = query.split([config.nope_channels, config.rope_channels], dim=-1)
+        if rope is not None:
+            rotated, key_rope = self._rotate(rotated, rope), self._rotate(key_rope, rope)
+        if cache is not None:
+            known = self._extended(cache, latent, key_rope)  # [s_k, b, 1, kv_lora + rope]
+            if known.shape[0] > query.shape[0]:
+                return self.output(self._absorbed(nope, rotated, known, layout=layout))
+        query = self._joined(nope, rotated)  # [s, b, n/tp, d], d the width
+        sizes = [self.heads * config.nope_channels, self.heads * config.value_channels]
+        nope, value = self.kv_up(latent).split(sizes, dim=-1)  # [s, b, n/tp · nope or v]
+        key = self._joined(nope.unflatten(-1, (self.heads, -1)), key_rope)  # [s, b, n/tp, d]
+        value = value.unflatten(-1, (self.heads, -1))  # [s, b, n/tp, v]
+        if zeros := self.width - config.value_channels:
+            value = F.pad(value, (0, zeros))  # [s, b, n/tp, d]
+        out = self.core(query, key, value, layout)  # [s, b, n/tp, d]
+        return self.output(out.narrow(-1, 0, config.value_channels).flatten(2))
+
+    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries [s, b, n/tp, nope + rope], the normalised latent [s, b, kv_lora] and key
+        features [s, b, 1, rope], before rotation.
+
+        Under sequence parallelism hidden and the latent are [s/tp, b, ...].
+        """
+        config, group = self.config, self.region.group
+        sizes = [config.kv_lora_rank, config.rope_channels]
+        low = self.down(hidden)  # [s, b, q_lora + kv_lora + rope]
+        if self.query_norm is None:
+            latent, key_rope = low.split(sizes, dim=-1)
+            query = self.query(hidden)  # [s, b, n/tp · (nope + rope)]
+        else:
+            low_query, latent, key_rope = low.split([config.q_lora_rank, *sizes], dim=-1)
+            query = self.query(self.query_norm(low_query))
+        if self.region.scatters:
+            key_rope = gather_from_group(key_rope, group, partial_gradient=True)  # [s, b, rope]
+        else:
+            key_rope = copy_to_group(key_rope, group)  # its gradient is that of this rank's heads
+        return query.unflatten(-1, (self.heads, -1)), self.kv_norm(latent), key_rope.unsqueeze(2)
+
+    def _joined(self, nope: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
+        """Return heads [s, b, n/tp, d] of both kinds of features, zeros behind them.
+
+        Args:
+            nope: [s, b, n/tp, nope].
+            rotated: [s, b, n/tp, rope], or of one head for all.
+        """
+        heads = (*nope.shape[:3], -1)
+        parts = [nope, rotated.expand(heads)]
+        if zeros := self.width - self.config.query_channels:
+            parts.append(nope.new_zeros(1).expand(*heads[:3], zeros))
+        return torch.cat(parts, dim=-1)
+
+    def _extended(
+        self, cache: KeyValueCache, latent: torch.Tensor, key_rope: torch.Tensor
+    ) -> torch.Tensor:
+        """Append to the cache what it keeps of tokens; return that of all, [s_k, b, 1, kv_lora +
+        rope].
+
+        Args:
+            latent: [s, b, kv_lora] ([s/tp, b, kv_lora] under sequence parallelism), normalised.
+            key_rope: [s, b, 1, rope], rotated.
+        """
+        if self.region.scatters:
+            latent = gather_from_group(latent, self.region.group)  # [s, b, kv_lora]
+        kept = torch.cat([latent.unsqueeze(2), key_rope], dim=-1)
+        # Values are features of the same latent: the cache has none beside the keys.
+        return cache.extend(self.layer, kept, kept[..., :0])[0]
+
+    def _absorbed(
+        self,
+        nope: torch.Tensor,
+        rotated: torch.Tensor,
+        known: torch.Tensor,
+        *,
+        layout: SequenceLayout,
+    ) -> torch.Tensor:
+        """Return attention to cached tokens, [s, b, n·v/tp]; see the module.
+
+        Args:
+            nope: [s, b, n/tp, nope], of queries.
+            rotated: [s, b, n/tp, rope], of queries.
+            known: [s_k, b, 1, kv_lora + rope].
+        """
+        rank, rows = self.config.kv_lora_rank, self.heads * self.config.nope_channels
+        key_up = self.kv_up.weight.get()[:rows].view(self.heads, -1, rank)  # [n/tp, nope, kv_lora]
+        inner = torch.bmm(nope.flatten(0, 1).transpose(0, 1), key_up)  # [n/tp, s·b, kv_lora]
+        inner = inner.transpose(0, 1).unflatten(0, nope.shape[:2])  # [s, b, n/tp, kv_lora]
+        query = torch.cat([inner, rotated], dim=-1)
+        # A few rows of many features: products of matrices fit them, and not the kernels' tiles.
+        # What probabilities make of the rotated features is left.
+        out = self.core(query, known, known, layout, implementation="reference")[..., :rank]
+        value_up = self.kv_up.weight.get()[rows:].view(self.heads, -1, rank)  # [n/tp, v, kv_lora]
+        value = torch.bmm(out.flatten(0, 1).transpose(0, 1), value_up.transpose(1, 2))
+        value = value.transpose(0, 1).unflatten(0, nope.shape[:2])  # [s, b, n/tp, v]
+        return value.flatten(2)
+
+    @staticmethod
+    def _rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
+        return apply_rope(x, rope.cos, rope.sin, interleaved=rope.interleaved)

@@ -23,6 +23,7 @@ from megatron.core.ops.attention.triton import BACKWARD_WARPS, FORWARD_WARPS
 from megatron.core.ops.dropout import triton as dropout
 from megatron.core.ops.layernorm import triton as layernorm
 from megatron.core.ops.linear_cross_entropy import triton as loss
+from megatron.core.ops.permutation import triton as permutation
 from megatron.core.ops.rmsnorm import triton as rmsnorm
 from megatron.core.ops.rope import triton as rope
 from megatron.core.ops.swiglu import triton as swiglu
@@ -56,6 +57,14 @@ KERNELS = [
     (swiglu.gated_backward_kernel, {"GELU": False, "BLOCK": 1024}, (90,), 4),
     (dropout.dropout_kernel, {"GROUP": 4, "BLOCK": 1024}, (90,), 4),
     (loss.chunk_statistics_kernel, {"BLOCK": 2048}, (90,), 8),
+    (permutation.take_rows_kernel, {"BLOCK": 1024}, (90,), 4),
+    (
+        permutation.sum_rows_kernel,
+        {"HAS_WEIGHTS": True, "COPIES": 8, "BLOCK": 512},
+        (90,),
+        4,
+    ),
+    (permutation.sum_rows_backward_kernel, {"COPIES": 8, "BLOCK": 512}, (90, 100), 4),
 ]
 # Arguments that are not bf16 pointers (by ending) or 32-bit integers.
 TYPES = {
@@ -74,6 +83,10 @@ TYPES = {
     "targets_ptr": "*i64",
     "rows_ptr": "*i64",
     "columns_ptr": "*i64",
+    "places_ptr": "*i64",
+    "slots_ptr": "*i64",
+    "weights_ptr": "*fp32",
+    "d_weights_ptr": "*fp32",
     "mix": "i64",
     "scale": "fp32",
     "eps": "fp32",

@@ -6,6 +6,7 @@ import math
 import torch
 
 from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.permutation import Permutation
 
 # bf16 keeps 8 bits: each rounding moves a value by at most 2^-9 of itself. The bound allows the
 # rounding of the result and that of the inputs of the last step (grad_out, x, w), with a margin
@@ -188,3 +189,34 @@ def make_attention(make, case):
             rate=0.3, key=5, sample_ids=torch.tensor([8, 3]), head_offset=2
         )
     return inputs, options
+
+
+# tokens, copies, rows that have no copy
+PERMUTATIONS = {
+    "one copy": (7, 1, 0),
+    "two copies": (11, 2, 0),
+    "two copies, dropped": (13, 2, 9),
+    "three copies, dropped": (9, 3, 5),
+    "eight copies": (5, 8, 0),
+}
+
+
+def make_permutation(case: str) -> Permutation:
+    """Build a permutation in which rows and places are in different orders."""
+    tokens, copies, missing = PERMUTATIONS[case]
+    source = torch.Generator().manual_seed(tokens)
+    places = torch.randperm(tokens * copies, generator=source)
+    return Permutation.of(places[missing:], tokens, copies)
+
+
+def naive_sum_rows(y, slots, weights=None):
+    """Add up the rows of every token, one at a time."""
+    sums = []
+    for token, row in enumerate(slots.tolist()):
+        rows = [
+            y[slot] * (1 if weights is None else weights[token, copy])
+            for copy, slot in enumerate(row)
+            if slot >= 0
+        ]
+        sums.append(torch.stack([torch.zeros_like(y[0]), *rows]).sum(0))
+    return torch.stack(sums)

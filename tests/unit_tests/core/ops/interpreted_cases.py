@@ -20,6 +20,7 @@ from megatron.core.ops.linear_cross_entropy import (
     chunk_statistics,
     linear_cross_entropy,
 )
+from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rmsnorm import triton as rmsnorm_triton
 from megatron.core.ops.rope import apply_rope, rotary_table
@@ -28,13 +29,16 @@ from tests.support.closeness import relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import (
     ATTENTION_CASES,
+    PERMUTATIONS,
     assert_close,
     compare,
     make_attention,
+    make_permutation,
     maker,
     naive_attention,
     naive_rms,
     naive_rope,
+    naive_sum_rows,
 )
 
 FP32 = torch.float32
@@ -242,3 +246,38 @@ def test_linear_cross_entropy(make):
         return (F.cross_entropy(h @ w[:19].t(), targets, reduction="none") * weights).sum()
 
     compare(mine, naive, (make(11, 7), make(2100, 7)[:23]), FP32)
+
+
+@pytest.mark.parametrize(
+    ("case", "features"),
+    [*((case, 37) for case in PERMUTATIONS), ("two copies, dropped", 1030)],
+)
+def test_permutations(make, case, features):
+    permutation = make_permutation(case)
+    (tokens, copies), rows = permutation.slots.shape, len(permutation.places)
+    compare(
+        lambda x: take_rows(x, permutation, implementation="triton"),
+        lambda x: x[permutation.places // copies],
+        (make(tokens, features),),
+        FP32,
+    )
+    for weights in ([], [make(tokens, copies)]):
+        compare(
+            lambda y, w=None: sum_rows(y, permutation, weights=w, implementation="triton"),
+            lambda y, w=None: naive_sum_rows(y, permutation.slots, w),
+            [make(rows, features), *weights],
+            FP32,
+        )
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_permutations_of_nothing(tokens):
+    permutation = Permutation.of(torch.empty(0, dtype=torch.int64), tokens, 2)
+    x = torch.ones(tokens, 5, requires_grad=True)
+    weights = torch.ones(tokens, 2, requires_grad=True)
+    rows = take_rows(x, permutation, implementation="triton")
+    assert rows.shape == (0, 5)
+    out = sum_rows(rows, permutation, weights=weights, implementation="triton")
+    out.sum().backward()
+    for found, shape in ((out, (tokens, 5)), (x.grad, (tokens, 5)), (weights.grad, (tokens, 2))):
+        assert torch.equal(found, torch.zeros(shape))

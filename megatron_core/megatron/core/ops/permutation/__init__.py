@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.ops.dispatch import accumulation_dtype, choose
 from megatron.core.ops.permutation import reference
 
 __all__ = ["Permutation", "sum_rows", "take_rows"]
@@ -24,12 +25,27 @@ class Permutation:
     """Which row is a copy of which token.
 
     Args:
-        places: int64 [r], each row's place t · k + j.
+        places: int64 [r], each row's place t · k + j; no place has two rows.
         slots: int64 [t, k], each place's row, or -1.
+
+    Raises:
+        ValueError: other dtypes or shapes, or more rows than places.
     """
 
     places: torch.Tensor
     slots: torch.Tensor
+
+    def __post_init__(self) -> None:
+        places, slots = self.places, self.slots
+        if places.dtype != torch.int64 or slots.dtype != torch.int64:
+            raise ValueError(
+                f"Permutation: places {places.dtype} and slots {slots.dtype} must be int64"
+            )
+        if places.ndim != 1 or slots.ndim != 2 or len(places) > slots.numel():
+            raise ValueError(
+                f"Permutation: places {tuple(places.shape)} must be [r] and slots"
+                f" {tuple(slots.shape)} [t, k], with no more rows than places"
+            )
 
     @staticmethod
     def of(places: torch.Tensor, tokens: int, copies: int) -> Permutation:
@@ -39,17 +55,61 @@ class Permutation:
         return Permutation(places, slots.view(tokens, copies))
 
 
-def take_rows(x: torch.Tensor, permutation: Permutation) -> torch.Tensor:
-    """Return [r, h], copies of the rows of x [t, h]."""
-    return reference.Take.apply(x, permutation.places, permutation.slots)
+def take_rows(
+    x: torch.Tensor, permutation: Permutation, *, implementation: str | None = None
+) -> torch.Tensor:
+    """Return [r, h], copies of the rows of x.
+
+    Args:
+        x: [t, h].
+        implementation: "reference", "triton" or None (by device).
+
+    Raises:
+        ValueError: another number of rows than the permutation has tokens.
+    """
+    places, slots = permutation.places, permutation.slots
+    if x.ndim != 2 or len(x) != len(slots):
+        raise ValueError(
+            f"take_rows: x {tuple(x.shape)} must be [{len(slots)}, h], one row a token"
+        )
+    if choose(implementation, x, "take_rows") == "triton":
+        from megatron.core.ops.permutation import triton as kernels
+
+        return kernels.Take.apply(x, places, slots)
+    return reference.Take.apply(x, places, slots)
 
 
 def sum_rows(
-    y: torch.Tensor, permutation: Permutation, *, weights: torch.Tensor | None = None
+    y: torch.Tensor,
+    permutation: Permutation,
+    *,
+    weights: torch.Tensor | None = None,
+    implementation: str | None = None,
 ) -> torch.Tensor:
-    """Return [t, h] in y's dtype, the weighted sum of each token's rows of y [r, h].
+    """Return [t, h] in y's dtype, the weighted sum of each token's rows, summed in fp32.
 
     Args:
-        weights: fp32 [t, k]; None is 1.
+        y: [r, h].
+        weights: fp32 [t, k] (fp64 for fp64 rows); None is 1.
+        implementation: "reference", "triton" or None (by device).
+
+    Raises:
+        ValueError: rows or weights that do not fit the permutation.
     """
-    return reference.Total.apply(y, weights, permutation.places, permutation.slots)
+    places, slots = permutation.places, permutation.slots
+    if y.ndim != 2 or len(y) != len(places):
+        raise ValueError(
+            f"sum_rows: y {tuple(y.shape)} must be [{len(places)}, h], one row a place"
+        )
+    if weights is not None:
+        dtype = accumulation_dtype(y.dtype)
+        if weights.shape != slots.shape or weights.dtype != dtype:
+            raise ValueError(
+                f"sum_rows: weights {tuple(weights.shape)} {weights.dtype} must be"
+                f" {tuple(slots.shape)} {dtype}, one for each place"
+            )
+    if choose(implementation, y, "sum_rows") == "triton":
+        from megatron.core.ops.permutation import triton as kernels
+
+        return kernels.Total.apply(y, weights, places, slots)
+    return reference.Total.apply(y, weights, places, slots)

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permutations of rows in plain torch: the definition and the CPU path."""
+"""Permutations of rows in plain torch: the definition and the CPU path.
+
+Sums are `embedding_bag`s: rows are gathered, weighted and added in one pass, in fp32, where an
+index, a product and a sum would each write [r, h] to memory.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.dispatch import accumulation_dtype
 
 
 def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
@@ -19,15 +26,55 @@ def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) ->
         slots: int64 [t, k]; -1 adds nothing.
         weights: fp32 [t, k]; None is 1.
     """
-    sums = torch.zeros(len(slots), y.shape[1], dtype=torch.float32, device=y.device)
-    if len(y) == 0:
-        return sums.to(y.dtype)
-    for j in range(slots.shape[1]):
-        factor = (slots[:, j] >= 0).float()  # [t]
-        if weights is not None:
-            factor = factor * weights[:, j]
-        sums.addcmul_(y.index_select(0, slots[:, j].clamp(min=0)).float(), factor.unsqueeze(1))
-    return sums.to(y.dtype)
+    if len(y) == 0 or slots.numel() == 0:
+        return y.new_zeros(len(slots), y.shape[1])
+    if len(y) < slots.numel():  # some places have no row
+        there = (slots >= 0).to(accumulation_dtype(y.dtype))
+        weights = there if weights is None else weights * there
+        slots = slots.clamp(min=0)
+    return _bags(y, slots, weights)
+
+
+def take_weighted(
+    x: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, copies: int
+) -> torch.Tensor:
+    """Return [r, h]: row i is row places[i] // copies of x [t, h] times weights[places[i]].
+
+    Args:
+        weights: fp32 [t · copies].
+    """
+    if len(places) == 0:
+        return x.new_empty(0, x.shape[1])
+    rows = places // copies
+    return _bags(x, rows.unsqueeze(1), weights.index_select(0, places).unsqueeze(1))
+
+
+def dots(grad: torch.Tensor, y: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return fp32 [t, k], grad[t] · y[slots[t, j]]; 0 where the slot is -1."""
+    dtype = accumulation_dtype(y.dtype)
+    if len(y) == 0 or slots.numel() == 0:
+        return torch.zeros(slots.shape, dtype=dtype, device=y.device)
+    tokens, copies = slots.shape
+    bags = torch.arange(tokens, device=y.device)
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad.to(dtype),
+        y.to(dtype),
+        slots.reshape(-1),
+        bags * copies,
+        bags.repeat_interleave(copies),
+        0,  # sums
+        padding_idx=-1,
+    ).view(tokens, copies)
+
+
+def _bags(rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return [m, h], the sum over j of weights[m, j] · rows[indices[m, j]]."""
+    if weights is not None and weights.dtype is not rows.dtype:
+        # The weights must have the rows' dtype: two narrow numbers hold twice the bits of one.
+        high = weights.to(rows.dtype)
+        low = (weights - high.to(weights.dtype)).to(rows.dtype)
+        indices, weights = torch.cat([indices, indices], 1), torch.cat([high, low], 1)
+    return F.embedding_bag(indices, rows, mode="sum", per_sample_weights=weights)
 
 
 class Take(torch.autograd.Function):
@@ -42,7 +89,7 @@ class Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (slots,) = ctx.saved_tensors
-        return total(grad, slots, None), None, None
+        return total(grad.contiguous(), slots, None), None, None
 
 
 class Total(torch.autograd.Function):
@@ -51,17 +98,15 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, weights, places, slots):
+        y = y.contiguous()
         ctx.save_for_backward(None if weights is None else y, weights, places, slots)
         return total(y, slots, weights)
 
     @staticmethod
     def backward(ctx, grad):
         y, weights, places, slots = ctx.saved_tensors
-        rows = take(grad, places, slots.shape[1])  # [r, h]
         if weights is None:
-            return rows, None, None, None
-        dots = (rows.float() * y.float()).sum(-1)  # [r]
-        d_weights = torch.zeros_like(weights)
-        d_weights.view(-1).index_copy_(0, places, dots)
-        factor = weights.reshape(-1).index_select(0, places).unsqueeze(1)  # [r, 1]
-        return (rows.float() * factor).to(y.dtype), d_weights, None, None
+            return take(grad, places, slots.shape[1]), None, None, None
+        grad = grad.contiguous()
+        d_y = take_weighted(grad, weights.reshape(-1), places, slots.shape[1])
+        return d_y, dots(grad, y, slots), None, None

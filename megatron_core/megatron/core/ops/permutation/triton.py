@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Permutations of rows in Triton: each row is read and written once, sums stay in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+TILE = 4096  # elements of one token's rows that a program holds
+
+
+@triton.jit
+def take_rows_kernel(x_ptr, places_ptr, y_ptr, features, copies, BLOCK: tl.constexpr):
+    """Copy one block of one row: y[i] = x[places[i] // copies]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < features
+    token = tl.load(places_ptr + row) // copies
+    values = tl.load(x_ptr + token * features + columns, mask=inside, other=0.0)
+    tl.store(y_ptr + row * features + columns, values, mask=inside)
+
+
+@triton.jit
+def sum_rows_kernel(
+    y_ptr,
+    weights_ptr,
+    slots_ptr,
+    out_ptr,
+    features,
+    copies,
+    HAS_WEIGHTS: tl.constexpr,
+    COPIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum one block of the rows of one token; COPIES is the power of two from `copies` up."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.arange(0, COPIES)
+    slots = tl.load(slots_ptr + token * copies + places, mask=places < copies, other=-1)
+    there = (slots >= 0)[:, None] & (columns < features)[None, :]
+    tile = tl.load(y_ptr + slots[:, None] * features + columns[None, :], mask=there, other=0.0)
+    tile = tile.to(tl.float32)
+    if HAS_WEIGHTS:
+        weights = tl.load(weights_ptr + token * copies + places, mask=places < copies, other=0.0)
+        tile = tile * weights[:, None]
+    total = tl.sum(tile, axis=0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * features + columns, total, mask=columns < features)
+
+
+@triton.jit
+def sum_rows_backward_kernel(
+    grad_ptr,
+    y_ptr,
+    weights_ptr,
+    slots_ptr,
+    d_y_ptr,
+    d_weights_ptr,
+    features,
+    copies,
+    COPIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute dy = w · dout of all rows of one token, and its dw = dout · y: dout is read once."""
+    token = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, COPIES)
+    real = places < copies
+    slots = tl.load(slots_ptr + token * copies + places, mask=real, other=-1)
+    weights = tl.load(weights_ptr + token * copies + places, mask=real, other=0.0)
+    dots = tl.zeros((COPIES,), tl.float32)
+    for start in range(0, features, BLOCK):
+        columns = start + tl.arange(0, BLOCK).to(tl.int64)
+        inside = columns < features
+        there = (slots >= 0)[:, None] & inside[None, :]
+        offsets = slots[:, None] * features + columns[None, :]
+        grad = tl.load(grad_ptr + token * features + columns, mask=inside, other=0.0)
+        grad = grad.to(tl.float32)[None, :]
+        y = tl.load(y_ptr + offsets, mask=there, other=0.0).to(tl.float32)
+        dots += tl.sum(y * grad, axis=1)
+        d_y = (weights[:, None] * grad).to(d_y_ptr.dtype.element_ty)
+        tl.store(d_y_ptr + offsets, d_y, mask=there)
+    tl.store(d_weights_ptr + token * copies + places, dots, mask=real)
+
+
+def tile_shape(features: int, copies: int) -> tuple[int, int]:
+    """Return the rows and columns of what a program holds of one token, powers of two."""
+    rows = triton.next_power_of_2(copies)
+    columns = max(64, min(BLOCK, TILE // rows))
+    return rows, min(columns, triton.next_power_of_2(features))
+
+
+def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
+    """See `reference.take`."""
+    x, features = x.contiguous(), x.shape[1]
+    y = torch.empty(len(places), features, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (len(places), triton.cdiv(features, BLOCK))
+        take_rows_kernel[grid](x, places.contiguous(), y, features, copies, BLOCK=BLOCK)
+    return y
+
+
+def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """See `reference.total`."""
+    y, features, (tokens, copies) = y.contiguous(), y.shape[1], slots.shape
+    out = torch.empty(tokens, features, dtype=y.dtype, device=y.device)
+    if out.numel():
+        rows, columns = tile_shape(features, copies)
+        sum_rows_kernel[(tokens, triton.cdiv(features, columns))](
+            y,
+            out if weights is None else weights.contiguous(),
+            slots.contiguous(),
+            out,
+            features,
+            copies,
+            HAS_WEIGHTS=weights is not None,
+            COPIES=rows,
+            BLOCK=columns,
+        )
+    return out
+
+
+class Take(torch.autograd.Function):
+    """forward and dgrad as in `reference.Take`. Saves slots."""
+
+    @staticmethod
+    def forward(ctx, x, places, slots):
+        ctx.save_for_backward(slots)
+        return take(x, places, slots.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (slots,) = ctx.saved_tensors
+        return total(grad, slots, None), None, None
+
+
+class Total(torch.autograd.Function):
+    """forward, dgrad and the weights' gradient as in `reference.Total`, both of those in one
+    kernel. Saves y where there are weights."""
+
+    @staticmethod
+    def forward(ctx, y, weights, places, slots):
+        ctx.save_for_backward(None if weights is None else y, weights, places, slots)
+        return total(y, slots, weights)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, weights, places, slots = ctx.saved_tensors
+        if weights is None:
+            return take(grad, places, slots.shape[1]), None, None, None
+        (tokens, copies), features = slots.shape, grad.shape[1]
+        d_y = torch.empty(len(places), features, dtype=y.dtype, device=y.device)
+        d_weights = torch.empty(tokens, copies, dtype=torch.float32, device=y.device)
+        if tokens:
+            rows, columns = tile_shape(features, copies)
+            sum_rows_backward_kernel[(tokens,)](
+                grad.contiguous(),
+                y.contiguous(),
+                weights.contiguous(),
+                slots.contiguous(),
+                d_y,
+                d_weights,
+                features,
+                copies,
+                COPIES=rows,
+                BLOCK=columns,
+            )
+        return d_y, d_weights, None, None

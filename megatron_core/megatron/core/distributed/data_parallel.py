@@ -76,8 +76,7 @@ class DataParallel:
 
     Attributes:
         buckets: those with trained weights, in the order in which backward fills them.
-        gatherer: makes weights whole; None if every rank keeps and updates all of them, or this
-            one has none.
+        gatherer: makes weights whole; None if every rank keeps and updates all that it has.
         launched_in_backward: reductions of the last microbatch that started before `finish`.
     """
 
@@ -104,7 +103,7 @@ class DataParallel:
         self.launched_in_backward = 0
         self.arena = Arena(store.device, poison=config.debug)
         self.gatherer: Gatherer | None = None
-        if self.placement.optimizer and store.buckets:
+        if any(bucket.placement.optimizer for bucket in store.buckets):
             self.gatherer = Gatherer(
                 store.buckets,
                 prefetch=config.overlap_param_gather,
@@ -117,7 +116,6 @@ class DataParallel:
             GradientBucket(
                 bucket,
                 config=config,
-                placement=self.placement,
                 arena=self.arena,
                 stream=stream,
                 on_full=self._on_full,

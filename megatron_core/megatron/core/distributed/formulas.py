@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from megatron.core.weight_gather import Bucket
@@ -47,6 +47,12 @@ class BucketSize:
     root: bool = False
     trainable: bool = True
     expert: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody shares it: it is whole whatever the strategy, as experts are that lie on
+        one lane."""
+        return self.inner * self.outer == 1
 
     @staticmethod
     def of(bucket: Bucket) -> BucketSize:
@@ -139,16 +145,18 @@ def bytes_per_rank(
     """
     weights = gradients = optimizer = Fraction(0)
     for b in buckets:
-        weights += Fraction(of.weight * b.numel, _parts(placed.weight, b.inner, b.outer))
+        own, by = (Placement(), replace(of, wide_sum=False)) if b.alone else (placed, of)
+        weights += Fraction(of.weight * b.numel, _parts(own.weight, b.inner, b.outer))
         if b.trainable:
-            gradients += b.numel * of.kept_gradients(placed, b.inner)
-            parts = _parts(placed.optimizer, b.inner, b.outer)
+            gradients += b.numel * by.kept_gradients(own, b.inner)
+            parts = _parts(own.optimizer, b.inner, b.outer)
             optimizer += Fraction(of.optimizer * b.numel, parts)
     gathered = reducing = 0
-    if placed.weight:
-        gathered = of.weight * _together(buckets, 1 + prefetch) + ahead * prefetch
-        gathered = min(gathered, of.weight * sum(b.numel for b in buckets))
-    trained = [b for b in buckets if b.trainable]
+    shared = [b for b in buckets if not b.alone]
+    if placed.weight and shared:
+        gathered = of.weight * _together(shared, 1 + prefetch) + ahead * prefetch
+        gathered = min(gathered, of.weight * sum(b.numel for b in shared))
+    trained = [b for b in shared if b.trainable]
     under_way = (1 + overlap) * max((b.numel for b in trained), default=0)
     if placed.gradient:
         reducing = of.gradient * _together(trained, 1 + overlap)
@@ -224,9 +232,13 @@ def collectives_per_step(
 
 
 def _together(buckets: Sequence[BucketSize], units: int) -> int:
-    """Return the elements of some units and of all that is outside units."""
-    largest = max((b.numel for b in buckets if not b.root), default=0)
-    return sum(b.numel for b in buckets if b.root) + units * largest
+    """Return the elements of some units and of all that is outside units. A unit may have a bucket
+    of dense weights and one of experts, which it needs in turn."""
+    largest = {False: 0, True: 0}
+    for b in buckets:
+        if not b.root:
+            largest[b.expert] = max(largest[b.expert], b.numel)
+    return sum(b.numel for b in buckets if b.root) + units * sum(largest.values())
 
 
 def _parts(axes: tuple[str, ...], inner_size: int, outer_size: int) -> int:

@@ -24,14 +24,12 @@ from megatron.core.comm.collectives import (
 from megatron.core.device import Stream, current_stream, on_stream
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.weight_gather import Arena, Bucket, WeightHandle
-from megatron.core.weight_sharding import Placement
 
 
 class GradientBucket:
     """Collect and reduce the gradients of a bucket that has trained weights.
 
     Args:
-        placement: what is cut over the data lanes.
         arena: where buffers of one microbatch are leased.
         stream: where reductions run.
         on_full: called when every weight has had all its puts.
@@ -50,18 +48,17 @@ class GradientBucket:
         bucket: Bucket,
         *,
         config: DataParallelConfig,
-        placement: Placement,
         arena: Arena,
         stream: Stream,
         on_full: Callable[[GradientBucket], None],
     ) -> None:
-        self.bucket, self.config, self.placement = bucket, config, placement
+        self.bucket, self.config, self.placement = bucket, config, bucket.placement
         self.part = bucket.part
         self.arena, self.stream, self.on_full = arena, stream, on_full
         self.trainable = [h for h in bucket.handles if h.trainable]
-        self.cut = bool(placement.gradient)
+        self.cut = bool(self.placement.gradient)
         # on a single lane nothing is reduced, and so nothing is widened
-        self.wide = config.fp32_accumulation and bool(placement.optimizer)
+        self.wide = config.fp32_accumulation and bool(self.placement.optimizer)
         self.puts: dict[str, int] = {}
         self.waiting = 0
         self.reductions = 0
@@ -72,7 +69,7 @@ class GradientBucket:
         self._flying: torch.Tensor | None = None
         self._parts: torch.Tensor | None = None
         device, numel = bucket.weights.data.device, bucket.layout.numel
-        low, high = bucket.weights.shard_range if placement.optimizer else (0, numel)
+        low, high = bucket.weights.shard_range if self.placement.optimizer else (0, numel)
         self._shard_range = low, high
         if not self.cut:
             self._whole = torch.zeros(numel, dtype=config.grad_dtype, device=device)

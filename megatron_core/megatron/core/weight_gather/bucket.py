@@ -8,7 +8,7 @@ of whatever is bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -36,7 +36,7 @@ class Bucket:
         handles: they, in the order in which they lie.
         groups: who shares it.
         weights: the whole or this rank's shard.
-        placement: which axes cut what.
+        placement: which axes cut what; none if this rank is alone on the bucket's lanes.
 
     Attributes:
         name: of its unit, or of its first and last weight.
@@ -64,6 +64,7 @@ class Bucket:
         self.index, self.handles = index, handles
         self.name, self.root, self.part = plan.name, plan.root, plan.part
         self.layout, self.groups, self.weights = layout, groups, weights
+        self.placement = placement
         start, stop = weights.shard_range if placement.optimizer else (0, layout.numel)
         self.outer_shards = groups.outer.size > 1 and any(
             axis in placement.optimizer for axis in OUTER_LANES
@@ -87,6 +88,11 @@ class Bucket:
     @property
     def outer(self) -> Group:
         return self.groups.outer
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else has it: it is stored whole, and neither gathered nor reduced."""
+        return self.group.size * self.outer.size == 1
 
     @property
     def sharded(self) -> bool:
@@ -143,3 +149,17 @@ class Bucket:
                 found.append((at, member.start))
             at = member.stop
         return found + ([(at, self.layout.numel)] if at < self.layout.numel else [])
+
+
+def bytes_of_units(buckets: Iterable[Bucket]) -> tuple[int, int]:
+    """Return the bytes of the buckets outside units, and of the largest unit, of those that ranks
+    share: its dense weights and its experts, which it needs in turn."""
+    root = 0
+    largest = {False: 0, True: 0}
+    for bucket in buckets:
+        expert = bucket.handles[0].sharding.expert
+        if bucket.root and not bucket.alone:
+            root += bucket.whole_bytes
+        elif not bucket.alone:
+            largest[expert] = max(largest[expert], bucket.whole_bytes)
+    return root, sum(largest.values())

@@ -28,7 +28,7 @@ import torch
 from megatron.core.comm.collectives import Pending, all_gather, all_gather_async
 from megatron.core.device import current_stream, new_stream, on_stream
 from megatron.core.weight_gather.arena import Arena
-from megatron.core.weight_gather.bucket import Bucket
+from megatron.core.weight_gather.bucket import Bucket, bytes_of_units
 from megatron.core.weight_gather.plan import GatherPlan, Trace, compile_plan
 
 #: Segments of a training step, and of a forward without backward.
@@ -83,7 +83,7 @@ class Gatherer:
     """Gather the buckets of a store.
 
     Args:
-        buckets: all of the store, of one kind.
+        buckets: all of the store, of one kind but for those that are alone, which stay as they are.
         prefetch: gather ahead of need; False gathers when a bucket is needed.
         ahead: bytes gathered ahead beyond the next bucket.
         poison: fill unused buffers with NaN.
@@ -102,13 +102,12 @@ class Gatherer:
         self.arena = Arena(device, poison=poison)
         self.stream = new_stream(device)
         self.counts = GatherCounts()
-        self.leases = buckets[0].sharded
+        self.leases = any(bucket.sharded for bucket in buckets)
         self.sizes = [bucket.whole_bytes for bucket in self.buckets]
         self.budget = sum(self.sizes)
         if self.leases:
-            units = [b.whole_bytes for b in self.buckets if not b.root]
-            root = sum(b.whole_bytes for b in self.buckets if b.root)
-            self.budget = root + (1 + prefetch) * max(units, default=0) + ahead * prefetch
+            root, unit = bytes_of_units(self.buckets)
+            self.budget = root + (1 + prefetch) * unit + ahead * prefetch
         self._gathered: dict[int, _Gathered] = {}
         self._outer: dict[int, Pending] = {}
         self._outer_stale: set[int] = set()
@@ -189,7 +188,9 @@ class Gatherer:
         order = repr(sorted(self._program.traces.items())).encode()
         digest = int.from_bytes(hashlib.blake2b(order, digest_size=7).digest())
         mine = torch.tensor([digest], device=self.arena.device)
-        if (all_gather(mine, self.buckets[0].groups.gather) != digest).any():
+        groups = {bucket.groups.gather.name: bucket.groups.gather for bucket in self.buckets}
+        orders = [all_gather(mine, group) for _, group in sorted(groups.items())]
+        if any((order != digest).any() for order in orders):
             raise ValueError(
                 "the ranks that share weights needed them in different orders in this step: "
                 f"here {self._program.traces}; every rank must run the same layers"
@@ -228,8 +229,8 @@ class Gatherer:
         self.stream.wait_stream(current_stream(self.arena.device))
         self._gathered.clear()
         for bucket in self.buckets:
-            if not any(handle.trainable for handle in bucket.handles):
-                continue  # nobody has written it
+            if bucket.alone or not any(handle.trainable for handle in bucket.handles):
+                continue  # nobody else has written it
             bucket.current = False
             if bucket.outer_shards:
                 self._outer_stale.add(bucket.index)

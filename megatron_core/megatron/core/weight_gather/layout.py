@@ -16,7 +16,13 @@ from dataclasses import dataclass
 
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_sharding import GradientPlan, Placement, placement
+from megatron.core.weight_sharding import (
+    DENSE_LANES,
+    EXPERT_LANES,
+    GradientPlan,
+    Placement,
+    placement,
+)
 
 GRANULARITIES = ("unit", "weight")
 
@@ -52,10 +58,14 @@ class Storage:
         return placement(self.strategy, self.outer)
 
     def effective(self, groups: ProcessGroupCollection) -> Placement:
-        """Return the placement on these ranks: one lane has nobody to share with."""
-        if groups["lanes"].size == 1:
-            return Placement()
-        return self.placement
+        """Return the placement on these ranks: none where each is alone on its lanes, those of
+        dense weights and those of experts.
+
+        Where it is alone on one of them only, buckets of these have no placement of their own.
+        """
+        lanes = (DENSE_LANES, EXPERT_LANES)
+        sizes = [groups.grid.size(axis) for axes in lanes for axis in axes]
+        return Placement() if max(sizes) == 1 else self.placement
 
 
 @dataclass(frozen=True)

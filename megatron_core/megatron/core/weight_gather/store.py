@@ -49,7 +49,8 @@ class WeightStore:
 
     Attributes:
         storage: how they were laid out.
-        placement: what of them is cut over the data lanes: nothing on a single lane.
+        placement: what of them is cut over the data lanes: nothing on a single lane. Buckets of
+            which this rank has no sharers are whole, see `Bucket.placement`.
         states: fp32 tensors of the model that are no weights, by name.
         buckets: none if this rank has no weights, which also is a store.
         materialized: `materialize` has been called.
@@ -251,14 +252,16 @@ class WeightStore:
         # Weights without decay last: the optimizer then sees two ranges a bucket, not one a weight.
         handles = sorted(plan.handles, key=lambda h: not h.sharding.weight_decay)
         lanes = self.plans[handles[0].name].lanes
-        groups = BucketGroups.of(self.groups, lanes, self.placement)
+        # Experts may have a lane of their own on every rank, and then nobody to share with.
+        placement = self.placement if self.groups[lanes].size > 1 else Placement()
+        groups = BucketGroups.of(self.groups, lanes, placement)
         layout = BufferLayout.of(
             [(h.name, h.shape) for h in handles],
             parts=groups.shared.size,
             # the ranks of the outer axis may share a shard once more
             shard_quantum=_QUANTUM * groups.outer.size,
         )
-        sharded = bool(self.placement.weight)
+        sharded = bool(placement.weight)
         weights = ShardedBuffer.empty(
             layout,
             groups.shared,
@@ -273,7 +276,7 @@ class WeightStore:
             layout=layout,
             groups=groups,
             weights=weights,
-            placement=self.placement,
+            placement=placement,
         )
 
     def _initialize(self, handle: WeightHandle) -> None:

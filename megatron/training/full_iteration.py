@@ -152,6 +152,8 @@ def _tensors(of: object) -> dict[str, torch.Tensor]:
 def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
     """Return the inputs of a microbatch, those in its layout too, by name."""
     found = _tensors(batch)
+    if batch.ahead is not None:
+        found |= {f"ahead.{name}": x for name, x in _tensors(batch.ahead).items()}
     if batch.layout is not None:
         inside = _tensors(batch.layout)
         found |= {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
@@ -162,13 +164,15 @@ def _copied(batch: Microbatch) -> Microbatch:
     """Return a microbatch of copies of its inputs."""
 
     def copies(of: object) -> dict[str, torch.Tensor]:
-        kept = {n: x for n, x in _tensors(of).items() if of is batch or n in _OF_LAYOUT}
+        kept = {n: x for n, x in _tensors(of).items() if of is not batch.layout or n in _OF_LAYOUT}
         return {n: x.clone(memory_format=torch.contiguous_format) for n, x in kept.items()}
 
-    layout = batch.layout
+    layout, ahead = batch.layout, batch.ahead
     if layout is not None:
         layout = dataclasses.replace(layout, **copies(layout))
-    return dataclasses.replace(batch, layout=layout, **copies(batch))
+    if ahead is not None:
+        ahead = dataclasses.replace(ahead, **copies(ahead))
+    return dataclasses.replace(batch, layout=layout, ahead=ahead, **copies(batch))
 
 
 def _form(batch: Microbatch) -> tuple[object, ...]:

@@ -85,6 +85,7 @@ class PipelineForwardBackward:
                 chunk=chunk,
                 hidden=hidden,
                 sample_ids=batch.sample_ids,
+                **batch.further(factors[index]),
                 **batch.documents,
             )
             total.add_(loss.detach())

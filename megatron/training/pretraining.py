@@ -14,10 +14,12 @@ from typing import Literal
 import torch
 
 from megatron.core.comm import all_reduce
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets.prefetch import PrefetchedBatches
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.device import peak_memory_bytes, pin
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, SaveFolderClaim
+from megatron.core.models.multi_token import Ahead, shifted
 from megatron.training.checkpoint_io import save_run
 from megatron.training.config.resolve import Run
 from megatron.training.data.data_paths import prefixes
@@ -81,12 +83,13 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
 
 
 def microbatch(
-    batch: GPTBatch, device: torch.device, *, layouts: Layouts | None = None
+    batch: GPTBatch, device: torch.device, *, layouts: Layouts | None = None, depths: int = 0
 ) -> Microbatch:
     """Put a batch on the device.
 
     Args:
         layouts: say which tokens this rank has of the batch's rows; None is all of them.
+        depths: of multi-token prediction, whose tokens are found in whole rows.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,10 +97,21 @@ def microbatch(
         return pin(tensor, device).to(device, non_blocking=True)
 
     layout = None if layouts is None else layouts.of(batch)
+    ahead = None
+    if depths:
+        found = shifted(
+            batch.input_ids,
+            batch.labels,
+            batch.loss_mask,
+            depths=depths,
+            document_ids=batch.document_ids,
+        )
+        ahead = Ahead(*(moved(_local(x, layout)) for x in vars(found).values()))
     if layout is not None:
         rows = (batch.input_ids, batch.labels, batch.loss_mask)
         tokens, labels, loss_mask = (moved(layout.local(x)) for x in rows)  # [b, s/cp]
-        return Microbatch(tokens, labels, loss_mask, moved(batch.sample_ids), layout=layout)
+        samples = moved(batch.sample_ids)
+        return Microbatch(tokens, labels, loss_mask, samples, layout=layout, ahead=ahead)
     tokens = moved(batch.tokens)  # [b, s + 1]
     return Microbatch(
         tokens=tokens[:, :-1],
@@ -106,7 +120,13 @@ def microbatch(
         sample_ids=moved(batch.sample_ids),
         positions=None if batch.positions is None else moved(batch.positions),
         document_ids=None if batch.document_ids is None else moved(batch.document_ids),
+        ahead=ahead,
     )
+
+
+def _local(x: torch.Tensor, layout: SequenceLayout | None) -> torch.Tensor:
+    """Return this rank's columns of whole rows, [D, b, s/cp] of x [D, b, s]."""
+    return x if layout is None else layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
 def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
@@ -118,10 +138,15 @@ def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
 
 
 def take(
-    batches: Iterator[GPTBatch], count: int, device: torch.device, *, layouts: Layouts | None = None
+    batches: Iterator[GPTBatch],
+    count: int,
+    device: torch.device,
+    *,
+    layouts: Layouts | None = None,
+    depths: int = 0,
 ) -> list[Microbatch]:
-    """Return the next microbatches of this lane."""
-    return [microbatch(next(batches), device, layouts=layouts) for _ in range(count)]
+    """Return the next microbatches of this lane, to be trained on."""
+    return [microbatch(next(batches), device, layouts=layouts, depths=depths) for _ in range(count)]
 
 
 @contextlib.contextmanager
@@ -167,6 +192,8 @@ class SessionSteps:
     ) -> None:
         self._session, self._batches, self._display = session, batches, display
         self._observe, self._layouts = observe, layouts_of(session.run, session.place)
+        model = session.model
+        self._depths = 0 if model.multi_token is None else model.config.mtp_num_layers
 
     def take_step(self, lr: float, weight_decay: float, loss_limit: float) -> StepReport:
         """Train on the next global batch, unless its loss is above the limit."""
@@ -176,7 +203,9 @@ class SessionSteps:
         window = run.config.visibility.window_size
         squares = sum(squared_lengths(batch, window) for batch in batches)
         self._session.window.add_squares(squares * self._session.place.groups["samples"].size)
-        microbatches = take(iter(batches), run.num_microbatches, device, layouts=self._layouts)
+        microbatches = take(
+            iter(batches), run.num_microbatches, device, layouts=self._layouts, depths=self._depths
+        )
         return self._session.step(
             microbatches,
             lr=lr,

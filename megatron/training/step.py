@@ -23,6 +23,7 @@ import torch
 from megatron.core.comm import all_gather, all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
+from megatron.core.models.multi_token import Ahead
 from megatron.core.optimizer import Optimizer
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_sharding import loss_factor
@@ -40,6 +41,8 @@ class Microbatch:
         document_ids: int [b, s]; tokens see only their own document. None is one a row.
         layout: which of their rows' tokens these are, and what they see; it stands in for the two
             before. With context parallelism s is s/cp in all of them.
+        ahead: what multi-token prediction reads and predicts, its weights a mask; None leaves it
+            out.
     """
 
     tokens: torch.Tensor
@@ -49,6 +52,7 @@ class Microbatch:
     positions: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
     layout: SequenceLayout | None = None
+    ahead: Ahead | None = None
 
     @property
     def documents(self) -> dict[str, torch.Tensor | SequenceLayout]:
@@ -58,6 +62,14 @@ class Microbatch:
             return {"layout": self.layout}
         both = {"positions": self.positions, "document_ids": self.document_ids}
         return {name: value for name, value in both.items() if value is not None}
+
+    def further(self, factor: torch.Tensor) -> dict[str, Ahead]:
+        """Return what a model is to predict beside the labels in training; nothing if that is all.
+
+        Args:
+            factor: of the token losses.
+        """
+        return {} if self.ahead is None else {"ahead": self.ahead.scaled(factor)}
 
 
 class LossModel(Protocol):
@@ -73,6 +85,7 @@ class LossModel(Protocol):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         layout: SequenceLayout | None = None,
+        **further: Ahead,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s])."""
 
@@ -137,6 +150,7 @@ class ForwardBackward:
                     batch.labels,
                     batch.loss_mask * factor,
                     sample_ids=batch.sample_ids,
+                    **batch.further(factor),
                     **batch.documents,
                 )
                 total += loss.detach()

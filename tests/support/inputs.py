@@ -29,6 +29,10 @@ class Microbatch:
         """Every row is one document."""
         return {}
 
+    def further(self, factor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Nothing is predicted beside the labels."""
+        return {}
+
 
 def generator(*key: int) -> torch.Generator:
     """Return a generator whose stream is a function of all numbers of `key`."""

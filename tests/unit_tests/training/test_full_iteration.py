@@ -14,6 +14,7 @@ from megatron.core.comm.links import simulated
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
+from megatron.core.models.multi_token import Ahead, shifted
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.full_iteration import PATIENCE, StepInputs
 from megatron.training.graph_recorder import CudaRecorder
@@ -243,7 +244,8 @@ def test_blocks_of_other_documents_do_not_fit():
 def test_inputs_keep_their_addresses_and_take_every_field():
     first, second = data(0, 0, documents=True), data(1, 7, documents=True)
     inputs = StepInputs(first, torch.tensor([1.0, 2.0]))
-    fields = [f.name for f in dataclasses.fields(first[0]) if f.name != "layout"]
+    nested = ("layout", "ahead")
+    fields = [f.name for f in dataclasses.fields(first[0]) if f.name not in nested]
     addresses = [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
     assert inputs.fit(second)
     inputs.take(second, torch.tensor([3.0, 4.0]))
@@ -253,6 +255,34 @@ def test_inputs_keep_their_addresses_and_take_every_field():
             assert torch.equal(getattr(mine, name), getattr(given, name)), name
             assert not torch.equal(getattr(before, name), getattr(given, name)), name
     assert inputs.factors.tolist() == [3.0, 4.0]
+
+
+def with_ahead(batches: list[Microbatch]) -> list[Microbatch]:
+    """Return microbatches that know what two depths predict."""
+
+    def found(b: Microbatch) -> Ahead:
+        return shifted(b.tokens, b.labels, b.loss_mask, depths=2)
+
+    return [dataclasses.replace(b, ahead=found(b)) for b in batches]
+
+
+def test_what_depths_predict_keeps_its_addresses_and_takes_the_new():
+    first, second = with_ahead(data(0, 0)), with_ahead(data(1, 7))
+    inputs = StepInputs(first, torch.ones(2))
+    kept = [x for m in inputs.microbatches for x in vars(m.ahead).values()]
+    addresses = [x.data_ptr() for x in kept]
+    assert inputs.fit(second)
+    assert not inputs.fit(data(1, 7))
+    inputs.take(second, torch.ones(2))
+    given = [x for m in second for x in vars(m.ahead).values()]
+    assert addresses == [x.data_ptr() for m in inputs.microbatches for x in vars(m.ahead).values()]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(kept, given, strict=True))
+    assert not any(
+        torch.equal(mine, before)
+        for mine, before in zip(
+            kept, (x for m in first for x in vars(m.ahead).values()), strict=True
+        )
+    )
 
 
 def test_steps_of_another_form_do_not_fit():

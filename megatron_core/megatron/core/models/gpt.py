@@ -15,6 +15,12 @@ from megatron.core.context_parallel.setting import ContextParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.models.decoder import Decoder, HiddenDropout
 from megatron.core.models.gpt_config import GPTConfig
+from megatron.core.models.multi_token import (
+    Ahead,
+    MultiTokenPrediction,
+    carrying,
+)
+from megatron.core.models.row_layout import OF_ROWS, check_layout, layout_of
 from megatron.core.models.stages import StageSplit
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -56,6 +62,8 @@ class GPTModel(nn.Module):
         num_chunks: how many there are.
         holds_embedding, holds_head: whether the first chunk starts with the embedding, and the last
             ends with the final norm and the head.
+        multi_token: the depths of multi-token prediction, behind the head; None if there are none
+            or they are elsewhere.
     """
 
     def __init__(
@@ -108,6 +116,7 @@ class GPTModel(nn.Module):
         self._embedding: VocabParallelEmbedding | None = None
         self._embedding_dropout: HiddenDropout | None = None
         self._head: VocabParallelHead | None = None
+        self.multi_token: MultiTokenPrediction | None = None
         self.decoders = nn.ModuleList()
         for chunk in range(split.chunks):
             with self.store.part(chunk):
@@ -118,8 +127,9 @@ class GPTModel(nn.Module):
         """Declare what a chunk has."""
         config, stages = self.config, self.split.stages
         shape = (config.vocab_size, config.hidden_size)
-        # Of one stage, the tied weight is one with two uses; of more, both ends have it.
-        both = (0, stages - 1) if config.tied and stages > 1 else ()
+        # Of one stage, a weight used at both ends is one with two uses; of more, both have it.
+        shared = config.tied or config.mtp_num_layers > 0
+        both = (0, stages - 1) if shared and stages > 1 else ()
         rows = vocabulary_sharding(
             "embedding.weight", *shape, row_multiple=vocab_multiple, stages=both
         )
@@ -138,8 +148,13 @@ class GPTModel(nn.Module):
             )
         )
         if last:
-            head = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
-            self._head = VocabParallelHead(rows if config.tied else head, **ends)
+            top = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
+            top = rows if config.tied else top
+            self._head = VocabParallelHead(top, **ends)
+            if config.mtp_num_layers:
+                self.multi_token = MultiTokenPrediction(
+                    config, build=build, embedding=rows, head=top
+                )
 
     # --- what this rank has -----------------------------------------------------------------------
 
@@ -176,8 +191,9 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: more layers than the whole model has.
         """
-        for decoder in self.decoders:
-            decoder.set_recompute(recompute)
+        for part in (*self.decoders, self.multi_token):
+            if part is not None:
+                part.set_recompute(recompute)
 
     def boundary_shape(self, tokens: torch.Tensor) -> tuple[int, int, int]:
         """Return the shape of what passes between chunks: s/tp with sequence parallelism, b, h.
@@ -237,12 +253,7 @@ class GPTModel(nn.Module):
         if not 0 <= chunk < self.num_chunks:
             raise ValueError(f"chunk {chunk} of the {self.num_chunks} on this rank")
         layout = layout or SequenceLayout.dense(tokens.shape[1], device=tokens.device)
-        self._check_layout(layout, tokens)
-        rope = None
-        if self.config.rope is not None:
-            rope = RopeTable.of(
-                self.config.rope, layout.positions, self.config.attention.rope_features
-            )
+        check_layout(layout, tokens, self.groups["cp"])
         if self._is_first(chunk) != (hidden is None):
             wanted = "starts with the embedding: it takes no hidden states"
             if hidden is None:
@@ -251,32 +262,14 @@ class GPTModel(nn.Module):
         if hidden is None:
             hidden = self.embedding(tokens.t())  # [s, b, h]
             hidden = self.embedding_dropout(hidden, layout)
-        return self.decoders[chunk](hidden, layout, rope=rope, cache=cache, aux_factor=aux_factor)
+        return self.decoders[chunk](
+            hidden, layout, rope=self._rope(layout), cache=cache, aux_factor=aux_factor
+        )
 
-    def _check_layout(self, layout: SequenceLayout, tokens: torch.Tensor) -> None:
-        """Raise ValueError unless the layout is of this rank's tokens."""
-        group = self.groups["cp"]
-        if group.size > 1 and layout.cut is None:
-            raise ValueError(
-                f"{group.size} context parallel ranks need a layout with a cut: give "
-                "SequenceLayout.make(cut, rank, ...) and this rank's tokens"
-            )
-        cut = layout.cut
-        if cut is not None and (layout.rank, cut.size) != (group.rank, group.size):
-            raise ValueError(
-                f"the layout is cut for rank {layout.rank} of {cut.size}, this is rank "
-                f"{group.rank} of {group.size}: make it for this rank"
-            )
-        if layout.rows not in (None, tokens.shape[0]):
-            raise ValueError(
-                f"{tokens.shape[0]} rows of tokens, the layout is of {layout.rows}: make it for as "
-                "many"
-            )
-        if layout.positions.shape[0] != tokens.shape[1]:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens a row, the layout is of {layout.positions.shape[0]}: "
-                "give those of this rank, layout.local(tokens)"
-            )
+    def _rope(self, layout: SequenceLayout) -> RopeTable | None:
+        if self.config.rope is None:
+            return None
+        return RopeTable.of(self.config.rope, layout.positions, self.config.attention.rope_features)
 
     def hidden(
         self,
@@ -303,16 +296,7 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: both a layout and rows.
         """
-        if layout is None:
-            layout = SequenceLayout.packed(
-                tokens.shape[1], sample_ids=sample_ids, device=tokens.device, **rows
-            )
-        elif rows:
-            raise ValueError(
-                f"a layout and {', '.join(rows)}: the layout has those, leave them out"
-            )
-        elif sample_ids is not None:
-            layout = layout.with_samples(sample_ids)
+        layout = layout_of(tokens, layout, sample_ids=sample_ids, **rows)
         return self(tokens, layout=layout, chunk=chunk, hidden=hidden, aux_factor=aux_factor)
 
     def loss(
@@ -322,31 +306,42 @@ class GPTModel(nn.Module):
         token_weights: torch.Tensor,
         *,
         chunk: int = 0,
+        ahead: Ahead | None = None,
         **context: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (sum of token_weights · nll, nll [b, s]).
+        """Return (sum of token_weights · nll, nll [b, s]) of the main model.
 
-        With context parallelism both are of this rank's tokens; the sums of all ranks of cp make
-        that of the rows.
+        With `ahead`, what differentiates the first differentiates the training loss, which has the
+        losses of multi-token prediction in it as well. With context parallelism both are of this
+        rank's tokens; the sums of all ranks of cp make that of the rows.
 
         Args:
             tokens, labels: int64 [b, s].
             token_weights: fp32 [b, s], the factor of each token's loss; 0 masks it.
             chunk: see `forward`; it is the model's last.
+            ahead: what multi-token prediction reads and predicts, its weights with the same factor;
+                None leaves it out, as evaluation does.
             context: `hidden`, `layout`, `sample_ids`, `positions`, `document_ids`, `aux_factor`,
                 as of `hidden`.
 
         Raises:
-            ValueError: the chunk has no head.
+            ValueError: the chunk has no head, or the model has nothing to do `ahead`.
         """
         if not self._is_last(chunk):
             raise ValueError(
                 f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} has no head: its result "
                 "is `hidden`, for the next chunk"
             )
-        final = self.hidden(tokens, chunk=chunk, **context)
+        rows = {name: context.pop(name) for name in OF_ROWS if name in context}
+        layout = layout_of(tokens, **rows)
+        final = self(tokens, layout=layout, chunk=chunk, **context)
         loss, nll = self.head.loss(final, labels.t(), token_weights.t())
-        return loss, nll.t()
+        if ahead is None:
+            return loss, nll.t()
+        if self.multi_token is None:
+            raise ValueError("`ahead` for a model without multi-token prediction: leave it out")
+        with_layout = {"rope": self._rope(layout), "aux_factor": context.get("aux_factor")}
+        return carrying(loss, self.multi_token(final, ahead, layout, **with_layout)), nll.t()
 
     def logits(
         self,

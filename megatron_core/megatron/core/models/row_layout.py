@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of the tokens that a rank was given: chosen, and whether it is theirs."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.process_groups import Group
+
+#: What `layout_of` makes a layout of.
+OF_ROWS = ("layout", "sample_ids", "positions", "document_ids")
+
+
+def layout_of(
+    tokens: torch.Tensor,
+    layout: SequenceLayout | None = None,
+    *,
+    sample_ids: torch.Tensor | None = None,
+    **rows: torch.Tensor | None,
+) -> SequenceLayout:
+    """Return the layout of a microbatch.
+
+    Args:
+        tokens: int64 [b, s].
+        layout: given; None makes one of whole rows.
+        sample_ids: int64 [b]; None turns dropout off, unless the layout has some.
+        rows: `positions` and `document_ids` of `SequenceLayout.packed`.
+
+    Raises:
+        ValueError: both a layout and rows.
+    """
+    if layout is None:
+        return SequenceLayout.packed(
+            tokens.shape[1], sample_ids=sample_ids, device=tokens.device, **rows
+        )
+    if rows:
+        raise ValueError(f"a layout and {', '.join(rows)}: the layout has those, leave them out")
+    return layout if sample_ids is None else layout.with_samples(sample_ids)
+
+
+def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -> None:
+    """Raise ValueError unless the layout is of this rank's tokens.
+
+    Args:
+        tokens: int64 [b, s/cp].
+        context: the ranks that share the tokens of a row.
+    """
+    cut = layout.cut
+    if context.size > 1 and cut is None:
+        raise ValueError(
+            f"{context.size} context parallel ranks need a layout with a cut: give "
+            "SequenceLayout.make(cut, rank, ...) and this rank's tokens"
+        )
+    if cut is not None and (layout.rank, cut.size) != (context.rank, context.size):
+        raise ValueError(
+            f"the layout is cut for rank {layout.rank} of {cut.size}, this is rank "
+            f"{context.rank} of {context.size}: make it for this rank"
+        )
+    if layout.rows not in (None, tokens.shape[0]):
+        raise ValueError(
+            f"{tokens.shape[0]} rows of tokens, the layout is of {layout.rows}: make it for as many"
+        )
+    if layout.positions.shape[0] != tokens.shape[1]:
+        raise ValueError(
+            f"{tokens.shape[1]} tokens a row, the layout is of {layout.positions.shape[0]}: "
+            "give those of this rank, layout.local(tokens)"
+        )

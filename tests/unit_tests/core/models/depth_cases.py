@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with multi-token prediction, and microbatches of whole rows for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.models.multi_token import shifted
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
+from tests.support.inputs import microbatch
+
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=24,
+    vocab_size=37,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=10),
+    mlp=MLPConfig(ffn_hidden_size=20),
+    init_std=0.2,
+    mtp_num_layers=2,
+    mtp_loss_factor=0.3,
+)
+#: LayerNorm has biases, and the one head is at both ends.
+TIED = dataclasses.replace(
+    CONFIG,
+    norm=NormConfig(kind="LayerNorm"),
+    mlp=MLPConfig(ffn_hidden_size=20, gated=False, activation="gelu", bias=True),
+    tied=True,
+    mtp_num_layers=1,
+)
+LENGTH, ROWS = 12, 2
+BORDERS = ((0, 5, 6, LENGTH), (0, 9, LENGTH))
+
+
+def documents() -> dict[str, torch.Tensor]:
+    """Return positions and document ids of the rows of `BORDERS`, [b, s]."""
+    places = torch.arange(LENGTH)
+    starts = [torch.tensor(row[:-1]) for row in BORDERS]
+    ids = torch.stack([(places[:, None] >= s).sum(1) - 1 for s in starts])
+    positions = torch.stack([places - s[i] for s, i in zip(starts, ids, strict=True)])
+    return {"positions": positions, "document_ids": ids}
+
+
+def rows_of(lane: int, index: int, *, depths: int, packed: bool) -> dict[str, object]:
+    """Return the fields of a `Microbatch` of whole rows."""
+    made = microbatch(
+        seed=7, lane=lane, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
+    )
+    rows = documents() if packed else {}
+    parts = (made.tokens, made.labels, made.loss_mask)
+    ahead = shifted(*parts, depths=depths, document_ids=rows.get("document_ids"))
+    return {**vars(made), **rows, "ahead": ahead}

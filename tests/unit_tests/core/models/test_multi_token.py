@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction: what is predicted, and every gradient on one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
+from megatron.core.models.multi_token import shifted, take_mean_losses
+from megatron.core.process_groups import ProcessGroupCollection
+from tests.support.closeness import assert_all_close, assert_close_by_metric
+from tests.support.nan_memory import nan_memory
+from tests.unit_tests.core.models.chunk_steps import move
+from tests.unit_tests.core.models.depth_cases import BORDERS, CONFIG, LENGTH, ROWS, TIED, rows_of
+from tests.unit_tests.core.models.plain_depths import PlainDepths
+
+# --- what is read and predicted ------------------------------------------------------------------
+
+
+def test_what_depths_read_and_predict_of_rows():
+    text = torch.arange(10, 17).repeat(2, 1)  # 10 ... 16
+    mask = torch.tensor([[1.0, 1, 1, 1, 0, 1], [0.5, 1, 1, 1, 1, 1]])
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+    found = shifted(text[:, :-1], text[:, 1:], mask, depths=2, document_ids=ids)
+    assert found.tokens[:, 0].tolist() == [[11, 12, 13, 14, 15, 0], [12, 13, 14, 15, 0, 0]]
+    assert found.labels[:, 0].tolist() == [[12, 13, 14, 15, 16, 0], [13, 14, 15, 16, 0, 0]]
+    # Token 13 begins the second document; what predicts 15 is not counted.
+    assert found.weights[:, 0].tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 0]]
+    assert found.weights[:, 1].tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
+    alone = shifted(text[:, :-1], text[:, 1:], mask, depths=2)
+    assert alone.weights[:, 0].tolist() == [[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 0, 0]]
+    assert alone.scaled(torch.tensor(0.5)).weights[0, 0].tolist() == [0.5, 0.5, 0.5, 0, 0.5, 0]
+    # More depths than there are tokens: nothing to predict.
+    few = shifted(text[:, :2], text[:, 1:3], mask[:, :2], depths=3)
+    assert few.weights.sum((1, 2)).tolist() == [2.0, 0.0, 0.0]
+
+
+# --- one process against a plain model -----------------------------------------------------------
+
+
+def gradients_of(model: GPTModel) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+    """Return all gradients by name and offsets."""
+    found = {}
+    for handle in model.store.handles.values():
+        flat = handle.slot.view(-1)
+        for box in model.store.boxes(handle):
+            part = flat[box.start : box.start + box.numel].view(box.sizes)
+            found[box.name, box.offsets] = part.clone()
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, packed: bool):
+    depths = config.mtp_num_layers
+    model = move(GPTModel(config, ProcessGroupCollection.single(), seed=5))
+    engine = DataParallel(model.store, model.groups)
+    batch = rows_of(0, 0, depths=depths, packed=packed)
+    factor = torch.tensor(0.125)
+    weights, ahead = batch["loss_mask"] * factor, batch["ahead"].scaled(factor)
+    rows = {name: batch[name] for name in ("positions", "document_ids") if packed}
+    engine.begin_step()
+    with nan_memory():
+        loss, nll = model.loss(batch["tokens"], batch["labels"], weights, ahead=ahead, **rows)
+        engine.backward(loss, last=True)
+    assert engine.launched_in_backward == len(engine.buckets)  # as many puts as were declared
+    engine.finish()
+
+    logical = {
+        held.box.name: held.tensor.detach().double().requires_grad_()
+        for handle in model.store.handles.values()
+        for held in model.store.held(handle)
+    }
+    assert logical.keys() == logical_weights(config).keys()
+    plain = PlainDepths(
+        layers=2,
+        heads=4,
+        groups=2,
+        head_dim=10,
+        tied=config.tied,
+        norm=config.norm.kind,
+        gated=config.mlp.gated,
+    )
+    text = torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1)
+    borders = BORDERS if packed else ((0, LENGTH),) * ROWS
+    main, *more = plain.losses(logical, text, weights, depths=depths, borders=borders)
+    training = main + config.mtp_loss_factor / depths * sum(more)
+    training.backward()
+    assert_close_by_metric("loss", loss, main)  # the value is the main model's alone
+    assert (nll * weights).sum().item() == pytest.approx(loss.item(), rel=1e-6)
+    got = {name: grad for (name, _), grad in gradients_of(model).items()}
+    assert_all_close(got, {name: x.grad for name, x in logical.items()})
+    counted = ahead.weights.sum((1, 2))
+    means = [one.item() / count.item() for one, count in zip(more, counted, strict=True)]
+    assert take_mean_losses(model) == pytest.approx(means, rel=1e-5)
+    assert all(math.isnan(x) for x in take_mean_losses(model))
+
+
+def test_a_forward_without_them_is_the_main_model_alone():
+    batch = rows_of(0, 0, depths=2, packed=False)
+    rows = (batch["tokens"], batch["labels"], batch["loss_mask"])
+    single = ProcessGroupCollection.single()
+    model = GPTModel(CONFIG, single, seed=5)
+    plain = GPTModel(dataclasses.replace(CONFIG, mtp_num_layers=0), single, seed=5)
+    with torch.no_grad():
+        assert torch.equal(model.loss(*rows)[1], plain.loss(*rows)[1])
+        with pytest.raises(ValueError, match="without multi-token prediction: leave it out"):
+            plain.loss(*rows, ahead=batch["ahead"])
+        with pytest.raises(ValueError, match=r"2 depths predict of 12 tokens .* \(1, 2, 12\)"):
+            model.loss(*rows, ahead=rows_of(0, 0, depths=1, packed=False)["ahead"])
+    more = model.num_parameters - plain.num_parameters
+    own = {n: s for n, s in logical_weights(CONFIG).items() if n.startswith("mtp.")}
+    assert more == sum(math.prod(shape) for shape in own.values())
+    assert own["mtp.1.projection.weight"] == (24, 48)
+    assert own["mtp.1.decoder.blocks.1.mlp.down.weight"] == (24, 20)

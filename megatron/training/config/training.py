@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch, length and numbers format of a run."""
+"""Batch, length, loss and numbers format of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.config.values import not_negative, positive, require, req
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Batch, length of the run and numbers format."""
+    """Batch, length of the run, loss and numbers format."""
 
     seq_length: int
     """Tokens per sample."""
@@ -33,6 +33,11 @@ class TrainingConfig:
     """Weights and activations in float16, with fp32 master weights, gradients and loss scaling."""
     calculate_per_token_loss: bool = False
     """Weight every token of the global batch alike, instead of every microbatch."""
+    mtp_num_layers: int | None = None
+    """Depths of multi-token prediction: so many more layers, used in training alone, each predict
+    one token further ahead; none predicts the next token alone."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Factor of the mean loss of all depths of multi-token prediction in the training loss."""
     deterministic_mode: bool = False
     """Refuse operations whose result may differ between two equal runs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -56,6 +61,13 @@ class TrainingConfig:
             ),
             lambda: positive(self, "train_samples", "exit_interval", "max_consecutive_bad_steps"),
             lambda: not_negative(self, "eval_interval", "eval_iters", "seed", "manual_gc_interval"),
+            lambda: positive(self, "mtp_num_layers"),
+            lambda: not_negative(self, "mtp_loss_scaling_factor"),
+            lambda: require(
+                (self.mtp_num_layers or 0) < max(self.seq_length, 1),
+                f"--mtp-num-layers {self.mtp_num_layers}: samples of {self.seq_length} tokens have "
+                "none so far ahead: use fewer",
+            ),
             lambda: require(
                 self.manual_gc or not self.manual_gc_interval,
                 "--manual-gc-interval has no effect without --manual-gc: add that",

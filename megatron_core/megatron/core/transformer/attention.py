@@ -98,7 +98,7 @@ class KeyValueCache(Protocol):
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [s, b, g/tp, d] keys and values of a layer; return all so far, [s_k, b, g/tp,
-        d]."""
+        d]. Keys and values may differ in d, and it may be 0."""
 
 
 class SelfAttention(nn.Module):

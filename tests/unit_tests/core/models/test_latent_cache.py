@@ -50,9 +50,11 @@ def changed(**changes) -> GPTConfig:
     return dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, **changes))
 
 
-def model_of(config: GPTConfig, groups: ProcessGroupCollection | None = None) -> GPTModel:
+def model_of(
+    config: GPTConfig, groups: ProcessGroupCollection | None = None, **options: bool
+) -> GPTModel:
     """Return a model whose norms are off one."""
-    model = GPTModel(config, groups or ProcessGroupCollection.single(), seed=3)
+    model = GPTModel(config, groups or ProcessGroupCollection.single(), seed=3, **options)
     for name, handle in model.store.handles.items():
         if "norm" in name:
             weight = handle.get()
@@ -178,7 +180,11 @@ def on_rank(rank: int, world: int) -> tuple:
     batch = [Request(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
     tokens = torch.randint(0, 61, (3, 13), generator=generator(1))
     logits, cache = in_steps(model, tokens, [4, 1, 3, 1, 4])
-    return logits, cache.num_bytes, generate(model, batch, max_new_tokens=6, sampling=RANDOM)
+    # With the sequence cut between blocks, steps must divide over the ranks.
+    cut = model_of(CONFIG, groups, sequence_parallel=True)
+    even, _ = in_steps(cut, tokens[:, :12], [4, 2, 6])
+    completions = generate(model, batch, max_new_tokens=6, sampling=RANDOM)
+    return logits, even, cache.num_bytes, completions
 
 
 def test_tensor_parallel_ranks_decode_what_one_process_does():
@@ -190,8 +196,9 @@ def test_tensor_parallel_ranks_decode_what_one_process_does():
         wanted = generate(model, batch, max_new_tokens=6, sampling=RANDOM)
         with torch.no_grad():
             whole = model.full_logits(tokens)
-    for logits, num_bytes, completions in ranks:
+    for logits, even, num_bytes, completions in ranks:
         assert_close_by_metric("logits", logits, whole)
+        assert_close_by_metric("sequence parallel", even, whole[:12])
         assert num_bytes == CONFIG.num_layers * 13 * 3 * KEPT * 4
         for completion, reference in zip(completions, wanted, strict=True):
             assert_same(completion, reference)

@@ -32,7 +32,8 @@ class MuonConfig:
         scale_mode: how an update is scaled by its matrix's shape.
         extra_scale_factor: a factor of every update beside that.
         split_fused: orthogonalise each logical tensor of a fused weight (q, k, v; gate, up) by
-            itself; False joins those of one weight along their rows.
+            itself; False joins those of one weight along their rows. Either way every expert has
+            matrices of its own.
         adam_names: patterns of logical names of further matrices that AdamW updates, beside
             embedding and head.
         round_bytes: what the buffers of a round of exchanges may take on any rank; a matrix that

@@ -6,7 +6,7 @@
 Momentum lies like the gradients, in flat shards cut anywhere. Every matrix has an owner among the
 ranks; pieces of U travel to it by one all-to-all a round, it orthogonalises the whole, and pieces
 of the update travel back to all who hold them. What has several holders gets its update from one
-rank, so replicas stay equal in every bit.
+rank, so replicas stay equal in every bit. A weight of experts [e, rows, cols] is e matrices.
 
 Memory beside momentum: the buffers of two rounds (one under way while the other is computed), each
 within `round_bytes` or those of one matrix, and for the largest matrix [m, n], m <= n, about
@@ -34,7 +34,7 @@ from megatron.core.optimizer.muon_plan import (
     plan_rounds,
 )
 from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
-from megatron.core.optimizer.range_state import RangeState
+from megatron.core.optimizer.range_state import RangeState, matrix_boxes
 from megatron.core.process_groups import Group
 from megatron.core.weight_sharding import Box, WeightSharding
 
@@ -77,7 +77,12 @@ class Muon:
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         joined = {} if config.split_fused else _joined(weights or ())
-        self._held = [(state, placed) for state in states for placed in state.owned.boxes]
+        self._held = [
+            (state, matrix)
+            for state in states
+            for placed in state.owned.boxes
+            for matrix in matrix_boxes(placed)
+        ]
         self._factors = [_factors(state, placed.box) for state, placed in self._held]
         pieces = self._all_pieces([_described(placed.box, joined) for _, placed in self._held])
         if not matrices_of(pieces):
@@ -193,14 +198,19 @@ def _box_of(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def _joined(weights: Collection[WeightSharding]) -> dict[str, tuple[str, int, int]]:
     """Return, per logical tensor of a weight of several, the weight's name, the rows before the
-    tensor and the rows in all."""
+    tensor and the rows in all; of experts, expert by expert."""
     found = {}
     for sharding in weights:
+        shapes = [segment.shape for segment in sharding.segments]
         row = 0
-        total = sum(segment.shape[0] for segment in sharding.segments)
-        for segment in sharding.segments:
-            found[segment.name] = (sharding.name, row, total)
-            row += segment.shape[0]
+        total = sum(shape[-2] for shape in shapes if len(shape) > 1)
+        for segment, shape in zip(sharding.segments, shapes, strict=True):
+            if len(shape) == 2:
+                found[segment.name] = (sharding.name, row, total)
+            elif len(shape) == 3:
+                for e in range(shape[0]):
+                    found[f"{segment.name}[{e}]"] = (f"{sharding.name}[{e}]", row, total)
+            row += shape[-2] if len(shape) > 1 else 0
     return found
 
 

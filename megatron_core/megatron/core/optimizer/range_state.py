@@ -5,6 +5,7 @@ ranges are divided until that is so."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -100,10 +101,33 @@ def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]
 
 
 def is_matrix(box: Box, adam_names: Sequence[str]) -> bool:
-    """Tell whether Muon updates the logical tensor of a box: it has two dimensions, is no matrix of
-    tokens, and no pattern gives it to AdamW."""
+    """Tell whether Muon updates the logical tensor of a box: it is a matrix, or the matrices of
+    experts, is no matrix of tokens, and no pattern gives it to AdamW."""
     patterns = (*TOKEN_MATRICES, *adam_names)
-    return len(box.shape) == 2 and not any(fnmatchcase(box.name, p) for p in patterns)
+    return len(box.shape) in (2, 3) and not any(fnmatchcase(box.name, p) for p in patterns)
+
+
+def matrix_boxes(placed: PlacedBox) -> list[PlacedBox]:
+    """Return a box of a matrix as it is, and one of experts' matrices [e, rows, cols] matrix by
+    matrix: a box of [rows, cols] each, under the expert's own name."""
+    box = placed.box
+    if len(box.shape) == 2:
+        return [placed]
+    numel = math.prod(box.sizes[1:])
+    return [
+        PlacedBox(
+            Box(
+                name=f"{box.name}[{box.offsets[0] + i}]",
+                shape=box.shape[1:],
+                offsets=box.offsets[1:],
+                sizes=box.sizes[1:],
+                start=box.start + i * numel,
+                counted=box.counted,
+            ),
+            placed.replica_ranks,
+        )
+        for i in range(box.sizes[0])
+    ]
 
 
 def split_range(owned: OwnedRange, cuts: Sequence[int]) -> list[OwnedRange]:

@@ -13,7 +13,7 @@ from megatron.core.comm import Early, Late, simulated, trace
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.weight_sharding import STRATEGIES, GradientKind, Placement
+from megatron.core.weight_sharding import STRATEGIES, GradientKind, Placement, placement
 from tests.support.closeness import assert_all_close
 from tests.support.mutants import apply, planted
 from tests.support.ranks import RankFailure, run_ranks
@@ -145,8 +145,22 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
     assert engine.arena.peak_bytes <= formula.reducing
     peak = 0 if engine.gatherer is None else engine.gatherer.counts.peak_bytes
     assert peak <= formula.gathered
-    if any(b.sharded for b in model.store.buckets):
+    shared = [b for b in model.store.buckets if b.sharded]
+    if shared:
         assert peak > 0
+        everything = sum(b.whole_bytes for b in shared)
+        assert min(engine.gatherer.budget, everything) == formula.gathered
+
+
+def test_what_is_alone_is_whole_by_the_formula():
+    sizes = [BucketSize(numel=64, inner=4), BucketSize(numel=96, inner=1, expert=True)]
+    narrow = ElementBytes(weight=2, gradient=2, optimizer=12, wide_sum=True)
+    found = bytes_per_rank(sizes, placement(STRATEGIES[3]), of=narrow)
+    assert found.weights == 2 * (64 // 4 + 96)
+    assert found.gradients == 4 * (64 // 4) + 2 * 96
+    assert found.optimizer == 12 * (64 // 4 + 96)
+    assert found.gathered == 2 * 64
+    assert found.reducing == bytes_per_rank(sizes[:1], placement(STRATEGIES[3]), of=narrow).reducing
 
 
 def on_grids(rank: int, world: int, grids: tuple, configs: tuple, each: int) -> list:

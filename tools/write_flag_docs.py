@@ -51,7 +51,7 @@ _ANSWERS = """\
 ## Flags of Megatron that are not here
 
 A script written for Megatron may hold these. Each is answered with one line, and the run does not
-start: nothing is accepted and ignored. A degree of parallelism of 1 passes: it says what is so.
+start: nothing is accepted and ignored.
 
 """
 

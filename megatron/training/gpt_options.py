@@ -28,15 +28,18 @@ from megatron.core.optimizer.schedule import (
 )
 from megatron.core.transformer import (
     AttentionConfig,
+    LatentAttentionConfig,
     MLPConfig,
     NormConfig,
     Recompute,
     RopeConfig,
 )
-from megatron.training.config import Config, PositionConfig
+from megatron.training.config import Config
+from megatron.training.config.expert_layers import expert_layers
 from megatron.training.config.resolve import Run
 from megatron.training.config.stages import schedule_name, stage_split
 from megatron.training.config.values import name_factors
+from megatron.training.expert_options import latent_config, moe_config, yarn_attention_factor
 
 
 def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
@@ -46,25 +49,13 @@ def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
         vocab_size: without padding.
     """
     model = config.model
-    assert model.num_query_groups is not None, "the config must be resolved"
-    assert model.kv_channels is not None
-    assert model.ffn_hidden_size is not None
+    assert model.ffn_hidden_size is not None, "the config must be resolved"
     biases = not model.disable_bias_linear
     return GPTConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
-        attention=AttentionConfig(
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            kv_channels=model.kv_channels,
-            qkv_bias=biases or model.add_qkv_bias,
-            output_bias=biases or model.add_attention_output_bias,
-            qk_norm=model.qk_layernorm,
-            dropout=model.attention_dropout,
-            window=config.visibility.window_size,
-            sinks=config.visibility.softmax_type == "learnable",
-        ),
+        attention=_attention(config),
         mlp=MLPConfig(
             ffn_hidden_size=model.ffn_hidden_size,
             gated=model.swiglu,
@@ -72,14 +63,39 @@ def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
             bias=biases or model.add_mlp_bias,
         ),
         norm=NormConfig(kind=model.normalization, epsilon=model.norm_epsilon),
-        rope=_rope(config.position),
+        rope=_rope(config),
         tied=not model.untie_embeddings_and_output_weights,
         hidden_dropout=model.hidden_dropout,
         init_std=model.init_method_std,
+        moe=moe_config(config),
+        ffn_pattern=expert_layers(config),
+        mtp_num_layers=config.training.mtp_num_layers or 0,
+        mtp_loss_factor=config.training.mtp_loss_scaling_factor,
     )
 
 
-def _rope(position: PositionConfig) -> RopeConfig | None:
+def _attention(config: Config) -> AttentionConfig | LatentAttentionConfig:
+    model = config.model
+    if config.attention.multi_latent_attention:
+        return latent_config(config)
+    assert model.num_query_groups is not None, "the config must be resolved"
+    assert model.kv_channels is not None
+    biases = not model.disable_bias_linear
+    return AttentionConfig(
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        qkv_bias=biases or model.add_qkv_bias,
+        output_bias=biases or model.add_attention_output_bias,
+        qk_norm=model.qk_layernorm,
+        dropout=model.attention_dropout,
+        window=config.attention.window_size,
+        sinks=config.attention.softmax_type == "learnable",
+    )
+
+
+def _rope(config: Config) -> RopeConfig | None:
+    position = config.position
     if position.position_embedding_type == "none":
         return None
     scaling = None
@@ -100,9 +116,14 @@ def _rope(position: PositionConfig) -> RopeConfig | None:
             original_max_position=position.yarn_original_max_position_embeddings,
             beta_fast=position.yarn_beta_fast,
             beta_slow=position.yarn_beta_slow,
-            attention_factor=position.yarn_attention_factor,
+            attention_factor=yarn_attention_factor(config),
         )
-    return RopeConfig(base=position.rotary_base, percent=position.rotary_percent, scaling=scaling)
+    return RopeConfig(
+        base=position.rotary_base,
+        percent=position.rotary_percent,
+        interleaved=position.rotary_interleaved,
+        scaling=scaling,
+    )
 
 
 def weight_dtype(config: Config) -> torch.dtype:
@@ -115,7 +136,12 @@ def weight_dtype(config: Config) -> torch.dtype:
 def backend(config: Config) -> Backend:
     """Return the implementations that the model is built from."""
     kernel = config.parallel.attention_backend
-    chosen = replace(LOCAL, context_engine=config.parallel.cp_comm_type)
+    chosen = replace(
+        LOCAL,
+        context_engine=config.parallel.cp_comm_type,
+        dispatcher=config.parallel.moe_token_dispatcher_type,
+        overlap_shared_expert=config.parallel.moe_shared_expert_overlap,
+    )
     if kernel == "auto":
         return chosen
     return replace(chosen, attention=partial(LOCAL.attention, implementation=kernel))

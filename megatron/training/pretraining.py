@@ -200,7 +200,7 @@ class SessionSteps:
         run, device = self._session.run, self._session.place.device
         batches = [next(self._batches) for _ in range(run.num_microbatches)]
         # An estimate where lanes differ: this lane's documents stand for all.
-        window = run.config.visibility.window_size
+        window = run.config.attention.window_size
         squares = sum(squared_lengths(batch, window) for batch in batches)
         self._session.window.add_squares(squares * self._session.place.groups["samples"].size)
         microbatches = take(

@@ -51,10 +51,13 @@ class RunGroups:
 
 def rank_grid(run: Run) -> RankGrid:
     """Return the layout that a run asks for."""
+    parallel, experts = run.config.parallel, run.config.experts.num_experts is not None
     return RankGrid(
         world_size=run.world_size,
-        tp=run.config.parallel.tensor_model_parallel_size,
-        cp=run.config.parallel.context_parallel_size,
+        etp=parallel.expert_tensor_parallel_size if experts else None,
+        ep=parallel.expert_model_parallel_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
         pp=run.config.pipeline.pipeline_model_parallel_size,
         instances=run.config.data_parallel.num_distributed_optimizer_instances,
     )

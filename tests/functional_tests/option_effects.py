@@ -53,6 +53,11 @@ _DATA = "--data-path --split"
 _PP = "--pipeline-model-parallel-size 2"
 _LONG = f"{_PP} --num-layers 6"
 _TRAIN = "--train-data-path {data}"
+_MOE = "--num-experts 4"
+_GROUPS = f"{_MOE} --moe-router-num-groups 2"
+_SHARED = f"{_MOE} --moe-shared-expert-intermediate-size 40"
+_LATENT = "--multi-latent-attention"
+_GROUPED = "--group-query-attention --num-query-groups"
 
 EFFECTS: dict[str, Effect] = {
     # The model
@@ -92,6 +97,46 @@ EFFECTS: dict[str, Effect] = {
     "yarn-beta-fast": Effect("plan", "32", "16", _YARN),
     "yarn-beta-slow": Effect("plan", "1", "2", _YARN),
     "yarn-attention-factor": Effect("plan", "1.0", "1.2", _YARN),
+    "rotary-interleaved": Effect("plan"),
+    # Latent attention
+    "multi-latent-attention": Effect("plan", without=_GROUPED),
+    "q-lora-rank": Effect("plan", "", "20", _LATENT, _GROUPED),
+    "kv-lora-rank": Effect("plan", "32", "20", _LATENT, _GROUPED),
+    "qk-head-dim": Effect("plan", "128", "20", _LATENT, _GROUPED),
+    "qk-pos-emb-head-dim": Effect("plan", "64", "20", _LATENT, _GROUPED),
+    "v-head-dim": Effect("plan", "128", "20", _LATENT, _GROUPED),
+    "mscale": Effect(
+        "plan", "1", "2", f"{_LATENT} {_YARN} --yarn-rotary-scaling-factor 4", _GROUPED
+    ),
+    "mscale-all-dim": Effect(
+        "plan", "0", "1", f"{_LATENT} {_YARN} --yarn-rotary-scaling-factor 4", _GROUPED
+    ),
+    # Experts
+    "num-experts": Effect("plan", "4", "8"),
+    "moe-layer-freq": Effect("plan", "1", "2", _MOE),
+    "moe-ffn-hidden-size": Effect("plan", "", "40", _MOE),
+    "moe-router-topk": Effect("plan", "2", "3", _MOE),
+    "moe-router-score-function": Effect("plan", "softmax", "sigmoid", _MOE),
+    "moe-router-pre-softmax": Effect("plan", base=_MOE),
+    "moe-router-num-groups": Effect("plan", "2", "4", f"{_MOE} --moe-router-group-topk 2"),
+    "moe-router-group-topk": Effect("plan", "1", "2", _GROUPS),
+    "moe-router-topk-scaling-factor": Effect("plan", "", "2.5", _MOE),
+    "moe-router-enable-expert-bias": Effect("plan", base=_MOE),
+    "moe-router-bias-update-rate": Effect(
+        "plan", "0.001", "0.01", f"{_MOE} --moe-router-enable-expert-bias"
+    ),
+    "moe-router-load-balancing-type": Effect(
+        "plan", "aux_loss", "seq_aux_loss", f"{_MOE} --moe-aux-loss-coeff 0.01"
+    ),
+    "moe-aux-loss-coeff": Effect("plan", "0", "0.01", _MOE),
+    "moe-z-loss-coeff": Effect("plan", "0", "0.01", _MOE),
+    "moe-input-jitter-eps": Effect("plan", "0", "0.01", _MOE),
+    "moe-expert-capacity-factor": Effect("plan", "", "1.5", _MOE),
+    "moe-token-drop-policy": Effect(
+        "plan", "probs", "position", f"{_MOE} --moe-expert-capacity-factor 1"
+    ),
+    "moe-shared-expert-intermediate-size": Effect("plan", "", "40", _MOE),
+    "moe-shared-expert-gate": Effect("plan", base=_SHARED),
     "tokenizer-type": Effect("parts", "null", "byte", "--vocab-size 300"),
     "tokenizer-model": Effect("parts", "{tokenizer}", "{tokenizer2}", without="--vocab-size"),
     "vocab-size": Effect("plan", "61", "62"),
@@ -118,6 +163,12 @@ EFFECTS: dict[str, Effect] = {
     ),
     "check-weight-gather": Effect("plan", base=_CUT),
     "ddp-bucket-size": Effect("plan", "1000", "2000"),
+    "expert-model-parallel-size": Effect("plan", "1", "2", _MOE, world=4),
+    "expert-tensor-parallel-size": Effect(
+        "plan", "", "1", f"{_MOE} --tensor-model-parallel-size 2", world=4
+    ),
+    "moe-token-dispatcher-type": Effect("plan", "auto", "alltoall", _MOE),
+    "moe-shared-expert-overlap": Effect("plan", base=_SHARED),
     "distributed-timeout-minutes": Effect("plan", "10", "20"),
     "transformer-impl": Effect("refusal", "local", "transformer_engine"),
     "attention-backend": Effect("plan", "auto", "reference"),
@@ -158,6 +209,8 @@ EFFECTS: dict[str, Effect] = {
     "seed": Effect("loss", "1234", "1235"),
     "bf16": Effect("plan"),
     "fp16": Effect("plan"),
+    "mtp-num-layers": Effect("loss", "", "1"),
+    "mtp-loss-scaling-factor": Effect("loss", "", "0.5", base="--mtp-num-layers 2"),
     "calculate-per-token-loss": Effect("parts"),
     "deterministic-mode": Effect("parts"),
     "device": Effect("log", "cpu", "cuda"),

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.training.config.attention import AttentionOptions
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.cuda_graphs import CudaGraphConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.data_parallel import DataParallelConfig
+from megatron.training.config.experts import ExpertConfig
 from megatron.training.config.failures import FailureConfig
 from megatron.training.config.logging import LoggingConfig
-from megatron.training.config.model import (
-    ModelConfig,
-    PositionConfig,
-    TokenizerConfig,
-    VisibilityConfig,
-)
+from megatron.training.config.model import ModelConfig, PositionConfig, TokenizerConfig
 from megatron.training.config.muon import MuonConfig
 from megatron.training.config.optimization import LossScaleConfig, OptimizerConfig, ScheduleConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -33,11 +30,13 @@ from megatron.training.config.recompute import RecomputeConfig
 from megatron.training.config.training import TrainingConfig
 
 __all__ = [
+    "AttentionOptions",
     "CheckpointConfig",
     "Config",
     "CudaGraphConfig",
     "DataConfig",
     "DataParallelConfig",
+    "ExpertConfig",
     "FailureConfig",
     "LoggingConfig",
     "LossScaleConfig",
@@ -52,7 +51,6 @@ __all__ = [
     "ScheduleConfig",
     "TokenizerConfig",
     "TrainingConfig",
-    "VisibilityConfig",
 ]
 
 
@@ -61,8 +59,9 @@ class Config:
     """One training run."""
 
     model: ModelConfig
-    visibility: VisibilityConfig
+    attention: AttentionOptions
     position: PositionConfig
+    experts: ExpertConfig
     tokenizer: TokenizerConfig
     parallel: ParallelConfig
     pipeline: PipelineConfig

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 from megatron.training.config import (
     Config,
+    attention,
     context,
     cuda_graphs,
     data_parallel,
+    experts,
     optimization,
     stages,
     switches,
@@ -30,6 +32,9 @@ def check(config: Config, world_size: int) -> list[str]:
             _batch(config, world_size),
             _data_parallel(config, world_size),
             _heads(config),
+            _inner_features(config),
+            attention.problems(config),
+            experts.problems(config, world_size),
             _rope_scaling(config),
             _kernels(config),
             _recompute(config),
@@ -105,7 +110,8 @@ def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
 def _heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if heads % tp:
+    latent_heads = config.attention.multi_latent_attention
+    if heads % tp and not latent_heads:
         yield (
             f"--num-attention-heads {heads} is not a multiple of --tensor-model-parallel-size "
             f"{tp}: "
@@ -127,25 +133,31 @@ def _heads(config: Config) -> Iterator[str]:
                 "divide the "
                 "other"
             )
-    if model.kv_channels is None and model.hidden_size % heads:
+    if latent_heads:
+        channels, flag = config.attention.qk_pos_emb_head_dim, "--qk-pos-emb-head-dim"
+    else:
+        channels, flag = model.kv_channels or model.hidden_size // heads, "--kv-channels"
+    if not latent_heads and model.kv_channels is None and model.hidden_size % heads:
         yield (
             f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads "
             f"{heads}: "
             "change one or give --kv-channels"
         )
-    ffn = model.ffn_hidden_size
+    rotated = int(channels * config.position.rotary_percent)
+    if config.position.position_embedding_type != "none" and (rotated % 2 or rotated == 0):
+        yield (
+            f"{rotated} features per head would be rotated ({flag} {channels} x "
+            "--rotary-percent "
+            f"{config.position.rotary_percent}): the number must be even and above 0"
+        )
+
+
+def _inner_features(config: Config) -> Iterator[str]:
+    ffn, tp = config.model.ffn_hidden_size, config.parallel.tensor_model_parallel_size
     if ffn is not None and ffn % tp:
         yield (
             f"--ffn-hidden-size {ffn} is not a multiple of --tensor-model-parallel-size {tp}: "
             "change one"
-        )
-    channels = model.kv_channels or model.hidden_size // heads
-    rotated = int(channels * config.position.rotary_percent)
-    if config.position.position_embedding_type != "none" and (rotated % 2 or rotated == 0):
-        yield (
-            f"{rotated} features per head would be rotated (--kv-channels {channels} x "
-            "--rotary-percent "
-            f"{config.position.rotary_percent}): the number must be even and above 0"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.training.config import Config
 from megatron.training.options.schema import Option, options
 
-_SECTIONS = ("model", "visibility", "position", "tokenizer")
+_SECTIONS = ("model", "attention", "position", "experts", "tokenizer")
 _LENGTHS = {"train-iters", "train-samples"}
 _DATA = {
     "data-path",

@@ -28,7 +28,8 @@ def problems(config: Config) -> Iterator[str]:
             f"--attention-backend {kernel} has no effect with {flag}, which takes what its device "
             "has: leave it at auto"
         )
-    if parallel.cp_comm_type == "a2a":
+    latent = config.attention.multi_latent_attention  # names its heads itself
+    if parallel.cp_comm_type == "a2a" and not latent:
         yield from _heads(config)
 
 

@@ -55,6 +55,15 @@ class ModelConfig:
     init_method_std: float = 0.02
     """Standard deviation of initial weights; output projections use it / sqrt(2 x layers)."""
 
+    @property
+    def inner_features(self) -> int:
+        """Inner width of the MLP, derived where it is not given."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.swiglu:
+            return max(64, self.hidden_size * 8 // 3 // 64 * 64)
+        return 4 * self.hidden_size
+
     def __post_init__(self) -> None:
         require_all(
             lambda: positive(
@@ -67,20 +76,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisibilityConfig:
-    """What a token attends to."""
-
-    window_size: int | None = None
-    """Tokens that a token attends to, itself and those right before it; derived: all of them."""
-    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """learnable gives each query head a learned logit that takes attention and has no value, a
-    sink."""
-
-    def __post_init__(self) -> None:
-        positive(self, "window_size")
-
-
-@dataclass(frozen=True, kw_only=True)
 class PositionConfig:
     """Rotary position embedding."""
 
@@ -90,6 +85,8 @@ class PositionConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Share of each head's features that is rotated, in (0, 1]."""
+    rotary_interleaved: bool = False
+    """Rotate pairs of neighbouring features instead of features half a head apart."""
     rotary_seq_len_interpolation_factor: float | None = None
     """Divide positions by this number (linear scaling)."""
     use_rope_scaling: bool = False

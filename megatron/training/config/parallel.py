@@ -24,6 +24,15 @@ class ParallelConfig:
     """How attention meets the tokens of other ranks: by p2p keys and values go round; all_gather
     has those of all ranks at once; a2a cuts heads instead of tokens; auto takes what moves
     least."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a layer, each with some of them."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share the weight matrices of each expert; derived: the tensor parallel size."""
+    moe_token_dispatcher_type: Literal["auto", "allgather", "alltoall"] = "auto"
+    """How tokens come to the ranks of their experts: allgather brings all tokens to all ranks,
+    alltoall to each what it needs; auto takes what moves fewer bytes."""
+    moe_shared_expert_overlap: bool = True
+    """Compute the shared expert while tokens are on their way."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     transformer_impl: Literal["local"] = "local"
@@ -34,4 +43,5 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "context_parallel_size")
+        positive(self, "expert_model_parallel_size", "expert_tensor_parallel_size")
         positive(self, "distributed_timeout_minutes")

@@ -40,7 +40,8 @@ class PipelineConfig:
     """What each virtual stage has, in the model's order: E the embedding, t a layer, L the loss, |
     between stages, as in Et*3|(tt|)*2tL."""
     hybrid_layer_pattern: str | None = None
-    """The layers as symbols, *- for each (attention, MLP), with | where stages are cut."""
+    """The layers as symbols, *- for each (attention, MLP) or *E (attention, experts), with | where
+    stages are cut."""
 
     def __post_init__(self) -> None:
         require_all(

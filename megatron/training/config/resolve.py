@@ -13,14 +13,17 @@ from pathlib import Path
 from megatron.training.config import (
     Config,
     DataParallelConfig,
+    ExpertConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     ProfilingConfig,
     ScheduleConfig,
     TokenizerConfig,
     TrainingConfig,
 )
+from megatron.training.config.expert_layers import expert_layers, write_frequency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,9 @@ def resolve(config: Config, world_size: int) -> Run:
         warmup = schedule.lr_warmup_samples or schedule.lr_warmup_iters * batch
     resolved = replace(
         config,
-        model=_model(config.model, training.seq_length),
+        model=_model(config, training.seq_length),
+        experts=_experts(config),
+        parallel=_parallel(config),
         tokenizer=_tokenizer(config.tokenizer),
         data_parallel=_data_parallel(config.data_parallel, dp),
         training=training,
@@ -94,19 +99,38 @@ def resolve(config: Config, world_size: int) -> Run:
     )
 
 
-def _model(model: ModelConfig, seq_length: int) -> ModelConfig:
-    if model.swiglu:
-        ffn = max(64, model.hidden_size * 8 // 3 // 64 * 64)
-    else:
-        ffn = 4 * model.hidden_size
+def _model(config: Config, seq_length: int) -> ModelConfig:
+    model, channels = config.model, None
+    if not config.attention.multi_latent_attention:
+        channels = model.kv_channels or model.hidden_size // model.num_attention_heads
     grouped = model.group_query_attention and model.num_query_groups is not None
     return replace(
         model,
-        ffn_hidden_size=model.ffn_hidden_size or ffn,
-        kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
+        ffn_hidden_size=model.inner_features,
+        kv_channels=channels,
         num_query_groups=model.num_query_groups if grouped else model.num_attention_heads,
         max_position_embeddings=model.max_position_embeddings or seq_length,
     )
+
+
+def _experts(config: Config) -> ExpertConfig:
+    experts = config.experts
+    if experts.num_experts is None:
+        return experts
+    layers = write_frequency(expert_layers(config))
+    return replace(
+        experts,
+        moe_layer_freq=experts.moe_layer_freq or layers,
+        moe_ffn_hidden_size=experts.moe_ffn_hidden_size or config.model.inner_features,
+    )
+
+
+def _parallel(config: Config) -> ParallelConfig:
+    parallel = config.parallel
+    etp = parallel.expert_tensor_parallel_size
+    if config.experts.num_experts is not None and etp is None:
+        etp = parallel.tensor_model_parallel_size
+    return replace(parallel, expert_tensor_parallel_size=etp)
 
 
 def _tokenizer(tokenizer: TokenizerConfig) -> TokenizerConfig:

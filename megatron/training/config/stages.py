@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.models.pattern import ATTENTION, DENSE, layer_blocks
+from megatron.core.models.pattern import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    layer_blocks,
+    symbols_of,
+)
 from megatron.core.models.stages import (
     StageSplit,
     even_problems,
@@ -24,7 +30,8 @@ def stage_split(config: Config) -> StageSplit:
         layout = chosen.pipeline_model_parallel_layout
         return StageSplit.from_layout(layout, stages, num_layers=layers)
     if chosen.hybrid_layer_pattern is not None and chosen.cuts_pattern:
-        return StageSplit.from_pattern(chosen.hybrid_layer_pattern, stages, num_layers=layers)
+        kinds = _layer_kinds(config)
+        return StageSplit.from_pattern(chosen.hybrid_layer_pattern, stages, ffn_pattern=kinds)
     chunks = _even_chunks(config)
     assert chunks is not None, "check() asks for chunks of the same size"
     return StageSplit.even(layers, stages, chunks=chunks, **_exceptions(config))
@@ -76,8 +83,18 @@ def _pattern(config: Config) -> Iterator[str]:
     """Compare a pattern that cuts nothing with the model."""
     pattern, cuts = config.pipeline.hybrid_layer_pattern, config.pipeline.cuts_pattern
     if pattern is not None and not cuts:
-        for problem in pattern_problems(pattern, 1, num_layers=config.model.num_layers):
+        for problem in pattern_problems(pattern, 1, ffn_pattern=_layer_kinds(config)):
             yield f"--hybrid-layer-pattern: {problem}"
+
+
+def _layer_kinds(config: Config) -> str:
+    """Return what follows attention in each layer, which the layer pattern says if it says as many.
+
+    Where it has experts and the model none, or not in these layers, `experts.problems` says so.
+    """
+    pattern, layers = config.pipeline.hybrid_layer_pattern or "", config.model.num_layers
+    kinds = symbols_of(pattern).replace(ATTENTION, "")
+    return kinds if len(kinds) == layers and EXPERTS in kinds else DENSE * layers
 
 
 def _layers(config: Config) -> Iterator[str]:
@@ -90,7 +107,8 @@ def _layers(config: Config) -> Iterator[str]:
         found = layout_problems(layout, stages, num_layers=layers)
     elif chosen.hybrid_layer_pattern is not None and chosen.cuts_pattern:
         flag = "--hybrid-layer-pattern"
-        found = pattern_problems(chosen.hybrid_layer_pattern, stages, num_layers=layers)
+        kinds = _layer_kinds(config)
+        found = pattern_problems(chosen.hybrid_layer_pattern, stages, ffn_pattern=kinds)
     else:
         flag = f"--pipeline-model-parallel-size {stages}"
         chunks = _even_chunks(config)

@@ -18,6 +18,12 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
     yarn = position.position_embedding_type == "yarn"
     yield position, "yarn_", yarn, "--position-embedding-type yarn"
+    yield from _of_experts(config)
+    latent = config.attention.multi_latent_attention
+    for start in ("q_", "kv_", "qk_", "v_"):
+        yield config.attention, start, latent, "--multi-latent-attention"
+    both = "--multi-latent-attention with --position-embedding-type yarn"
+    yield config.attention, "mscale", latent and yarn, both
     graphs = config.cuda_graphs.cuda_graph_impl != "none"
     cuts = config.parallel.context_parallel_size > 1
     yield config.parallel, "cp_comm_type", cuts, "--context-parallel-size above 1"
@@ -29,6 +35,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"
     offloads = optimizer.optimizer_cpu_offload
     yield optimizer, "optimizer_offload_fraction", offloads, "--optimizer-cpu-offload"
+    further = config.training.mtp_num_layers is not None
+    yield config.training, "mtp_loss_", further, "--mtp-num-layers"
     loads = checkpoint.load is not None
     yield config.data, "allow_data_change", loads, "--load"
     some = loads or checkpoint.pretrained_checkpoint is not None
@@ -36,6 +44,24 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield profiling, "profile_step_", profiling.profile, "--profile"
     watched = profiling.profile or profiling.record_memory_history
     yield profiling, "profile_ranks", watched, "--profile or --record-memory-history"
+
+
+def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield what `_dependents` does for the options of experts."""
+    experts, parallel = config.experts, config.parallel
+    on = experts.num_experts is not None
+    for section, start in ((experts, "moe_"), (parallel, "moe_"), (parallel, "expert_model_")):
+        yield section, start, on, "--num-experts"
+    if parallel.expert_tensor_parallel_size != 1:  # which is so without experts
+        yield parallel, "expert_tensor_", on, "--num-experts"
+    if on:
+        shares = experts.moe_shared_expert_intermediate_size is not None
+        switch = "--moe-shared-expert-intermediate-size"
+        yield parallel, "moe_shared_expert_overlap", shares, switch
+        drops = experts.moe_expert_capacity_factor is not None
+        yield experts, "moe_token_drop_policy", drops, "--moe-expert-capacity-factor"
+        biased = experts.moe_router_enable_expert_bias
+        yield experts, "moe_router_bias_", biased, "--moe-router-enable-expert-bias"
 
 
 def without_switch(config: Config) -> Iterator[str]:

@@ -70,7 +70,7 @@ class Speedometer:
     def of(run: Run, *, padded_vocab_size: int, peak_flops: float | None) -> Speedometer:
         """Return the speedometer of a run."""
         training = run.config.training
-        batch, window = training.global_batch_size or 0, run.config.visibility.window_size
+        batch, window = training.global_batch_size or 0, run.config.attention.window_size
         return Speedometer(
             tokens_per_step=batch * training.seq_length,
             flops_per_step=training_flops(

@@ -162,8 +162,7 @@ def read_flags(argv: Sequence[str], known: Sequence[Option]) -> dict[str, Any]:
         option = spellings.get(word.name)
         try:
             if option is None:
-                _answer(word, spellings)
-                continue
+                raise ValueError(_unknown(word, spellings))
             value = _value(option, word)
             if option.name in values and values[option.name] != value:
                 raise ValueError(f"{first[option.name]} and {word} contradict: keep one")
@@ -177,15 +176,13 @@ def read_flags(argv: Sequence[str], known: Sequence[Option]) -> dict[str, Any]:
     return values
 
 
-def _answer(word: _Word, spellings: Mapping[str, Option]) -> None:
-    """Pass a flag of Megatron that says what is so. Raises ValueError for any other unknown one."""
+def _unknown(word: _Word, spellings: Mapping[str, Option]) -> str:
+    """Return what to say of a flag that is no option, with an answer if Megatron has it."""
     known = answer(word.name)
-    if known is None:
-        near = suggest(word.name, [*spellings, *answered()], prefix="--")
-        raise ValueError(f"unknown flag --{word.name}{near}")
-    texts = word.rest if word.inline is None else (word.inline, *word.rest)
-    if known.passes is None or texts != (known.passes,):
-        raise ValueError(known.text(str(word) if known.passes else f"--{word.name}"))
+    if known is not None:
+        return known.text(f"--{word.name}")
+    near = suggest(word.name, [*spellings, *answered()], prefix="--")
+    return f"unknown flag --{word.name}{near}"
 
 
 def _value(option: Option, word: _Word) -> Any:

@@ -3,8 +3,7 @@
 
 A script written for Megatron names many flags. One that exists here has the same name and is an
 option of the schema. Any other is in the tables below, so that it is answered by a line that says
-what to write instead, or to leave it out, and the reason. Nothing is accepted and ignored, save a
-degree of parallelism of 1, which says what is so.
+what to write instead, or to leave it out, and the reason. Nothing is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ class Answer:
     Args:
         nearest: flag that comes nearest, without dashes; None = leave it out.
         reason: why the flag is not here.
-        passes: the one value that may be given, since it says what is so; None = no value.
     """
 
     nearest: str | None
     reason: str
-    passes: str | None = None
 
     def text(self, spelling: str) -> str:
         """Return the line for a flag as it was given, `--ckpt-format` or a key with its place."""
@@ -34,7 +31,8 @@ class Answer:
         return f"{spelling}: {mend}: {self.reason}"
 
 
-_EXPERTS = "there is no mixture of experts yet"
+_DISPATCH = "tokens of experts travel by all-gather or all-to-all of torch, over one group"
+_SETS = "the load is balanced over a microbatch or a sequence"
 _FORMAT = "checkpoints have one format, safetensors with a manifest, that loads on any layout"
 _WRITER = "checkpoints are written by the ranks themselves while training waits"
 _FUSION = "each kernel has one implementation per device, chosen by --attention-backend and torch"
@@ -45,7 +43,7 @@ _RNG = "random numbers follow from --seed and the position in the run: no state 
 _TOKENIZER = "a tokenizer is one file: tokenizer.json for hf, a .model for sentencepiece"
 _JOB = "the loop has no such mode"
 
-#: (nearest flag or "", reason, flags). Degrees that may be 1 are in `_DEGREES`.
+#: (nearest flag or "", reason, flags).
 _ROWS: tuple[tuple[str, str, str], ...] = (
     # Model
     ("", "attention probabilities are always computed in fp32", "attention-softmax-in-fp32"),
@@ -60,7 +58,6 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "flash-decode attention-impl"),
     ("position-embedding-type", "none there leaves positions out",
      "no-position-embedding use-rotary-position-embeddings"),
-    ("", "rotary features are rotated in halves", "rotary-interleaved"),
     ("swiglu", "the other MLP is plain GELU",
      "squared-relu openai-gelu onnx-safe quick-geglu glu-linear-offset activation-func"),
     ("hybrid-layer-pattern", "it is the name of the same",
@@ -71,9 +68,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("", "norms have plain weights", "apply-layernorm-1p"),
     ("", "residuals are added after the sublayer",
      "apply-residual-connection-post-layernorm fp32-residual-connection"),
-    ("", "multi-head latent attention is not here",
-     "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
-     "mscale mscale-all-dim rotary-scaling-factor"),
+    ("yarn-rotary-scaling-factor", "it is of every attention, latent too",
+     "rotary-scaling-factor"),
     ("window-size", "all layers have one window", "window-attn-skip-freq"),
     ("init-method-std", "every weight is drawn from a normal distribution",
      "init-method-xavier-uniform embedding-init-method-std"),
@@ -107,7 +103,33 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "calculate-cp-balance context-parallel-load-balance"),
     ("context-parallel-size", "every sample is cut over as many ranks, whatever its documents",
      "hybrid-context-parallel dynamic-context-parallel max-seqlen-per-dp-cp-rank"),
-    ("", _EXPERTS, "num-experts overlap-moe-expert-parallel-comm"),
+    # Experts
+    ("", "all experts of a rank are one grouped product, on a CPU too",
+     "moe-grouped-gemm moe-use-legacy-grouped-gemm moe-mlp-glu-interleave-size"),
+    ("", "tokens are put into the order of their experts by one kernel", "moe-permute-fusion"),
+    ("", "a router computes in fp32, by one kernel of torch's for each operation",
+     "moe-router-dtype moe-router-fusion moe-router-padding-for-quantization "
+     "moe-router-padding-for-fp8"),
+    ("", "an expert computes the tokens it has, none are padded",
+     "moe-pad-expert-input-to-capacity"),
+    ("moe-token-dispatcher-type", _DISPATCH,
+     "moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms"),
+    ("expert-tensor-parallel-size", "it says over how many ranks each expert is cut",
+     "moe-extended-tp"),
+    ("moe-router-topk-scaling-factor", "weights are applied behind the experts",
+     "moe-apply-probs-on-input"),
+    ("moe-router-num-groups", "groups of experts limit where a token goes",
+     "moe-router-topk-limited-devices"),
+    ("moe-router-load-balancing-type", "the log has the load of every expert of every layer",
+     "moe-per-layer-logging moe-router-force-load-balancing moe-router-force-biased"),
+    ("moe-shared-expert-overlap", "it is what is computed while tokens are on their way",
+     "overlap-moe-expert-parallel-comm delay-wgrad-compute-for-te-grouped-gemm "
+     "ep-overlap-early-attn-memory-release"),
+    ("", "python -m megatron.training.upcycle makes experts of a dense checkpoint",
+     "moe-use-upcycling moe-upcycling-granularity"),
+    ("recompute-granularity", "selective computes the features inside experts again",
+     "moe-layer-recompute"),
+    ("", "experts read the whole hidden state", "moe-latent-size"),
     ("overlap-param-gather", "its first gathers start at the end of the optimizer step",
      "overlap-param-gather-with-optimizer-step"),
     ("data-parallel-sharding-strategy", "one engine carries out every strategy",
@@ -232,11 +254,10 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
 
 #: Families of flags, by how their names begin.
 _PREFIXES: tuple[tuple[str, str], ...] = (
-    ("moe-", _EXPERTS),
     ("fp8", _FP8),
     ("fp4", _FP8),
     ("tp-comm-", "tensor parallel communication is not overlapped with products yet"),
-    ("mtp-", "only the next token is predicted"),
+    ("mtp-", "each depth has one layer of its own, like the model's last"),
     ("mamba-", "layers are attention and MLP"),
     ("experimental-attention-", "attention has one form"),
     ("linear-", "attention has one form"),
@@ -253,13 +274,6 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     ("inference-", "sampling is python -m megatron.inference.generate"),
     ("cpu-offloading", "weights and activations stay on their device"),
     ("offload-", "weights and activations stay on their device"),
-)
-
-_DEGREES: Mapping[str, str] = types.MappingProxyType(
-    {
-        "expert-model-parallel-size": _EXPERTS,
-        "expert-tensor-parallel-size": _EXPERTS,
-    }
 )
 
 #: Megatron's names of values and ours, by option.
@@ -300,6 +314,11 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("dataloader-type", "external"): "samples come from token files",
         ("cp-comm-type", "a2a+p2p"): "one engine attends over all ranks",
         ("softmax-type", "off-by-one"): "learnable starts there: its logits are 0 at first",
+        ("moe-token-dispatcher-type", "flex"): _DISPATCH,
+        ("moe-token-dispatcher-type", "alltoall_seq"): _DISPATCH,
+        ("moe-router-load-balancing-type", "sinkhorn"): "a loss or a bias balances the load",
+        ("moe-router-load-balancing-type", "global_aux_loss"): _SETS,
+        ("moe-router-score-function", "sqrtsoftplus"): "scores are softmax or sigmoid",
         ("tokenizer-type", "GPT2BPETokenizer"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "TikTokenizer"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "BertWordPieceLowerCase"): "save it as a tokenizer.json and take hf",
@@ -314,8 +333,6 @@ def answer(flag: str) -> Answer | None:
     Args:
         flag: without dashes in front, words joined by `-`.
     """
-    if flag in _DEGREES:
-        return Answer(nearest=None, reason=f"only 1 works: {_DEGREES[flag]}", passes="1")
     for nearest, reason, names in _ROWS:
         if flag in names.split():
             return Answer(nearest=nearest or None, reason=reason)
@@ -328,7 +345,7 @@ def answer(flag: str) -> Answer | None:
 def answered() -> dict[str, Answer]:
     """Return every flag that has an answer of its own, in the order of the tables."""
     names = [name for _, _, row in _ROWS for name in row.split()]
-    found = {name: answer(name) for name in [*_DEGREES, *names]}
+    found = {name: answer(name) for name in names}
     return {name: known for name, known in found.items() if known is not None}
 
 

@@ -55,8 +55,7 @@ def read_options(
         place = f"{path}:{key_node.start_mark.line + 1}"
         key = str(key_node.value).replace("_", "-")
         if key not in by_name:
-            _answer(place, key_node.value, key, value_node, by_name)
-            continue
+            raise ValueError(_unknown(place, key_node.value, key, by_name))
         if key in values:
             raise ValueError(f"{place}: {key} is already set on line {lines[key]}: keep one")
         where = f"{path}:{value_node.start_mark.line + 1}: {key}"
@@ -110,13 +109,12 @@ def _check_events(path: str | Path, events: Any) -> None:
             raise ValueError(f"{place}: lists and mappings are nested too deeply: one flat mapping")
 
 
-def _answer(place: str, spelled: str, key: str, node: Any, by_name: Mapping[str, Option]) -> None:
-    """Pass a key of Megatron that says what is so. Raises ValueError for any other unknown one."""
+def _unknown(place: str, spelled: str, key: str, by_name: Mapping[str, Option]) -> str:
+    """Return what to say of a key that is no option, with an answer if Megatron has it."""
     known = answer(key)
-    if known is None:
-        raise ValueError(f"{place}: unknown key {spelled!r}{suggest(key, by_name)}")
-    if known.passes is None or node.value != known.passes:
-        raise ValueError(f"{place}: {known.text(key)}")
+    if known is not None:
+        return f"{place}: {known.text(key)}"
+    return f"{place}: unknown key {spelled!r}{suggest(key, by_name)}"
 
 
 def _expand(text: str, where: str, environment: Mapping[str, str]) -> str:

@@ -114,13 +114,8 @@ def test_variables_that_are_absent_secret_or_wrong(tmp_path, text, message):
 
 
 def test_megatrons_keys_are_answered_with_their_place(tmp_path):
-    assert read(tmp_path, "expert-model-parallel-size: 1\nseed: 3") == {"seed": 3}
     with pytest.raises(ValueError, match=r"run.yaml:2: ckpt-format: leave it out: .* safetensors"):
         read(tmp_path, "seed: 3\nckpt_format: torch_dist")
-    with pytest.raises(
-        ValueError, match=r"run.yaml:1: expert-model-parallel-size: leave it out: only 1"
-    ):
-        read(tmp_path, "expert-model-parallel-size: 2")
 
 
 def test_an_unreadable_file_is_one_line(tmp_path):

@@ -125,18 +125,19 @@ class StageSplit:
         return _from_sizes(stages, (len(_LAYER) * count for count in layers))
 
     @staticmethod
-    def from_pattern(pattern: str, stages: int, *, num_layers: int | None = None) -> StageSplit:
+    def from_pattern(pattern: str, stages: int, *, ffn_pattern: str | None = None) -> StageSplit:
         """Cut where the pattern has a `|`.
 
         Args:
             pattern: such as "*-*-|*-*|-*-|".
             stages: p, which divides the number of parts.
-            num_layers: of a GPT, whose pattern has so many times `*-`; None allows any.
+            ffn_pattern: of a GPT, what follows attention in each of its layers; None allows any
+                pattern.
 
         Raises:
             ValueError: all of `pattern_problems`.
         """
-        _refuse(pattern_problems(pattern, stages, num_layers=num_layers))
+        _refuse(pattern_problems(pattern, stages, ffn_pattern=ffn_pattern))
         return _from_sizes(stages, map(len, pattern.split(CUT)))
 
     @staticmethod
@@ -194,15 +195,17 @@ def even_problems(
     return _uneven_rest(num_layers, given, stages, chunks)
 
 
-def pattern_problems(pattern: str, stages: int, *, num_layers: int | None = None) -> list[str]:
+def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = None) -> list[str]:
     """List why a pattern cannot be cut like that, each with its mend; empty if it can."""
     found = symbol_problems(pattern)
     found += _part_problems(f"layer pattern {pattern!r}", pattern, stages)
-    if num_layers is not None and symbols_of(pattern) != _LAYER * num_layers:
-        found.append(
-            f"layer pattern {pattern!r} without its '|' must be '*-' for each of the "
-            f"{num_layers} layers"
-        )
+    if ffn_pattern is None:
+        return found
+    wanted = "".join(ATTENTION + kind for kind in ffn_pattern)
+    if symbols_of(pattern) != wanted:
+        same = set(ffn_pattern) == {DENSE}
+        model = f"'*-' for each of the {len(ffn_pattern)} layers" if same else f"{wanted!r}"
+        found.append(f"layer pattern {pattern!r} without its '|' must be {model}")
     return found
 
 

@@ -76,13 +76,14 @@ def test_data_goes_through_all_stages_before_it_comes_back_to_the_first():
 
 
 def test_a_pattern_cuts_between_any_two_blocks():
-    split = StageSplit.from_pattern("*-*-|*-*|-*-|", 4, num_layers=5)
+    split = StageSplit.from_pattern("*-*-|*-*|-*-|", 4, ffn_pattern="-----")
     assert split.ranges == ((0, 4), (4, 7), (7, 10), (10, 10))
     assert split.describe() == "4|3|3|0 blocks"
     assert (split.chunks, split.num_blocks) == (1, 10)
     twice = StageSplit.from_pattern("*-*-|*-*|-*-|", 2)
     assert (twice.chunks, twice.describe()) == (2, "4+3|3+0 blocks")
     assert StageSplit.from_pattern("*-*-|*-", 2).describe() == "2|1 layers"
+    assert StageSplit.from_pattern("*E*-|*E", 2, ffn_pattern="E-E").describe() == "2|1 layers"
     assert StageSplit.from_pattern("|**||-", 4).ranges == ((0, 0), (0, 2), (2, 2), (2, 3))
 
 
@@ -108,7 +109,7 @@ def test_layouts(layout: str, stages: int, num_layers: int, text: str):
 def test_three_ways_to_write_one_split():
     wanted = StageSplit.even(10, 4, first_layers=1, last_layers=3)
     assert StageSplit.from_layout("Et|(t*3|)*2,t*3L", 4, num_layers=10) == wanted
-    assert StageSplit.from_pattern("*-|*-*-*-|*-*-*-|*-*-*-", 4, num_layers=10) == wanted
+    assert StageSplit.from_pattern("*-|*-*-*-|*-*-*-|*-*-*-", 4, ffn_pattern="-" * 10) == wanted
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_three_ways_to_write_one_split():
             ["8 layers leave 5 with 1 in the first and 2 in the last pipeline stage"],
         ),
         (
-            lambda: pattern_problems("*x|-", 3, num_layers=1),
+            lambda: pattern_problems("*x|-", 3, ffn_pattern="-"),
             [
                 "'*x|-' must be one or more of",
                 "has 2 parts for 3",
@@ -153,7 +154,9 @@ def test_three_ways_to_write_one_split():
             ],
         ),
         (lambda: pattern_problems("||", 3), ["'||' must be one or more of '*' (attention)"]),
-        (lambda: pattern_problems("*-|*", 2, num_layers=2), ["'*-' for each of the 2 layers"]),
+        (lambda: pattern_problems("*-|*", 2, ffn_pattern="--"), ["'*-' for each of the 2 layers"]),
+        (lambda: pattern_problems("*-|*E", 2, ffn_pattern="E-"), ["its '|' must be '*E*-'"]),
+        (lambda: pattern_problems("*-|*E", 2, ffn_pattern="--"), ["'*-' for each of the 2 layers"]),
         (lambda: pattern_problems("*-", 0), ["0 pipeline stages: use 1 or more"]),
         (
             lambda: layout_problems("t|t|tE", 2, num_layers=2),
@@ -205,7 +208,7 @@ def test_what_cannot_be_is_not_built():
     with pytest.raises(ValueError, match=r"8 layers do not divide .* or write a layout"):
         StageSplit.even(8, 3)
     with pytest.raises(ValueError, match=r"has 2 parts for 3 .*; layer pattern"):
-        StageSplit.from_pattern("*-|-", 3, num_layers=1)
+        StageSplit.from_pattern("*-|-", 3, ffn_pattern="-")
     with pytest.raises(ValueError, match=r"has 0 E: .*; pipeline layout 'tL' has 1 t for 2 layers"):
         StageSplit.from_layout("tL", 1, num_layers=2)
     for ranges in (((0, 2), (3, 4)), ((1, 2),), ((0, 4), (4, 2))):

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts and latent attention from their options to the core's configs, and what cannot be."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from megatron.core.moe.config import MoEConfig, RouterConfig
+from megatron.core.process_groups import RankGrid
+from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
+from megatron.training.config.check import check
+from megatron.training.config.expert_layers import read_frequency, write_frequency
+from megatron.training.config.resolve import resolve
+from megatron.training.gpt_options import backend, gpt_config
+from megatron.training.gpt_options import split as stage_split
+from megatron.training.run_groups import rank_grid
+from tests.unit_tests.training.small_config import small_config
+
+EXPERTS = "--num-experts 8 --disable-bias-linear"
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+LATENT = "--multi-latent-attention --disable-bias-linear"
+SHARED = "--moe-shared-expert-intermediate-size 40"
+
+
+# --- which layers have experts --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "found"),
+    [
+        ("1", 3, "EEE"),
+        ("2", 5, "E-E-E"),
+        ("7", 3, "E--"),
+        ("0,1,1", 3, "-EE"),
+        ("[0,1,0]", 3, "-E-"),
+        ("[0]*1+[1]*3", 4, "-EEE"),
+        ("([0] * 1 + [1]*2)*2", 6, "-EE-EE"),
+        ("[0,1]*2+[1]", 5, "-E-EE"),
+        ("(([1]))*2*2", 4, "EEEE"),
+    ],
+)
+def test_texts_of_layers(text: str, layers: int, found: str):
+    assert read_frequency(text, layers) == found
+    assert read_frequency(write_frequency(found), layers) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-1", "x", "", "[0]*", "[0]+", "[2,1]", "[0]1", "([0]", "[0])", "2*[0]", "[0]*-1"]
+    + ["[0]*99999", "(" * 5000, "__import__('os')", "[1]*3;", "1.0", "[]"],
+)
+def test_texts_that_say_nothing_of_layers(text: str):
+    with pytest.raises(ValueError, match=r"is neither a number above 0 nor a list of 0 and 1"):
+        read_frequency(text, 3)
+
+
+def test_a_text_of_other_layers():
+    with pytest.raises(ValueError, match=r"0,1 is of 2 layers, --num-layers is 3: write a 0 or 1"):
+        read_frequency("0,1", 3)
+
+
+def test_a_layer_pattern_says_which_layers_have_experts():
+    pattern = "*-*E|*E*-"
+    options = f"{EXPERTS} --num-layers 4 --hybrid-layer-pattern {pattern} {PP} 2"
+    run = resolve(small_config(options), 2)
+    assert check(run.config, 2) == []
+    assert gpt_config(run.config, 61).ffn_pattern == "-EE-"
+    split = stage_split(run.config)
+    assert split is not None
+    assert split.ranges == ((0, 4), (4, 8))
+    # A checkpoint's options have no pattern, but say the same.
+    assert run.config.experts.moe_layer_freq == "[0]*1+[1]*2+[0]*1"
+    assert resolve(run.config, 2) == run
+    assert check(small_config(f"{options} --moe-layer-freq 1"), 2) == [
+        f"--moe-layer-freq 1 and --hybrid-layer-pattern {pattern} differ in which layers have "
+        "experts: drop the first"
+    ]
+    assert check(small_config(f"{options} --moe-layer-freq 0,1,1,0"), 2) == []
+
+
+# --- what they become -----------------------------------------------------------------------------
+
+
+def test_defaults_are_the_plainest_router():
+    run = resolve(small_config(f"{EXPERTS} --swiglu --ffn-hidden-size 72"), 1)
+    model = gpt_config(run.config, 61)
+    assert model.moe == MoEConfig(num_experts=8, ffn_hidden_size=72)
+    assert model.ffn_pattern == "EE"
+    assert resolve(run.config, 1) == run
+    plain = gpt_config(resolve(small_config(EXPERTS), 1).config, 61).moe
+    assert plain == MoEConfig(
+        num_experts=8,
+        ffn_hidden_size=192,
+        gated=False,
+        activation="gelu",
+        router=RouterConfig(),
+    )
+    assert gpt_config(resolve(small_config(), 1).config, 61).moe is None
+
+
+def test_every_option_of_routers_and_experts_reaches_the_model():
+    options = (
+        f"{EXPERTS} --swiglu --moe-ffn-hidden-size 24 --moe-layer-freq 0,1 --moe-router-topk 4 "
+        "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 "
+        "--moe-z-loss-coeff 0.2 --moe-input-jitter-eps 0.3 --moe-expert-capacity-factor 1.5 "
+        f"--moe-token-drop-policy position {SHARED} --moe-shared-expert-gate "
+        "--moe-token-dispatcher-type alltoall --no-moe-shared-expert-overlap"
+    )
+    config = small_config(options)
+    assert check(config, 1) == []
+    run = resolve(config, 1)
+    model = gpt_config(run.config, 61)
+    assert model.ffn_pattern == "-E"
+    assert model.moe == MoEConfig(
+        num_experts=8,
+        ffn_hidden_size=24,
+        router=RouterConfig(
+            topk=4,
+            score_function="sigmoid",
+            normalize=False,
+            scaling_factor=2.5,
+            num_groups=4,
+            group_topk=2,
+            group_candidates=2,
+            expert_bias=True,
+            bias_update_rate=0.01,
+            balance="seq_aux_loss",
+            aux_loss_coeff=0.1,
+            z_loss_coeff=0.2,
+            jitter=0.3,
+        ),
+        capacity_factor=1.5,
+        drop_policy="position",
+        shared_ffn_hidden_size=40,
+        shared_gate=True,
+    )
+    chosen = backend(run.config)
+    assert (chosen.dispatcher, chosen.overlap_shared_expert) == ("alltoall", False)
+
+
+def test_a_group_counts_by_as_many_experts_as_are_taken_from_it():
+    options = f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk"
+    for best, topk, wanted in ((1, 3, 3), (2, 3, 1), (2, 1, 1)):
+        more = f"{options} {best} --moe-router-topk {topk} --moe-router-pre-softmax"
+        moe = gpt_config(resolve(small_config(more), 1).config, 61).moe
+        assert moe is not None
+        assert moe.router.group_candidates == wanted
+
+
+def test_the_expert_grid():
+    run = resolve(small_config(f"{EXPERTS} {TP} 2 {EP} 4 --global-batch-size 12"), 8)
+    assert run.config.parallel.expert_tensor_parallel_size == 2
+    assert rank_grid(run) == RankGrid(world_size=8, tp=2, etp=2, ep=4)
+    # Samples and batches are those of the dense grid.
+    assert (run.data_parallel_size, run.num_microbatches) == (4, 1)
+    one = resolve(small_config(f"{EXPERTS} {TP} 2 {ETP} 1 {EP} 4"), 8)
+    assert rank_grid(one) == RankGrid(world_size=8, tp=2, etp=1, ep=4)
+    assert rank_grid(one).edp == 2
+    dense = resolve(small_config(f"{TP} 2 {ETP} 1 {EP} 1"), 8)
+    assert rank_grid(dense) == RankGrid(world_size=8, tp=2)
+    assert resolve(one.config, 8) == one
+
+
+def test_latent_attention():
+    options = (
+        f"{LATENT} --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 "
+        "--v-head-dim 14 --rotary-interleaved --attention-dropout 0.2"
+    )
+    run = resolve(small_config(options), 1)
+    assert check(run.config, 1) == []
+    assert resolve(run.config, 1) == run
+    model = gpt_config(run.config, 61)
+    assert model.attention == LatentAttentionConfig(
+        num_attention_heads=6,
+        q_lora_rank=20,
+        kv_lora_rank=12,
+        nope_channels=10,
+        rope_channels=6,
+        value_channels=14,
+        dropout=0.2,
+    )
+    assert model.rope is not None
+    assert model.rope.interleaved
+    direct = gpt_config(resolve(small_config(LATENT), 1).config, 61).attention
+    assert isinstance(direct, LatentAttentionConfig)
+    assert direct.q_lora_rank is None
+    assert isinstance(gpt_config(resolve(small_config(), 1).config, 61).attention, AttentionConfig)
+
+
+def test_yarn_grows_what_rotates_and_the_softmax_scale():
+    yarn = "--position-embedding-type yarn --yarn-rotary-scaling-factor 40"
+    model = gpt_config(resolve(small_config(f"{LATENT} {yarn}"), 1).config, 61)
+    assert model.rope is not None
+    assert model.rope.scaling is not None
+    plain = 0.1 * math.log(40) + 1
+    assert model.rope.scaling.magnitude == pytest.approx(plain)
+    assert isinstance(model.attention, LatentAttentionConfig)
+    assert model.attention.scale_factor == 1.0
+    both = f"{LATENT} {yarn} --mscale 0.707 --mscale-all-dim 0.5"
+    model = gpt_config(resolve(small_config(both), 1).config, 61)
+    assert isinstance(model.attention, LatentAttentionConfig)
+    every, rotated = 0.05 * math.log(40) + 1, 0.0707 * math.log(40) + 1
+    assert model.attention.scale_factor == pytest.approx(every**2)
+    assert model.rope is not None
+    assert model.rope.scaling is not None
+    assert model.rope.scaling.magnitude == pytest.approx(rotated / every)
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "problem"),
+    [
+        (
+            f"--moe-router-topk 1 {SHARED}",
+            1,
+            "--moe-shared-expert-intermediate-size has no effect without --num-experts: add that; "
+            "--moe-router-topk has no effect without --num-experts: add that",
+        ),
+        (
+            f"{EP} 2 {ETP} 2",
+            4,
+            f"{EP} has no effect without --num-experts: add that; {ETP} has no effect without "
+            "--num-experts: add that",
+        ),
+        (
+            "--hybrid-layer-pattern *E*-",
+            1,
+            "--hybrid-layer-pattern *E*- has layers with experts: give --num-experts",
+        ),
+        (f"{EXPERTS} --moe-layer-freq 0,0", 1, "--num-experts 8: no layer has experts: change"),
+        (f"{EXPERTS} --hybrid-layer-pattern *-*-", 1, "--num-experts 8: no layer has experts"),
+        (
+            f"{EXPERTS} --hybrid-layer-pattern *EE",
+            1,
+            "--hybrid-layer-pattern: layer pattern '*EE' without its '|' must be '*E*E'",
+        ),
+        (f"{EXPERTS} --moe-layer-freq a", 1, "--moe-layer-freq a is neither a number"),
+        (
+            "--num-experts 8",
+            1,
+            "experts have no biases: add --disable-bias-linear (attention keeps its own with "
+            "--add-qkv-bias and --add-attention-output-bias, other MLPs with --add-mlp-bias)",
+        ),
+        (f"{EXPERTS} --add-mlp-bias", 1, "--add-mlp-bias has no effect where all layers have"),
+        (
+            f"{EXPERTS} {EP} 3",
+            3,
+            "mixture of experts: num-experts 8 must be a positive multiple of "
+            "expert-model-parallel-size 3",
+        ),
+        (
+            f"{EXPERTS} {TP} 2 {EP} 4",
+            4,
+            f"{ETP} 2 x {EP} 4 x {PP} 1 = 8 does not divide the world of 4 processes: start a "
+            "multiple of 8 processes or lower it",
+        ),
+        (
+            f"{EXPERTS} {EP} 4 --num-distributed-optimizer-instances 2 "
+            "--data-parallel-sharding-strategy optim",
+            4,
+            f"--num-distributed-optimizer-instances 2 does not divide the expert data parallel "
+            f"size 4 / ({ETP} 1 x {EP} 4 x {PP} 1 = 4) = 1: use a divisor of 1",
+        ),
+        (f"{EXPERTS} --moe-router-topk 9", 1, "mixture of experts: moe-router-topk 9 must be in 1"),
+        (f"{EXPERTS} --moe-router-topk 1", 1, "do not normalise (--moe-router-pre-softmax)"),
+        (f"{EXPERTS} --moe-router-group-topk 2", 1, "and moe-router-group-topk go together"),
+        (f"{EXPERTS} --moe-shared-expert-gate", 1, "a gate of the shared expert without one"),
+        (f"{EXPERTS} {SHARED}1 {TP} 2", 2, "shared expert: ffn-hidden-size 401 must be a positive"),
+        (
+            f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            1,
+            "--moe-aux-loss-coeff 0.1 has no effect with --moe-router-load-balancing-type none",
+        ),
+        (
+            f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss",
+            1,
+            "--moe-router-load-balancing-type seq_aux_loss has no effect without "
+            "--moe-aux-loss-coeff above 0: give that",
+        ),
+        (
+            f"{EXPERTS} --no-moe-shared-expert-overlap --moe-token-drop-policy position "
+            "--moe-router-bias-update-rate 0.1",
+            1,
+            "--no-moe-shared-expert-overlap has no effect without "
+            "--moe-shared-expert-intermediate-size: add that; --moe-token-drop-policy has no "
+            "effect without --moe-expert-capacity-factor: add that; --moe-router-bias-update-rate "
+            "has no effect without --moe-router-enable-expert-bias: add that",
+        ),
+        (
+            f"{EXPERTS} --cuda-graph-impl full_iteration",
+            1,
+            "--num-experts with --cuda-graph-impl full_iteration: the host reads how many tokens "
+            "each expert has, which is not recorded: drop the latter",
+        ),
+        (
+            "--kv-lora-rank 8 --mscale 2",
+            1,
+            "--kv-lora-rank has no effect without --multi-latent-attention: add that; --mscale has "
+            "no effect without --multi-latent-attention with --position-embedding-type yarn",
+        ),
+        ("--multi-latent-attention", 1, "has no biases: add --disable-bias-linear"),
+        (
+            f"{LATENT} --group-query-attention --num-query-groups 2",
+            1,
+            "--group-query-attention does not go with --multi-latent-attention: all heads have "
+            "their own keys: drop one",
+        ),
+        (f"{LATENT} --kv-channels 8", 1, "--kv-channels does not go with --multi-latent-attention"),
+        (f"{LATENT} --qk-layernorm", 1, "--qk-layernorm does not go with --multi-latent-attention"),
+        (f"{LATENT} --window-size 4", 1, "--window-size does not go with --multi-latent-attention"),
+        (f"{LATENT} --softmax-type learnable", 1, "--softmax-type learnable does not go with"),
+        (f"{LATENT} --add-qkv-bias", 1, "--add-qkv-bias does not go with --multi-latent-attention"),
+        (f"{LATENT} --add-attention-output-bias", 1, "--add-attention-output-bias does not go"),
+        (f"{LATENT} --position-embedding-type none", 1, "use rope or yarn"),
+        (f"{LATENT} {TP} 4", 4, "num-attention-heads 6 must divide by tensor-model-parallel-size"),
+        (f"{LATENT} --qk-pos-emb-head-dim 7", 1, "(--qk-pos-emb-head-dim 7 x --rotary-percent 1.0"),
+    ],
+)
+def test_what_cannot_be_is_named_with_its_mend(more: str, world: int, problem: str):
+    found = check(small_config(more), world)
+    assert problem in "; ".join(found)
+    assert len(found) == problem.count("; ") + 1, found
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--num-experts 0", f"{EP} 0", "--moe-router-topk 0", "--kv-lora-rank 0"]
+)
+def test_values_that_are_no_sizes(wrong: str):
+    with pytest.raises(ValueError, match=f"{wrong.split()[0]} is .*: it must be above 0"):
+        small_config(wrong)
+
+
+def test_values_of_megatron_that_are_not_here_are_answered():
+    for words, reason in (
+        ("--moe-token-dispatcher-type flex", "travel by all-gather or all-to-all"),
+        ("--moe-router-load-balancing-type sinkhorn", "a loss or a bias balances the load"),
+        ("--moe-grouped-gemm", "leave it out: all experts of a rank are one grouped product"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            small_config(words)
+
+
+def test_options_without_experts_are_checked_without_torch():
+    program = (
+        "import sys\n"
+        "from megatron.training.config.check import check\n"
+        "from tests.unit_tests.training.small_config import small_config\n"
+        f"assert check(small_config('{EP} 3'), 3)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 import pytest
@@ -10,12 +13,16 @@ import pytest
 from megatron.core.process_groups import RankGrid
 from megatron.core.weight_sharding import (
     Cut,
+    GradientPlan,
     GradientStep,
     Segment,
     WeightSharding,
     gradient_plan,
+    local_boxes,
     loss_factor,
 )
+from tests.support.mutants import planted
+from tests.support.source_text import source_of
 
 GRID = RankGrid(world_size=16, tp=4, cp=2)
 ROWS = Cut(axis="tp", dim=0)
@@ -112,3 +119,108 @@ def test_an_expert_gradient_that_misses_or_doubles_lanes_is_refused():
 
 def test_loss_factor_leaves_context_parallel_ranks_out():
     assert loss_factor(RankGrid(world_size=24, tp=2, gtp=2, cp=3), 5) == 1.0 / (2 * 2 * 5)
+
+
+# --- against a count of the ranks whose tokens reach a weight -------------------------------------
+
+
+def degrees_of(world: int) -> Iterator[RankGrid]:
+    """Yield every grid of so many ranks without generalised tensor parallelism."""
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    for pp, tp, cp, etp, ep in itertools.product(divisors, repeat=5):
+        if world % (pp * tp * cp) == 0 and world % (pp * etp * ep) == 0:
+            yield RankGrid(world_size=world, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep)
+
+
+def weights_of_layers(grid: RankGrid) -> list[tuple[WeightSharding, str | None]]:
+    """Return each kind of weight of a layer with experts, and the group whose tokens come to it.
+
+    Inside of an expert block every rank of a stage has tokens of its own.
+    """
+    experts = (grid.ep * 2, grid.etp * 3, 2)
+    fused = [
+        Segment(name=name, shape=experts, cuts=(Cut(axis="ep", dim=0), Cut(axis="etp", dim=1)))
+        for name in ("gate", "up")
+    ]
+    down = (Cut(axis="ep", dim=0), Cut(axis="etp", dim=2))
+    return [
+        (WeightSharding.of("rows", (2 * grid.tp, 3), ROWS), "tp"),
+        (WeightSharding.of("bias", (3,), gradient={"tp": "identical"}), "tp"),
+        (WeightSharding.of("router", (grid.ep * 2, 3), gradient={"tp": "partial"}), None),
+        (
+            WeightSharding(
+                name="gate_up", segments=tuple(fused), interleave=experts[0], expert=True
+            ),
+            "etp_ep",
+        ),
+        (WeightSharding.of("down", (grid.ep * 2, 2, grid.etp * 3), *down, expert=True), "etp_ep"),
+    ]
+
+
+def miscounted(plan_of: Callable[[WeightSharding, RankGrid], GradientPlan], grid: RankGrid) -> int:
+    """Count the weights in whose gradient, on some rank, the tokens of some rank of the stage are
+    not exactly once, or which other ranks' pieces are added to."""
+    found = 0
+    groups: dict[str | None, dict[int, list[int]]] = {
+        None: {rank: [rank] for rank in range(grid.world_size)}
+    }
+    for name in ("tp", "etp_ep", "lanes", "expert_lanes"):
+        groups[name] = {rank: ranks for ranks in grid.named_ranks(name) for rank in ranks}
+    for sharding, tokens in weights_of_layers(grid):
+        plan = plan_of(sharding, grid)
+        held = {rank: Counter(groups[tokens][rank]) for rank in range(grid.world_size)}
+        boxes = {r: local_boxes(sharding, grid, grid.coordinates(r)) for r in held}
+        right = plan.lanes_reached * grid.tp * grid.pp == grid.world_size
+        for name in (plan.lanes, *(step.group for step in plan.steps)):
+            for ranks in grid.named_ranks(name):
+                right &= all(_places(boxes[rank]) == _places(boxes[ranks[0]]) for rank in ranks)
+            held = {r: sum((held[other] for other in groups[name][r]), Counter()) for r in held}
+        stage = grid.world_size // grid.pp
+        for rank, seen in held.items():
+            first = rank // stage * stage
+            right &= seen == Counter(range(first, first + stage))
+        found += not right
+    return found
+
+
+def _places(boxes: list) -> list[tuple]:
+    return [(box.name, box.offsets, box.sizes) for box in boxes]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_the_tokens_of_every_rank_reach_a_weight_once(world: int):
+    grids = list(degrees_of(world))
+    kinds = {(grid.etp != grid.tp, grid.edp > 1, grid.ep > 1) for grid in grids}
+    assert len(kinds) == 8 or world < 4
+    for grid in grids:
+        assert miscounted(gradient_plan, grid) == 0, grid
+
+
+#: Faults of the plan: (code, faulty code).
+PLAN_BUGS = (
+    ('"expert_lanes" if sharding.expert else "lanes"', '"lanes"'),
+    ('"expert_lanes" if sharding.expert else "lanes"', '"expert_lanes"'),
+    ('"etp") * grid.ep, grid.tp', '"etp"), grid.tp'),
+    ('"etp") * grid.ep, grid.tp', '"ep"), grid.tp'),
+    ('"etp") * grid.ep, grid.tp', '"etp") * grid.ep'),
+    ("if sharding.expert:", "if not sharding.expert:"),
+    ('== "partial"', '== "identical"'),
+    ("steps.append(GradientStep(axis, tuple(whole)))", "pass"),
+    ("steps.append(GradientStep(axis, tuple(whole)))", 'steps.append(GradientStep("etp_ep", ()))'),
+    ("if axis in sharding.lane_axes or", "if"),
+)
+
+
+@pytest.mark.parametrize("edit", PLAN_BUGS, ids=[after for _, after in PLAN_BUGS])
+def test_a_faulty_plan_miscounts_or_is_refused(edit: tuple[str, str]):
+    fault = planted("megatron.core.weight_sharding", "gradient_plan", *edit)
+    text, path = source_of(fault.module)
+    faulty: dict = {"__name__": fault.module}
+    exec(compile(text[: fault.start] + fault.text + text[fault.stop :], path, "exec"), faulty)
+    dead = 0
+    for grid in degrees_of(8):
+        try:
+            dead += miscounted(faulty["gradient_plan"], grid) > 0
+        except ValueError:
+            dead += 1
+    assert dead > 0

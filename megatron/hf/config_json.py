@@ -10,9 +10,21 @@ from typing import Any
 import torch
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import RopeConfig
-from megatron.hf.architectures import LLAMA, QWEN3, Architecture
+from megatron.core.models.pattern import DENSE
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.transformer import LatentAttentionConfig, MLPConfig
+from megatron.hf.architectures import (
+    DEEPSEEK_V3,
+    LLAMA,
+    MIXTRAL,
+    QWEN3,
+    QWEN3_MOE,
+    Architecture,
+)
+from megatron.hf.expert_fields import write_experts
+from megatron.hf.latent_fields import write_latent, write_scale_factor
 from megatron.hf.model_config import DTYPES, read_model
+from megatron.hf.rope_fields import write_rope
 
 #: Fields of somebody's config.json that say nothing about the function and may be kept.
 _KEPT = (
@@ -27,13 +39,64 @@ _KEPT = (
 
 def architecture_of(config: GPTConfig) -> Architecture:
     """Return the architecture that a model could be exported as."""
+    if isinstance(config.attention, LatentAttentionConfig):
+        return DEEPSEEK_V3
+    if config.moe is not None:
+        return QWEN3_MOE if config.attention.qk_norm else MIXTRAL
     return QWEN3 if config.attention.qk_norm else LLAMA
 
 
 def function_of(config: GPTConfig) -> GPTConfig:
-    """Return what decides a model's function at inference: without dropout and initial values."""
+    """Return what decides a model's function at inference, each in one way only: without dropout,
+    initial values, and how experts are balanced in training."""
     attention = dataclasses.replace(config.attention, dropout=0.0)
-    return dataclasses.replace(config, attention=attention, hidden_dropout=0.0, init_std=0.02)
+    if isinstance(attention, LatentAttentionConfig):
+        attention = dataclasses.replace(
+            attention,
+            scale_factor=float(f"{attention.scale_factor:.8g}"),
+            norm_epsilon=attention.norm_epsilon or config.norm.epsilon,
+        )
+    rope = config.rope
+    if rope is not None and rope.scaling is not None and rope.scaling.kind == "yarn":
+        magnitude = float(f"{rope.scaling.magnitude:.8g}")
+        scaling = dataclasses.replace(rope.scaling, attention_factor=magnitude)
+        rope = dataclasses.replace(rope, scaling=scaling)
+    moe, mlp = config.moe, config.mlp
+    if moe is not None:
+        moe = _experts_of(moe)
+        if DENSE not in config.ffn_pattern:
+            mlp = MLPConfig(ffn_hidden_size=moe.ffn_hidden_size)
+    return dataclasses.replace(
+        config,
+        attention=attention,
+        mlp=mlp,
+        moe=moe,
+        rope=rope,
+        hidden_dropout=0.0,
+        init_std=0.02,
+        mtp_loss_factor=0.1,
+    )
+
+
+def _experts_of(moe: MoEConfig) -> MoEConfig:
+    """Return what decides the function of a mixture of experts at inference."""
+    router = moe.router
+    limited = router.num_groups is not None and router.num_groups != router.group_topk
+    return dataclasses.replace(
+        moe,
+        capacity_factor=None,
+        drop_policy="probs",
+        router=RouterConfig(
+            topk=router.topk,
+            score_function=router.score_function,
+            normalize=router.normalize,
+            scaling_factor=router.scaling_factor,
+            num_groups=router.num_groups if limited else None,
+            group_topk=router.group_topk if limited else None,
+            group_candidates=router.group_candidates if limited else 1,
+            expert_bias=router.expert_bias,
+        ),
+    )
 
 
 def check_exportable(config: GPTConfig) -> None:
@@ -66,7 +129,6 @@ def write_config(
         key = "torch_dtype" if "dtype" not in base and "torch_dtype" in base else "dtype"
         return {**base, key: name}
     kind = architecture_of(config)
-    attention = config.attention
     fields: dict[str, Any] = {
         "architectures": [kind.class_name],
         "model_type": kind.model_type,
@@ -74,11 +136,8 @@ def write_config(
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.ffn_hidden_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_attention_heads,
-        "num_key_value_heads": attention.num_query_groups,
-        "head_dim": attention.kv_channels,
+        "num_attention_heads": config.attention.num_attention_heads,
         "hidden_act": "silu",
-        "attention_bias": attention.qkv_bias,
         "rms_norm_eps": config.norm.epsilon,
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
@@ -87,17 +146,40 @@ def write_config(
         "attention_dropout": 0.0,
         "bos_token_id": None,
         "eos_token_id": _one_or_all(end_tokens),
-        **_rope_fields(config.rope),
+        **write_rope(config.rope),
+        **_attention_fields(config, kind),
+        **write_experts(kind, config),
     }
-    if kind.has_mlp_bias:
+    if "mlp_bias" in kind.fields:
         fields["mlp_bias"] = config.mlp.bias
     fields.update({key: base[key] for key in _KEPT if base is not None and key in base})
     if max_length is None:
         del fields["max_position_embeddings"]
-    found = differences(read_model(fields, where="config.json").config, config)
+    try:
+        found = differences(_read_back(fields, config), config)
+    except ValueError as error:
+        found = [str(error)]
     if found:
         raise ValueError(f"the model cannot be exported as {kind.class_name}: {'; '.join(found)}")
     return fields
+
+
+def _attention_fields(config: GPTConfig, kind: Architecture) -> dict[str, Any]:
+    """Return the fields of attention, beside the number of heads."""
+    attention = config.attention
+    if isinstance(attention, LatentAttentionConfig):
+        found = write_latent(attention, config.rope)
+        scaling = write_rope(config.rope).get("rope_scaling")
+        if scaling is not None:
+            found["rope_scaling"] = {**scaling, **write_scale_factor(attention, config.rope)}
+        return found
+    found = {
+        "num_key_value_heads": attention.num_query_groups,
+        "head_dim": attention.kv_channels,
+    }
+    if "attention_bias" in kind.fields:
+        found["attention_bias"] = attention.qkv_bias
+    return found
 
 
 def _one_or_all(tokens: Sequence[int]) -> int | list[int] | None:
@@ -107,9 +189,14 @@ def _one_or_all(tokens: Sequence[int]) -> int | list[int] | None:
 def _says(base: Mapping[str, Any], config: GPTConfig) -> bool:
     """Tell whether a config.json describes just this model."""
     try:
-        return not differences(read_model(base, where="config.json").config, config)
+        return not differences(_read_back(base, config), config)
     except ValueError:
         return False
+
+
+def _read_back(fields: Mapping[str, Any], config: GPTConfig) -> GPTConfig:
+    """Return what a config.json says beside files with as many layers as a model has."""
+    return read_model(fields, where="config.json", further=config.mtp_num_layers > 0).config
 
 
 def differences(theirs: GPTConfig, ours: GPTConfig) -> list[str]:
@@ -130,24 +217,3 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
-
-
-def _rope_fields(rope: RopeConfig | None) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling, which every version of transformers reads."""
-    if rope is None:
-        return {}
-    scaling = rope.scaling
-    found: dict[str, Any] = {"rope_theta": rope.base, "rope_scaling": None}
-    if scaling is None:
-        return found
-    described: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind != "linear":
-        described["original_max_position_embeddings"] = scaling.original_max_position
-    if scaling.kind == "llama3":
-        described["low_freq_factor"] = scaling.low_freq_factor
-        described["high_freq_factor"] = scaling.high_freq_factor
-    if scaling.kind == "yarn":
-        described["beta_fast"], described["beta_slow"] = scaling.beta_fast, scaling.beta_slow
-        if scaling.attention_factor is not None:
-            described["attention_factor"] = scaling.attention_factor
-    return {**found, "rope_scaling": described}

@@ -83,7 +83,7 @@ def import_model(config: ImportConfig) -> None:
     """Write a checkpoint of a folder. Raises ValueError."""
     from megatron.hf.folder import open_folder
     from megatron.hf.import_folder import import_folder
-    from megatron.hf.model_config import DTYPES, read_model
+    from megatron.hf.model_config import DTYPES, read_folder
 
     try:
         folder = open_folder(
@@ -91,7 +91,7 @@ def import_model(config: ImportConfig) -> None:
             follow_links=config.follow_links,
             ignore_auto_map=config.ignore_auto_map,
         )
-        model = read_model(folder.config, where=str(folder.path / "config.json"))
+        model = read_folder(folder)
     except ValueError as error:
         raise ValueError(f"--hf: {error}") from None
     dtype = None if config.dtype is None else DTYPES[config.dtype]

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.transformer import RopeConfig
+from megatron.core.models.pattern import EXPERTS
+from megatron.core.transformer import LatentAttentionConfig, RopeConfig
 from megatron.hf.folder import HuggingFaceFolder, open_folder
-from megatron.hf.model_config import HuggingFaceModel, read_model
+from megatron.hf.model_config import HuggingFaceModel, read_folder
+from megatron.hf.rope_fields import yarn_weight
 from megatron.training.data.tokenizers import guess_type
 
 #: What a run may choose although the folder says something: no weight and no output depends on it.
@@ -53,7 +55,7 @@ def open_model(path: str, *, flag: str) -> tuple[HuggingFaceFolder, HuggingFaceM
     """Look at a folder and translate its config.json. Raises ValueError, which names `flag`."""
     try:
         folder = open_folder(path)
-        return folder, read_model(folder.config, where=str(folder.path / "config.json"))
+        return folder, read_folder(folder)
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
 
@@ -61,31 +63,74 @@ def open_model(path: str, *, flag: str) -> tuple[HuggingFaceFolder, HuggingFaceM
 def model_options(model: HuggingFaceModel) -> dict[str, Any]:
     """Return the options that describe a model, by name; `gpt_config` makes it of them again."""
     config = model.config
-    attention, mlp = config.attention, config.mlp
-    all_biases = attention.qkv_bias and attention.output_bias and mlp.bias
     return {
         "num-layers": config.num_layers,
         "hidden-size": config.hidden_size,
-        "num-attention-heads": attention.num_attention_heads,
-        "ffn-hidden-size": mlp.ffn_hidden_size,
-        "group-query-attention": True,
-        "num-query-groups": attention.num_query_groups,
-        "kv-channels": attention.kv_channels,
+        "ffn-hidden-size": config.mlp.ffn_hidden_size,
         "max-position-embeddings": model.max_length,
         "normalization": config.norm.kind,
         "norm-epsilon": config.norm.epsilon,
-        "swiglu": mlp.gated,
+        "swiglu": config.mlp.gated,
+        "untie-embeddings-and-output-weights": not config.tied,
+        "attention-dropout": config.attention.dropout,
+        "hidden-dropout": config.hidden_dropout,
+        "init-method-std": config.init_std,
+        "vocab-size": config.vocab_size,
+        **_attention_options(config),
+        **_expert_options(config),
+        **_position_options(config),
+    }
+
+
+def _attention_options(config: GPTConfig) -> dict[str, Any]:
+    attention, mlp = config.attention, config.mlp
+    if isinstance(attention, LatentAttentionConfig):
+        return {
+            "num-attention-heads": attention.num_attention_heads,
+            "multi-latent-attention": True,
+            "q-lora-rank": attention.q_lora_rank,
+            "kv-lora-rank": attention.kv_lora_rank,
+            "qk-head-dim": attention.nope_channels,
+            "qk-pos-emb-head-dim": attention.rope_channels,
+            "v-head-dim": attention.value_channels,
+            "disable-bias-linear": True,
+        }
+    all_biases = attention.qkv_bias and attention.output_bias and mlp.bias
+    return {
+        "num-attention-heads": attention.num_attention_heads,
+        "group-query-attention": True,
+        "num-query-groups": attention.num_query_groups,
+        "kv-channels": attention.kv_channels,
         "qk-layernorm": attention.qk_norm,
         "disable-bias-linear": not all_biases,
         "add-qkv-bias": attention.qkv_bias and not all_biases,
         "add-attention-output-bias": attention.output_bias and not all_biases,
         "add-mlp-bias": mlp.bias and not all_biases,
-        "untie-embeddings-and-output-weights": not config.tied,
-        "attention-dropout": attention.dropout,
-        "hidden-dropout": config.hidden_dropout,
-        "init-method-std": config.init_std,
-        "vocab-size": config.vocab_size,
-        **_position_options(config),
+    }
+
+
+def _expert_options(config: GPTConfig) -> dict[str, Any]:
+    """Return the options of experts and of further prediction, without those of training alone."""
+    found: dict[str, Any] = {}
+    if config.mtp_num_layers:
+        found["mtp-num-layers"] = config.mtp_num_layers
+    moe = config.moe
+    if moe is None:
+        return found
+    router = moe.router
+    return found | {
+        "num-experts": moe.num_experts,
+        "moe-ffn-hidden-size": moe.ffn_hidden_size,
+        "moe-layer-freq": ",".join("01"[ffn == EXPERTS] for ffn in config.ffn_pattern),
+        "moe-shared-expert-intermediate-size": moe.shared_ffn_hidden_size,
+        "moe-shared-expert-gate": moe.shared_gate,
+        "moe-router-topk": router.topk,
+        "moe-router-score-function": router.score_function,
+        "moe-router-pre-softmax": not router.normalize,
+        "moe-router-num-groups": router.num_groups,
+        "moe-router-group-topk": router.group_topk,
+        "moe-router-topk-scaling-factor": router.scaling_factor,
+        "moe-router-enable-expert-bias": router.expert_bias,
     }
 
 
@@ -105,6 +150,8 @@ def _position_options(config: GPTConfig) -> dict[str, Any]:
         "rotary-base": rope.base,
         "rotary-percent": rope.percent,
     }
+    if rope.interleaved:
+        found["rotary-interleaved"] = True
     scaling = rope.scaling
     if scaling is None:
         return found
@@ -119,8 +166,7 @@ def _position_options(config: GPTConfig) -> dict[str, Any]:
             "rope-scaling-high-freq-factor": scaling.high_freq_factor,
             "rope-scaling-original-max-position": scaling.original_max_position,
         }
-    return {
-        **found,
+    found |= {
         "position-embedding-type": "yarn",
         "yarn-rotary-scaling-factor": scaling.factor,
         "yarn-original-max-position-embeddings": scaling.original_max_position,
@@ -128,3 +174,7 @@ def _position_options(config: GPTConfig) -> dict[str, Any]:
         "yarn-beta-slow": scaling.beta_slow,
         "yarn-attention-factor": scaling.attention_factor,
     }
+    if isinstance(config.attention, LatentAttentionConfig):
+        found["mscale-all-dim"] = yarn_weight(config.attention.scale_factor, scaling.factor)
+        found["yarn-attention-factor"] = scaling.magnitude
+    return found

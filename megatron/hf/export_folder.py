@@ -8,8 +8,9 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, 
 from megatron.core.dist_checkpointing.shard_header import DTYPE_NAMES, DTYPES, encode_header
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
 from megatron.core.models.gpt import GPTConfig
-from megatron.hf.architectures import MappedTensor, mapped_tensors
 from megatron.hf.config_json import architecture_of, check_exportable, write_config
 from megatron.hf.folder import CARRIED, CONFIG, GENERATION_CONFIG, INDEX, SINGLE, inside, read_json
 from megatron.hf.import_folder import CARRIED_FOLDER
 from megatron.hf.model_config import DTYPES as MODEL_DTYPES
-from megatron.hf.safetensors_file import bands
+from megatron.hf.parts import MappedTensor
+from megatron.hf.safetensors_file import PIECE_BYTES, bands
+from megatron.hf.tensor_map import tensor_map
+
+#: Bytes that are read together: a checkpoint's blocks of 1 MB are read whole.
+GROUP_BYTES = 2 * PIECE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +43,11 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A tensor on its way out, in the dtype it will have."""
+    """A tensor on its way out, in the dtype it will have, and the shapes of what it is made of."""
 
     tensor: MappedTensor
     dtype: torch.dtype
+    ours: Mapping[str, tuple[int, ...]]
 
     @property
     def num_bytes(self) -> int:
@@ -125,11 +131,17 @@ def carried_folder(checkpoint: Path, extra: Mapping[str, Any], like: str | None)
 def _plan(reader: CheckpointReader, config: GPTConfig, dtype: torch.dtype | None) -> list[_Planned]:
     """List the tensors to write, wide dtypes first so that each is aligned. Raises ValueError."""
     planned = []
-    for tensor in mapped_tensors(architecture_of(config), config):
-        stored = reader.manifest.tensors.get(tensor.ours)
-        if stored is None:
-            raise CheckpointError(f"it lacks {tensor.ours}")
-        planned.append(_Planned(tensor=tensor, dtype=dtype or DTYPES[stored.dtype]))
+    mapped = tensor_map(architecture_of(config), config)
+    for tensor in mapped.theirs.values():
+        found, shapes = set(), {}
+        for name in {part.ours for part in tensor.parts}:
+            stored = reader.manifest.tensors.get(name)
+            if stored is None:
+                raise CheckpointError(f"it lacks {name}")
+            found.add(DTYPES[stored.dtype])
+            shapes[name] = mapped.ours[name].shape
+        wanted = torch.float32 if tensor.fp32 else dtype or reduce(torch.promote_types, found)
+        planned.append(_Planned(tensor=tensor, dtype=wanted, ours=shapes))
     planned.sort(key=lambda p: -p.dtype.itemsize)
     return planned
 
@@ -208,7 +220,7 @@ def _write_weights(
     for name, shard in zip(names, shards, strict=True):
         _write_file(folder / name, reader, shard)
     if count > 1:
-        weight_map = {p.tensor.theirs: n for n, s in zip(names, shards, strict=True) for p in s}
+        weight_map = {p.tensor.name: n for n, s in zip(names, shards, strict=True) for p in s}
         total = sum(p.num_bytes for p in planned)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX, index)
@@ -216,23 +228,42 @@ def _write_weights(
 
 
 def _write_file(path: Path, reader: CheckpointReader, shard: Sequence[_Planned]) -> None:
-    entries = [(p.tensor.theirs, DTYPE_NAMES[p.dtype], p.tensor.shape) for p in shard]
+    entries = [(p.tensor.name, DTYPE_NAMES[p.dtype], p.tensor.shape) for p in shard]
     with path.open("xb") as file:
         file.write(encode_header(entries))
-        for p in shard:
-            for box in bands(p.tensor.shape, p.dtype.itemsize):
-                piece = torch.empty(box.sizes, dtype=p.dtype)
-                chunk = TensorChunk(
-                    name=p.tensor.ours,
-                    shape=p.tensor.shape,
-                    offsets=box.offsets,
-                    tensor=piece,
-                    replica_ranks=(0,),
-                )
-                reader.read([chunk])
-                file.write(as_bytes(piece))
+        for group in _groups(shard):
+            reader.read(group)
+            for chunk in group:
+                file.write(as_bytes(chunk.tensor))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _groups(shard: Sequence[_Planned]) -> Iterator[list[TensorChunk]]:
+    """Yield what to read together for what to write in order, about `GROUP_BYTES` each time.
+
+    What is small is read with its neighbours, as the checkpoint reads whole blocks.
+    """
+    group: list[TensorChunk] = []
+    filled = 0
+    for p in shard:
+        for part in p.tensor.parts:
+            for band in bands(part.sizes, p.dtype.itemsize):
+                box = part.in_ours(band)
+                chunk = TensorChunk(
+                    name=part.ours,
+                    shape=p.ours[part.ours],
+                    offsets=box.offsets,
+                    tensor=torch.empty(box.sizes, dtype=p.dtype),
+                    replica_ranks=(0,),
+                )
+                group.append(chunk)
+                filled += box.numel * p.dtype.itemsize
+                if filled >= GROUP_BYTES:
+                    yield group
+                    group, filled = [], 0
+    if group:
+        yield group
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

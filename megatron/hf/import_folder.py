@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.shard_header import DTYPES
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
-from megatron.hf.architectures import MappedTensor
 from megatron.hf.defaults import model_options
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
+from megatron.hf.parts import MappedTensor, TensorMap
 from megatron.hf.read_weights import check_tensors
 from megatron.hf.safetensors_file import bands
 from megatron.training.checkpoint_io import FORMAT
@@ -62,15 +62,37 @@ def import_folder(
         raise ValueError(f"--save {save} holds {target.name} already: name another folder")
     with folder.open_tensors() as opened:
         mapped = check_tensors(folder, opened, model)
-        chunks = [_chunk(opened, tensor, dtype) for tensor in mapped]
+        _check_copies(folder, opened, mapped)
+        chunks = [_chunk(opened, tensor, dtype) for tensor in mapped.ours.values()]
         carried = {name: folder.file(name) for name in (CONFIG, *CARRIED)}
         tokenizer = _tokenizer(folder, root / CARRIED_FOLDER, model.config.vocab_size)
-        extra = _extra(model, tokenizer, {chunk.tensor.dtype for chunk in chunks})
+        extra = _extra(
+            model,
+            tokenizer,
+            {chunk.tensor.dtype for chunk in chunks if not mapped.ours[chunk.name].fp32},
+        )
         try:
             _carry(carried, root / CARRIED_FOLDER)
             return save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
         except (CheckpointError, OSError) as error:
             raise ValueError(f"--save {save}: {error}") from error
+
+
+def _check_copies(folder: HuggingFaceFolder, opened: OpenTensors, mapped: TensorMap) -> None:
+    """Raise ValueError if a tensor that repeats another one differs from it."""
+    for name, ours in mapped.copies.items():
+        if name not in opened:
+            continue
+        tensor = mapped.theirs[name]
+        source = mapped.ours[ours].parts[0].theirs
+        for box in bands(tensor.shape, torch.float32.itemsize):
+            pieces = [torch.empty(box.sizes), torch.empty(box.sizes)]
+            for piece, of in zip(pieces, (name, source), strict=True):
+                opened.file(of).read_box(of, box, piece)
+            if not torch.equal(*pieces):
+                raise ValueError(
+                    f"{folder.path}: {name} differs from {source}: here they are one weight"
+                )
 
 
 def _carry(files: Mapping[str, Path | None], target: Path) -> None:
@@ -84,9 +106,10 @@ def _carry(files: Mapping[str, Path | None], target: Path) -> None:
 
 def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:
     """Describe a tensor that is read when its turn to be written comes."""
-    wanted = dtype or DTYPES[opened.find(tensor.theirs).dtype]
+    found = {DTYPES[opened.find(part.theirs).dtype] for part in tensor.parts}
+    wanted = torch.float32 if tensor.fp32 else dtype or reduce(torch.promote_types, found)
     return TensorChunk(
-        name=tensor.ours,
+        name=tensor.name,
         shape=tensor.shape,
         offsets=(0,) * len(tensor.shape),
         tensor=torch.empty(tensor.shape, dtype=wanted, device="meta"),
@@ -96,11 +119,13 @@ def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None)
 
 
 def _pieces(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in bands of rows that take about `PIECE_BYTES`."""
-    for box in bands(tensor.shape, dtype.itemsize):
-        piece = torch.empty(box.sizes, dtype=dtype)
-        opened.file(tensor.theirs).read_box(tensor.theirs, box, piece)
-        yield as_bytes(piece)
+    """Yield a tensor's bytes in bands of rows that take `PIECE_BYTES` at most."""
+    for part in tensor.parts:
+        for band in bands(part.sizes, dtype.itemsize):
+            box = part.in_theirs(band)
+            piece = torch.empty(box.sizes, dtype=dtype)
+            opened.file(part.theirs).read_box(part.theirs, box, piece)
+            yield as_bytes(piece)
 
 
 def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict[str, Any]:

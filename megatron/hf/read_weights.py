@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, TensorChunk
-from megatron.hf.architectures import MappedTensor, mapped_tensors
+from megatron.core.dist_checkpointing.boxes import Box
 from megatron.hf.folder import HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
+from megatron.hf.parts import TensorMap
+from megatron.hf.tensor_map import holds_fused, tensor_map
 
 #: Problems named in one error; the rest is counted.
 MAX_PROBLEMS = 8
@@ -21,31 +26,29 @@ _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 def check_tensors(
     folder: HuggingFaceFolder, opened: OpenTensors, model: HuggingFaceModel
-) -> list[MappedTensor]:
-    """Compare the tensors of a folder with those that its config.json needs, and list the latter.
+) -> TensorMap:
+    """Compare the tensors of a folder with those that its config.json needs, and map the latter.
 
     Raises:
         ValueError: one is missing, has another shape, is no floating-point tensor, or has no place
             in the model; names the first of them.
     """
-    wanted = list(mapped_tensors(model.kind, model.config))
+    mapped = tensor_map(model.kind, model.config, fused=holds_fused(opened))
     problems = []
-    for tensor in wanted:
-        if tensor.theirs not in opened:
-            problems.append(f"{tensor.theirs} is missing")
+    for name, tensor in mapped.theirs.items():
+        if name not in opened:
+            if name not in mapped.copies:
+                problems.append(f"{name} is missing")
             continue
-        found = opened.find(tensor.theirs)
+        found = opened.find(name)
         if found.shape != tensor.shape:
             problems.append(
-                f"{tensor.theirs} is {list(found.shape)}, config.json makes it {list(tensor.shape)}"
+                f"{name} is {list(found.shape)}, config.json makes it {list(tensor.shape)}"
             )
         if found.dtype not in _FLOATS:
-            problems.append(
-                f"{tensor.theirs} has dtype {found.dtype}: supported are {', '.join(_FLOATS)}"
-            )
-    known = {tensor.theirs for tensor in wanted}
-    if model.config.tied:
-        known.add("lm_head.weight")  # a copy of the embedding, as some tools write it
+            problems.append(f"{name} has dtype {found.dtype}: supported are {', '.join(_FLOATS)}")
+    # A copy of the embedding, as some tools write it.
+    known = mapped.theirs.keys() | ({"lm_head.weight"} if model.config.tied else set())
     problems += [
         f"{name} has no place in the model"
         for name in opened
@@ -57,7 +60,27 @@ def check_tensors(
             f"{folder.path} does not hold the weights of its config.json: "
             f"{'; '.join(problems[:MAX_PROBLEMS])}{f'; and {more} more' if more > 0 else ''}"
         )
-    return wanted
+    return mapped
+
+
+class _Read(NamedTuple):
+    """A box of a tensor of theirs, and the view of our memory that it goes to."""
+
+    name: str
+    box: Box
+    target: torch.Tensor
+
+
+def _reads(mapped: TensorMap, chunk: TensorChunk) -> Iterator[_Read]:
+    """Yield what makes up a chunk."""
+    for part in mapped.ours[chunk.name].parts:
+        common = part.common(chunk.box)
+        if common is None:
+            continue
+        place = part.in_ours(common).seen_from(chunk.box.offsets)
+        box = part.in_theirs(common)
+        target = chunk.tensor.detach()[place.slices]
+        yield _Read(part.theirs, box, target.view(box.sizes))
 
 
 def read_weights(
@@ -84,11 +107,10 @@ def read_weights(
 
     def read() -> None:
         with folder.open_tensors() as opened:
-            names = {t.ours: t.theirs for t in check_tensors(folder, opened, model)}
-            order = sorted(chunks, key=lambda c: opened.find(names[c.name]).begin)
-            for chunk in order:
-                name = names[chunk.name]
-                opened.file(name).read_box(name, chunk.box, chunk.tensor.detach())
+            mapped = check_tensors(folder, opened, model)
+            reads = [read for chunk in chunks for read in _reads(mapped, chunk)]
+            for name, box, target in sorted(reads, key=lambda r: opened.find(r.name).begin):
+                opened.file(name).read_box(name, box, target)
             counts.append(opened.bytes_read)
 
     coordinator.begin(f"reading {folder.path.name}")

@@ -32,7 +32,7 @@ YARN = {
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 
 #: name: (class in transformers, what its configuration has beside the shape)
-CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+DENSE_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama-3to1": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 2}),
     "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -42,6 +42,64 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied-yarn": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3-biases": ("Qwen3", {"attention_bias": True, "num_attention_heads": 6}),
 }
+
+#: The same of models with experts.
+DEEPSEEK: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 7,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 9,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 22,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+    "num_mtp_layers": 1,
+}
+MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 22}
+EXPERT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-tied-3of7": (
+        "Mixtral",
+        {"num_local_experts": 7, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+    ),
+    "qwen3moe-yarn": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "rope_parameters": YARN}),
+    "qwen3moe-mixed-biases": (
+        "Qwen3Moe",
+        {
+            **QWEN3_MOE,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+        },
+    ),
+    "deepseek": ("DeepseekV3", DEEPSEEK),
+    "deepseek-direct-yarn": (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_parameters": MSCALE,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+CASES = {**DENSE_CASES, **EXPERT_CASES}
 
 
 def make_model(case: str, **changes: Any) -> Any:
@@ -66,11 +124,13 @@ def make_model(case: str, **changes: Any) -> Any:
         **changes,
     }
     made = getattr(transformers, f"{kind}Config")(**config)
-    made._attn_implementation = "eager"
+    made._attn_implementation = made._experts_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for weight in model.parameters():
+        buffers = dict(model.named_buffers())
+        biases = (t for name, t in buffers.items() if name.endswith("e_score_correction_bias"))
+        for weight in (*model.parameters(), *biases):
             center = 1.0 if weight.ndim == 1 else 0.0
             weight.copy_(center + 0.3 * torch.randn(weight.shape, generator=generator))
     return model
@@ -88,7 +148,7 @@ def load_folder(folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     with contextlib.redirect_stderr(io.StringIO()):
         return transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), attn_implementation="eager"
+            str(folder), attn_implementation="eager", experts_implementation="eager"
         ).eval()
 
 

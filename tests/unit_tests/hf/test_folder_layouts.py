@@ -14,12 +14,12 @@ from megatron.core.dist_checkpointing import Solo, read_manifest
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
-from megatron.hf.architectures import mapped_tensors
 from megatron.hf.export_folder import export_folder
 from megatron.hf.folder import open_folder, read_json
 from megatron.hf.import_folder import import_folder
 from megatron.hf.model_config import read_model
 from megatron.hf.read_weights import read_weights
+from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpoint_io import weight_chunks
 from tests.support.hf_folders import change_json, make_model, save_folder
 from tests.support.ranks import start_ranks
@@ -122,10 +122,11 @@ def random_folder(path: Path, *, megabytes: int) -> Path:
     described = read_model(read_json(path / "config.json"), where="x")
     shards: dict[str, dict[str, torch.Tensor]] = {}
     weight_map = {}
-    for number, tensor in enumerate(mapped_tensors(described.kind, described.config)):
+    tensors = tensor_map(described.kind, described.config).theirs.values()
+    for number, tensor in enumerate(tensors):
         name = f"part-{number // 9:03d}.safetensors"
-        shards.setdefault(name, {})[tensor.theirs] = torch.randn(tensor.shape)
-        weight_map[tensor.theirs] = name
+        shards.setdefault(name, {})[tensor.name] = torch.randn(tensor.shape)
+        weight_map[tensor.name] = name
         if (number + 1) % 9 == 0:
             save_file(shards.pop(name), path / name)
     for name, tensors in shards.items():

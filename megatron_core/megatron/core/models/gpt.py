@@ -185,6 +185,11 @@ class GPTModel(nn.Module):
         """Logical parameters of the whole model, of all pipeline stages."""
         return sum(math.prod(shape) for shape in logical_weights(self.config).values())
 
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether routers, on any stage, add something to the training loss by `aux_factor`."""
+        return self.config.has_auxiliary_losses
+
     def set_recompute(self, recompute: Recompute) -> None:
         """Choose what is computed again in backward, in every chunk; it changes no value.
 

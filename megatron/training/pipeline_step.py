@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.runtime import Executor
 from megatron.core.pipeline_parallel.stage import AutogradWorker, program
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_sharding import Placement
-from megatron.training.step import Microbatch
+from megatron.training.step import Microbatch, auxiliary_factors
 
 
 class PipelineForwardBackward:
@@ -73,11 +73,14 @@ class PipelineForwardBackward:
             factors: of each microbatch's token losses, loss scale included, fp32 [microbatches].
         """
         total = torch.zeros((), dtype=torch.float64, device=self.model.store.device)
+        cp = self.engine.groups["cp"]
+        auxiliary = auxiliary_factors(self.model, microbatches, factors, cp=cp)
 
         def run(chunk: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
             batch = microbatches[index]
             if not self._is_last(chunk):
-                return self._hidden(chunk, batch, hidden, sample_ids=batch.sample_ids)
+                also = {"sample_ids": batch.sample_ids, **auxiliary[index]}
+                return self._hidden(chunk, batch, hidden, **also)
             loss, _ = self.model.loss(
                 batch.tokens,
                 batch.labels,
@@ -87,6 +90,7 @@ class PipelineForwardBackward:
                 sample_ids=batch.sample_ids,
                 **batch.further(factors[index]),
                 **batch.documents,
+                **auxiliary[index],
             )
             total.add_(loss.detach())
             return loss
@@ -161,11 +165,10 @@ class PipelineForwardBackward:
         chunk: int,
         batch: Microbatch,
         hidden: torch.Tensor | None,
-        *,
-        sample_ids: torch.Tensor | None = None,
+        **also: torch.Tensor,
     ) -> torch.Tensor:
         return self.model.hidden(
-            batch.tokens, chunk=chunk, hidden=hidden, sample_ids=sample_ids, **batch.documents
+            batch.tokens, chunk=chunk, hidden=hidden, **batch.documents, **also
         )
 
     def _is_last(self, chunk: int) -> bool:

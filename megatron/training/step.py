@@ -25,7 +25,7 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.models.multi_token import Ahead
 from megatron.core.optimizer import Optimizer
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_sharding import loss_factor
 
 
@@ -75,6 +75,11 @@ class Microbatch:
 class LossModel(Protocol):
     """A model that a step can train."""
 
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether `loss` takes the factor of losses beside it, `aux_factor`, and needs it in
+        training."""
+
     def loss(
         self,
         tokens: torch.Tensor,
@@ -85,6 +90,7 @@ class LossModel(Protocol):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         layout: SequenceLayout | None = None,
+        aux_factor: torch.Tensor | None = None,
         **further: Ahead,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s])."""
@@ -142,6 +148,8 @@ class ForwardBackward:
             factors: of each microbatch's token losses, loss scale included, fp32 [microbatches].
         """
         total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
+        cp = self.engine.groups["cp"]
+        auxiliary = auxiliary_factors(self.model, microbatches, factors, cp=cp)
         self.engine.begin_step(len(microbatches))
         try:
             for i, (batch, factor) in enumerate(zip(microbatches, factors, strict=True)):
@@ -152,6 +160,7 @@ class ForwardBackward:
                     sample_ids=batch.sample_ids,
                     **batch.further(factor),
                     **batch.documents,
+                    **auxiliary[i],
                 )
                 total += loss.detach()
                 self.engine.backward(loss, last=i == len(microbatches) - 1)
@@ -172,6 +181,24 @@ class ForwardBackward:
                 )
             sums += torch.stack([loss, batch.loss_mask.sum()])
         return sums
+
+
+def auxiliary_factors(
+    model: LossModel, microbatches: Sequence[Microbatch], factors: torch.Tensor, *, cp: Group
+) -> list[dict[str, torch.Tensor]]:
+    """Return for each microbatch what a model with auxiliary losses takes: `aux_factor`, an fp32
+    scalar, the share in the step's loss of a mean over the microbatch's tokens on all ranks of cp.
+
+    Nothing, for each, if it has no such losses.
+
+    Args:
+        factors: of each microbatch's token losses, fp32 [microbatches].
+    """
+    if not model.has_auxiliary_losses:
+        return [{} for _ in microbatches]
+    counts = torch.stack([batch.loss_mask.sum(dtype=torch.float32) for batch in microbatches])
+    found = all_reduce(counts, cp) * factors
+    return [{"aux_factor": factor} for factor in found]
 
 
 class StepRunner(Protocol):

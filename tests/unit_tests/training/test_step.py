@@ -28,6 +28,8 @@ LEARNING_RATE = 0.5
 class Bigram:
     """A model of one embedding and one head, which notes the sample numbers that it is given."""
 
+    has_auxiliary_losses = False
+
     def __init__(self, groups: ProcessGroupCollection) -> None:
         self.store = WeightStore(groups, seed=3)
         shape = (VOCABULARY, HIDDEN)

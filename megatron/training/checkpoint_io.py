@@ -33,8 +33,10 @@ from megatron.core.dist_checkpointing import (
     read_manifest,
     save_checkpoint,
 )
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
+from megatron.hf.config_json import function_of
 from megatron.training.data.data_sets import compare_identity
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
@@ -235,12 +237,13 @@ def load_run(
     return Progress.from_json(extra["progress"])
 
 
-def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model that its weights depend on; the others may change on the way."""
-    known = {"window": None, "sinks": False, **model["attention"]}  # older checkpoints lack these
-    attention = {k: v for k, v in known.items() if k != "dropout"}
-    free = ("hidden_dropout", "init_std")
-    return {**{k: v for k, v in model.items() if k not in free}, "attention": attention}
+def _shape(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model that its function depends on; the others may change on the way,
+    and older checkpoints lack some. Raises ValueError if there are unknown ones."""
+    try:
+        return function_of(GPTConfig.from_json(model)).to_json()
+    except ValueError as error:
+        raise ValueError(f"{folder} is of another model: {error}") from None
 
 
 def _check_extra(
@@ -260,7 +263,8 @@ def _check_extra(
         )
     if extra["format"] != FORMAT:
         raise ValueError(f"{folder} has format {extra['format']}, this program reads {FORMAT}")
-    if differences := compare_architecture(_shape(extra["model"]), _shape(facts.model)):
+    shapes = (_shape(folder, model) for model in (extra["model"], facts.model))
+    if differences := compare_architecture(*shapes):
         raise ValueError(f"{folder} is of another model: {'; '.join(differences)}")
     if with_optimizer:
         names = ("optimizer", "bf16", "fp16")

@@ -36,6 +36,14 @@ def local_part(batch: Microbatch, rank: int, size: int) -> Microbatch:
     return Microbatch(*parts, batch.sample_ids, layout=layout, ahead=Ahead(*ahead))
 
 
+def test_what_is_predicted_has_the_factor_of_the_loss():
+    batch = Microbatch(**rows_of(0, 0, depths=2, packed=False))
+    found = batch.further(torch.tensor(0.5))["ahead"]
+    assert batch.ahead.weights.count_nonzero() > 20
+    assert torch.equal(found.weights, 0.5 * batch.ahead.weights)
+    assert dataclasses.replace(batch, ahead=None).further(torch.tensor(0.5)) == {}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A model on a grid."""
@@ -73,6 +81,9 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
     if case.recompute is not None:
         full = {"method": "uniform", "num_layers": 1} if case.recompute == "full" else {}
         model.set_recompute(Recompute(granularity=case.recompute, **full))
+        for depth in () if model.multi_token is None else model.multi_token.depths:
+            assert [again for *_, again in depth.decoder.runs] == [bool(full)]
+            assert depth.decoder.blocks[0].remakes is not bool(full)
     move(model)
     engine = DataParallel(model.store, groups, config=parallel)
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dense checkpoint to one with experts (Komatsuzaki et al. 2022, arXiv 2212.05055).
+
+    python -m megatron.training.upcycle --load runs/dense --save runs/moe --num-experts 8
+    torchrun ... -m megatron.training.pretrain_gpt --load runs/moe --num-experts 8 ...
+
+Every expert of a layer starts as a copy of its MLP, and the router at its initial values. A token's
+weights add up to 1, so the model computes at first what the dense one did. One process, which
+streams: memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.training.config.expert_layers import read_frequency, write_frequency
+from megatron.training.config.values import not_negative, positive, require, require_all
+from megatron.training.errors import run_entry_point
+from megatron.training.options.flags import parse_command_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.core.dist_checkpointing import CheckpointReader, TensorChunk
+    from megatron.core.models.gpt import GPTConfig
+
+PROG = "python -m megatron.training.upcycle"
+_EXPERTS, _MLP, _ROUTER = ".moe.experts.", ".mlp.", ".moe.router.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcycleConfig:
+    """Dense checkpoint to one with experts."""
+
+    load: str
+    """Folder of checkpoints of a dense model (its latest is taken) or one iter_ folder."""
+    save: str
+    """Folder of checkpoints to write iter_0000000 into."""
+    num_experts: int
+    """Experts of each layer that gets some, all of them copies of its MLP."""
+    moe_layer_freq: str | None = None
+    """Which layers get experts: N for every N-th from the first on, or a 1 or 0 for each layer as
+    0,1,1 or [0]*1+[1]*2; None = all layers."""
+    moe_router_topk: int = 2
+    """Experts of a token."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits: softmax over all experts, or sigmoid of each."""
+    seed: int = 1234
+    """Seed of the routers' initial values."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: positive(self, "num_experts"),
+            lambda: not_negative(self, "seed"),
+            lambda: require(
+                2 <= self.moe_router_topk <= max(2, self.num_experts),
+                f"--moe-router-topk {self.moe_router_topk}: use 2 … {self.num_experts}, as one "
+                "expert whose weight is always 1 would teach the router nothing",
+            ),
+        )
+
+
+def with_experts(dense: GPTConfig, config: UpcycleConfig) -> GPTConfig:
+    """Return the model with experts. Raises ValueError where that cannot be."""
+    from megatron.core.moe import MoEConfig, RouterConfig
+
+    where = f"--load {config.load}"
+    if dense.moe is not None:
+        raise ValueError(f"{where} has experts already: name a dense model")
+    if dense.mlp.bias:
+        raise ValueError(
+            f"{where}: its MLPs have biases, which experts have not: train one with "
+            "--disable-bias-linear"
+        )
+    pattern = ""
+    if config.moe_layer_freq is not None:
+        pattern = read_frequency(config.moe_layer_freq, dense.num_layers)
+        if set(pattern) == {"-"}:
+            raise ValueError(f"--moe-layer-freq {config.moe_layer_freq}: no layer gets experts")
+    router = RouterConfig(
+        topk=config.moe_router_topk, score_function=config.moe_router_score_function
+    )
+    moe = MoEConfig(
+        num_experts=config.num_experts,
+        ffn_hidden_size=dense.mlp.ffn_hidden_size,
+        router=router,
+        gated=dense.mlp.gated,
+        activation=dense.mlp.activation,
+    )
+    found = replace(dense, moe=moe, ffn_pattern=pattern)
+    if problems := found.problems():
+        raise ValueError("; ".join(problems))
+    return found
+
+
+def upcycle(config: UpcycleConfig) -> Path:
+    """Write the checkpoint with experts and return its folder.
+
+    Raises:
+        ValueError: the dense one is damaged or cannot have experts, or nothing can be written.
+    """
+    from megatron.core.dist_checkpointing import (
+        CheckpointError,
+        CheckpointReader,
+        Solo,
+        checkpoint_folder,
+        save_checkpoint,
+    )
+    from megatron.core.models.gpt import GPTConfig, logical_weights
+    from megatron.training.checkpoint_io import find_checkpoint
+
+    source = find_checkpoint(config.load, Solo())
+    if source is None:
+        raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
+    target = checkpoint_folder(Path(config.save), 0)
+    if target.exists():
+        raise ValueError(f"--save {config.save} holds {target.name} already: name another folder")
+    try:
+        with CheckpointReader(source) as reader:
+            extra = reader.manifest.extra
+            if "model" not in extra or "config" not in extra:
+                raise ValueError(f"--load {source} is no training checkpoint")
+            model = with_experts(GPTConfig.from_json(extra["model"]), config)
+            chunks = [
+                _chunk(reader, name, shape, model=model, seed=config.seed)
+                for name, shape in logical_weights(model).items()
+            ]
+            described = _extra(extra, model, config)
+            return save_checkpoint(Path(config.save), 0, chunks, described, coordinator=Solo())
+    except CheckpointError as error:
+        raise ValueError(f"--load {source}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--save {config.save}: {error}") from error
+
+
+def _extra(dense: Mapping[str, Any], model: GPTConfig, config: UpcycleConfig) -> dict[str, Any]:
+    """Return what the checkpoint says about itself: what the dense one did, but for progress."""
+    assert model.moe is not None
+    options = {
+        "num-experts": config.num_experts,
+        "moe-layer-freq": write_frequency(model.ffn_pattern),
+        "moe-ffn-hidden-size": model.moe.ffn_hidden_size,
+        "moe-router-topk": config.moe_router_topk,
+        "moe-router-score-function": config.moe_router_score_function,
+    }
+    return {
+        "format": dense["format"],
+        "model": model.to_json(),
+        "config": {**dense["config"], **options},
+        "tokenizer": dense.get("tokenizer", {}),
+        "weights_only": True,
+    }
+
+
+def _chunk(
+    reader: CheckpointReader,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    model: GPTConfig,
+    seed: int,
+) -> TensorChunk:
+    """Describe a tensor that is made when its turn to be written comes."""
+    import torch
+
+    from megatron.core.dist_checkpointing import CheckpointError, TensorChunk
+    from megatron.core.dist_checkpointing.shard_header import DTYPES
+
+    # A router is in the dtype of the norm before it: that of its model.
+    source = name.replace(_EXPERTS, _MLP).replace(_ROUTER, ".norm.weight")
+    stored = reader.manifest.tensors.get(source)
+    if stored is None:
+        raise CheckpointError(f"it lacks {source}")
+    dtype = DTYPES[stored.dtype]
+    if name.endswith(_ROUTER):
+        pieces = partial(_initial, name, shape, dtype=dtype, std=model.init_std, seed=seed)
+    elif _EXPERTS in name:
+        pieces = partial(_copies, reader, source, shape[1:], dtype=dtype, times=shape[0])
+    else:
+        pieces = partial(_copies, reader, source, shape, dtype=dtype, times=1)
+    return TensorChunk(
+        name=name,
+        shape=shape,
+        offsets=(0,) * len(shape),
+        tensor=torch.empty(shape, dtype=dtype, device="meta"),
+        replica_ranks=(0,),
+        pieces=pieces,
+    )
+
+
+def _copies(
+    reader: CheckpointReader, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, times: int
+) -> Iterator[memoryview]:
+    """Yield the bytes of a stored tensor so many times, in bands of rows."""
+    import torch
+
+    from megatron.core.dist_checkpointing import TensorChunk
+    from megatron.core.dist_checkpointing.shard_writer import as_bytes
+    from megatron.hf.safetensors_file import bands
+
+    for _ in range(times):
+        for box in bands(shape, dtype.itemsize):
+            piece = torch.empty(box.sizes, dtype=dtype)
+            where = {"shape": shape, "offsets": box.offsets, "replica_ranks": (0,)}
+            reader.read([TensorChunk(name=name, tensor=piece, **where)])
+            yield as_bytes(piece)
+
+
+def _initial(
+    name: str, shape: tuple[int, ...], *, dtype: torch.dtype, std: float, seed: int
+) -> Iterator[memoryview]:
+    """Yield the bytes of the values that a new model's weight has, in bands of rows."""
+    import torch
+
+    from megatron.core.dist_checkpointing.shard_writer import as_bytes
+    from megatron.core.initialize import InitSpec, fill_
+    from megatron.hf.safetensors_file import bands
+
+    for box in bands(shape, dtype.itemsize):
+        piece = torch.empty(box.sizes, dtype=dtype)
+        fill_(piece, InitSpec.normal(std), seed=seed, name=name, shape=shape, offsets=box.offsets)
+        yield as_bytes(piece)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Carry out the command. Raises ValueError."""
+    line = parse_command_line(
+        UpcycleConfig, argv, prog=PROG, description="Dense checkpoint to one with experts."
+    )
+    config: UpcycleConfig = line.config
+    print(f"upcycled {config.load} as {upcycle(config)}", flush=True)
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the command and return its exit code."""
+    return run_entry_point(lambda: run(argv), prog=PROG)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

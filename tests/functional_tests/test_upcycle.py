@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dense checkpoint with experts: it computes what the dense one did, and trains on."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    CheckpointReader,
+    Solo,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
+from megatron.core.weight_gather import Storage
+from megatron.training.checkpoint_io import FORMAT, weight_chunks
+from megatron.training.upcycle import main as upcycle
+from tests.functional_tests.small_run import flags, losses, run_on, write_tokens
+from tests.support.closeness import assert_close_by_metric
+from tests.support.inputs import generator
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.models.chunk_steps import move
+
+CONFIG = GPTConfig(
+    num_layers=3,
+    hidden_size=24,
+    vocab_size=37,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
+    mlp=MLPConfig(ffn_hidden_size=20),
+    init_std=0.2,
+    mtp_num_layers=1,
+)
+PLAIN = dataclasses.replace(
+    CONFIG,
+    attention=dataclasses.replace(CONFIG.attention, qkv_bias=True, output_bias=True),
+    mlp=MLPConfig(ffn_hidden_size=20, gated=False, activation="gelu"),
+    norm=NormConfig(kind="LayerNorm"),
+    tied=True,
+    mtp_num_layers=0,
+)
+SINGLE = ProcessGroupCollection.single()
+
+
+def saved(folder: Path, config: GPTConfig, **more: object) -> GPTModel:
+    """Write a checkpoint of a model off its initial values, and return the model."""
+    model = move(GPTModel(config, SINGLE, seed=5, **more))
+    extra = {"format": FORMAT, "model": config.to_json(), "config": {"seq-length": 9}}
+    save_checkpoint(folder, 7, weight_chunks(model.store), extra, coordinator=Solo())
+    return model
+
+
+def loaded(folder: Path, **more: object) -> GPTModel:
+    """Return the model that the checkpoint in `folder` describes."""
+    with CheckpointReader(folder / "iter_0000000") as reader:
+        config = GPTConfig.from_json(reader.manifest.extra["model"])
+    model = GPTModel(config, SINGLE, storage=Storage(initialize=False), **more)
+    load_checkpoint(folder / "iter_0000000", weight_chunks(model.store), coordinator=Solo())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "pattern"),
+    [
+        (CONFIG, "", "EEE"),
+        (CONFIG, "--moe-layer-freq [0]*1+[1]*2 --moe-router-topk 3", "-EE"),
+        (PLAIN, "--moe-layer-freq 2 --moe-router-score-function sigmoid", "E-E"),
+        (CONFIG, "--moe-layer-freq 1,0,0", "E--"),
+    ],
+)
+def test_logits_are_those_of_the_dense_model(tmp_path, config, more, pattern):
+    dense, out = tmp_path / "dense", tmp_path / "experts"
+    before = saved(dense, config)
+    argv = f"--load {dense} --save {out} --num-experts 5 --seed 11 {more}"
+    assert upcycle(argv.split(), {}) == 0
+    after = loaded(out)
+    assert after.config.ffn_pattern == pattern
+    verify_checkpoint(out / "iter_0000000")
+    tokens = torch.randint(0, 37, (2, 9), generator=generator(4))
+    with torch.no_grad():
+        assert_close_by_metric("logits", after.full_logits(tokens), before.full_logits(tokens))
+    # Not one expert for all: the router sends tokens to several.
+    fresh = GPTModel(after.config, SINGLE, seed=11)
+    first = 2 * pattern.index("E") + 1
+    router = f"decoder.blocks.{first}.moe.router.weight"
+    assert torch.equal(after.store.handles[router].get(), fresh.store.handles[router].get())
+    with torch.no_grad():
+        picked = torch.randn(64, 24, generator=generator(6)) @ after.store.handles[router].get().T
+    assert len(picked.argmax(-1).unique()) > 2
+    if config.mtp_num_layers:  # a depth's layer is like the last one
+        kind = "moe.experts.down" if pattern.endswith("E") else "mlp.down"
+        assert f"mtp.0.decoder.blocks.1.{kind}.weight" in logical_weights(after.config)
+
+
+def test_what_cannot_have_experts_is_refused_in_one_line(tmp_path, capsys):
+    biased = dataclasses.replace(CONFIG, mlp=MLPConfig(ffn_hidden_size=20, bias=True))
+    saved(tmp_path / "biased", biased)
+    saved(tmp_path / "dense", CONFIG)
+    out = f"--save {tmp_path / 'out'} --num-experts 4"
+    assert upcycle(f"--load {tmp_path / 'dense'} {out}".split(), {}) == 0
+    cases = {
+        f"--load {tmp_path / 'biased'} {out}2": "its MLPs have biases, which experts have not",
+        f"--load {tmp_path / 'dense'} {out}": "holds iter_0000000 already: name another folder",
+        f"--load {tmp_path / 'out'} {out}2": "has experts already: name a dense model",
+        f"--load {tmp_path / 'none'} {out}2": "there is no checkpoint: name another folder",
+        f"--load {tmp_path / 'dense'} {out}2 --moe-layer-freq 0,0,0": "no layer gets experts",
+        f"--load {tmp_path / 'dense'} {out}2 --moe-layer-freq 0,1": "is of 2 layers",
+        f"--load {tmp_path / 'dense'} {out}2 --moe-router-topk 1": "use 2 … 4",
+        f"--load {tmp_path / 'dense'} {out}2 --moe-router-topk 5": "use 2 … 4",
+    }
+    capsys.readouterr()
+    for argv, wanted in cases.items():
+        argv = argv.replace(f"{out}2", f"--save {tmp_path / 'other'} --num-experts 4")
+        assert upcycle(argv.split(), {}) == 2
+        said = capsys.readouterr().err
+        assert wanted in said
+        assert said.count("\n") == 1
+    assert not (tmp_path / "other").exists()
+
+
+def gained(rank: int, world: int, dense: str, out: str) -> int:
+    """Return by how many bytes the memory of this process peaks above what it is before."""
+    saved_before = upcycle(f"--load {dense}/small --save {out}/small --num-experts 2".split(), {})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code = upcycle(f"--load {dense}/large --save {out}/large --num-experts 8".split(), {})
+    assert (saved_before, code) == (0, 0)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    large = dataclasses.replace(
+        CONFIG, hidden_size=1024, mlp=MLPConfig(ffn_hidden_size=3072), mtp_num_layers=0
+    )
+    for name, config in (("small", CONFIG), ("large", large)):
+        saved(tmp_path / name, config)
+    (found,) = run_ranks(gained, 1, str(tmp_path), str(tmp_path / "out"))
+    with CheckpointReader(tmp_path / "out" / "large" / "iter_0000000") as reader:
+        size = sum(file.bytes for file in reader.manifest.files.values())
+    assert size > 800_000_000
+    assert found < 64_000_000
+
+
+def test_training_goes_on_from_what_the_dense_run_had_reached(tmp_path, capsys):
+    prefix = write_tokens(tmp_path / "tokens")
+    dense, out, more = tmp_path / "dense", tmp_path / "experts", tmp_path / "more"
+    common = "--train-iters 4 --eval-interval 4 --hidden-dropout 0 --attention-dropout 0"
+    run_on(1, flags(prefix, f"{common} --save {dense}"))
+    argv = f"--load {dense} --save {out} --num-experts 4 --moe-layer-freq 0,1"
+    assert upcycle(argv.split(), {}) == 0
+    experts = "--num-experts 4 --moe-layer-freq 0,1 --moe-aux-loss-coeff 0.01"
+    run_on(1, flags(prefix, f"{common} --load {out} --save {more} {experts}"))
+    assert "loaded the weights of" in capsys.readouterr().out
+    reached = losses(dense / "metrics.jsonl", "validation")
+    found = losses(more / "metrics.jsonl", "validation")
+    assert found[0] == pytest.approx(reached[4], rel=1e-5)
+    assert found[4] < found[0] < reached[0]

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -90,10 +90,13 @@ class LossModel(Protocol):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         layout: SequenceLayout | None = None,
-        aux_factor: torch.Tensor | None = None,
-        **further: Ahead,
+        **training: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (sum of token_weights · nll, nll [b, s])."""
+        """Return (sum of token_weights · nll, nll [b, s]).
+
+        Args:
+            training: `aux_factor` and `ahead`, for models that have losses beside this one.
+        """
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 22}
 EXPERT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "mixtral-tied-3of7": (
+    "mixtral-tied-3of8": (
         "Mixtral",
-        {"num_local_experts": 7, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True},
     ),
     "qwen3moe-yarn": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "rope_parameters": YARN}),
     "qwen3moe-mixed-biases": (
@@ -84,6 +84,7 @@ EXPERT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek": ("DeepseekV3", DEEPSEEK),
+    "deepseek-even": ("DeepseekV3", {**DEEPSEEK, "n_routed_experts": 12}),
     "deepseek-direct-yarn": (
         "DeepseekV3",
         {

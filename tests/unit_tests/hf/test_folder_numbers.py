@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_extra
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.dist_checkpointing import Solo, read_extra
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import function_of, write_config
-from megatron.hf.convert import main
 from megatron.hf.defaults import model_options
 from megatron.hf.folder import open_folder
 from megatron.hf.model_config import read_model
@@ -29,6 +25,7 @@ from megatron.training.config import Config
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import gpt_config
 from megatron.training.options.schema import build
+from tests.support.hf_converter import checkpoint_model, convert, tensors
 from tests.support.hf_folders import (
     CASES,
     LENGTH,
@@ -43,30 +40,10 @@ from tests.support.inputs import generator, one_thread
 TOKENS = torch.randint(VOCABULARY, (2, 50), generator=generator(4))
 
 
-def convert(*words: object) -> str:
-    """Run the converter; return what it printed. It must succeed."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main([str(word) for word in words], {})
-    assert code == 0, err.getvalue()
-    return out.getvalue()
-
-
 def our_logits(checkpoint: Path) -> torch.Tensor:
     """Return the logits [b, s, v] of a checkpoint."""
-    config = GPTConfig.from_json(read_extra(checkpoint)["model"])
-    model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
-    load_checkpoint(checkpoint, weight_chunks(model.store))
     with torch.no_grad():
-        return model.full_logits(TOKENS).transpose(0, 1)
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a folder."""
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        return checkpoint_model(checkpoint).full_logits(TOKENS).transpose(0, 1)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of models with experts: their layouts on disk, slices of ranks, further prediction."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_manifest, save_checkpoint
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import RopeTable
+from megatron.core.weight_gather import Storage
+from megatron.hf.folder import open_folder
+from megatron.hf.model_config import read_folder
+from megatron.hf.read_weights import read_weights
+from megatron.training.checkpoint_io import weight_chunks
+from tests.support.closeness import assert_close_by_metric
+from tests.support.hf_converter import checkpoint_model, convert, tensors
+from tests.support.hf_folders import (
+    VOCABULARY,
+    change_json,
+    load_folder,
+    make_model,
+    save_folder,
+)
+from tests.support.inputs import generator, one_thread
+from tests.support.ranks import run_ranks
+
+TOKENS = torch.randint(VOCABULARY, (2, 19), generator=generator(6))
+
+#: A case of each architecture.
+KINDS = ("mixtral", "qwen3moe-mixed-biases", "deepseek")
+
+
+def imported(folder: Path, save: Path) -> Path:
+    """Import a folder and return the checkpoint."""
+    convert("import", "--hf", folder, "--save", save)
+    return save / "iter_0000000"
+
+
+def held(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return all weights and states of a checkpoint."""
+    return whole(checkpoint_model(checkpoint))
+
+
+def whole(model: GPTModel) -> dict[str, torch.Tensor]:
+    """Return all weights and states of a model in a single process."""
+    found: dict[str, torch.Tensor] = {}
+    for chunk in weight_chunks(model.store):
+        tensor = found.setdefault(chunk.name, torch.full(chunk.shape, torch.nan))
+        tensor[chunk.box.slices] = chunk.tensor.detach()
+    return found
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_all_experts_of_a_layer_in_one_tensor_are_read_too(case: str, tmp_path: Path) -> None:
+    model = make_model(case)
+    single = save_folder(model, tmp_path / "single")
+    fused = save_folder(model, tmp_path / "fused", save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors(fused))
+    assert not any(name.endswith("experts.gate_up_proj") for name in tensors(single))
+    before = held(imported(single, tmp_path / "a"))
+    after = held(imported(fused, tmp_path / "b"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def on_a_rank(rank: int, world: int, path: Path, checkpoint: Path) -> dict[str, Any]:
+    """Be one of four ranks: read slices of a folder, and again of the checkpoint made of it."""
+    grid = RankGrid(world_size=world, tp=2, ep=2)  # and experts cut over the tensor ranks
+    groups = ProcessGroupCollection.create(grid, rank=rank, timeout_seconds=30)
+    folder = open_folder(path)
+    described = read_folder(folder)
+    model = GPTModel(described.config, groups, storage=Storage(initialize=False))
+    chunks = weight_chunks(model.store)
+    count = read_weights(folder, described, chunks, coordinator=Solo())
+    read = [chunk.tensor.clone() for chunk in chunks]
+    for chunk in chunks:
+        chunk.tensor.fill_(torch.nan)
+    load_checkpoint(checkpoint, chunks)
+    assert all(torch.equal(a, chunk.tensor) for a, chunk in zip(read, chunks, strict=True))
+    with torch.no_grad():
+        logits = model.full_logits(TOKENS)
+    size = sum(tensor.numel() * tensor.itemsize for tensor in read)
+    experts = sum(c.tensor.numel() for c in chunks if ".experts." in c.name)
+    return {"bytes": count, "held": size, "experts": experts, "logits": logits}
+
+
+@pytest.mark.parametrize("case", ["mixtral-tied-3of8", "qwen3moe-yarn", "deepseek-even"])
+def test_four_ranks_read_the_experts_that_they_hold(case: str, tmp_path: Path) -> None:
+    theirs = make_model(case)
+    folder = save_folder(theirs, tmp_path / "model", max_shard_size="40KB")
+    checkpoint = imported(folder, tmp_path / "a")
+    found = run_ranks(on_a_rank, 4, folder, checkpoint)
+    experts = sum(t.numel() for name, t in held(checkpoint).items() if ".experts." in name)
+    headers = 0
+    with open_folder(folder).open_tensors() as opened:
+        headers = opened.bytes_read
+    with one_thread(), torch.no_grad():
+        expected = theirs(TOKENS, use_cache=False).logits.transpose(0, 1)
+    for rank in found:
+        assert 4 * rank["experts"] == experts
+        assert rank["bytes"] == rank["held"] + headers  # nothing that is not held, nothing twice
+        assert_close_by_metric("logits", rank["logits"], expected)
+
+
+def folder_with_further_layers(path: Path, *, tied: bool = False) -> Path:
+    """Write a folder with two layers of further prediction, all of random weights."""
+    source = save_folder(make_model("deepseek", tie_word_embeddings=tied), path / "plain")
+    plain = checkpoint_model(imported(source, path / "plain-checkpoint"))
+    config = replace(plain.config, mtp_num_layers=2)
+    model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
+    known = held(path / "plain-checkpoint/iter_0000000")
+    chunks, random = weight_chunks(model.store), generator(8)
+    for chunk in chunks:
+        center = float(chunk.tensor.ndim == 1)
+        chunk.tensor.copy_(center + 0.3 * torch.randn(chunk.tensor.shape, generator=random))
+        if chunk.name in known:
+            chunk.tensor.copy_(known[chunk.name][chunk.box.slices])
+    extra = {"format": 1, "model": config.to_json(), "config": {}, "tokenizer": {}}
+    save_checkpoint(path / "checkpoint", 0, chunks, extra, coordinator=Solo())
+    convert("export", "--load", path / "checkpoint", "--save", path / "folder")
+    return path / "folder"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_further_prediction_comes_back_and_the_main_model_loads(tied: bool, tmp_path: Path) -> None:
+    folder = folder_with_further_layers(tmp_path, tied=tied)
+    found = tensors(folder)
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    for layer in ("model.layers.3", "model.layers.4"):
+        embedding = found[f"{layer}.embed_tokens.weight"]
+        assert torch.equal(embedding, found["model.embed_tokens.weight"])
+        assert torch.equal(found[f"{layer}.shared_head.head.weight"], found[head])
+    again = imported(folder, tmp_path / "again")
+    before, after = held(tmp_path / "checkpoint/iter_0000000"), held(again)
+    assert sum(name.startswith("mtp.1.") for name in before) > 10
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    with one_thread(), torch.no_grad():
+        expected = load_folder(folder)(TOKENS, use_cache=False).logits
+        logits = checkpoint_model(again).full_logits(TOKENS).transpose(0, 1)
+    assert_close_by_metric("logits", logits, expected)
+
+
+def test_further_prediction_predicts_what_transformers_does(tmp_path: Path) -> None:
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if "MtpModel" not in vars(layers):
+        pytest.skip("this transformers has no layers of further prediction")
+    folder = folder_with_further_layers(tmp_path)
+    theirs = load_folder(folder)
+    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]
+    with contextlib.redirect_stderr(io.StringIO()):
+        further = layers.MtpModel.from_pretrained(theirs).eval()
+    further.config._attn_implementation = further.config._experts_implementation = "eager"
+    ours = checkpoint_model(tmp_path / "checkpoint/iter_0000000")
+    ahead = torch.randint(VOCABULARY, (2, *TOKENS.shape), generator=generator(9))
+    layout = SequenceLayout.dense(TOKENS.shape[1])
+    rope = RopeTable.of(ours.config.rope, layout.positions, ours.config.attention.rope_features)
+    with one_thread(), torch.no_grad():
+        expected = theirs.model(TOKENS, use_cache=False).last_hidden_state
+        hidden = ours(TOKENS)
+        cache = pytest.importorskip("transformers.cache_utils").MtpCache(config=further.config)
+        positions = torch.arange(TOKENS.shape[1])[None]
+        for depth, (module, tokens) in enumerate(zip(ours.multi_token.depths, ahead, strict=True)):
+            expected = further.forward_layer(
+                depth, expected, positions + depth + 1, cache, input_ids=tokens
+            )
+            hidden = module(hidden, tokens, layout, rope=rope, aux_factor=None)
+            assert_close_by_metric(f"depth {depth}", hidden.transpose(0, 1), expected)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a folder of one file."""
+    found = tensors(folder)
+    change(found)
+    save_file(found, folder / "model.safetensors")
+
+
+def test_a_copy_that_differs_is_refused_and_absent_ones_are_fine(tmp_path: Path) -> None:
+    folder = folder_with_further_layers(tmp_path)
+    name = "model.layers.4.embed_tokens.weight"
+    rewritten(folder, lambda found: found.pop(name))
+    expected = held(imported(folder, tmp_path / "a"))
+    assert torch.equal(expected["embedding.weight"], tensors(folder)["model.embed_tokens.weight"])
+    rewritten(folder, lambda found: found["model.layers.3.shared_head.head.weight"][5, 3].add_(1))
+    text = convert("import", "--hf", folder, "--save", tmp_path / "b", code=2)
+    assert "model.layers.3.shared_head.head.weight differs from lm_head.weight" in text
+    assert text.count("\n") == 1
+
+
+def test_what_does_not_fit_config_json_is_named(tmp_path: Path) -> None:
+    folder = save_folder(make_model("deepseek"), tmp_path / "model")
+    gone = "model.layers.1.mlp.experts.4.up_proj.weight"
+
+    def damage(found: dict[str, torch.Tensor]) -> None:
+        found["model.layers.1.mlp.experts.9.up_proj.weight"] = found.pop(gone)
+        found["model.layers.2.mlp.gate.weight"] = torch.zeros(8, 48)
+
+    rewritten(folder, damage)
+    text = convert("import", "--hf", folder, "--save", tmp_path / "a", code=2)
+    assert f"{gone} is missing" in text
+    assert "model.layers.2.mlp.gate.weight is [8, 48], config.json makes it [9, 48]" in text
+    assert "model.layers.1.mlp.experts.9.up_proj.weight has no place in the model" in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_biases_of_experts_stay_in_fp32(dtype: str, tmp_path: Path) -> None:
+    model = make_model("deepseek").to(getattr(torch, dtype))
+    bias = "mlp.gate.e_score_correction_bias"
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias = layer.mlp.gate.e_score_correction_bias.float()
+        layer.mlp.gate.e_score_correction_bias.add_(1e-5)
+    folder = save_folder(model, tmp_path / "model")
+    checkpoint = imported(folder, tmp_path / "a")
+    stored = {name: t.dtype for name, t in read_manifest(checkpoint).tensors.items()}
+    assert {t for name, t in stored.items() if name.endswith("expert_bias")} == {"F32"}
+    assert set(stored.values()) == {"F32", "BF16" if dtype == "bfloat16" else "F16"}
+    words = ["--load", tmp_path / "a", "--save", tmp_path / "out", "--dtype", dtype]
+    assert "verified" in convert("export", *words, "--verify")
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert after[f"model.layers.2.{bias}"].dtype == torch.float32
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_model_without_layers_of_experts_is_one_of_plain_layers(tmp_path: Path) -> None:
+    model = make_model("deepseek", first_k_dense_replace=3)
+    folder = save_folder(model, tmp_path / "model")
+    checkpoint = imported(folder, tmp_path / "a")
+    assert checkpoint_model(checkpoint).config.moe is None
+    change_json(tmp_path / "a/hugging_face/config.json", hidden_act="gelu")  # not to be believed
+    convert("export", "--load", tmp_path / "a", "--save", tmp_path / "out", "--verify")
+    assert tensors(folder).keys() == tensors(tmp_path / "out").keys()

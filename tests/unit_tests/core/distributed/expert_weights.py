@@ -74,6 +74,13 @@ def is_expert(name: str) -> bool:
     return name.partition(".")[2] in ("gate", "up", "down")
 
 
+def of_stage(groups: ProcessGroupCollection) -> Callable[[str], bool]:
+    """Tell which weights this rank has: experts are on the last but one of four stages."""
+    pp, stage = groups["pp"].size, groups["pp"].rank
+    experts = pp // 2
+    return lambda name: pp == 1 or stage == (experts if is_expert(name) else 0)
+
+
 def tokens_of(groups: ProcessGroupCollection, ranks: Sequence[int]) -> list[int]:
     """Return the tokens of some ranks of a stage."""
     stage = groups.grid.world_size // groups.grid.pp
@@ -112,16 +119,17 @@ class ExpertModel:
         optimizer: OptimizerConfig | None = None,
         router: GradientKind = "partial",
         bucket_bytes: int = 1000,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.groups = groups
         placed = DataParallelConfig(**{"debug": True, **(parallel or {})})  # type: ignore[arg-type]
-        self.store = WeightStore(groups, seed=6)
+        self.store = WeightStore(groups, seed=6, dtype=dtype)
         table = WeightSharding.of("table", TABLE, TP_ROWS)
         layers = [layer_shardings(layer, router=router) for layer in range(LAYERS)]
         for number, layer in enumerate([[table], *layers]):
             with self.store.unit(f"layer {number}") if number else nullcontext():
                 for sharding in layer:
-                    if has(sharding.segments[0].name):
+                    if has(sharding.segments[0].name):  # as its other segments
                         self.store.declare(sharding, InitSpec.normal(0.8))
         self.store.materialize(placed.storage(bucket_bytes=bucket_bytes))
         self.engine = DataParallel(self.store, groups, config=placed)
@@ -195,7 +203,8 @@ def whole_of(
 ) -> dict[str, torch.Tensor]:
     """Return logical tensors from the pieces of all ranks; where several have one, it must be the
     same in every bit."""
-    found = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
+    dtype = pieces[0][2].dtype
+    found = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in SHAPES.items()}
     for name, offsets, values in pieces:
         there = found[name][
             tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tests.unit_tests.core.distributed.engine_steps import assert_traffic, cut, 
 from tests.unit_tests.core.distributed.expert_weights import (
     ExpertModel,
     is_expert,
+    of_stage,
     whole_gradients,
     whole_of,
 )
@@ -69,13 +69,6 @@ EIGHT = (
     ({"pp": 2, "tp": 2, "etp": 1, "ep": 2}, 2, 2),
     ({"instances": 2, "tp": 2, "etp": 2, "ep": 2}, 4, 2),
 )
-
-
-def of_stage(groups: ProcessGroupCollection) -> Callable[[str], bool]:
-    """Tell which weights this rank has: experts are on the last but one of four stages."""
-    pp, stage = groups["pp"].size, groups["pp"].rank
-    experts = pp // 2
-    return lambda name: pp == 1 or stage == (experts if is_expert(name) else 0)
 
 
 def trained(

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# Leading rows done at once on a CPU, so that the product finds the activation in the cache:
-# a third quicker in fp32 at 768 features.
-ROWS_IN_CACHE = 32
+# Elements done at once on a CPU, so that the product finds the activation in the cache: a third
+# quicker in fp32 at 768 features, whether rows are [s, b] or those of experts.
+ELEMENTS_IN_CACHE = 1 << 17
 
 GATES = ("silu", "gelu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu")
@@ -27,7 +27,9 @@ class Gated(torch.autograd.Function):
         ctx.activation = activation
         gate, up = gate_up.chunk(2, dim=-1)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        rows = ROWS_IN_CACHE if gate.device.type == "cpu" and gate.ndim > 1 else gate.shape[0]
+        rows = gate.shape[0]
+        if gate.device.type == "cpu" and gate.ndim > 1:
+            rows = max(1, ELEMENTS_IN_CACHE // max(1, gate[:1].numel()))
         for part in zip(gate.split(rows), up.split(rows), y.split(rows), strict=True):
             _activate_into(part[0], activation, part[2]).mul_(part[1])
         return y

@@ -89,17 +89,15 @@ def held_boxes(store: WeightStore, handle: WeightHandle) -> list[HeldBox]:
     start, stop = max(member.start, low), min(member.stop, high)
     if start >= stop:
         return []
-    found = []
-    for box in range_boxes(store.boxes(handle), start - member.start, stop - member.start):
-        ranks = replica_ranks(
-            handle.sharding,
-            box.name,
-            grid=store.groups.grid,
-            rank=store.groups.rank,
-            sharded=store.placement.weight,
+    replicas = _replicas(store, handle, store.placement.weight)
+    return [
+        HeldBox(
+            box,
+            stored[box.start : box.start + box.numel].view(box.sizes),
+            replicas[box.name],
         )
-        found.append(HeldBox(box, stored[box.start : box.start + box.numel].view(box.sizes), ranks))
-    return found
+        for box in range_boxes(store.boxes(handle), start - member.start, stop - member.start)
+    ]
 
 
 def empty_range(store: WeightStore) -> OwnedRange:
@@ -139,18 +137,12 @@ def owned_range(
         if start >= stop or not handle.trainable:
             continue
         _extend(decayed if handle.sharding.weight_decay else undecayed, start - low, stop - low)
+        replicas = _replicas(store, handle, sharded_axes)
         for box in range_boxes(store.boxes(handle), start - member.start, stop - member.start):
             at = box.start + start - low
             if box.counted:
                 _extend(counted, at, at + box.numel)
-            ranks = replica_ranks(
-                handle.sharding,
-                box.name,
-                grid=grid,
-                rank=store.groups.rank,
-                sharded=sharded_axes,
-            )
-            boxes.append(PlacedBox(replace(box, start=at), ranks))
+            boxes.append(PlacedBox(replace(box, start=at), replicas[box.name]))
     sharding = bucket.handles[0].sharding
     lanes = sharding.lanes_of(sharded_axes)
     uncut = [axis for axis in sharding.lane_axes if axis not in lanes]
@@ -164,6 +156,19 @@ def owned_range(
         norm_group="world" if sharded_axes else "expert_model" if sharding.expert else "model",
         replicas=math.prod(grid.size(axis) for axis in uncut) if sharded_axes else 1,
     )
+
+
+def _replicas(
+    store: WeightStore, handle: WeightHandle, sharded: tuple[str, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that hold the same boxes, by logical tensor: experts have many boxes."""
+    grid, rank = store.groups.grid, store.groups.rank
+    return {
+        segment.name: replica_ranks(
+            handle.sharding, segment.name, grid=grid, rank=rank, sharded=sharded
+        )
+        for segment in handle.sharding.segments
+    }
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:

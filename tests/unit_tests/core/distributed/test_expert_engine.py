@@ -53,6 +53,7 @@ CONFIGS = (
     *(a | b for a, b in itertools.product((OPTIM, OPTIM_GRADS, CUT_WEIGHTS), ({}, EARLY))),
     CUT_WEIGHTS | EARLY | {"granularity": "weight"},
     OPTIM_GRADS | {"overlap_grad_reduce": False},
+    *({**a, "grad_dtype": torch.bfloat16, "fp32_accumulation": True} for a in (OPTIM, CUT_WEIGHTS)),
 )
 HYBRID_GRIDS = (
     ({"instances": 2, "ep": 2}, 4, 2),
@@ -125,11 +126,16 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
         assert bucket.alone == alone
         assert entry.cut == (bool(placed.gradient) and not alone)
         weights += bucket.weights.data.nbytes
-        gradients += 4 * (whole // share if entry.cut else whole)
+        gradients += 0 if entry.cut else whole * engine.config.grad_dtype.itemsize
+        gradients += 4 * whole // share if entry.cut or entry.wide else 0
+        assert entry.wide == (engine.config.fp32_accumulation and not alone)
     formula = bytes_per_rank(
         [BucketSize.of(bucket) for bucket in model.store.buckets],
         engine.placement,
-        of=ElementBytes(),
+        of=ElementBytes(
+            gradient=engine.config.grad_dtype.itemsize,
+            wide_sum=engine.config.fp32_accumulation and bool(placed.optimizer),
+        ),
         prefetch=engine.config.overlap_param_gather,
         overlap=engine.config.overlap_grad_reduce,
     )

@@ -20,6 +20,7 @@ from megatron.training.options.help_pages import default_text, value_text
 from megatron.training.options.megatron_names import VALUE_NAMES, answered, answered_prefixes
 from megatron.training.options.schema import Option, option_docs, options, section_titles
 from megatron.training.train_tokenizer import TrainTokenizerConfig
+from megatron.training.upcycle import UpcycleConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
@@ -69,6 +70,7 @@ PROGRAMS: Mapping[str, type] = types.MappingProxyType(
         "megatron.training.preprocess_data": PreprocessConfig,
         "megatron.training.train_tokenizer": TrainTokenizerConfig,
         "megatron.training.inspect_data": InspectConfig,
+        "megatron.training.upcycle": UpcycleConfig,
         "megatron.inference.generate": GenerateConfig,
         "megatron.hf.convert import": ImportConfig,
         "megatron.hf.convert export": ExportConfig,

@@ -55,7 +55,7 @@ def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
-        attention=_attention(config),
+        attention=attention_config(config),
         mlp=MLPConfig(
             ffn_hidden_size=model.ffn_hidden_size,
             gated=model.swiglu,
@@ -74,7 +74,8 @@ def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
     )
 
 
-def _attention(config: Config) -> AttentionConfig | LatentAttentionConfig:
+def attention_config(config: Config) -> AttentionConfig | LatentAttentionConfig:
+    """Return the shape of attention that resolved options describe."""
     model = config.model
     if config.attention.multi_latent_attention:
         return latent_config(config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from megatron.core.optimizer.loss_scaler import LossScaler
@@ -19,7 +19,12 @@ from megatron.training.config.resolve import Run
 from megatron.training.failures.bad_steps import remember_loss, spike_limit
 from megatron.training.failures.faults import Faults
 from megatron.training.failures.stopping import StopRequests
-from megatron.training.monitoring.log_line import StepRecord, format_step, format_validation
+from megatron.training.monitoring.log_line import (
+    LogPart,
+    StepRecord,
+    format_step,
+    format_validation,
+)
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.progress import Display
 from megatron.training.monitoring.step_window import StepOutcome, StepWindow
@@ -44,6 +49,7 @@ class LoopParts:
         display, metrics: where the numbers go.
         on_iteration: told the iteration that begins.
         on_logged: called behind every log line.
+        more: returns what parts of the model have to say in a log line; every rank calls it.
         stop: who wants the run to end early.
         faults: what to do about steps that go wrong.
     """
@@ -64,6 +70,7 @@ class LoopParts:
     on_iteration: Callable[[int], None] = lambda iteration: None
     test: Callable[[], float] | None = None
     on_logged: Callable[[], None] = lambda: None
+    more: Callable[[], Sequence[LogPart]] = lambda: ()
 
 
 def train(parts: LoopParts, progress: Progress) -> None:
@@ -145,12 +152,10 @@ def one_iteration(parts: LoopParts, progress: Progress) -> StepOutcome:
     interval = config.logging.log_interval
     if progress.iteration % interval == 0 or progress.iteration == parts.run.train_iters:
         norm = parts.params_norm() if parts.params_norm else None
-        log(
-            parts,
-            parts.window.record(
-                progress, outcome, learning_rate=lr, loss_scale=scale, params_norm=norm
-            ),
+        record = parts.window.record(
+            progress, outcome, learning_rate=lr, loss_scale=scale, params_norm=norm
         )
+        log(parts, record, more=parts.more())
         parts.on_logged()
     parts.faults.after_count(progress, outcome)
     return outcome
@@ -172,13 +177,19 @@ def _count(parts: LoopParts, progress: Progress, outcome: StepOutcome, scale: fl
         progress.consecutive_bad_steps += 1
 
 
-def log(parts: LoopParts, record: StepRecord) -> None:
-    """Show and record one log line."""
+def log(parts: LoopParts, record: StepRecord, *, more: Sequence[LogPart] = ()) -> None:
+    """Show and record one log line.
+
+    Args:
+        more: what else it has.
+    """
     shows = parts.run.config.logging.log_throughput
-    line = format_step(record, datetime.datetime.now(), throughput=shows)
+    line = format_step(record, datetime.datetime.now(), throughput=shows, more=more)
     parts.display.log(line, record)
     values = asdict(record)
     iteration = values.pop("iteration")
+    for part in more:
+        values.update(**part.numbers, **part.tables)
     parts.metrics.write("train", iteration, values)
 
 

@@ -41,7 +41,10 @@ from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.loop import LoopParts, train
 from megatron.training.monitoring.context_line import context_line, context_words
 from megatron.training.monitoring.data_parallel_line import data_parallel_line
+from megatron.training.monitoring.expert_line import expert_line
 from megatron.training.monitoring.flops import visible_square
+from megatron.training.monitoring.load_balance import load_balance
+from megatron.training.monitoring.log_line import LogPart
 from megatron.training.monitoring.observation import observing
 from megatron.training.monitoring.pipeline_line import pipeline_line, pipeline_words
 from megatron.training.monitoring.progress import Display
@@ -206,13 +209,21 @@ class SessionSteps:
         microbatches = take(
             iter(batches), run.num_microbatches, device, layouts=self._layouts, depths=self._depths
         )
-        return self._session.step(
+        report = self._session.step(
             microbatches,
             lr=lr,
             weight_decay=weight_decay,
             votes=self._session.place.stop.votes(),
             loss_limit=loss_limit,
         )
+        if self._session.balance is not None:
+            self._session.balance.finish(applied=report.applied)
+        return report
+
+    def more_to_log(self) -> list[LogPart]:
+        """Return what parts of the model have to say in a log line; every rank calls this."""
+        balance = self._session.balance
+        return [] if balance is None else [load_balance(balance.report(), balance.config)]
 
     def validation_loss(self) -> float:
         """Return the mean loss per token over the validation samples, the same every time."""
@@ -277,6 +288,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         for line in (
             pipeline_line(run),
             context_line(run),
+            expert_line(run, session.model.config),
             data_parallel_line(session.step.engine, session.optimizer),
             *session.data.notes,
             early_gather(run.config)[1],
@@ -307,6 +319,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             faults=session_faults(session, say=display.log, metrics=metrics, save=save),
             on_iteration=steps.on_iteration,
             on_logged=on_logged,
+            more=steps.more_to_log,
         )
         train(parts, progress)
         peak = torch.tensor(

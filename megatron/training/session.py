@@ -12,6 +12,7 @@ import torch
 from megatron.core.device import memory_bytes, peak_memory_bytes
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTModel, logical_weights
+from megatron.core.moe.balance import Balance, routers_of
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.weight_groups import check_patterns
 from megatron.hf.config_json import differences
@@ -64,6 +65,7 @@ class Session:
     data: DataSets
     model: GPTModel
     optimizer: Optimizer
+    balance: Balance | None
     step: TrainStep
     window: StepWindow
     facts: RunFacts
@@ -107,6 +109,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         data=data,
         model=model,
         optimizer=optimizer,
+        balance=_balance(model, place),
         step=TrainStep(
             model,
             engine,
@@ -128,6 +131,19 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             data=data.identity,
             other_data_is_fine=config.data.allow_data_change,
         ),
+    )
+
+
+def _balance(model: GPTModel, place: RunGroups) -> Balance | None:
+    """Return what sums the loads of experts; None where there are none."""
+    if model.config.moe is None:
+        return None
+    return Balance(
+        routers_of(model),
+        model.config.router_names,
+        config=model.config.moe,
+        world=place.groups["world"],
+        device=place.device,
     )
 
 

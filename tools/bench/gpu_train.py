@@ -199,18 +199,20 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 def flops_per_token(shape: Shape) -> float:
     """Return the operations of forward and backward for one token, by the training log's rule."""
-    from megatron.training.config import ModelConfig
+    from megatron.core.models.gpt_config import GPTConfig
+    from megatron.core.transformer import AttentionConfig, MLPConfig
     from megatron.training.monitoring.flops import training_flops
 
-    model = ModelConfig(
+    model = GPTConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        group_query_attention=True,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.hidden // shape.heads,
-        ffn_hidden_size=shape.ffn,
-        swiglu=True,
+        vocab_size=shape.vocabulary,
+        attention=AttentionConfig(
+            num_attention_heads=shape.heads,
+            num_query_groups=shape.kv_heads,
+            kv_channels=shape.hidden // shape.heads,
+        ),
+        mlp=MLPConfig(ffn_hidden_size=shape.ffn),
     )
     whole = training_flops(model, vocab_size=shape.vocabulary, seq_length=shape.sequence, samples=1)
     return whole / shape.sequence

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from megatron.core.context_parallel.choice import AttentionShape, explain
+from megatron.core.transformer import AttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run
-from megatron.training.gpt_options import weight_dtype
+from megatron.training.gpt_options import attention_config, weight_dtype
 
 
 def context_words(config: Config) -> str:
@@ -21,14 +22,18 @@ def context_line(run: Run) -> str | None:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if cp == 1:
         return None
-    assert model.kv_channels is not None, "the config must be resolved"
-    assert model.num_query_groups is not None
+    attention = attention_config(run.config)
+    if isinstance(attention, AttentionConfig):
+        groups, features = attention.num_query_groups, attention.kv_channels
+    else:  # values are as wide as keys on their way
+        keys = attention.nope_channels + attention.rope_channels
+        groups, features = attention.num_attention_heads, max(keys, attention.value_channels)
     shape = AttentionShape(
         tokens=training.seq_length // cp,
         rows=training.micro_batch_size,
         heads=model.num_attention_heads // tp,
-        groups=max(1, model.num_query_groups // tp),
-        features=model.kv_channels,
+        groups=max(1, groups // tp),
+        features=features,
         element_bytes=weight_dtype(run.config).itemsize,
     )
     return (

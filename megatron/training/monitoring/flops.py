@@ -13,7 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron.training.config import ModelConfig
+from megatron.core.models.gpt_config import GPTConfig
+from megatron.core.models.pattern import DENSE, EXPERTS
+from megatron.core.moe import MoEConfig
+from megatron.core.transformer import AttentionConfig, MLPConfig
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
 
@@ -36,48 +39,80 @@ PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
 )
 
 
-def training_flops(
-    model: ModelConfig,
-    *,
-    vocab_size: int,
-    seq_length: int,
-    samples: int,
-    window: int | None = None,
-) -> float:
+def training_flops(model: GPTConfig, *, vocab_size: int, seq_length: int, samples: int) -> float:
     """Return the operations of forward and backward over `samples` sequences.
 
-    Per token and layer: 6 h (2 q + k + v) for the projections with q = heads x channels and k = v
-    = groups x channels, and 6 h f g for the MLP, g = 3 gated or 2; per token 6 h V for the head;
-    per sequence and layer 6 q s^2 for the two products of causal attention.
+    Per token 6 for each weight that it is multiplied by: those of attention, of the MLP, or of the
+    router, k experts and the shared expert, and of the head; per sequence what attention's two
+    products see. Each depth of multi-token prediction has a layer of the last kind, a projection
+    of 2 h to h and the head once more.
 
     Args:
-        model: resolved shape.
         vocab_size: vocabulary with padding.
         seq_length: tokens per sample.
         samples: number of sequences.
-        window: tokens that a token attends to; None is all before it.
     """
-    assert model.kv_channels is not None, "the model config must be resolved"
-    assert model.num_query_groups is not None
-    assert model.ffn_hidden_size is not None
-    query = model.num_attention_heads * model.kv_channels
-    attention = flops_per_square(model) * int(visible_square(seq_length, window)) * samples
-    key_value = 2 * model.num_query_groups * model.kv_channels
-    projections = 6 * model.hidden_size * (2 * query + key_value)
-    mlp = 6 * model.hidden_size * model.ffn_hidden_size * (3 if model.swiglu else 2)
-    head = 6 * model.hidden_size * vocab_size
+    seen = int(visible_square(seq_length, window(model)))
     tokens = samples * seq_length
-    return float(tokens * (model.num_layers * (projections + mlp) + head) + attention)
+    return float(6 * tokens * product_weights(model, vocab_size)) + (
+        flops_per_square(model) * seen * samples
+    )
 
 
-def flops_per_square(model: ModelConfig) -> float:
+def product_weights(model: GPTConfig, vocab_size: int) -> int:
+    """Return how many weights a token is multiplied by, those of its own experts alone."""
+    depths, size = model.mtp_num_layers, model.hidden_size
+    kinds = model.ffn_pattern + model.ffn_pattern[-1:] * depths
+    layers = len(kinds) * _attention_weights(model)
+    layers += kinds.count(DENSE) * _mlp_weights(size, model.mlp)
+    if model.moe is not None:
+        layers += kinds.count(EXPERTS) * _expert_weights(size, model.moe)
+    return layers + depths * 2 * size * size + (1 + depths) * size * vocab_size
+
+
+def _attention_weights(model: GPTConfig) -> int:
+    shape, size = model.attention, model.hidden_size
+    if isinstance(shape, AttentionConfig):
+        return size * shape.kv_channels * 2 * (shape.num_attention_heads + shape.num_query_groups)
+    heads = shape.num_attention_heads
+    query = heads * (shape.nope_channels + shape.rope_channels)
+    key_value = heads * (shape.nope_channels + shape.value_channels)
+    rank = shape.q_lora_rank
+    down = size * query if rank is None else rank * (size + query)
+    latent = size * (shape.kv_lora_rank + shape.rope_channels) + shape.kv_lora_rank * key_value
+    return down + latent + heads * shape.value_channels * size
+
+
+def _mlp_weights(size: int, mlp: MLPConfig) -> int:
+    return size * mlp.ffn_hidden_size * (3 if mlp.gated else 2)
+
+
+def _expert_weights(size: int, moe: MoEConfig) -> int:
+    expert = size * moe.ffn_hidden_size * (3 if moe.gated else 2)
+    shared = 0 if moe.shared is None else _mlp_weights(size, moe.shared)
+    gate = size if moe.shared_gate else 0
+    return moe.num_experts * size + moe.router.topk * expert + shared + gate
+
+
+def flops_per_square(model: GPTConfig) -> float:
     """Return the operations of attention, forward and backward, for a document of one token.
 
     Those of a document of n tokens are n^2 times as many: with documents masked from each other
-    the squares of their lengths take the place of that of the sequence.
+    the squares of their lengths take the place of that of the sequence. Three times the 2 n^2 / 2
+    of each of two products, queries with keys and probabilities with values.
     """
-    assert model.kv_channels is not None, "the model config must be resolved"
-    return 6.0 * model.num_attention_heads * model.kv_channels * model.num_layers
+    shape = model.attention
+    if isinstance(shape, AttentionConfig):
+        features = 2 * shape.kv_channels
+    else:
+        features = shape.nope_channels + shape.rope_channels + shape.value_channels
+    layers = model.num_layers + model.mtp_num_layers
+    return 3.0 * shape.num_attention_heads * features * layers
+
+
+def window(model: GPTConfig) -> int | None:
+    """Return how many tokens a token attends to; None is all before it."""
+    return model.attention.window if isinstance(model.attention, AttentionConfig) else None
 
 
 def visible_square(length: Lengths, window: int | None) -> Lengths:

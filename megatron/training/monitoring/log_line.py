@@ -5,7 +5,23 @@ from __future__ import annotations
 
 import datetime
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LogPart:
+    """What a part of the model has to say in a log line.
+
+    Args:
+        words: for the line, between its bars.
+        numbers: for every writer of metrics, by name.
+        tables: rows of numbers by their names, for metrics.jsonl alone, by name.
+    """
+
+    words: str
+    numbers: Mapping[str, float]
+    tables: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +69,20 @@ class StepRecord:
     peak_memory_bytes: int | None = None
 
 
-def format_step(record: StepRecord, now: datetime.datetime, *, throughput: bool = False) -> str:
+def format_step(
+    record: StepRecord,
+    now: datetime.datetime,
+    *,
+    throughput: bool = False,
+    more: Sequence[LogPart] = (),
+) -> str:
     """Return the log line of one record: Megatron's fields, then our own.
 
     Args:
         record: what to say.
         now: when.
         throughput: whether to show TFLOP/s and the share of the peak.
+        more: what else to say.
     """
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {record.iteration:8d}/{record.train_iters:8d} |",
@@ -91,6 +114,7 @@ def format_step(record: StepRecord, now: datetime.datetime, *, throughput: bool 
     if record.memory_bytes is not None and record.peak_memory_bytes is not None:
         now_mb, peak_mb = record.memory_bytes / 1e6, record.peak_memory_bytes / 1e6
         parts.append(f" memory (MB): {now_mb:,.0f} | peak memory (MB): {peak_mb:,.0f} |")
+    parts += [f" {part.words} |" for part in more]
     return "".join(parts)
 
 

@@ -2,7 +2,8 @@
 """Where a run's numbers go: JSON lines, TensorBoard, trackers; a failing writer stops no run.
 
 `metrics.jsonl` has one object per line, `{"kind": "train", "iteration": 100, "lm_loss": 3.2,
-...}`, `kind` being `train`, `validation` or `test`. When a run resumes at iteration n, lines after
+...}`, `kind` being `train`, `validation` or `test`. There alone a value may be a table, rows of
+numbers by name, as is the load of experts. When a run resumes at iteration n, lines after
 n are removed first, so that no iteration is there twice.
 """
 
@@ -12,11 +13,14 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.training.monitoring.background import Background, MetricsWriter, off
+
+#: Rows of numbers, by name.
+Table = Mapping[str, Sequence[float]]
 
 
 class JsonLines:
@@ -34,9 +38,12 @@ class JsonLines:
         os.replace(draft, path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
+    def write(self, kind: str, iteration: int, values: Mapping[str, float | Table]) -> None:
         """Append one line; NaN and Inf become strings, which JSON can hold."""
-        clean = {name: _json_number(value) for name, value in values.items()}
+        clean = {
+            name: _json_number(value) if isinstance(value, float) else _json_table(value)
+            for name, value in values.items()
+        }
         print(
             json.dumps({"kind": kind, "iteration": iteration, **clean}), file=self._file, flush=True
         )
@@ -48,6 +55,10 @@ class JsonLines:
 
 def _json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+def _json_table(table: Table) -> dict[str, list[float | str]]:
+    return {name: [_json_number(value) for value in row] for name, row in table.items()}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -128,11 +139,21 @@ class Metrics:
         """Names of the writers that work."""
         return tuple(self._writers)
 
-    def write(self, kind: str, iteration: int, values: Mapping[str, float | None]) -> None:
-        """Record what is not None."""
-        known = {name: float(value) for name, value in values.items() if value is not None}
+    def write(self, kind: str, iteration: int, values: Mapping[str, float | Table | None]) -> None:
+        """Record what is not None; tables go to the metrics file alone."""
+        known: dict[str, float] = {}
+        tables: dict[str, Table] = {}
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                tables[name] = value
+            elif value is not None:
+                known[name] = float(value)
         for name, writer in list(self._writers.items()):
-            self._guard(name, lambda writer=writer: writer.write(kind, iteration, known))
+            more = tables if isinstance(writer, JsonLines) else {}
+            self._guard(
+                name,
+                lambda writer=writer, more=more: writer.write(kind, iteration, {**known, **more}),
+            )
 
     def close(self) -> None:
         """Close every writer; those on threads of their own share one time limit."""

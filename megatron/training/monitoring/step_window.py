@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.training.config.resolve import Run
-from megatron.training.monitoring.flops import flops_per_square, training_flops, visible_square
+from megatron.training.gpt_options import gpt_config
+from megatron.training.monitoring.flops import (
+    flops_per_square,
+    training_flops,
+    visible_square,
+    window,
+)
 from megatron.training.monitoring.log_line import StepRecord
 from megatron.training.progress_state import Progress
 
@@ -70,18 +76,18 @@ class Speedometer:
     def of(run: Run, *, padded_vocab_size: int, peak_flops: float | None) -> Speedometer:
         """Return the speedometer of a run."""
         training = run.config.training
-        batch, window = training.global_batch_size or 0, run.config.attention.window_size
+        model = gpt_config(run.config, padded_vocab_size)
+        batch = training.global_batch_size or 0
         return Speedometer(
             tokens_per_step=batch * training.seq_length,
             flops_per_step=training_flops(
-                run.config.model,
+                model,
                 vocab_size=padded_vocab_size,
                 seq_length=training.seq_length,
                 samples=batch,
-                window=window,
             ),
-            squares_per_step=batch * int(visible_square(training.seq_length, window)),
-            flops_per_square=flops_per_square(run.config.model),
+            squares_per_step=batch * int(visible_square(training.seq_length, window(model))),
+            flops_per_square=flops_per_square(model),
             world_size=run.world_size,
             peak_flops=peak_flops,
         )

@@ -240,9 +240,12 @@ def test_a_window_s_square_is_twice_the_pairs_it_shows(length, window):
 
 def test_a_window_leaves_fewer_operations():
     run = resolve(small_config("--window-size 5 --global-batch-size 6"), 1)
-    model = run.config.model
+    model = gpt_config(run.config, 128)
     shape = {"vocab_size": 128, "seq_length": 20, "samples": 6}
-    whole, seen = training_flops(model, **shape), training_flops(model, **shape, window=5)
+    unlimited = dataclasses.replace(
+        model, attention=dataclasses.replace(model.attention, window=None)
+    )
+    whole, seen = training_flops(unlimited, **shape), training_flops(model, **shape)
     squares = 20**2 - 5 * (2 * 20 - 5)
     assert whole - seen == 6 * model.num_layers * model.hidden_size * squares * 6
     speed = Speedometer.of(run, padded_vocab_size=128, peak_flops=None)

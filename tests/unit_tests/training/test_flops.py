@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.models.gpt import logical_weights
 from megatron.training.config.resolve import resolve
-from megatron.training.monitoring.flops import peak_flops, training_flops
+from megatron.training.gpt_options import gpt_config
+from megatron.training.monitoring.expert_line import expert_line, parameters
+from megatron.training.monitoring.flops import (
+    flops_per_square,
+    peak_flops,
+    product_weights,
+    training_flops,
+)
 from megatron.training.monitoring.step_window import Speedometer
 from megatron.training.pretraining import squared_lengths
 from tests.unit_tests.training.small_config import small_config
@@ -18,10 +27,11 @@ from tests.unit_tests.training.small_config import small_config
 
 def _products(model, vocab: int, tokens: int, seq: int) -> float:
     """Sum 2·m·k·n over the forward products; causal attention computes half of each square."""
-    h, d = model.hidden_size, model.kv_channels
-    n, g, f = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
+    h, d = model.hidden_size, model.attention.kv_channels
+    n, g = model.attention.num_attention_heads, model.attention.num_query_groups
+    f = model.mlp.ffn_hidden_size
     layer = [(tokens, h, n * d), (tokens, h, g * d), (tokens, h, g * d), (tokens, n * d, h)]
-    layer += [(tokens, h, f)] * (2 if model.swiglu else 1) + [(tokens, f, h)]
+    layer += [(tokens, h, f)] * (2 if model.mlp.gated else 1) + [(tokens, f, h)]
     attention = sum(2 * (row + 1) * d * 2 for row in range(seq)) * n * (tokens // seq)
     exact = sum(2 * a * b * c for a, b, c in layer) + attention
     return model.num_layers * exact + 2 * tokens * h * vocab
@@ -36,14 +46,13 @@ def _products(model, vocab: int, tokens: int, seq: int) -> float:
     ],
 )
 def test_three_times_the_forward_products(more):
-    model = resolve(small_config(more), 1).config.model
     seq, samples, vocab = 512, 3, 131
+    model = gpt_config(resolve(small_config(more), 1).config, vocab)
     counted = 3 * _products(model, vocab, seq * samples, seq)
     got = training_flops(model, vocab_size=vocab, seq_length=seq, samples=samples)
     # The formula takes the triangle as exactly half of the square, without the half diagonal.
-    diagonal = (
-        3 * 2 * model.num_layers * model.num_attention_heads * model.kv_channels * seq * samples
-    )
+    heads = model.attention.num_attention_heads * model.attention.kv_channels
+    diagonal = 3 * 2 * model.num_layers * heads * seq * samples
     assert got == counted - diagonal
 
 
@@ -52,12 +61,77 @@ def test_a_known_size():
     more = (
         "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --swiglu --ffn-hidden-size 1536"
     )
-    model = resolve(
-        small_config(more + " --group-query-attention --num-query-groups 4"), 1
-    ).config.model
+    run = resolve(small_config(more + " --group-query-attention --num-query-groups 4"), 1)
+    model = gpt_config(run.config, 8192)
     weights = 8 * (512 * 512 * 3 + 3 * 512 * 1536) + 512 * 8192
     got = training_flops(model, vocab_size=8192, seq_length=512, samples=4)
     assert got == 6 * weights * 2048 + 8 * 6 * 512 * 512 * 512 * 4
+
+
+EXPERTS = "--num-experts 8 --moe-layer-freq 0,1 --moe-router-topk 3 --moe-ffn-hidden-size 20"
+SHARED = "--moe-shared-expert-intermediate-size 36 --moe-shared-expert-gate"
+LATENT = "--kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 --v-head-dim 14"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        f"{EXPERTS} --swiglu",
+        f"{EXPERTS} {SHARED}",
+        f"--multi-latent-attention {LATENT} --q-lora-rank 20",
+        f"--multi-latent-attention {LATENT}",
+        f"{EXPERTS} --swiglu --mtp-num-layers 2",
+    ],
+)
+def test_a_token_is_multiplied_by_every_matrix_but_those_of_others_experts(more):
+    run = resolve(small_config(f"--disable-bias-linear {more}"), 1)
+    model = gpt_config(run.config, 131)
+    weights = logical_weights(model)
+    matrices = {name: math.prod(shape) for name, shape in weights.items() if len(shape) > 1}
+    counted = sum(
+        count * 3 // 8 if ".experts." in name else count for name, count in matrices.items()
+    )
+    # The tied embedding is the head, once for the next token and once for each further one.
+    counted += model.mtp_num_layers * 131 * model.hidden_size
+    assert product_weights(model, 131) == counted
+    total, active = parameters(model)
+    assert total == sum(math.prod(shape) for shape in weights.values())
+    whole = sum(count for name, count in matrices.items() if ".experts." in name)
+    assert total - active == whole * 5 // 8
+
+
+def test_latent_attention_sees_keys_and_values_of_their_own_widths():
+    run = resolve(small_config(f"--multi-latent-attention {LATENT} --disable-bias-linear"), 1)
+    model = gpt_config(run.config, 131)
+    assert flops_per_square(model) == 3 * 6 * (16 + 14) * 2
+    depths = resolve(small_config(f"{EXPERTS} --disable-bias-linear --mtp-num-layers 1"), 1)
+    assert flops_per_square(gpt_config(depths.config, 131)) == 3 * 6 * (8 + 8) * (2 + 1)
+
+
+def test_the_log_says_where_experts_are_and_what_a_token_uses():
+    assert expert_line(*_of("", 1)) is None
+    line = expert_line(*_of(f"{EXPERTS} --expert-model-parallel-size 4", 4))
+    assert line is not None
+    assert line.startswith(
+        "experts: 8 in 1 of 2 layers, a token goes to 3; expert parallel 4, expert tensor parallel "
+        "1, expert data parallel 1; tokens by alltoall: least rows of a rank, there and back: "
+        "alltoall 180, allgather 240; a token uses "
+    )
+    tp = "--expert-model-parallel-size 2 --tensor-model-parallel-size 2"
+    more = f"{EXPERTS} {SHARED} {tp} --moe-token-dispatcher-type alltoall"
+    line = expert_line(*_of(more, 8))
+    assert line is not None
+    assert "a token goes to 3 and a shared one; expert parallel 2, expert tensor parallel 2" in line
+    assert "expert data parallel 2; tokens by alltoall: asked for; rows of a rank, there" in line
+    assert "allgather 120, alltoall 180; a token" in line
+    line = expert_line(*_of(EXPERTS, 2))
+    assert line is not None
+    assert "expert data parallel 2; all experts are on every rank, no token travels;" in line
+
+
+def _of(more: str, world: int):
+    run = resolve(small_config(f"--disable-bias-linear {more}"), world)
+    return run, gpt_config(run.config, 131)
 
 
 def test_peaks():

@@ -33,7 +33,7 @@ class Hunt:
 
     def runs(self, index: int, *faults: Mutation) -> list[Run]:
         """Run a row on its ranks with faults. Raises RankFailure if it crashes or hangs."""
-        row, initial = self.rows[index], self.reference(index).initial
+        row, initial = self.reference(index).row, self.reference(index).initial
         return run_ranks(rank_of_row, world_of(row), row, initial, faults, timeout=HANG_SECONDS)
 
     def verdict(self, mutation: Mutation) -> Verdict:
@@ -51,8 +51,8 @@ class Hunt:
     def spans(self, modules: Sequence[str]) -> Ran:
         """Return what the first and the last rank of any row execute of `modules`."""
         ran: Ran = {module: set() for module in modules}
-        for index, row in enumerate(self.rows):
-            initial = self.reference(index).initial
+        for index in range(len(self.rows)):
+            row, initial = self.reference(index).row, self.reference(index).initial
             for found in run_ranks(_traced_rank, world_of(row), row, initial, tuple(modules)):
                 for module, spans in found.items():
                     ran[module] |= spans

@@ -6,7 +6,7 @@ A new axis or a new feature adds a factor here, and is then tested together with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.weight_sharding import STRATEGIES
@@ -16,9 +16,13 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "dp": (1, 2, 4),
     "pp": (1, 2, 4),
+    "cp": (1, 2, 4),
+    "instances": (1, 2),  # size of the outer axis of hybrid sharding
+    "ep": (1, 2, 4),
+    "etp": (1, 2, 4),
+    "experts": (None, "softmax", "sigmoid"),  # in the last layer, and in further predictions
     "schedule": ("1f1b", "interleaved", "zb-h1"),  # interleaved has two chunks a stage
     "cut": ("even", "uneven"),  # of the blocks into stages
-    "cp": (1, 2, 4),
     "engine": ("p2p", "all_gather", "a2a"),
     "order": ("zigzag", "contiguous"),
     "documents": ("whole", "packed", "padded"),
@@ -26,7 +30,6 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "sinks": (False, True),
     "sequence_parallel": (False, True),
     "placement": STRATEGIES,
-    "instances": (1, 2),  # size of the outer axis of hybrid sharding
     "outer": ("no_shard", "optim"),
     "granularity": ("unit", "weight"),
     "bucket": ("small", "large"),
@@ -45,6 +48,11 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "gated": (True, False),
     "dropout": (0.0, 0.1),
     "recompute": ("none", "full", "selective"),
+    "dispatcher": ("alltoall", "allgather"),
+    "capacity": (None, "probs", "position"),
+    "shared": ("none", "plain", "gated"),
+    "attention": ("grouped", "latent"),
+    "predictions": (0, 1, 2),  # depth of multi-token prediction
 }
 
 #: The row that others are written as changes of: the first setting of most factors.
@@ -56,6 +64,22 @@ PLAIN_ROW: Mapping[str, Any] = {
 }
 
 CUT_WEIGHTS = "optim_grads_params"
+
+#: What a row without experts has for them, and one of latent attention for what only the other has.
+EXPERTS_OFF = {"ep": 1, "etp": 1, "dispatcher": "alltoall", "capacity": None, "shared": "none"}
+LATENT_SETTINGS = {"groups": 8, "qk_norm": False, "window": None, "sinks": False}
+
+
+def _only_with(
+    factor: str, free: Callable[[Any], bool], otherwise: Mapping[str, Any]
+) -> list[Constraint]:
+    """Fix some settings where `factor` does not leave them free."""
+    return [
+        Constraint((factor, name), lambda value, setting, off=off: free(value) or setting == off)
+        for name, off in otherwise.items()
+    ]
+
+
 _CONSTRAINTS = (
     Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
     Constraint(("pp", "schedule"), lambda pp, schedule: pp > 1 or schedule == "1f1b"),
@@ -71,6 +95,13 @@ _CONSTRAINTS = (
     Constraint(("placement", "granularity"), lambda p, g: g == "unit" or p == CUT_WEIGHTS),
     Constraint(("placement", "bucket"), lambda p, bucket: bucket == "large" or p != CUT_WEIGHTS),
     Constraint(("placement", "early_gather"), lambda p, early: p != "no_shard" or not early),
+    Constraint(
+        ("tp", "dp", "cp", "etp", "ep", "instances"),
+        lambda tp, dp, cp, etp, ep, instances: tp * dp * cp % (etp * ep * instances) == 0,
+    ),
+    *_only_with("experts", lambda experts: experts is not None, EXPERTS_OFF),
+    *_only_with("attention", lambda attention: attention == "grouped", LATENT_SETTINGS),
+    Constraint(("attention", "bias"), lambda a, bias: a == "grouped" or bias != "qkv"),
 )
 
 
@@ -188,5 +219,14 @@ def label(row: Row) -> str:
         *([row["recompute"]] if row["recompute"] != "none" else []),
         *(["scaled"] if row["loss_scale"] != 1.0 else []),
         *(["late"] if row["link"] == "late" else []),
+        *([_label_of_experts(row)] if row["experts"] else []),
+        *(["latent"] if row["attention"] == "latent" else []),
+        *([f"predict{row['predictions']}"] if row["predictions"] else []),
     ]
     return "-".join(parts + (["dropout"] if row["dropout"] else []))
+
+
+def _label_of_experts(row: Row) -> str:
+    capacity = "dropless" if row["capacity"] is None else f"keep_{row['capacity']}"
+    where = f"ep{row['ep']}-etp{row['etp']}-{row['dispatcher']}"
+    return f"{row['experts']}_experts-{where}-{capacity}-shared_{row['shared']}"

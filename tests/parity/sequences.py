@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.cut import SequenceCut
+from megatron.core.models.multi_token import Ahead, shifted
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch
 
@@ -47,7 +48,17 @@ class Part(Microbatch):
 
 
 def with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
-    """Return a microbatch whose rows hold the documents that the row asks for."""
+    """Return a microbatch whose rows hold the documents that the row asks for, with what further
+    predictions read and predict."""
+    made = _with_documents(row, batch, index)
+    if not row["predictions"]:
+        return made
+    texts = made.tokens, made.labels, made.loss_mask
+    ids = made.documents.get("document_ids")
+    return replace(made, ahead=shifted(*texts, depths=row["predictions"], document_ids=ids))
+
+
+def _with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
     if row["documents"] == "whole":
         return batch
     rows, length = batch.tokens.shape
@@ -95,7 +106,11 @@ def part_of(row: Row, batch: Microbatch, rank: int) -> Microbatch:
         sample_ids=batch.sample_ids,
     )
     columns = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
-    return Part(*columns, batch.sample_ids, layout=layout)
+    ahead = batch.ahead
+    if ahead is not None:
+        depths = ([layout.local(depth) for depth in x] for x in vars(ahead).values())
+        ahead = Ahead(*(torch.stack(parts) for parts in depths))
+    return Part(*columns, batch.sample_ids, layout=layout, ahead=ahead)
 
 
 def in_rows(row: Row, local: torch.Tensor, rank: int) -> torch.Tensor:

@@ -10,8 +10,9 @@ from typing import Any
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.stages import StageSplit
+from megatron.core.moe import MoE
 from megatron.core.pipeline_parallel import Action
-from megatron.core.transformer import SelfAttention
+from megatron.core.transformer import MLP, LatentAttention, SelfAttention
 from megatron.training.pipeline_step import PipelineForwardBackward
 from tests.support.covering_array import Row
 
@@ -19,23 +20,47 @@ CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How many blocks of a kind a rank has.
+
+    Args:
+        count: over all chunks and further predictions.
+        again: of them, those that are computed again in backward.
+    """
+
+    count: int
+    again: int
+
+
+@dataclass(frozen=True)
 class StagePart:
     """What of the model a rank has, and the list that it is to carry out.
 
     Args:
-        blocks: how many, over all chunks.
-        again: of them, those that are computed again in backward.
-        attentions, attentions_again: of these, those that are attention.
-        embedding, head: whether it has these.
+        plain: attention of heads with keys of their own, and MLPs.
+        latent: latent attention.
+        experts: mixtures of experts.
+        shared: of them, those with a shared expert.
+        attentions: attention of both kinds.
+        embeddings, heads: uses of these.
     """
 
-    blocks: int
-    again: int
-    attentions: int
-    attentions_again: int
-    embedding: bool
-    head: bool
+    plain: Blocks
+    latent: Blocks
+    experts: Blocks
+    shared: Blocks
+    attentions: Blocks
+    embeddings: int
+    heads: int
     listed: tuple[Action, ...] = ()
+
+    @property
+    def embedding(self) -> bool:
+        return self.embeddings > 0
+
+    @property
+    def head(self) -> bool:
+        return self.heads > 0
 
 
 def stage_split(row: Row, layers: int) -> StageSplit:
@@ -72,23 +97,30 @@ def pipeline(
 
 def stage_part(row: Row, model: GPTModel, engine: DataParallel) -> StagePart:
     """Return what of the model this rank has."""
-    blocks = [block for decoder in model.decoders for block in decoder.blocks]
+    depths = [] if model.multi_token is None else list(model.multi_token.depths)
+    decoders = [*model.decoders, *(depth.decoder for depth in depths)]
+    mixers = [block.mixer for decoder in decoders for block in decoder.blocks]
     again = [
-        block
-        for decoder in model.decoders
+        block.mixer
+        for decoder in decoders
         for first, last, is_again in decoder.runs
         if is_again
         for block in list(decoder.blocks)[first:last]
     ]
+
+    def of(wanted: Callable[[Any], bool]) -> Blocks:
+        return Blocks(sum(map(wanted, mixers)), sum(map(wanted, again)))
+
     runner, listed = pipeline(row, model, engine), ()
     if runner is not None:
         listed = runner.schedule(row["accumulation"]).ranks[engine.groups["pp"].rank]
     return StagePart(
-        blocks=len(blocks),
-        again=len(again),
-        attentions=sum(isinstance(block.mixer, SelfAttention) for block in blocks),
-        attentions_again=sum(isinstance(block.mixer, SelfAttention) for block in again),
-        embedding=model.holds_embedding,
-        head=model.holds_head,
+        plain=of(lambda mixer: isinstance(mixer, (SelfAttention, MLP))),
+        latent=of(lambda mixer: isinstance(mixer, LatentAttention)),
+        experts=of(lambda mixer: isinstance(mixer, MoE)),
+        shared=of(lambda mixer: isinstance(mixer, MoE) and mixer.shared is not None),
+        attentions=of(lambda mixer: isinstance(mixer, (SelfAttention, LatentAttention))),
+        embeddings=model.holds_embedding + len(depths),
+        heads=model.holds_head + len(depths),
         listed=listed,
     )

@@ -42,7 +42,7 @@ NIGHT_PARTS = 16
 
 def _check(row):
     ref = reference_of(row)
-    runs = run_ranks(rank_of_row, world_of(row), row, ref.initial)
+    runs = run_ranks(rank_of_row, world_of(row), ref.row, ref.initial)
     assert_agrees(row, runs, ref)
 
 
@@ -74,7 +74,7 @@ OPTIMIZER_ROWS = {
 def test_other_optimizers_move_weights_as_in_the_single_process(name):
     row = OPTIMIZER_ROWS[name]
     ref = reference_of(row)
-    runs = run_ranks(rank_of_row, world_of(row), row, ref.initial)
+    runs = run_ranks(rank_of_row, world_of(row), ref.row, ref.initial)
     assert_same_numbers(row, runs, ref)
     after = assembled(ref.run.weights)
     assert all((after[n] - w).abs().max() > 1e-3 for n, w in ref.initial.items()), "they moved"

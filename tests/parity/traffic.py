@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from megatron.core.context_parallel.choice import sent_groups
 from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import GROUP_NAMES
+from tests.parity.expert_traffic import assert_expert_traffic
 from tests.parity.rows import CUT_WEIGHTS
 from tests.parity.sequences import SEQUENCE, cut_of
-from tests.parity.stages import StagePart
+from tests.parity.stages import Blocks, StagePart
 from tests.parity.training import BATCH, HEAD_DIM, HEADS, HIDDEN, LAYERS, Run, Step, world_of
 from tests.support.activation import assert_active, assert_silent, matching, table
 from tests.support.covering_array import Row
+
+#: Features of a padded head of latent attention: those that rotate and those that do not.
+LATENT_CHANNELS = HEAD_DIM - 1 + 4
 
 CUT_GRADIENTS = ("optim_grads", CUT_WEIGHTS)
 
@@ -40,8 +44,9 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
             assert_silent(step.records, group="tp")
         _between_stages(row, run.part, step)
         _over_the_sequence(row, run.part, step)
-    whole_on_tp = row["tp"] > 1 and (row["sequence_parallel"] or row["qk_norm"])
-    _once_a_step(row, runs, number, group="tp", wanted=whole_on_tp)
+    partial = row["sequence_parallel"] or row["qk_norm"] or row["experts"] is not None
+    _once_a_step(row, runs, number, group="tp", wanted=row["tp"] > 1 and partial)
+    assert_expert_traffic(row, runs, number)
     for size in (2, 4):  # kv heads that several ranks hold
         replicas = row["tp"] // row["groups"]
         _once_a_step(row, runs, number, group=f"tp/{size}", wanted=replicas == size)
@@ -78,10 +83,11 @@ def _over_the_sequence(row: Row, part: StagePart, step: Step) -> None:
     if cp == 1:
         assert_silent(step.records, group="cp")
         return
-    forward = (part.attentions + part.attentions_again) * row["accumulation"]
-    backward = part.attentions * row["accumulation"]
+    forward = (part.attentions.count + part.attentions.again) * row["accumulation"]
+    backward = part.attentions.count * row["accumulation"]
     heads, groups = HEADS // row["tp"], max(1, row["groups"] // row["tp"])
-    head = cut_of(row).local_length * BATCH * HEAD_DIM * 4  # bytes of this rank's
+    channels = HEAD_DIM if row["attention"] == "grouped" else LATENT_CHANNELS
+    head = cut_of(row).local_length * BATCH * channels * 4  # bytes of this rank's
     pair = 2 * groups * head
     sent = heads + 2 * cp * sent_groups(groups, cp)  # heads that leave under a2a
     wanted = {
@@ -102,7 +108,7 @@ def _over_the_sequence(row: Row, part: StagePart, step: Step) -> None:
             raise AssertionError(
                 f"{len(found)} {kind} over cp, wanted {count} of {each}:\n{table(step.records)}"
             )
-    counted = 0 if row["per_token"] else 1
+    counted = (not row["per_token"]) + (row["experts"] is not None)  # tokens, and auxiliary losses
     assert_active(step.records, kind="all_reduce", group="cp", exactly=counted)
 
 
@@ -110,14 +116,20 @@ def _ties(row: Row, runs: Sequence[Run], number: int) -> None:
     """The gradient of a weight of the first and the last stage is summed over both, once."""
     for run in runs:
         found = matching(run.steps[number].records, kind="all_reduce", group="tied")
-        tied = row["tied"] and row["pp"] > 1 and (run.part.embedding or run.part.head)
+        tied = _is_shared(row) and row["pp"] > 1 and (run.part.embedding or run.part.head)
         # A rank whose range of the optimizer state holds nothing of it has nothing to sum.
         allowed = {1} if row["placement"] == "no_shard" or _lanes(row) == 1 else {0, 1}
         if len(found) not in (allowed if tied else {0}):
             raise AssertionError(f"{len(found)} sums over tied stages, tied is {tied}")
-    if row["tied"] and row["pp"] > 1:
+    if _is_shared(row) and row["pp"] > 1:
         everywhere = [record for run in runs for record in run.steps[number].records]
         assert_active(everywhere, kind="all_reduce", group="tied", at_least=2)
+
+
+def _is_shared(row: Row) -> bool:
+    """Return whether the first and the last stage share a weight: further predictions read the
+    embedding as well."""
+    return row["tied"] or row["predictions"] > 0
 
 
 def _lanes(row: Row) -> int:
@@ -127,8 +139,8 @@ def _lanes(row: Row) -> int:
 
 def _launched(row: Row, run: Run, step: Step) -> None:
     """All buckets are reduced during backward, unless they wait for its end; cut ones never do."""
-    at_once = row["overlap"] or (_lanes(row) > 1 and row["placement"] in CUT_GRADIENTS)
-    launched = len(run.buckets) if at_once else 0
+    cut = [b for b in run.buckets if row["placement"] in CUT_GRADIENTS and not b.alone]
+    launched = len(run.buckets if row["overlap"] else cut)
     if step.launched_in_backward != launched:
         raise AssertionError(
             f"{step.launched_in_backward} buckets reduced during backward, wanted {launched}"
@@ -136,8 +148,11 @@ def _launched(row: Row, run: Run, step: Step) -> None:
     if row["pp"] > 1:
         return  # a stage has as many layers as the cut gives it
     if _lanes(row) > 1 and row["placement"] == CUT_WEIGHTS:  # layers, and what is on either side
-        by_unit = len(run.buckets) == LAYERS + 2
-        if by_unit != (row["granularity"] == "unit") or len(run.buckets) < LAYERS + 2:
+        units = LAYERS + row["predictions"]
+        with_experts = 0 if row["experts"] is None else 1 + row["predictions"]
+        least = units + with_experts + 2
+        by_unit = len(run.buckets) == least
+        if by_unit != (row["granularity"] == "unit") or len(run.buckets) < least:
             raise AssertionError(f"by {row['granularity']}, but there are {len(run.buckets)}")
     elif (len(run.buckets) > 2) != (row["bucket"] == "small"):
         raise AssertionError(f"{row['bucket']} buckets, but there are {len(run.buckets)}")
@@ -195,13 +210,24 @@ def _gathers(row: Row, run: Run) -> None:
 
 
 def _all_reduces_in_regions(row: Row, part: StagePart) -> int:
-    """Return a rank's all-reduces over tp of all microbatches: a maximum and a sum for the loss,
+    """Return a rank's all-reduces over tp of all microbatches: a maximum and a sum for each loss,
     and without sequence parallelism one where a region ends, in forward and in backward, and where
-    one is run again."""
+    one is run again.
+
+    Latent attention enters three regions: for queries, for keys and values, for rotated features.
+    """
     if row["tp"] == 1:
         return 0
-    ends = 2 * part.blocks + part.again + part.embedding + part.head
-    return (2 * part.head + (0 if row["sequence_parallel"] else ends)) * row["accumulation"]
+    whole, latent = _regions(part), part.latent
+    ends = 2 * whole.count + whole.again + 4 * latent.count + latent.again
+    ends += part.embeddings + part.heads
+    return (2 * part.heads + (0 if row["sequence_parallel"] else ends)) * row["accumulation"]
+
+
+def _regions(part: StagePart) -> Blocks:
+    """Return the tensor-parallel regions of one entry and one end: a shared expert is one."""
+    count = part.plain.count + part.shared.count
+    return Blocks(count, part.plain.again + part.shared.again)
 
 
 def _in_regions(row: Row, part: StagePart, step: Step) -> None:
@@ -209,15 +235,18 @@ def _in_regions(row: Row, part: StagePart, step: Step) -> None:
 
     With sequence parallelism, entering a region gathers (in backward once more, for the weight's
     gradient) and leaving it scatters; in backward the other way round. A region that is run again
-    does both once more.
+    does both once more. Without it, a rank takes its part of the rows that go to experts, and all
+    are gathered behind them.
     """
-    ends = part.embedding + part.head
-    microbatches = row["accumulation"] if row["sequence_parallel"] else 0
-    for kind, count in (
-        ("all_gather", (3 * part.blocks + part.again + ends) * microbatches),
-        ("reduce_scatter", (2 * part.blocks + part.again + ends) * microbatches),
-    ):
-        assert_active(step.records, kind=kind, group="tp", exactly=count)
+    whole, latent, experts = _regions(part), part.latent, part.experts
+    ends = part.embeddings + part.heads
+    gathers = 3 * whole.count + whole.again + 6 * latent.count + 3 * latent.again + ends
+    scatters = 2 * whole.count + whole.again + 4 * latent.count + latent.again + ends
+    if not row["sequence_parallel"]:
+        gathers, scatters = 2 * experts.count + experts.again, 0
+    for kind, count in (("all_gather", gathers), ("reduce_scatter", scatters)):
+        exactly = count * row["accumulation"]
+        assert_active(step.records, kind=kind, group="tp", exactly=exactly)
 
 
 def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, wanted: bool) -> None:

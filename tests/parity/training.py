@@ -28,18 +28,20 @@ from megatron.core.distributed.formulas import (
     collectives_per_step,
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import Balance, RouterLoad, routers_of
 from megatron.core.optimizer import Optimizer, OptimizerConfig, StepResult
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.pipeline_parallel import Action
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
+from megatron.core.transformer import MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
+from tests.parity.experts import attention_config, moe_config, watched_routes
 from tests.parity.sequences import SEQUENCE, part_of, with_documents
 from tests.parity.stages import StagePart, pipeline, stage_part, stage_split
 from tests.support.covering_array import Row
-from tests.support.inputs import Microbatch, microbatch, one_thread
+from tests.support.inputs import Microbatch, generator, microbatch, one_thread
 from tests.support.mutants import Mutation, apply
 from tests.support.nan_memory import nan_memory
 
@@ -120,6 +122,10 @@ class Run:
     late: int = 0
     leased_bytes: int = 0
     steps: list[Step] = field(default_factory=list)
+    loads: list[RouterLoad] = field(default_factory=list)
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    margin: float = math.inf
+    dropped: int = 0
     weights: list[Piece] = field(default_factory=list)
 
 
@@ -129,17 +135,7 @@ def gpt_config(row: Row) -> GPTConfig:
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         vocab_size=row["vocabulary"],
-        attention=AttentionConfig(
-            num_attention_heads=HEADS,
-            num_query_groups=row["groups"],
-            kv_channels=HEAD_DIM,
-            qkv_bias=row["bias"] != "none",
-            output_bias=row["bias"] == "all",
-            qk_norm=row["qk_norm"],
-            dropout=row["dropout"],
-            window=row["window"],
-            sinks=row["sinks"],
-        ),
+        attention=attention_config(row, heads=HEADS, channels=HEAD_DIM),
         mlp=MLPConfig(
             ffn_hidden_size=FFN,
             gated=row["gated"],
@@ -149,6 +145,10 @@ def gpt_config(row: Row) -> GPTConfig:
         norm=NormConfig(kind=row["norm"]),
         tied=row["tied"],
         hidden_dropout=row["dropout"],
+        moe=moe_config(row),
+        ffn_pattern="-" * LAYERS if row["experts"] is None else "-" * (LAYERS - 1) + "E",
+        mtp_num_layers=row["predictions"],
+        mtp_loss_factor=0.4,
     )
 
 
@@ -157,7 +157,7 @@ def lane_data(row: Row, lane: int, step: int) -> list[Microbatch]:
     numbers = [step * row["accumulation"] + i for i in range(row["accumulation"])]
     made = [
         microbatch(
-            seed=SEED,
+            seed=row.get("seed", SEED),
             lane=lane,
             index=number,
             batch=BATCH,
@@ -179,7 +179,8 @@ def train_row(
     """Train the steps of `row` on this rank.
 
     Args:
-        initial: logical weights to start from; None keeps the model's own initial values.
+        initial: logical weights to start from; None trains nothing, and shows the model's own
+            initial values.
         lanes: the data lanes whose microbatches this rank works through.
     """
     config = data_parallel_config(row)
@@ -190,7 +191,12 @@ def train_row(
         seed=SEED,
         storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
         split=stage_split(row, LAYERS) if groups["pp"].size > 1 else None,
-        backend=replace(LOCAL, context_engine=row["engine"]),
+        backend=replace(
+            LOCAL,
+            context_engine=row["engine"],
+            dispatcher=row["dispatcher"],
+            overlap_shared_expert=row["overlap"],
+        ),
     )
     model.set_recompute(RECOMPUTE[row["recompute"]])
     engine = DataParallel(model.store, groups, config=config)
@@ -205,8 +211,13 @@ def train_row(
         buckets=[BucketSize.of(bucket) for bucket in model.store.buckets],
         part=stage_part(row, model, engine),
     )
-    if initial is not None:
-        write_weights(model.store, initial)
+    if initial is None:
+        return run
+    write_weights(model.store, initial)
+    balance = None
+    if model.config.moe is not None:
+        names, world = model.config.router_names, groups["world"]
+        balance = Balance(routers_of(model), names, config=model.config.moe, world=world)
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
@@ -214,11 +225,15 @@ def train_row(
             if groups["world"].size > 1:
                 data = [part_of(row, batch, groups["cp"].rank) for batch in data]
             run.steps.append(_trained(row, model, engine, optimizer, data))
+            if balance is not None:
+                balance.finish(applied=True)
         engine.start_param_sync(force_sync=True)
         run.late = 0 if link is None else link.count
     arenas = [engine.arena] if engine.gatherer is None else [engine.arena, engine.gatherer.arena]
     run.leased_bytes = sum(arena.live_bytes for arena in arenas)
     run.weights = weight_pieces(model.store)
+    run.states = model.store.states
+    run.loads = [] if balance is None else balance.report()
     return run
 
 
@@ -297,6 +312,8 @@ class _Watch:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the loss of every token; move the loss scale from the weights behind the model."""
         scale = self.scaler.scale
+        if "ahead" in more:
+            more["ahead"] = more["ahead"].scaled(1.0 / scale)
         loss, nll = self.model.loss(tokens, labels, token_weights / scale, **more)
         self.nll.append(nll.clone())
         return (loss if scale == 1.0 else loss * scale), nll
@@ -340,6 +357,9 @@ def write_weights(store: WeightStore, logical: Mapping[str, torch.Tensor]) -> No
             box = held.box
             where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             held.tensor.copy_(logical[box.name][where])
+    for name, state in store.states.items():
+        noise = torch.randn(state.shape, generator=generator(SEED, *name.encode()))
+        state.copy_(0.1 * noise)
 
 
 def assembled(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
@@ -378,7 +398,8 @@ def rank_of_row(
     """Train a row as one of its ranks, with faults planted if any are given."""
     for fault in faults:
         apply(fault)
-    sizes = {axis: row[axis] for axis in ("tp", "cp", "pp", "instances")}
+    sizes = {axis: row[axis] for axis in ("tp", "cp", "pp", "instances", "ep")}
+    sizes["etp"] = None if row["experts"] is None else row["etp"]
     grid = RankGrid(world_size=world, **sizes)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     with nan_memory():
@@ -389,8 +410,10 @@ def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
     """Train a row in this process: one rank that works through the data of all lanes, and keeps
     all activations."""
     kept = {**row, "recompute": "none", "link": "none"}
-    with one_thread():
-        return train_row(kept, ProcessGroupCollection.single(), initial, lanes=range(row["dp"]))
+    with one_thread(), watched_routes(row) as margins:
+        run = train_row(kept, ProcessGroupCollection.single(), initial, lanes=range(row["dp"]))
+    run.margin, run.dropped = margins.smallest, margins.dropped
+    return run
 
 
 def world_of(row: Row) -> int:

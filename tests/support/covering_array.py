@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,23 +49,61 @@ class _Space:
         self.constraints = list(constraints)
         constrained = {name for constraint in constraints for name in constraint.factors}
         self.constrained = [name for name in factors if name in constrained]
+        self._of = {
+            name: [c for c in self.constraints if name in c.factors] for name in self.constrained
+        }
+        self._known: dict[tuple[Hashable, ...], bool] = {}
+        self._parts: dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
 
     def consistent(self, row: Row) -> bool:
         """Tell whether no constraint whose factors all have values is broken."""
-        return all(
-            c.allowed(*(row[name] for name in c.factors))
-            for c in self.constraints
-            if all(name in row for name in c.factors)
-        )
+        return all(_holds(constraint, row) for constraint in self.constraints)
 
     def feasible(self, row: Row) -> bool:
         """Tell whether some complete row contains `row`. Factors without constraints are free."""
-        if not self.consistent(row):
-            return False
-        missing = next((name for name in self.constrained if name not in row), None)
-        if missing is None:
-            return True
-        return any(self.feasible({**row, missing: value}) for value in self.factors[missing])
+        fixed = {name: row[name] for name in self.constrained if name in row}
+        missing = tuple(name for name in self.constrained if name not in row)
+        return self.consistent(fixed) and self._completable(fixed, missing)
+
+    def _completable(self, row: Row, missing: tuple[str, ...]) -> bool:
+        """Tell whether values for `missing` exist; what no constraint joins is tried apart."""
+        if missing not in self._parts:
+            self._parts[missing] = list(self._divided(missing))
+        return all(self._has_values(row, part, near) for part, near in self._parts[missing])
+
+    def _has_values(self, row: Row, part: tuple[str, ...], near: tuple[str, ...]) -> bool:
+        """Tell whether values for a part exist, given those of the factors near it."""
+        key = part, tuple(row.get(name, self) for name in near)
+        if key not in self._known:
+            name, rest = part[0], part[1:]
+            self._known[key] = any(
+                all(_holds(c, longer) for c in self._of[name]) and self._completable(longer, rest)
+                for longer in ({**row, name: value} for value in self.factors[name])
+            )
+        return self._known[key]
+
+    def _divided(self, missing: Sequence[str]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Divide factors into sets that share no constraint, each with the other factors that
+        share one with it."""
+        left = list(missing)
+        while left:
+            part, near, edge = [], set(), [left[0]]
+            while edge:
+                name = edge.pop()
+                if name in left:
+                    left.remove(name)
+                    part.append(name)
+                    edge += [other for c in self._of[name] for other in c.factors]
+                elif name not in part:
+                    near.add(name)
+            yield tuple(part), tuple(sorted(near))
+
+
+def _holds(constraint: Constraint, row: Row) -> bool:
+    """Tell whether a constraint is not broken; it is not before all its factors have values."""
+    if any(name not in row for name in constraint.factors):
+        return True
+    return constraint.allowed(*(row[name] for name in constraint.factors))
 
 
 def tuples_of(row: Mapping[str, Hashable], strength: int) -> set[Tuple]:

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from megatron.core.models.multi_token import Ahead
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One lane's microbatch: tokens, labels [b, s] int64; loss_mask [b, s] fp32; sample_ids [b]."""
+    """One lane's microbatch: tokens, labels [b, s] int64; loss_mask [b, s] fp32; sample_ids [b];
+    what multi-token prediction reads and predicts, if anything."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     sample_ids: torch.Tensor
+    ahead: Ahead | None = field(default=None, kw_only=True)
 
     @property
     def documents(self) -> dict[str, torch.Tensor]:
         """Every row is one document."""
         return {}
 
-    def further(self, factor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Nothing is predicted beside the labels."""
-        return {}
+    def further(self, factor: torch.Tensor) -> dict[str, Ahead]:
+        """Return what is predicted beside the labels, token losses weighted by a factor."""
+        return {} if self.ahead is None else {"ahead": self.ahead.scaled(factor)}
 
 
 def generator(*key: int) -> torch.Generator:

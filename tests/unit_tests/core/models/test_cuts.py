@@ -151,7 +151,8 @@ def test_the_weights_of_a_whole_model_need_no_memory(name: str):
     }
     assert model.num_parameters == model.store.num_parameters
     assert model.num_parameters == sum(math.prod(shape) for shape in found.values())
-    huge = dataclasses.replace(MODELS[name], num_layers=2, hidden_size=1 << 20, vocab_size=1 << 20)
+    sizes = {"num_layers": 2, "ffn_pattern": "", "hidden_size": 1 << 20, "vocab_size": 1 << 20}
+    huge = dataclasses.replace(MODELS[name], **sizes)
     assert logical_weights(huge)["embedding.weight"] == (1 << 20, 1 << 20)
 
 

@@ -193,7 +193,7 @@ def test_layers_are_cut_into_runs():
     assert block.runs(5) == [(0, 1, True), (1, 2, True), (2, 5, False)]
     assert block.runs(2) == [(0, 1, True), (1, 2, True)]
     with pytest.raises(ValueError, match="recompute-num-layers 2 is more than the 1 layers"):
-        model_of(dataclasses.replace(CONFIG, num_layers=1), uniform)
+        model_of(dataclasses.replace(CONFIG, num_layers=1, ffn_pattern=""), uniform)
     for wrong in ({"granularity": "full"}, {"granularity": "full", "method": "block"}):
         with pytest.raises(ValueError, match="full recompute needs recompute-method"):
             Recompute(**wrong)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the experts of a row send: the formulas that its trace is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.moe.dispatch import dispatched_rows
+from tests.parity.experts import TOPK
+from tests.parity.sequences import SEQUENCE, cut_of
+from tests.parity.training import BATCH, HIDDEN, Run
+from tests.support.activation import assert_active, assert_silent, matching
+from tests.support.covering_array import Row
+
+_GROUP = "etp_ep"
+
+
+def assert_expert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
+    """Fail unless tokens were dispatched as often, and as many bytes of them, as the row says."""
+    for run in runs:
+        records = run.steps[number].records
+        counted = run.part.experts.count * row["accumulation"]
+        alone = row["tp"] * row["cp"] == 1
+        assert_active(records, kind="all_reduce", group="tp_cp", exactly=0 if alone else counted)
+    size = row["etp"] * row["ep"]
+    if row["experts"] is None or size == 1:
+        for run in runs:
+            assert_silent(run.steps[number].records, group=_GROUP)
+    elif row["dispatcher"] == "allgather":
+        _gathers(row, runs, number, size=size)
+    else:
+        _exchanges(row, runs, number)
+
+
+def _rows(row: Row) -> int:
+    """Return the rows that a rank routes in a microbatch."""
+    whole = row["cp"] == 1 and row["documents"] == "whole"
+    length = SEQUENCE if whole else cut_of(row).local_length
+    return -(-length * BATCH // row["tp"])
+
+
+def _gathers(row: Row, runs: Sequence[Run], number: int, *, size: int) -> None:
+    """Features and weights of all rows go to all ranks, and addends of their sums come back."""
+    features, weights = 4 * size * _rows(row) * HIDDEN, 4 * size * _rows(row) * TOPK
+    assert features == 4 * HIDDEN * dispatched_rows(
+        "allgather", tokens=_rows(row), topk=TOPK, etp=row["etp"], ep=row["ep"]
+    )
+    for run in runs:
+        experts, microbatches = run.part.experts, row["accumulation"]
+        forward = (experts.count + experts.again) * microbatches
+        backward = experts.count * microbatches
+        for kind, count, total in (
+            (
+                "all_gather",
+                2 * forward + backward,
+                (features + weights) * forward + features * backward,
+            ),
+            (
+                "reduce_scatter",
+                forward + 2 * backward,
+                features * forward + (features + weights) * backward,
+            ),
+        ):
+            records = run.steps[number].records
+            assert_active(records, kind=kind, group=_GROUP, exactly=count, exactly_bytes=total)
+
+
+def _exchanges(row: Row, runs: Sequence[Run], number: int) -> None:
+    """Each row goes to its experts' ranks and back, in both directions; fewer if some are dropped.
+
+    A rank sends as many rows as it has, but gets as many as want its experts: so the bytes are
+    those of all ranks together.
+    """
+    each = (
+        4
+        * HIDDEN
+        * dispatched_rows("alltoall", tokens=_rows(row), topk=TOPK, etp=row["etp"], ep=row["ep"])
+    )
+    sent = wanted = 0
+    for run in runs:
+        experts, microbatches = run.part.experts, row["accumulation"]
+        count = (4 * experts.count + 2 * experts.again) * microbatches
+        records = run.steps[number].records
+        assert_active(records, kind="all_to_all", group=_GROUP, exactly=count)
+        sent += sum(record.bytes for record in matching(records, kind="all_to_all", group=_GROUP))
+        wanted += count * each
+    full = row["capacity"] is None
+    if not (sent == wanted if full else 0 < sent < wanted):
+        raise AssertionError(f"{sent} bytes dispatched, {wanted} wanted, capacity {not full}")

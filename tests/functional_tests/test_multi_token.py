@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with multi-token prediction: on ranks that share tokens and layers, and over a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing import read_manifest
+from tests.functional_tests.small_run import flags, losses, run_here, run_on, write_tokens
+
+PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
+DEPTHS = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
+COMMON = f"--train-iters 4 --eval-interval 2 --lr-warmup-iters 0 {PACKED} {DEPTHS}"
+BOTH = "--context-parallel-size 2 --pipeline-model-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> Path:
+    """Return where documents are, which a token ends."""
+    prefix = write_tokens(tmp_path_factory.mktemp("data") / "tokens")
+    described = {"tokenizer": {"vocab_size": 61, "eod": 3}}
+    prefix.with_suffix(".json").write_text(json.dumps(described))
+    return prefix
+
+
+def test_a_run_goes_on_over_ranks_that_share_tokens_and_layers(prefix, tmp_path):
+    whole, without = tmp_path / "whole.jsonl", tmp_path / "without.jsonl"
+    run_on(1, flags(prefix, f"{COMMON} --metrics-file {whole}"))
+    plain = COMMON.replace(DEPTHS, "")
+    run_on(1, flags(prefix, f"{plain} --metrics-file {without}"))
+    parts = tmp_path / "parts"
+    run_on(1, flags(prefix, f"{COMMON} --save {parts} --exit-interval 2"))
+    more = "--pipeline-schedule zb-h1"
+    run_on(4, flags(prefix, f"{COMMON} {BOTH} --save {parts} --load {parts} {more}"))
+    expected, found = losses(whole), losses(parts / "metrics.jsonl")
+    assert found == pytest.approx(expected, rel=1e-6)
+    reached = losses(parts / "metrics.jsonl", "validation")
+    assert reached == pytest.approx(losses(whole, "validation"), rel=1e-6)
+    # The first loss is that of the main model alone; what it learns is not.
+    alone = losses(without)
+    assert expected[1] == pytest.approx(alone[1], rel=1e-6)
+    assert abs(expected[4] - alone[4]) > 1e-3
+    held = read_manifest(parts / "iter_0000004").tensors
+    assert "mtp.1.projection.weight" in held
+    assert "optimizer.exp_avg/mtp.1.projection.weight" in held
+
+
+def test_what_cannot_be_predicted_is_refused(prefix, capsys):
+    cases = {
+        "--mtp-num-layers 24": "--mtp-num-layers 24: samples of 24 tokens have none so far ahead",
+        "--mtp-num-layers 0": "--mtp-num-layers",
+        "--mtp-loss-scaling-factor 0.5": "has no effect without --mtp-num-layers: add that",
+        "--mtp-num-layers 1 --mtp-loss-scaling-factor -1": "--mtp-loss-scaling-factor",
+    }
+    for more, wanted in cases.items():
+        assert run_here(flags(prefix, more)) == 2
+        said = capsys.readouterr().err
+        assert wanted in said
+        assert said.count("\n") == 1

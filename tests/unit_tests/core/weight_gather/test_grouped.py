@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of runs of rows with matrices of their own, against fp64 products row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.initialize import InitSpec
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped_linear
+from megatron.core.weight_sharding import Segment, WeightSharding
+from tests.support.closeness import assert_all_close, assert_close_by_metric
+from tests.support.inputs import generator
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.distributed.engine_steps import cut
+
+#: Operands are rounded to bf16 (2^-9) before and results after each product, then summed in fp32.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1.5e-2}
+RUNS, F, H = 4, 5, 6
+#: Rows of each run in two microbatches: a run that is empty at first, later, always, all but one.
+COUNTS = {
+    "uneven": ((3, 1, 7, 2), (1, 5, 2, 4)),
+    "empty first": ((0, 4, 0, 3), (2, 1, 6, 0)),
+    "empty always": ((3, 0, 7, 0), (1, 0, 2, 0)),
+    "one run": ((0, 0, 9, 0), (0, 8, 0, 0)),
+    "no rows, then some": ((0, 0, 0, 0), (1, 2, 0, 3)),
+}
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Slot:
+    """A sink of gradients whose slots are NaN until they are written."""
+
+    def __init__(self, *handles: WeightHandle) -> None:
+        self.handles, self.puts = handles, 0
+        for handle in handles:
+            handle.gradients = self
+
+    def open(self) -> None:
+        for handle in self.handles:
+            handle.slot = torch.full(handle.shape, torch.nan)
+
+    def put_done(self, handle: WeightHandle) -> None:
+        self.puts += 1
+
+
+def declared(store: WeightStore) -> tuple[WeightHandle, WeightHandle]:
+    """Declare gate and up, fused by experts [2 RUNS, F, H], and down [RUNS, H, F]."""
+    parts = [Segment(name=name, shape=(RUNS, F, H), cuts=()) for name in ("gate", "up")]
+    fused = WeightSharding(name="gate_up", segments=tuple(parts), interleave=RUNS, expert=True)
+    down = WeightSharding.of("down", (RUNS, H, F), expert=True)
+    return tuple(store.declare(s, InitSpec.normal(0.5)) for s in (fused, down))
+
+
+def built(dtype: torch.dtype = torch.float32) -> tuple[WeightStore, WeightHandle, Slot]:
+    """Return a store in a single process, the fused weight and what collects its gradient."""
+    store = WeightStore(ProcessGroupCollection.single(), seed=4, dtype=dtype)
+    handle, down = declared(store)
+    store.materialize()
+    return store, handle, Slot(handle, down)
+
+
+def values(*shape: int, key: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normal values."""
+    return torch.randn(shape, generator=generator(8, key, *shape)).to(dtype)
+
+
+def runs_of(counts: tuple[int, ...]) -> RowRuns:
+    return RowRuns.of(torch.tensor(counts))
+
+
+def by_rows(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, counts: tuple) -> Gradients:
+    """Return y, dx and dW in fp64 from matrices [RUNS, o, h], each row with a copy of its own."""
+    weight, x, grad = (t.detach().double() for t in (weight, x, grad))
+    owner = torch.arange(RUNS).repeat_interleave(torch.tensor(counts))
+    each = weight[owner]  # [r, o, h]
+    outer = grad.unsqueeze(2) * x.unsqueeze(1)  # [r, o, h]
+    d_weight = torch.stack([outer[owner == e].sum(0) for e in range(RUNS)])
+    return (each @ x.unsqueeze(2)).squeeze(2), (grad.unsqueeze(1) @ each).squeeze(1), d_weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", COUNTS)
+def test_products_and_gradients_over_two_microbatches(dtype, case):
+    _, handle, slot = built(dtype)
+    weight = handle.get().view(RUNS, 2 * F, H)
+    total = torch.zeros_like(weight, dtype=torch.float64)
+    with nan_memory():
+        for key, counts in enumerate(COUNTS[case]):
+            rows = sum(counts)
+            x = values(rows, H, key=key, dtype=dtype).requires_grad_()
+            grad = values(rows, 2 * F, key=key, dtype=dtype)
+            out = grouped_linear(handle, x, runs_of(counts))
+            out.backward(grad)
+            wanted, dx, dw = by_rows(weight, x, grad, counts)
+            total += dw
+            assert (out.dtype, x.grad.dtype) == (dtype, dtype)
+            assert_close_by_metric("output", out, wanted, bound=BOUNDS[dtype])
+            assert_close_by_metric("input gradient", x.grad, dx, bound=BOUNDS[dtype])
+    found = handle.slot.view_as(total)
+    assert (slot.puts, handle.slot.dtype, handle.anchor.grad) == (2, torch.float32, None)
+    assert_close_by_metric("weight gradient", found, total, bound=BOUNDS[dtype])
+    unused = [e for e, pair in enumerate(zip(*COUNTS[case], strict=True)) if not any(pair)]
+    assert found[unused].count_nonzero() == 0
+
+
+def test_the_rows_of_a_fused_weight_are_gate_then_up_of_each_expert():
+    store, handle, _ = built()
+    found = {}
+    for box in store.boxes(handle):
+        view = handle.get().view(-1)[box.start : box.start + box.numel].view(box.sizes)
+        found.setdefault(box.name, []).append(view)
+    gate, up = (torch.cat(found[name]) for name in ("gate", "up"))
+    x, counts = values(7, H, key=3), (2, 0, 4, 1)
+    out = grouped_linear(handle, x, runs_of(counts))
+    owner = torch.arange(RUNS).repeat_interleave(torch.tensor(counts))
+    for part, weight in zip(out.chunk(2, -1), (gate, up), strict=True):
+        wanted = torch.einsum("rfh,rh->rf", weight[owner].double(), x.double())
+        assert_close_by_metric("half", part, wanted, bound=1e-6)
+
+
+def test_gradients_may_be_expanded():
+    _, handle, _ = built()
+    x, runs = values(7, H, key=5).requires_grad_(), runs_of((2, 0, 4, 1))
+    grouped_linear(handle, x, runs).sum().backward()
+    once, slot = x.grad.clone(), handle.slot.clone()
+    x.grad, handle.fresh = None, True
+    grouped_linear(handle, x, runs).backward(torch.ones(7, 2 * F))
+    assert torch.equal(x.grad, once)
+    assert torch.equal(handle.slot, slot)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_split_backward_is_bitwise_the_unsplit_one(dtype):
+    (_, whole, _), (store, split, sink) = built(dtype), built(dtype)
+    for key, counts in enumerate(COUNTS["empty first"]):
+        x = values(sum(counts), H, key=key, dtype=dtype)
+        grad = values(sum(counts), 2 * F, key=key, dtype=dtype)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        grouped_linear(whole, a, runs_of(counts)).backward(grad)
+        out = grouped_linear(split, b, runs_of(counts))
+        with store.defer() as queue:
+            out.backward(grad)
+        assert (len(queue), sink.puts) == (1, key)
+        assert torch.equal(a.grad, b.grad)
+        queue.drain()
+    assert torch.equal(whole.slot, split.slot)
+
+
+def test_frozen_experts_pass_gradients_on_and_save_nothing():
+    (_, handle, _), (_, frozen, sink) = built(), built()
+    frozen.anchor.requires_grad_(False)
+    x, runs = values(7, H, key=5), runs_of((2, 0, 4, 1))
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    grouped_linear(handle, a, runs).square().sum().backward()
+    out = grouped_linear(frozen, b, runs)
+    assert out.grad_fn.saved_tensors == (None,)
+    out.square().sum().backward()
+    assert torch.equal(a.grad, b.grad)
+    assert (sink.puts, frozen.slot) == (0, None)
+
+
+def test_what_does_not_fit_is_named():
+    _, handle, _ = built()
+    for x, counts, message in (
+        (torch.ones(3, H), (1, 1, 0, 0), r"gate_up: runs of 2 rows of x \(3, 6\)"),
+        (torch.ones(2, H + 1), (1, 1, 0, 0), r"gate_up \[8, 5, 6\] must be \[4 · c, o/c, 7\]"),
+        (torch.ones(2, H), (1, 1, 0), r"must be \[3 · c, o/c, 6\], a matrix for each of 3 runs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grouped_linear(handle, x, runs_of(counts))
+
+
+def two_layers(handles: tuple[WeightHandle, WeightHandle], rank: int) -> Gradients:
+    """Run rows of one rank through both weights and back: output, input gradient and rows."""
+    counts = ((3, 0, 4, 1), (0, 5, 2, 2))[rank]
+    x = values(sum(counts), H, key=10 + rank).requires_grad_()
+    inner = grouped_linear(handles[0], x, runs_of(counts))
+    out = grouped_linear(handles[1], inner[:, :F] * torch.tanh(inner[:, F:]), runs_of(counts))
+    out.backward(values(len(x), H, key=20 + rank))
+    return out.detach(), x.grad, x.detach()
+
+
+def through_shards(rank: int, world: int, strategy: str) -> dict[str, int]:
+    """Compare weights stored in shards with whole ones in this process alone."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    config = DataParallelConfig(strategy=strategy)
+    store = WeightStore(groups, seed=4)
+    handles = declared(store)
+    store.materialize(config.storage())
+    engine = DataParallel(store, groups, config=config)
+    engine.begin_step()
+    engine.accumulate(last=True)
+    mine = two_layers(handles, rank)
+    engine.finish()
+
+    alone = WeightStore(ProcessGroupCollection.single(), seed=4)
+    whole = declared(alone)
+    alone.materialize()
+    Slot(*whole)
+    others = [two_layers(whole, r) for r in range(world)]
+    for name, got, ref in zip(("output", "input gradient"), mine, others[rank], strict=False):
+        assert torch.equal(got, ref), name
+    wanted = {}
+    for handle in whole:
+        for box in alone.boxes(handle):
+            part = handle.slot.view(-1)[box.start : box.start + box.numel].view(box.sizes)
+            wanted.setdefault(box.name, []).append(part)
+    wanted = {name: torch.cat(parts) for name, parts in wanted.items()}
+    pairs = {}
+    for owned in engine.owned():
+        for i, placed in enumerate(owned.boxes):
+            name = f"{placed.box.name}.{i}"
+            pairs[name] = placed.of(owned.gradients), cut(wanted[placed.box.name], placed.box)
+    assert_all_close({n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()})
+    return {
+        "held": sum(b.weights.data.numel() for b in store.buckets),
+        "compared": sum(b.numel() for _, b in pairs.values()),
+    }
+
+
+def test_weights_in_shards_are_gathered():
+    number = 3 * RUNS * F * H
+    whole = run_ranks(through_shards, 2, "no_shard")
+    assert all(found["held"] >= number and found["compared"] == number for found in whole)
+    shards = run_ranks(through_shards, 2, "optim_grads_params")
+    assert all(found["held"] < 0.8 * number for found in shards)
+    assert sum(found["compared"] for found in shards) == number

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megatron.core.weight_gather import Storage
 from megatron.hf.export_folder import export_folder
 from megatron.hf.folder import open_folder, read_json
 from megatron.hf.import_folder import import_folder
-from megatron.hf.model_config import read_model
+from megatron.hf.model_config import read_folder, read_model
 from megatron.hf.read_weights import read_weights
 from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpoint_io import weight_chunks
@@ -93,7 +94,7 @@ def check_halves(path: Path, *, slack: int) -> None:
             for dim, span in enumerate(spans.rstrip("]").split(", ")):
                 begin, end = map(int, span.split(":"))
                 part = part.narrow(dim, begin, end - begin)
-            assert float(part.double().sum()) == value
+            assert float(part.double().sum()) == pytest.approx(value, rel=1e-12)
 
 
 def test_two_ranks_read_their_slices_and_nothing_else(tmp_path: Path) -> None:
@@ -102,44 +103,58 @@ def test_two_ranks_read_their_slices_and_nothing_else(tmp_path: Path) -> None:
         check_halves(save_folder(model, tmp_path / case), slack=8 << 10)
 
 
-def random_folder(path: Path, *, megabytes: int) -> Path:
-    """Write a folder of about that size without a model of that size in memory."""
-    save_folder(make_model("llama-3to1"), path)
+def random_folder(path: Path, case: str = "llama-3to1", **shape: Any) -> Path:
+    """Write a folder of a shape without a model of that size in memory."""
+    save_folder(make_model(case), path)
     for file in path.glob("*.safetensors"):
         file.unlink()
-    layers = megabytes // 50
-    change_json(
-        path / "config.json",
-        hidden_size=768,
-        intermediate_size=4096,
-        num_hidden_layers=layers,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=32000 if megabytes > 200 else 3200,
-        dtype="float32",
-    )
+    change_json(path / "config.json", dtype="float32", **shape)
     described = read_model(read_json(path / "config.json"), where="x")
     shards: dict[str, dict[str, torch.Tensor]] = {}
     weight_map = {}
-    tensors = tensor_map(described.kind, described.config).theirs.values()
-    for number, tensor in enumerate(tensors):
+    wanted = tensor_map(described.kind, described.config).theirs.values()
+    for number, tensor in enumerate(wanted):
         name = f"part-{number // 9:03d}.safetensors"
         shards.setdefault(name, {})[tensor.name] = torch.randn(tensor.shape)
         weight_map[tensor.name] = name
         if (number + 1) % 9 == 0:
             save_file(shards.pop(name), path / name)
-    for name, tensors in shards.items():
-        save_file(tensors, path / name)
+    for name, rest in shards.items():
+        save_file(rest, path / name)
     (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     change_json(path / "model.safetensors.index.json", weight_map=weight_map)
     return path
 
 
+#: Shapes of folders, of which each layer takes 50 MB.
+WIDE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 4096,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 3200,
+}
+#: And of layers with 32 experts, of three matrices of 0.27 MB: less than a block of a checkpoint.
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 512,
+    "moe_intermediate_size": 131,
+    "n_routed_experts": 32,
+    "n_group": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "qk_nope_head_dim": 48,
+    "qk_head_dim": 58,
+    "v_head_dim": 40,
+    "kv_lora_rank": 256,
+    "num_hidden_layers": 5,
+}
+
+
 def convert_both_ways(rank: int, world: int, path: Path, out: Path) -> list[int]:
     """Import and export in a process of its own; return the memory that each has gained."""
     folder = open_folder(path)
-    described = read_model(folder.config, where="x")
+    described = read_folder(folder)
     gained = []
     memory = PeakMemory()
     checkpoint = import_folder(folder, described, str(out / "checkpoints"))
@@ -163,15 +178,21 @@ def check_stream(path: Path, out: Path) -> None:
     assert abs(again - size) < 64 << 10
 
 
-def test_conversion_of_a_model_larger_than_the_bound_on_memory(tmp_path: Path) -> None:
-    path = random_folder(tmp_path / "model", megabytes=150)
+@pytest.mark.parametrize(
+    ("case", "shape"), [("llama-3to1", {**WIDE, "num_hidden_layers": 3}), ("deepseek", EXPERTS)]
+)
+def test_conversion_of_a_model_larger_than_the_bound_on_memory(
+    case: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    path = random_folder(tmp_path / "model", case, **shape)
     assert sum(f.stat().st_size for f in path.glob("*.safetensors")) > 100 * MB
     check_stream(path, tmp_path)
 
 
 @pytest.mark.slow
 def test_conversion_and_slices_of_500_mb(tmp_path: Path) -> None:
-    path = random_folder(tmp_path / "model", megabytes=450)
+    wide = {**WIDE, "vocab_size": 32000, "num_hidden_layers": 9}
+    path = random_folder(tmp_path / "model", **wide)
     assert sum(f.stat().st_size for f in path.glob("*.safetensors")) > 450 * MB
     check_stream(path, tmp_path)
     check_halves(path, slack=64 << 10)

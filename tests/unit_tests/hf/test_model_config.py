@@ -52,7 +52,7 @@ def test_what_is_absent_has_the_default_of_transformers() -> None:
 
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mistral"}, "model_type is 'mistral': supported are llama, qwen3"),
+    ({"model_type": "mistral"}, "model_type is 'mistral': supported are llama, qwen3, mixtral"),
     ({"model_type": None}, "model_type is None"),
     ({"model_type": ["llama"]}, "model_type is"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),

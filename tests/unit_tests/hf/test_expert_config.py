@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json of models with experts: read, written and read back, and what is refused in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.ops.rope import RopeScaling
+from megatron.core.transformer import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    MLPConfig,
+    NormConfig,
+    RopeConfig,
+)
+from megatron.hf.config_json import differences, function_of, write_config
+from megatron.hf.model_config import read_model
+from megatron.hf.rope_fields import yarn_magnitude
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "num_experts_per_tok": 2,
+}
+MIXTRAL = {**SHAPE, "model_type": "mixtral", "num_local_experts": 8}
+QWEN3_MOE = {**SHAPE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24}
+DEEPSEEK = {
+    **SHAPE,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (MIXTRAL, {"num_local_experts": None}, "num_local_experts is None"),
+    (MIXTRAL, {"num_experts": 9}, "num_experts is 9: num_local_experts is 8"),
+    (MIXTRAL, {"num_experts_per_tok": 9}, "moe-router-topk 9 must be in 1"),
+    (MIXTRAL, {"num_experts_per_tok": 1}, "do not normalise"),
+    (MIXTRAL, {"sliding_window": 4096}, "sliding_window is 4096"),
+    (MIXTRAL, {"sliding_window": 64, "use_sliding_window": False}, "sliding_window is 64"),
+    (MIXTRAL, {"attention_bias": True}, "attention_bias is True"),
+    (MIXTRAL, {"n_shared_experts": 3}, "n_shared_experts is 3: this changes the model"),
+    (MIXTRAL, {"moe_intermediate_size": 64}, "moe_intermediate_size is 64: this changes"),
+    (MIXTRAL, {"kv_lora_rank": 64}, "kv_lora_rank is 64: this changes"),
+    (QWEN3_MOE, {"num_experts": "8"}, "num_experts is '8'"),
+    (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers is 3: expected numbers of layers"),
+    (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    (QWEN3_MOE, {"norm_topk_prob": 1}, "norm_topk_prob is 1: expected true or false"),
+    (QWEN3_MOE, {"shared_expert_intermediate_size": 9}, "shared_expert_intermediate_size is 9"),
+    (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+    (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func is 'softmax': supported is 'sigmoid'"),
+    (DEEPSEEK, {"topk_method": "greedy"}, "topk_method is 'greedy': supported is 'noaux_tc'"),
+    (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq is 2: supported is 1"),
+    (DEEPSEEK, {"attention_bias": True}, "attention_bias is True"),
+    (DEEPSEEK, {"n_shared_experts": 0}, "n_shared_experts is 0"),
+    (DEEPSEEK, {"n_group": 3}, "moe-router-num-groups 3 must divide"),
+    (DEEPSEEK, {"n_group": 8}, "2 candidates of a group of 1"),
+    (DEEPSEEK, {"topk_group": 5}, "moe-router-group-topk 5 of 4"),
+    (DEEPSEEK, {"first_k_dense_replace": -1}, "an integer that is not negative"),
+    (DEEPSEEK, {"num_key_value_heads": 3}, "num_key_value_heads is 3: supported is 6"),
+    (DEEPSEEK, {"head_dim": 12}, "head_dim is 12: supported is 4"),
+    (DEEPSEEK, {"qk_head_dim": 10}, "qk_head_dim is 10: supported is 12"),
+    (DEEPSEEK, {"qk_rope_head_dim": 5}, "is 5: rotary position embedding needs an even"),
+    (DEEPSEEK, {"kv_lora_rank": None}, "kv_lora_rank is None"),
+    (DEEPSEEK, {"rope_interleave": 1}, "rope_interleave is 1"),
+    (DEEPSEEK, {"num_experts": 16}, "num_experts is 16: this changes"),
+    (
+        DEEPSEEK,
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+        "mscale_all_dim is 1.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "text"), WRONG)
+def test_a_value_that_is_not_supported_is_named(
+    base: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    assert read_model(base, where="x").config.moe is not None
+    with pytest.raises(ValueError, match=text) as error:
+        read_model({**base, **changes}, where="dir/config.json")
+    assert "dir/config.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_q_lora_rank_is_null_or_a_number_but_not_absent() -> None:
+    attention = read_model({**DEEPSEEK, "q_lora_rank": None}, where="x").config.attention
+    assert isinstance(attention, LatentAttentionConfig)
+    assert attention.q_lora_rank is None
+    absent = {key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"}
+    with pytest.raises(ValueError, match="q_lora_rank is absent"):
+        read_model(absent, where="x")
+
+
+def test_what_is_absent_has_the_default_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for fields, name in ((MIXTRAL, "Mixtral"), (QWEN3_MOE, "Qwen3Moe"), (DEEPSEEK, "DeepseekV3")):
+        theirs = getattr(transformers, f"{name}Config")(**fields)
+        found = read_model(fields, where="x").config
+        assert found.norm.epsilon == theirs.rms_norm_eps
+        assert found.rope is not None
+        assert found.rope.base == theirs.rope_parameters["rope_theta"]
+        assert found.tied == theirs.tie_word_embeddings
+        assert found.moe is not None
+        normalized = True if name == "Mixtral" else theirs.norm_topk_prob
+        assert found.moe.router.normalize == normalized
+        assert found.moe.num_experts == theirs.num_local_experts
+        if name != "Mixtral":
+            both = {"num_local_experts": 8, "num_experts": None, "n_routed_experts": None}
+            assert read_model({**fields, **both}, where="x").config == found
+        if name == "DeepseekV3":
+            assert found.rope.interleaved == theirs.rope_interleave
+    absent = {k: v for k, v in MIXTRAL.items() if k != "num_key_value_heads"}
+    assert transformers.MixtralConfig(**absent).num_key_value_heads == 8
+    with pytest.raises(ValueError, match="num-query-groups 8"):
+        read_model(absent, where="x")
+
+
+def test_layers_with_experts_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for changes in (
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": [0, 3]},
+        {"decoder_sparse_step": 3, "mlp_only_layers": [2]},
+    ):
+        fields = {**QWEN3_MOE, "num_hidden_layers": 7, **changes}
+        with torch.device("meta"):
+            model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
+        found = "".join(
+            "E" if "experts" in dict(x.mlp.named_children()) else "-" for x in model.model.layers
+        )
+        assert read_model(fields, where="x").config.ffn_pattern == found
+        assert set(found) == {"E", "-"}
+
+
+def test_the_softmax_scale_of_yarn_is_that_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for changes, softmax in (
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, True),
+        ({"mscale": 0.707, "mscale_all_dim": 0.9}, True),
+        ({"mscale": 0.707}, False),
+        ({}, False),
+        ({"mscale_all_dim": 1.3, "attention_factor": 0.8}, True),
+    ):
+        yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64}
+        fields = {**DEEPSEEK, "rope_parameters": {**yarn, **changes, "rope_theta": 1e4}}
+        with torch.device("meta"):
+            model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**fields))
+        found = read_model(fields, where="x").config
+        assert isinstance(found.attention, LatentAttentionConfig)
+        assert (found.attention.scale_factor != 1.0) == softmax
+        scale = found.attention.scale_factor * 12**-0.5
+        assert scale == pytest.approx(model.model.layers[0].self_attn.scaling)
+        assert found.rope is not None
+        assert found.rope.scaling is not None
+        assert found.rope.scaling.magnitude == pytest.approx(
+            model.model.rotary_emb.attention_scaling
+        )
+
+
+def test_norms_of_low_rank_vectors_have_their_own_epsilon() -> None:
+    found = read_model({**DEEPSEEK, "rms_norm_eps": 1e-5}, where="x").config
+    assert isinstance(found.attention, LatentAttentionConfig)
+    assert (found.norm.epsilon, found.attention.norm_epsilon) == (1e-5, 1e-6)
+    fields = write_config(found, max_length=9, dtype=torch.float32, end_tokens=())
+    assert read_model(fields, where="x").config == found
+    other = replace(found, attention=replace(found.attention, norm_epsilon=None))
+    with pytest.raises(ValueError, match=r"attention.norm_epsilon is 1e-05, there 1e-06"):
+        write_config(other, max_length=9, dtype=torch.float32, end_tokens=())
+
+
+def test_further_prediction_counts_if_files_hold_it() -> None:
+    fields = {**DEEPSEEK, "num_nextn_predict_layers": 2}
+    assert read_model(fields, where="x").config.mtp_num_layers == 0
+    model = read_model(fields, where="x", further=True).config
+    assert model.mtp_num_layers == 2
+    kept = write_config(model, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
+    assert kept == {**fields, "dtype": "float32"}
+    fewer = replace(model, mtp_num_layers=1)
+    kept = write_config(fewer, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
+    assert kept["num_nextn_predict_layers"] == 1
+    mixtral = replace(read_model(MIXTRAL, where="x").config, mtp_num_layers=1)
+    with pytest.raises(ValueError, match="mtp_num_layers is 1, there 0"):
+        write_config(mixtral, max_length=9, dtype=torch.float32, end_tokens=())
+
+
+def test_what_only_training_sees_is_no_difference() -> None:
+    model = read_model(DEEPSEEK, where="x").config
+    assert model.moe is not None
+    router = replace(
+        model.moe.router,
+        bias_update_rate=0.5,
+        balance="seq_aux_loss",
+        aux_loss_coeff=0.1,
+        z_loss_coeff=0.1,
+        jitter=0.1,
+    )
+    moe = replace(model.moe, router=router, capacity_factor=1.5, drop_policy="position")
+    trained = replace(model, moe=moe, mtp_loss_factor=0.7, hidden_dropout=0.1)
+    assert differences(model, trained) == []
+    assert function_of(trained) == function_of(model)
+
+
+def test_what_makes_another_function_is_named_and_what_no_architecture_has_not_written() -> None:
+    model = read_model(DEEPSEEK, where="x").config
+    moe = model.moe
+    assert moe is not None
+
+    def routed(**changes: Any) -> GPTConfig:
+        return replace(model, moe=replace(moe, router=replace(moe.router, **changes)))
+
+    def shaped(**changes: Any) -> GPTConfig:
+        return replace(model, moe=replace(moe, **changes))
+
+    for name, other, exported in (
+        ("moe.router.topk", routed(topk=3), True),
+        ("moe.router.scaling_factor", routed(scaling_factor=1.0), True),
+        ("moe.router.group_topk", routed(group_topk=3), True),
+        ("moe.router.group_candidates", routed(group_candidates=1), False),
+        ("moe.router.expert_bias", routed(expert_bias=False), False),
+        ("moe.router.score_function", routed(score_function="softmax"), False),
+        ("moe.shared_ffn_hidden_size", shaped(shared_ffn_hidden_size=30), False),
+        ("moe.shared_gate", shaped(shared_gate=True), False),
+        ("moe.gated", shaped(gated=False, activation="gelu"), False),
+        ("ffn_pattern", replace(model, ffn_pattern="E-E"), False),
+    ):
+        assert any(text.startswith(name) for text in differences(model, other)), name
+        if exported:
+            fields = write_config(other, max_length=9, dtype=torch.float32, end_tokens=())
+            assert not differences(read_model(fields, where="x").config, other)
+            continue
+        with pytest.raises(ValueError, match=rf"cannot be exported as DeepseekV3.*{name}"):
+            write_config(other, max_length=9, dtype=torch.float32, end_tokens=())
+
+
+@st.composite
+def models(draw: st.DrawFn) -> GPTConfig:
+    """Draw a model with experts that one of the architectures can be."""
+    kind = draw(st.sampled_from(["mixtral", "qwen3_moe", "deepseek_v3"]))
+    layers, inner = draw(st.integers(1, 9)), draw(st.integers(1, 999))
+    factor = draw(st.floats(1.5, 64.0))
+    scaling = draw(st.sampled_from([None, RopeScaling(kind="linear", factor=factor)]))
+    topk = draw(st.integers(2, 5))
+    router = RouterConfig(topk=topk)
+    pattern = "E" * layers
+    shared = None
+    attention: AttentionConfig | LatentAttentionConfig = AttentionConfig(
+        num_attention_heads=6,
+        num_query_groups=draw(st.sampled_from([1, 2, 3, 6])),
+        kv_channels=2 * draw(st.integers(1, 99)),
+        qk_norm=kind == "qwen3_moe",
+    )
+    epsilon = draw(st.sampled_from([1e-5, 1e-6]))
+    if kind == "qwen3_moe":
+        router = replace(router, normalize=draw(st.booleans()))
+        pattern = draw(st.text("-E", min_size=layers - 1, max_size=layers - 1)) + "E"
+    if kind == "deepseek_v3":
+        dense = draw(st.integers(0, layers - 1))
+        pattern = "-" * dense + "E" * (layers - dense)
+        limited = draw(st.booleans())
+        router = RouterConfig(
+            topk=topk,
+            score_function="sigmoid",
+            normalize=draw(st.booleans()),
+            scaling_factor=draw(st.floats(0.1, 9.0)),
+            num_groups=4 if limited else None,
+            group_topk=draw(st.integers(2, 3)) if limited else None,
+            expert_bias=True,
+        )
+        shared = inner * draw(st.integers(1, 3))
+        weight = draw(st.sampled_from([None, 0.707, 1.0, 1.3]))
+        scale = 1.0
+        if weight is not None:
+            scaling = RopeScaling(kind="yarn", factor=factor, original_max_position=64)
+            scaling = replace(scaling, attention_factor=scaling.magnitude)
+            scale = yarn_magnitude(factor, weight) ** 2
+        attention = LatentAttentionConfig(
+            num_attention_heads=6,
+            q_lora_rank=draw(st.sampled_from([None, 7])),
+            kv_lora_rank=draw(st.integers(1, 99)),
+            nope_channels=draw(st.integers(1, 99)),
+            rope_channels=2 * draw(st.integers(1, 99)),
+            value_channels=draw(st.integers(1, 99)),
+            scale_factor=scale,
+            norm_epsilon=None if epsilon == 1e-6 else 1e-6,
+        )
+    return GPTConfig(
+        num_layers=layers,
+        hidden_size=draw(st.integers(1, 9999)),
+        vocab_size=draw(st.integers(1, 999_999)),
+        attention=attention,
+        mlp=MLPConfig(ffn_hidden_size=inner if kind == "mixtral" else draw(st.integers(1, 999))),
+        norm=NormConfig(epsilon=epsilon),
+        rope=RopeConfig(scaling=scaling, interleaved=kind == "deepseek_v3" and draw(st.booleans())),
+        tied=draw(st.booleans()),
+        moe=MoEConfig(
+            num_experts=8, ffn_hidden_size=inner, router=router, shared_ffn_hidden_size=shared
+        ),
+        ffn_pattern=pattern,
+        mtp_num_layers=draw(st.integers(0, 2)) if kind == "deepseek_v3" else 0,
+    )
+
+
+@given(config=models())
+@settings(deadline=None)
+def test_what_is_written_is_read_back(config: GPTConfig) -> None:
+    fields = write_config(config, max_length=99, dtype=torch.float16, end_tokens=(1, 2))
+    text = json.loads(json.dumps(fields))
+    found = read_model(text, where="x", further=config.mtp_num_layers > 0)
+    assert found.config == config
+    again = write_config(
+        config, max_length=None, dtype=torch.float16, end_tokens=(), base={**fields, "note": 1}
+    )
+    assert {**again, "dtype": None} == {**fields, "note": 1, "dtype": None}

@@ -158,8 +158,9 @@ def bytes_per_rank(
         gathered = min(gathered, of.weight * sum(b.numel for b in shared))
     trained = [b for b in shared if b.trainable]
     under_way = (1 + overlap) * max((b.numel for b in trained), default=0)
-    if placed.gradient:
-        reducing = of.gradient * _together(trained, 1 + overlap)
+    if placed.gradient:  # of a single bucket, the next microbatch's come while it is reduced
+        several = len(trained) > 1
+        reducing = of.gradient * (_together(trained, 1 + overlap) if several else under_way)
     if of.wide_sum and placed.optimizer and trained:
         # addends as they arrive; where shards add up over microbatches, an fp32 shard as well
         again = Fraction(_FP32_BYTES, min(b.inner for b in trained)) if placed.gradient else 0

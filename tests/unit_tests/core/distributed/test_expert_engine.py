@@ -88,6 +88,8 @@ def trained(
         with trace(groups) as records:
             engine.start_param_sync()
             model.gradients(step, microbatches)
+        if engine.config.overlap_grad_reduce:
+            assert engine.launched_in_backward == len(engine.buckets)
         for owned in engine.owned():
             assert owned.gradients.isfinite().all()
             for placed in owned.boxes:
@@ -160,6 +162,8 @@ def test_what_is_alone_is_whole_by_the_formula():
     assert found.optimizer == 12 * (64 // 4 + 96)
     assert found.gathered == 2 * 64
     assert found.reducing == bytes_per_rank(sizes[:1], placement(STRATEGIES[3]), of=narrow).reducing
+    root = [BucketSize(numel=64, inner=4, root=True)]
+    assert bytes_per_rank(root, placement("optim_grads"), of=ElementBytes()).reducing == 2 * 4 * 64
 
 
 def on_grids(rank: int, world: int, grids: tuple, configs: tuple, each: int) -> list:
@@ -188,7 +192,7 @@ def alone() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("world", "grids", "configs", "each"),
     [
-        (4, GRIDS, CONFIGS, 5),
+        (4, GRIDS, CONFIGS, 7),
         (4, HYBRID_GRIDS, (OPTIM, OPTIM_GRADS | EARLY, CUT_WEIGHTS | EARLY, BOTH | EARLY), 2),
         (4, STAGE_GRIDS, (NO_SHARD, OPTIM_GRADS | EARLY, CUT_WEIGHTS | EARLY), 2),
         (8, EIGHT, (CUT_WEIGHTS | EARLY,), 1),

@@ -45,6 +45,7 @@ from megatron.training.monitoring.expert_line import expert_line
 from megatron.training.monitoring.flops import visible_square
 from megatron.training.monitoring.load_balance import load_balance
 from megatron.training.monitoring.log_line import LogPart
+from megatron.training.monitoring.mtp_losses import mtp_losses
 from megatron.training.monitoring.observation import observing
 from megatron.training.monitoring.pipeline_line import pipeline_line, pipeline_words
 from megatron.training.monitoring.progress import Display
@@ -222,8 +223,12 @@ class SessionSteps:
 
     def more_to_log(self) -> list[LogPart]:
         """Return what parts of the model have to say in a log line; every rank calls this."""
-        balance = self._session.balance
-        return [] if balance is None else [load_balance(balance.report(), balance.config)]
+        found, session = [], self._session
+        if session.model.config.mtp_num_layers:
+            found.append(mtp_losses(session.model))
+        if session.balance is not None:
+            found.append(load_balance(session.balance.report(), session.balance.config))
+        return found
 
     def validation_loss(self) -> float:
         """Return the mean loss per token over the validation samples, the same every time."""

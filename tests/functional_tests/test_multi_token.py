@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import read_manifest
+from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import flags, losses, run_here, run_on, write_tokens
 
 PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
@@ -24,6 +25,12 @@ def prefix(tmp_path_factory) -> Path:
     described = {"tokenizer": {"vocab_size": 61, "eod": 3}}
     prefix.with_suffix(".json").write_text(json.dumps(described))
     return prefix
+
+
+def depth_losses(metrics: Path, depth: int) -> dict[int, float]:
+    """Return the losses of a depth of a run by iteration."""
+    events = (e for e in read_metrics(metrics) if e["kind"] == "train")
+    return {e["iteration"]: e[f"mtp_{depth}_loss"] for e in events}
 
 
 def test_a_run_goes_on_over_ranks_that_share_tokens_and_layers(prefix, tmp_path):
@@ -43,6 +50,12 @@ def test_a_run_goes_on_over_ranks_that_share_tokens_and_layers(prefix, tmp_path)
     alone = losses(without)
     assert expected[1] == pytest.approx(alone[1], rel=1e-6)
     assert abs(expected[4] - alone[4]) > 1e-3
+    # Each depth's loss is that of one process too, and no other than the main one's by chance.
+    for depth in (1, 2):
+        wanted, logged = (depth_losses(path, depth) for path in (whole, parts / "metrics.jsonl"))
+        assert logged == pytest.approx(wanted, rel=1e-6)
+        assert wanted.keys() == expected.keys()
+        assert min(abs(wanted[i] - expected[i]) for i in wanted) > 1e-4
     held = read_manifest(parts / "iter_0000004").tensors
     assert "mtp.1.projection.weight" in held
     assert "optimizer.exp_avg/mtp.1.projection.weight" in held

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw and compare runs from their metrics.jsonl: a PNG, one self-contained HTML page, a table.
 
+Of runs with experts the load of every expert is a heat map.
+
     python -m megatron.training.plot --metrics runs/a runs/b --names "lr 1e-3" "lr 3e-3" \\
         --html compare.html --output compare.png
 """
@@ -22,6 +24,7 @@ from megatron.training.monitoring.curves import (
     short_names,
     smooth,
 )
+from megatron.training.monitoring.load_plot import draw_loads
 from megatron.training.monitoring.plot_page import page
 from megatron.training.options.flags import parse_command_line
 
@@ -94,9 +97,10 @@ def draw(
         panels += [
             (q.title, f"{q.title} ({q.unit})" if q.unit else q.title, [q.key], q.logarithmic)
             for q in QUANTITIES
-            if "loss" not in q.key and any(q.key in run.curves for run in runs)
+            if "lm_loss" not in q.key and any(q.key in run.curves for run in runs)
         ]
-    rows = 1 if only_loss else -(-len(panels) // 2)
+    loaded = [] if only_loss else [run for run in runs if run.loads]
+    rows = 1 if only_loss else -(-(len(panels) + len(loaded)) // 2)
     size = (7.0, 4.2) if only_loss else (12.0, 3.4 * rows)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
@@ -111,6 +115,10 @@ def draw(
             axes.set_yscale("log")
         if place == 0 or len(runs) > 1:
             axes.legend()
+    for place, run in enumerate(loaded, start=len(panels) + 1):
+        axes = figure.add_subplot(rows, 2, place)
+        axes.set_title(f"load of experts, {run.name}, iteration {run.loads_at}", fontsize=10)
+        figure.colorbar(draw_loads(axes, run.loads), ax=axes, label="of their layer's mean")
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))

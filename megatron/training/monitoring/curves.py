@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.training.monitoring.metrics import read_metrics
+from megatron.training.monitoring.metrics import EXPERT_LOAD, read_metrics
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ QUANTITIES = (
     Quantity("validation/lm_loss", "validation loss", "nats per token"),
     Quantity("train/learning_rate", "learning rate", ""),
     Quantity("train/grad_norm", "gradient norm", "before clipping", logarithmic=True),
+    Quantity("train/expert_load_max", "load of the busiest expert", "of the mean"),
+    Quantity("train/router_entropy", "entropy of routers", "nats"),
+    Quantity("train/tokens_dropped", "dropped by full experts", "%", 100.0),
+    Quantity("train/aux_loss", "loss of uneven load", "without its coefficient"),
     Quantity("train/tokens_per_second", "speed", "tokens/s"),
     Quantity("train/tflops", "speed per device", "TFLOP/s"),
     Quantity("train/memory_bytes", "memory", "MB", 1e-6),
@@ -53,10 +57,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's name and its curves by `Quantity.key`."""
+    """A run's name, its curves by `Quantity.key`, and the last load of its experts, by layer."""
 
     name: str
     curves: dict[str, Curve]
+    loads: dict[str, list[float]] = field(default_factory=dict)
+    loads_at: int = 0
 
 
 def metrics_file(given: str) -> Path:
@@ -82,7 +88,10 @@ def read_run(given: str, name: str) -> RecordedRun:
     """
     path = metrics_file(given)
     points: dict[str, dict[int, float]] = {}
+    loads, loads_at = {}, 0
     for event in read_metrics(path):
+        if EXPERT_LOAD in event:
+            loads, loads_at = event[EXPERT_LOAD], event["iteration"]
         for quantity in QUANTITIES:
             kind, _, key = quantity.key.partition("/")
             value: Any = event.get(key)
@@ -93,7 +102,7 @@ def read_run(given: str, name: str) -> RecordedRun:
     if not {"train/lm_loss", "validation/lm_loss"} & points.keys():
         raise ValueError(f"{path} holds no losses: name the metrics.jsonl of a run that trained")
     curves = {key: Curve(tuple(p), tuple(p.values())) for key, p in points.items()}
-    return RecordedRun(name, curves)
+    return RecordedRun(name, curves, loads, loads_at)
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

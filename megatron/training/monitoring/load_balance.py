@@ -10,9 +10,7 @@ from statistics import fmean
 from megatron.core.moe import MoEConfig
 from megatron.core.moe.balance import RouterLoad
 from megatron.training.monitoring.log_line import LogPart
-
-#: Under this name metrics.jsonl has the load of every expert, by layer, as a multiple of the mean.
-EXPERT_LOAD = "expert_load"
+from megatron.training.monitoring.metrics import EXPERT_LOAD
 
 
 def load_balance(loads: Sequence[RouterLoad], config: MoEConfig) -> LogPart:

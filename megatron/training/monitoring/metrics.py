@@ -19,6 +19,9 @@ from typing import Any
 
 from megatron.training.monitoring.background import Background, MetricsWriter, off
 
+#: Under this name is the load of every expert, by layer, as a multiple of the layer's mean.
+EXPERT_LOAD = "expert_load"
+
 #: Rows of numbers, by name.
 Table = Mapping[str, Sequence[float]]
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 
 from megatron.training.monitoring.curves import QUANTITIES, RecordedRun, comparison
+from megatron.training.monitoring.load_plot import load_svg
 from megatron.training.monitoring.plot_template import TEMPLATE
 
 
@@ -38,6 +39,7 @@ def page(runs: Sequence[RecordedRun], *, title: str, smoothing: float) -> str:
     return (
         TEMPLATE.replace("{{title}}", html.escape(title))
         .replace("{{table}}", _table(comparison(runs)))
+        .replace("{{loads}}", "\n".join(_loads(run) for run in runs if run.loads))
         .replace("{{data}}", text)
     )
 
@@ -45,6 +47,12 @@ def page(runs: Sequence[RecordedRun], *, title: str, smoothing: float) -> str:
 def _points(run: RecordedRun, key: str) -> list[list[float]]:
     curve = run.curves.get(key)
     return [] if curve is None else [list(curve.steps), list(curve.values)]
+
+
+def _loads(run: RecordedRun) -> str:
+    title = html.escape(f"load of experts, {run.name}")
+    unit = f"of their layer's mean, iteration {run.loads_at}"
+    return f'<h2 class="wide">{title} <small>{unit}</small></h2>\n{load_svg(run.loads)}'
 
 
 def _table(rows: list[list[str]]) -> str:

@@ -21,6 +21,7 @@ body {
 }
 h1 { font-size: 20px; }
 h2 { font-size: 14px; margin: 0 0 4px; }
+h2.wide { margin: 24px 0 4px; }
 h2 small { color: var(--soft); font-weight: normal; }
 #controls {
   display: flex; flex-wrap: wrap; gap: 6px 18px; align-items: center; margin: 12px 0;
@@ -58,6 +59,7 @@ th:first-child { text-align: left; font-weight: normal; color: var(--soft); }
 <input id="smoothing" type="range" min="0" max="0.99" step="0.01">
 <output id="weight"></output></label></div>
 <div id="panels"></div>
+{{loads}}
 <div class="scroll"><table>
 {{table}}
 </table></div>

@@ -7,7 +7,12 @@ import dataclasses
 import datetime
 import re
 
-from megatron.training.monitoring.log_line import StepRecord, format_step, format_validation
+from megatron.training.monitoring.log_line import (
+    LogPart,
+    StepRecord,
+    format_step,
+    format_validation,
+)
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
 RECORD = StepRecord(
@@ -69,6 +74,12 @@ def test_memory_comes_last():
     assert format_step(record, NOW).endswith(
         "| tokens per second: 100 | memory (MB): 1,500 | peak memory (MB): 2,000 |"
     )
+
+
+def test_parts_of_the_model_come_behind_all_of_that():
+    more = [LogPart("one: 1", {}), LogPart("two: 2 | three: 3", {})]
+    line = format_step(RECORD, NOW, more=more)
+    assert line == f"{format_step(RECORD, NOW)} one: 1 | two: 2 | three: 3 |"
 
 
 def test_a_line_of_skipped_steps_only_has_no_loss():

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of experts in log lines, metrics and plots, and the factor of routers' losses in a step."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.moe.balance import RouterLoad
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.training.monitoring.curves import comparison, read_run
+from megatron.training.monitoring.load_balance import layer_name, load_balance, relative
+from megatron.training.monitoring.load_plot import color, load_svg
+from megatron.training.monitoring.metrics import EXPERT_LOAD, Metrics, open_metrics, read_metrics
+from megatron.training.monitoring.plot_page import page
+from megatron.training.plot import draw
+from megatron.training.step import Microbatch, auxiliary_factors
+from tests.support.ranks import run_ranks
+
+LOADS = (
+    RouterLoad("decoder.blocks.1.moe.router", (3, 5, 4), 0.25, 1.0, 1.5, 2.0),
+    RouterLoad("decoder.blocks.7.moe.router", (9, 1, 2), 0.0, 0.5, 2.5, 4.0),
+    RouterLoad("mtp.0.decoder.blocks.1.moe.router", (4, 4, 4), 0.5, 0.75, 1.0, 6.0),
+)
+FULL = MoEConfig(
+    num_experts=3,
+    ffn_hidden_size=8,
+    capacity_factor=1.0,
+    router=RouterConfig(balance="aux_loss", aux_loss_coeff=0.1, z_loss_coeff=0.2),
+)
+
+
+def test_what_a_log_line_says_of_loads():
+    part = load_balance(LOADS, FULL)
+    assert part.words == (
+        "load balance: worst 2.25 (layer 3, expert 0) | dropped 25.00% | router entropy 0.750 | "
+        "aux loss 1.6667 | z loss 4.0000"
+    )
+    assert part.numbers == {
+        "expert_load_max": 2.25,
+        "router_entropy": 0.75,
+        "tokens_dropped": 0.25,
+        "aux_loss": pytest.approx(5 / 3),
+        "z_loss": 4.0,
+    }
+    assert part.tables == {
+        EXPERT_LOAD: {
+            "layer 0": [0.75, 1.25, 1.0],
+            "layer 3": [2.25, 0.25, 0.5],
+            "mtp 0": [1.0, 1.0, 1.0],
+        }
+    }
+
+
+def test_what_experts_do_without_is_left_out():
+    part = load_balance(LOADS, MoEConfig(num_experts=3, ffn_hidden_size=8))
+    assert part.words == "load balance: worst 2.25 (layer 3, expert 0) | router entropy 0.750"
+    assert set(part.numbers) == {"expert_load_max", "router_entropy"}
+
+
+def test_loads_without_tokens_and_other_names():
+    assert relative((0, 0)) == [0.0, 0.0]
+    assert layer_name("another.router") == "another.router"
+
+
+class Noting:
+    """A writer that keeps what it is given."""
+
+    def __init__(self):
+        self.values = {}
+
+    def write(self, kind, iteration, values):
+        """Keep it."""
+        self.values = dict(values)
+
+    def close(self):
+        """Close nothing."""
+
+
+def test_tables_are_in_the_metrics_file_alone(tmp_path):
+    noting = Noting()
+    Metrics({"noting": lambda: noting}, pytest.fail).write("train", 1, {"a": 1, EXPERT_LOAD: {}})
+    assert noting.values == {"a": 1.0}
+    run = recorded(tmp_path / "metrics.jsonl")
+    (event, _) = read_metrics(run)
+    assert event[EXPERT_LOAD]["layer 3"] == [2.25, 0.25, 0.5]
+    assert event["expert_load_max"] == 2.25
+
+
+def recorded(path):
+    """Write the metrics of a run with experts and return their path."""
+    metrics = open_metrics(
+        metrics_file=str(path), tensorboard_dir=None, resume_iteration=0, warn=pytest.fail
+    )
+    for iteration, loads in ((4, LOADS), (8, LOADS[::-1])):
+        part = load_balance(loads, FULL)
+        metrics.write("train", iteration, {"lm_loss": 3.0, **part.numbers, **part.tables})
+    metrics.close()
+    return path
+
+
+def test_a_page_has_a_cell_for_each_expert_of_each_layer(tmp_path):
+    run = read_run(str(recorded(tmp_path / "metrics.jsonl")), "a <run>")
+    assert run.loads_at == 8
+    assert list(run.loads) == ["mtp 0", "layer 3", "layer 0"], "the last ones"
+    text = page([run], title="t", smoothing=0.0)
+    cells = re.findall(r"<title>(.*?), expert (\d+): (.*?)</title></rect>", text)
+    assert len(cells) == 9
+    assert ("layer 3", "0", "2.25") in cells
+    assert "load of experts, a &lt;run&gt; <small>of their layer's mean, iteration 8" in text
+    rows = {row[0]: row[1] for row in comparison([run])}
+    assert rows["load of the busiest expert (of the mean)"] == "2.25"
+    assert rows["dropped by full experts (%)"] == "25"
+    plain = read_run(str(recorded(tmp_path / "plain.jsonl")), "b")
+    plain.loads.clear()
+    assert "expert-load" not in page([plain], title="t", smoothing=0.0)
+
+
+def test_colors_and_names_of_cells():
+    assert (color(1.0), color(5.0)) == ("#ffffff", "#c2455f")
+    assert color(0.0) == "#3b76c9"
+    assert "&lt;layer&gt;, expert 1: 2.00" in load_svg({"<layer>": [0.0, 2.0]})
+
+
+def test_a_picture_has_the_heat_map(tmp_path):
+    from matplotlib.image import imread
+
+    run = read_run(str(recorded(tmp_path / "metrics.jsonl")), "a")
+    image = imread(draw([run], tmp_path / "all.png", title="t"))
+    # The curves are blue; a strong red is an expert with much more than the mean.
+    assert ((image[..., 0] - image[..., 2]) > 0.5).sum() > 300
+
+
+# --- the factor of routers' losses ----------------------------------------------------------------
+
+
+class Balanced:
+    """Stands for a model whose routers have losses."""
+
+    has_auxiliary_losses = True
+
+
+def factors_of(rank: int, world: int):
+    """Return what a rank of context parallelism gives its routers."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=2), rank=rank)
+    lane = groups.coordinates["dp"]
+    batches = []
+    for index in range(3):
+        mask = torch.zeros(2, 9)
+        mask[0, : 1 + rank % 2 + 2 * lane + index] = 0.5
+        none = torch.zeros(2, 9, dtype=torch.int64)
+        batches.append(Microbatch(none, none, mask, none[:, 0]))
+    factors = torch.tensor([3.0, 5.0, 7.0])
+    found = auxiliary_factors(Balanced(), batches, factors, cp=groups["cp"])
+    assert all(factor["aux_factor"].dtype == torch.float32 for factor in found)
+    Balanced.has_auxiliary_losses = False
+    assert auxiliary_factors(Balanced(), batches, factors, cp=groups["cp"]) == [{}] * 3
+    return [float(factor["aux_factor"]) for factor in found]
+
+
+def test_routers_get_the_share_of_their_microbatch_in_the_step():
+    found = run_ranks(factors_of, 4)
+    for rank, factors in enumerate(found):
+        lane = rank // 2
+        expected = [
+            factor * 0.5 * sum(1 + other + 2 * lane + index for other in range(2))
+            for index, factor in enumerate((3.0, 5.0, 7.0))
+        ]
+        assert factors == pytest.approx(expected), rank

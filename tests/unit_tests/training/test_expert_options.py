@@ -12,11 +12,14 @@ import pytest
 from megatron.core.moe.config import MoEConfig, RouterConfig
 from megatron.core.process_groups import RankGrid
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
+from megatron.training.config import Config
 from megatron.training.config.check import check
 from megatron.training.config.expert_layers import read_frequency, write_frequency
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import backend, gpt_config
 from megatron.training.gpt_options import split as stage_split
+from megatron.training.options.schema import build, flatten, options
+from megatron.training.options.yaml_file import read_options, write_options
 from megatron.training.run_groups import rank_grid
 from tests.unit_tests.training.small_config import small_config
 
@@ -359,3 +362,13 @@ def test_options_without_experts_are_checked_without_torch():
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_is_printed_of_experts_is_read_again(tmp_path):
+    pattern = "--hybrid-layer-pattern *-*E --moe-expert-capacity-factor 1.5"
+    run = resolve(small_config(f"{EXPERTS} {pattern} {TP} 2 {ETP} 1 --q-lora-rank none"), 2)
+    known = options(Config)
+    (tmp_path / "run.yaml").write_text(write_options(flatten(run.config), known))
+    read = build(Config, read_options(tmp_path / "run.yaml", known))
+    assert read == run.config
+    assert read.experts.moe_layer_freq == "[0]*1+[1]*1"

@@ -79,6 +79,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("seq-length", "there is one decoder", "encoder-seq-length decoder-seq-length"),
     ("transformer-impl", "it names the layers", "export-te-mcore-model te-rng-tracker "
      "transformer-pipeline-model-parallel-size inference-rng-tracker"),
+    ("mtp-num-layers", "each depth has one layer of its own, like the model's last",
+     "mtp-use-repeated-layer"),
     # Layout
     ("pipeline-model-parallel-layout", "there is one decoder, and it says where it is cut",
      "pipeline-model-parallel-split-rank"),
@@ -257,7 +259,6 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     ("fp8", _FP8),
     ("fp4", _FP8),
     ("tp-comm-", "tensor parallel communication is not overlapped with products yet"),
-    ("mtp-", "each depth has one layer of its own, like the model's last"),
     ("mamba-", "layers are attention and MLP"),
     ("experimental-attention-", "attention has one form"),
     ("linear-", "attention has one form"),

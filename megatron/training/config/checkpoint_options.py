@@ -16,6 +16,8 @@ from megatron.training.config import Config
 from megatron.training.options.schema import Option, options
 
 _SECTIONS = ("model", "attention", "position", "experts", "tokenizer")
+#: Of other sections, what gives a model weights.
+_WEIGHTS = {"mtp-num-layers", "mtp-loss-scaling-factor"}
 _LENGTHS = {"train-iters", "train-samples"}
 _DATA = {
     "data-path",
@@ -54,7 +56,7 @@ def _is_wanted(option: Option, given: Mapping[str, Any]) -> bool:
         return not _LENGTHS & set(given)
     if option.section == "data":  # as a whole: a part of it means other samples
         return not _DATA & set(given) and option.name != "allow-data-change"
-    return option.section in _SECTIONS or option.required
+    return option.section in _SECTIONS or option.name in _WEIGHTS or option.required
 
 
 def _saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any]]:

@@ -32,8 +32,8 @@ NUM_EXPERTS, TOPK, EXPERT_FFN, SHARED_FFN = 8, 2, 20, 12
 AUX_LOSS, Z_LOSS, BIAS_RATE, JITTER = 0.3, 0.2, 0.05, 0.1
 CAPACITY_FACTOR = 1.0
 
-#: Smallest allowed margin of a route, in scores; those of ranks differ by about a millionth.
-MARGIN = 2e-5
+#: Smallest allowed margin of a route; what ranks compare differs by about a millionth.
+MARGIN = 1e-5
 
 
 def moe_config(row: Row) -> MoEConfig | None:
@@ -141,6 +141,10 @@ def watched_routes(row: Row) -> Iterator[Margins]:
 
 
 def _note_choice(margins: Margins, scores: torch.Tensor, config: RouterConfig) -> None:
+    """Note how far the experts of tokens are from others: of softmax in logits, whose errors do not
+    shrink with the scores."""
+    if config.score_function == "softmax":
+        scores = scores.log()
     if config.num_groups is not None:
         grouped = scores.view(len(scores), config.num_groups, -1)
         best = grouped.topk(config.group_candidates).values.sum(-1)

@@ -100,6 +100,8 @@ _CONSTRAINTS = (
         lambda tp, dp, cp, etp, ep, instances: tp * dp * cp % (etp * ep * instances) == 0,
     ),
     *_only_with("experts", lambda experts: experts is not None, EXPERTS_OFF),
+    # Of many tokens some route hangs by a hair.
+    Constraint(("experts", "accumulation"), lambda experts, n: experts is None or n < 8),
     *_only_with("attention", lambda attention: attention == "grouped", LATENT_SETTINGS),
     Constraint(("attention", "bias"), lambda a, bias: a == "grouped" or bias != "qkv"),
 )

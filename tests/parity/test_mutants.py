@@ -8,6 +8,7 @@ a seed, of what the rows execute in the modules that move and cut tensors.
 
 import pytest
 
+from tests.parity.expert_faults import EXPERT_FAULTS
 from tests.parity.hunting import Hunt
 from tests.parity.rows import row_with
 from tests.parity.verdict import assert_agrees, assert_same_numbers
@@ -248,6 +249,7 @@ FAULTS = {
         "if True:",
         {"tp": 1, "dp": 2, "placement": "optim"},
     ),
+    **EXPERT_FAULTS,
     "feature off: gathers ahead of need": (
         "distributed.data_parallel",
         "DataParallel.__init__",
@@ -295,6 +297,12 @@ def test_a_planted_fault_is_noticed(name):
 #: Where random mutants live: what moves tensors, cuts them, and decides what is summed where.
 MOVERS = (
     "comm",
+    "moe.dispatch",
+    "moe.experts",
+    "moe.losses",
+    "moe.share",
+    "ops.permutation.reference",
+    "weight_gather.grouped",
     "weight_sharding",
     "sharded_buffer",
     "distributed",
@@ -346,6 +354,10 @@ HUNTING_ROWS = [
              early_gather=True, link="late"),
     row_with(tp=2, dp=2, placement="optim_grads", accumulation=3),
     row_with(tp=4, dp=1, groups=2, sequence_parallel=True, overlap=False, bias="qkv", vocabulary=9),
+    row_with(tp=2, dp=2, experts="sigmoid", ep=2, etp=2, shared="gated", capacity="probs"),
+    row_with(tp=2, dp=2, experts="softmax", ep=2, etp=1, dispatcher="allgather", shared="plain",
+             sequence_parallel=True, placement="optim_grads_params", documents="packed",
+             predictions=1, recompute="full", capacity="position"),
 ]  # fmt: skip
 
 SEED = 20

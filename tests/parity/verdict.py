@@ -115,7 +115,10 @@ def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: i
     for rank, step in enumerate(steps):
         scalars[f"loss on {rank}"], expected[f"loss on {rank}"] = step.loss, wanted.loss
         scalars[f"norm on {rank}"], expected[f"norm on {rank}"] = step.grad_norm, wanted.grad_norm
-        if step.zeros != wanted.zeros:
+        # The gradient of an expert of few tokens has few addends, which may cancel in one order
+        # and leave a rounding error in another.
+        allowed = 2 if row["experts"] is not None else 0
+        if abs(step.zeros - wanted.zeros) > allowed:
             raise AssertionError(f"{step.zeros} zeros in the gradient, wanted {wanted.zeros}")
     for index, nll in enumerate(wanted.nll):
         name = f"losses of microbatch {index}"

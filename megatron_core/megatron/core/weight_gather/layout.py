@@ -6,6 +6,9 @@ no_shard, optim,     whole             about `bucket_bytes` of fp32 gradients, i
 optim_grads                            of declaration (backward's order: early ones fill first)
 optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit; by
                                        weight: a matrix and the vectors declared behind it
+
+Dense weights and experts have lanes of their own. A bucket whose lanes are one rank is stored whole
+under every strategy, and neither gathered nor reduced.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ def trained(
         result = model.update()
         exact = sum(float(w.double().square().sum()) for w in wanted.values()) ** 0.5
         assert abs(result.grad_norm - exact) <= 1e-6 * exact
+        assert exact > 2 * SGD.clip_grad, "nothing is clipped"
         assert result.num_zeros == sum(int((w == 0).sum()) for w in wanted.values())
     if engine.gatherer is not None:
         assert engine.gatherer.counts.mismatches == 0

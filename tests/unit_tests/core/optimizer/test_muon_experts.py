@@ -21,6 +21,7 @@ from tests.unit_tests.core.distributed.expert_weights import (
     SHAPES,
     ExpertModel,
     is_expert,
+    of_stage,
     whole_gradients,
     whole_of,
 )
@@ -36,6 +37,7 @@ GRIDS = (
     {"etp": 4},
     {"instances": 2, "ep": 2},
     {"etp": 2, "cp": 2},
+    {"pp": 2, "ep": 2},
 )
 
 
@@ -55,7 +57,12 @@ def settings(*, joined: bool) -> OptimizerConfig:
 
 
 def train(groups: ProcessGroupCollection, *, joined: bool, strategy: str) -> ExpertModel:
-    model = ExpertModel(groups, parallel={"strategy": strategy}, optimizer=settings(joined=joined))
+    model = ExpertModel(
+        groups,
+        parallel={"strategy": strategy},
+        optimizer=settings(joined=joined),
+        has=of_stage(groups),
+    )
     for step in range(STEPS):
         model.gradients(step, 1)
         assert model.update(LR, DECAY).applied

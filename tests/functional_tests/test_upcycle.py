@@ -154,7 +154,7 @@ def test_training_goes_on_from_what_the_dense_run_had_reached(tmp_path, capsys):
     run_on(1, flags(prefix, f"{common} --save {dense}"))
     argv = f"--load {dense} --save {out} --num-experts 4 --moe-layer-freq 0,1"
     assert upcycle(argv.split(), {}) == 0
-    experts = "--num-experts 4 --moe-layer-freq 0,1 --moe-aux-loss-coeff 0.01"
+    experts = "--use-checkpoint-args --moe-aux-loss-coeff 0.01"
     run_on(1, flags(prefix, f"{common} --load {out} --save {more} {experts}"))
     assert "loaded the weights of" in capsys.readouterr().out
     reached = losses(dense / "metrics.jsonl", "validation")

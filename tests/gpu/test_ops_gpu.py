@@ -146,6 +146,17 @@ def test_attention(device, dtype, case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("features", [192, 256, 272])
+def test_attention_of_wide_heads(device, dtype, features):
+    """Latent attention has heads of 192, some models of 256; 272 take tiles of 512."""
+    agree(
+        lambda q, k, v, **o: attention(q, k, v, window=300, **o)[0],
+        [made(device, 1024, BATCH, n, features) for n in (HEADS, GROUPS, GROUPS)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_block_by_block(device, dtype, window):
     cut = SequenceCut.of(SEQUENCE, 2)

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron.core.ops.attention import kernels as attention
-from megatron.core.ops.attention.triton import BACKWARD_WARPS, FORWARD_WARPS
+from megatron.core.ops.attention.triton import BACKWARD_WARPS, FORWARD_WARPS, tile_shape
 from megatron.core.ops.dropout import triton as dropout
 from megatron.core.ops.layernorm import triton as layernorm
 from megatron.core.ops.linear_cross_entropy import triton as loss
@@ -28,13 +28,9 @@ from megatron.core.ops.rmsnorm import triton as rmsnorm
 from megatron.core.ops.rope import triton as rope
 from megatron.core.ops.swiglu import triton as swiglu
 
-ATTENTION = {
-    "CAUSAL": True,
-    "HAS_WINDOW": True,
-    "HAS_DOCUMENTS": True,
-    "FEATURES": 128,
-    "BLOCK": 64,
-}
+MASKS = {"CAUSAL": True, "HAS_WINDOW": True, "HAS_DOCUMENTS": True}
+ATTENTION = MASKS | tile_shape(128)
+WIDE_ATTENTION = MASKS | tile_shape(256)
 # kernel, compile-time constants, compute capabilities, warps
 KERNELS = [
     (
@@ -45,6 +41,14 @@ KERNELS = [
     ),
     (attention.query_gradient_kernel, ATTENTION, (90,), BACKWARD_WARPS),
     (attention.key_gradient_kernel, ATTENTION, (90, 100), BACKWARD_WARPS),
+    (
+        attention.attention_forward_kernel,
+        WIDE_ATTENTION | {"HAS_SINKS": True},
+        (90,),
+        FORWARD_WARPS,
+    ),
+    (attention.query_gradient_kernel, WIDE_ATTENTION, (90,), BACKWARD_WARPS),
+    (attention.key_gradient_kernel, WIDE_ATTENTION, (90,), BACKWARD_WARPS),
     (rmsnorm.rms_norm_forward_kernel, {"HAS_RESIDUAL": True, "BLOCK": 4096}, (90,), 8),
     (rmsnorm.rms_norm_backward_kernel, {"HAS_GRAD_TOTAL": True, "BLOCK": 4096}, (90,), 8),
     (layernorm.layer_norm_backward_kernel, {"HAS_GRAD_TOTAL": True, "BLOCK": 4096}, (90,), 8),
@@ -111,9 +115,13 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Compile everything; print {kernel/sm_NN: {"registers", "stack_bytes", "shared_bytes"}}."""
+    """Compile everything; print {kernel/sm_NN: {"registers", "stack_bytes", "shared_bytes"}}.
+
+    Kernels of attention are named with their features.
+    """
     found = {}
     for kernel, constants, capabilities, warps in KERNELS:
+        features = f" {constants['FEATURES']}" if "FEATURES" in constants else ""
         signature, attributes = {}, {}
         for index, name in enumerate(kernel.arg_names):
             fallback = "*bf16" if name.endswith("_ptr") else "i32"
@@ -127,7 +135,7 @@ def main() -> None:
                 options={"num_warps": warps, "num_stages": 2},
             )
             registers, stack = resources(compiled.asm["cubin"])
-            found[f"{kernel.__name__}/sm_{capability}"] = {
+            found[f"{kernel.__name__}{features}/sm_{capability}"] = {
                 "registers": registers,
                 "stack_bytes": stack,
                 "shared_bytes": compiled.metadata.shared,

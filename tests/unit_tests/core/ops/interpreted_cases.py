@@ -167,6 +167,21 @@ def test_attention(make, name):
     assert_close(seen[0], seen[1], FP32, "lse")
 
 
+@pytest.mark.parametrize(("features", "rows"), [(136, 32), (272, 16)])
+def test_attention_of_wide_heads(make, features, rows):
+    tile = attention_triton.tile_shape(features)
+    assert tile["BLOCK"] == rows
+    assert tile["FEATURES"] >= features
+    # More than two tiles of queries and of keys, the last of each in part, with a window amid.
+    inputs = [make(rows * n + 5, 1, heads, features) for n, heads in ((2, 4), (3, 2), (3, 2))]
+    compare(
+        lambda *x: attention(*x, scale=0.1, window=rows + 7, implementation="triton")[0],
+        lambda *x: naive_attention(*x, causal=True, scale=0.1, window=rows + 7)[0],
+        inputs,
+        FP32,
+    )
+
+
 def test_queries_that_see_no_key(make):
     query, grad = make(70, 1, 2, 6).float(), make(70, 1, 2, 6).float()
     key, value = make(70, 1, 1, 6).float(), make(70, 1, 1, 6).float()

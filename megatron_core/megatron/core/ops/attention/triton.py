@@ -14,9 +14,12 @@ from megatron.core.ops.attention.kernels import (
 from megatron.core.ops.attention.masking import Mask
 from megatron.core.ops.attention.reference import sink_gradient
 
-# Square tiles of 64; up to 128 features they fit the registers of four warps forward and (but for
-# 136 bytes of the key gradient's) of eight backward: see test_aot_kernels.py.
-BLOCK = 64
+# Square tiles of 64 rows; up to 128 features they fit the registers of four warps forward and (but
+# for 136 bytes of the key gradient's) of eight backward: see test_aot_kernels.py. Wider heads have
+# fewer rows: at 256 features the key gradient's tiles of 64 take 321 KB of shared memory and do not
+# launch, its tiles of 32 take 98 KB.
+MAX_BLOCK, MIN_BLOCK = 64, 16
+TILE_ELEMENTS = 64 * 128
 FORWARD_WARPS = 4
 BACKWARD_WARPS = 8
 
@@ -61,8 +64,9 @@ def attention_forward(
     queries, batch, heads, _ = query.shape
     out = torch.empty(query.shape, dtype=dtype or query.dtype, device=query.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    constants = _constants(query, mask, FORWARD_WARPS)
     if out.numel():
-        attention_forward_kernel[(triton.cdiv(queries, BLOCK), batch * heads)](
+        attention_forward_kernel[(triton.cdiv(queries, constants["BLOCK"]), batch * heads)](
             query,
             key,
             value,
@@ -71,7 +75,7 @@ def attention_forward(
             lse,
             *_arguments(query, key, value, scale, mask),
             HAS_SINKS=sinks is not None,
-            **_constants(query, mask, FORWARD_WARPS),
+            **constants,
         )
     return out, lse
 
@@ -111,13 +115,14 @@ def attention_backward(
     queries, batch, heads, _ = query.shape
     arguments = _arguments(query, key, value, scale, mask)
     constants = _constants(query, mask, BACKWARD_WARPS)
+    block = constants["BLOCK"]
     inputs = (query, key, value, grad_out, lse, delta)
     if grad_query.numel():
-        query_gradient_kernel[(triton.cdiv(queries, BLOCK), batch * heads)](
+        query_gradient_kernel[(triton.cdiv(queries, block), batch * heads)](
             *inputs, grad_query, *arguments, **constants
         )
     if grad_key.numel():
-        key_gradient_kernel[(triton.cdiv(key.shape[0], BLOCK), batch * key.shape[2])](
+        key_gradient_kernel[(triton.cdiv(key.shape[0], block), batch * key.shape[2])](
             *inputs, grad_key, grad_value, *arguments, **constants
         )
     return grad_query, grad_key, grad_value
@@ -158,8 +163,14 @@ def _constants(query: torch.Tensor, mask: Mask, warps: int) -> dict[str, object]
         "CAUSAL": mask.causal,
         "HAS_WINDOW": mask.window is not None,
         "HAS_DOCUMENTS": mask.document_ids is not None,
-        "FEATURES": max(16, triton.next_power_of_2(query.shape[-1])),
-        "BLOCK": BLOCK,
+        **tile_shape(query.shape[-1]),
         "num_warps": warps,
         "num_stages": 2,
     }
+
+
+def tile_shape(features: int) -> dict[str, int]:
+    """Return the features and rows of a tile of heads of so many features, as constants."""
+    padded = max(16, triton.next_power_of_2(features))
+    rows = min(MAX_BLOCK, max(MIN_BLOCK, TILE_ELEMENTS // padded))
+    return {"FEATURES": padded, "BLOCK": rows}

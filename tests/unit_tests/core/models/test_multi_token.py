@@ -12,8 +12,9 @@ import torch
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
 from megatron.core.models.multi_token import shifted, take_mean_losses
+from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
-from tests.support.closeness import assert_all_close, assert_close_by_metric
+from tests.support.closeness import assert_all_close, assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.models.chunk_steps import move
 from tests.unit_tests.core.models.depth_cases import BORDERS, CONFIG, LENGTH, ROWS, TIED, rows_of
@@ -99,6 +100,31 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
     means = [one.item() / count.item() for one, count in zip(more, counted, strict=True)]
     assert take_mean_losses(model) == pytest.approx(means, rel=1e-5)
     assert all(math.isnan(x) for x in take_mean_losses(model))
+
+
+def test_experts_of_depths_have_their_auxiliary_losses_in_the_gradient():
+    router = RouterConfig(topk=2, balance="aux_loss", aux_loss_coeff=0.5)
+    moe = MoEConfig(num_experts=5, ffn_hidden_size=12, router=router)
+    config = dataclasses.replace(CONFIG, moe=moe, ffn_pattern="-E")
+    assert "mtp.1.decoder.blocks.1.moe.router.weight" in logical_weights(config)
+    batch, found = rows_of(0, 0, depths=2, packed=False), []
+    parts = (batch["tokens"], batch["labels"], batch["loss_mask"])
+    for factor in (None, torch.tensor(1.0), torch.tensor(3.0)):
+        model = move(GPTModel(config, ProcessGroupCollection.single(), seed=5))
+        engine = DataParallel(model.store, model.groups)
+        engine.begin_step()
+        loss, _ = model.loss(*parts, ahead=batch["ahead"], aux_factor=factor)
+        engine.backward(loss, last=True)
+        engine.finish()
+        found.append(
+            {name: grad for (name, _), grad in gradients_of(model).items() if "router" in name}
+        )
+    without, once, thrice = found
+    assert len(without) == 3
+    for name, grad in without.items():
+        more = once[name] - grad
+        assert more.abs().max() > 1e-2 * grad.abs().max(), name
+        assert relative_error(thrice[name] - grad, 3 * more) < 1e-3, name
 
 
 def test_a_forward_without_them_is_the_main_model_alone():

@@ -23,6 +23,7 @@ BENCHES = (
     "data_parallel",
     "pipeline",
     "context_parallel",
+    "moe",
 )
 
 

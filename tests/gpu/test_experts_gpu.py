@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of experts on the GPU against fp64: permutations, and products of runs of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.initialize import InitSpec
+from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped, grouped_linear
+from megatron.core.weight_sharding import WeightSharding
+from tests.support.closeness import assert_close_by_metric
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+#: PROOF's metric; bf16 rounds results and the inputs of the last products.
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
+TOKENS, EXPERTS = 3000, 8
+
+
+def made(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("copies", "dropped"), [(1, 0), (2, 700), (6, 0), (8, 5000)])
+def test_permutations(device, dtype, copies, dropped):
+    features = 1096  # more than a block, and not a multiple of one
+    generator = torch.Generator(device).manual_seed(copies)
+    order = torch.randperm(TOKENS * copies, generator=generator, device=device)
+    permutation = Permutation.of(order[dropped:], TOKENS, copies)
+    x = made(device, TOKENS, features, dtype=dtype)
+    weights = made(device, TOKENS, copies)
+    pull = made(device, TOKENS, features + 1, dtype=dtype)[:, 1:]  # not contiguous
+    found = []
+    for implementation, kind in (("triton", dtype), ("reference", torch.float64)):
+        leaf = x.to(kind, copy=True).requires_grad_()
+        factors = weights.to(torch.promote_types(kind, torch.float32), copy=True).requires_grad_()
+        options = {"implementation": implementation}
+        rows = take_rows(leaf, permutation, **options)
+        plain = sum_rows(rows, permutation, **options)
+        out = sum_rows(rows, permutation, weights=factors, **options)
+        torch.autograd.backward((plain, out), (pull.to(kind), pull.to(kind)))
+        found.append((rows, plain, out, leaf.grad, factors.grad))
+    names = ("rows", "sums", "weighted sums", "input gradient", "weight gradient")
+    for name, mine, true in zip(names, *found, strict=True):
+        assert_close_by_metric(name, mine, true, bound=BOUND[dtype])
+    assert (found[0][4] == 0).sum() == dropped
+
+
+class Slot:
+    """A sink of gradients whose slot is NaN until it is written."""
+
+    def __init__(self, handle: WeightHandle) -> None:
+        self.handle = handle
+        handle.gradients = self
+
+    def open(self) -> None:
+        self.handle.slot = torch.full(self.handle.shape, torch.nan, device=self.handle.get().device)
+
+    def put_done(self, handle: WeightHandle) -> None:
+        """There is nothing to note."""
+
+
+@DTYPES
+@pytest.mark.parametrize(("width", "features"), [(384, 256), (38, 31)])
+def test_grouped_linear(device, dtype, width, features, monkeypatch):
+    kernels = []
+    product = torch.nn.functional.grouped_mm
+
+    def counted(*arguments, **options):
+        kernels.append(1)
+        return product(*arguments, **options)
+
+    monkeypatch.setattr(grouped.F, "grouped_mm", counted)
+    store = WeightStore(ProcessGroupCollection.single(), seed=4, dtype=dtype, device=device)
+    sharding = WeightSharding.of("w", (EXPERTS, width, features), expert=True)
+    handle = store.declare(sharding, InitSpec.normal(0.1))
+    store.materialize()
+    Slot(handle)
+    weight = handle.get().double()
+    total = torch.zeros_like(weight)
+    for counts in ((0, 130, 7, 500, 0, 64, 1, 298), (10, 0, 3, 0, 900, 77, 5, 5)):
+        rows = sum(counts)
+        x = made(device, rows, features, dtype=dtype).requires_grad_()
+        grad = made(device, rows, width, dtype=dtype)
+        runs = RowRuns.of(torch.tensor(counts, device=device))
+        out = grouped_linear(handle, x, runs)
+        out.backward(grad)
+        parts = zip(
+            weight, x.detach().double().split(counts), grad.double().split(counts), strict=True
+        )
+        ys, dxs, dws = zip(*((a @ w.t(), b @ w, b.t() @ a) for w, a, b in parts), strict=True)
+        assert_close_by_metric("output", out, torch.cat(ys), bound=BOUND[dtype])
+        assert_close_by_metric("input gradient", x.grad, torch.cat(dxs), bound=BOUND[dtype])
+        total += torch.stack(dws)
+    # the sums of bf16 products reach the slot unrounded
+    assert_close_by_metric("weight gradient", handle.slot, total, bound=2e-5)
+    aligned = dtype is torch.bfloat16 and features % 8 == 0
+    assert len(kernels) == (4 if aligned else 0)

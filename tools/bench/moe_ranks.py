@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts on ranks of their own against a dense MLP with the same flops a token, on gloo ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tools.bench import gloo_ranks
+from tools.bench.moe_layers import OurLayer, Shape
+from tools.bench.table import Row
+
+WARMUP_ROUNDS = 2
+#: What a rank measures of a step: seconds up to the end of backward, all seconds, and those of its
+#: processor.
+Timing = tuple[float, float, float]
+
+
+def measured(
+    rank: int, world: int, shape: Shape, dtype: torch.dtype, rounds: int
+) -> dict[str, list[Timing]]:
+    """Return what every step of both layers took, as one rank."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
+    layers = {
+        name: OurLayer(shape, dtype, groups=groups, dense=name == "dense", balanced=True)
+        for name in ("experts", "dense")
+    }
+    counts = layers["experts"].rows_of_experts()
+    if len(set(counts)) > 1:
+        raise ValueError(f"rows of experts {counts} must be balanced: give tokens that divide")
+    found: dict[str, list[Timing]] = {name: [] for name in layers}
+    for index in range(WARMUP_ROUNDS + rounds):
+        for name in sorted(layers, reverse=bool(index % 2)):
+            dist.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            layers[name].forward_and_backward()
+            middle = time.perf_counter()
+            layers[name].engine.finish()
+            end = time.perf_counter()
+            if index >= WARMUP_ROUNDS:
+                cpu = time.process_time() - used
+                found[name].append((middle - start, end - start, cpu))
+    return found
+
+
+def compare(world: int, shape: Shape, dtype: str, rounds: int) -> list[Row]:
+    """Race both layers: milliseconds of the slowest rank, and processor seconds of all."""
+    ranks = gloo_ranks.run(measured, world, shape, getattr(torch, dtype), rounds)
+    found = []
+    size = f"{dtype}, h {shape.hidden} f {shape.ffn} t {shape.tokens} a rank"
+    for part, (what, target) in enumerate(
+        (
+            ("ms of forward and backward", ""),
+            ("ms, gradients reduced", "<= 1.05"),
+            ("cpu ms of all ranks, gradients reduced", ""),
+        )
+    ):
+        over = sum if part == 2 else max
+        sides = [
+            [over(step[part] for step in steps) for steps in zip(*all_ranks, strict=True)]
+            for all_ranks in ([rank[name] for rank in ranks] for name in ("experts", "dense"))
+        ]
+        ours, dense = (1e3 * statistics.median(side) for side in sides)
+        found.append(
+            Row(
+                bench="moe",
+                what=f"ep {world} on {world} ranks, {size}: {what} / dense",
+                ours=ours,
+                peer=dense,
+                ratio=statistics.median(a / b for a, b in zip(*sides, strict=True)),
+                target=target,
+            )
+        )
+    return found

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from megatron.core.dist_checkpointing import load_checkpoint, read_extra
+from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_extra, save_checkpoint
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf.convert import main
 from megatron.training.checkpoint_io import weight_chunks
+from tests.support.hf_folders import LENGTH, make_model, save_folder
+from tests.support.inputs import generator
 
 
 def convert(*words: object, code: int = 0) -> str:
@@ -41,3 +44,43 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)
     return found
+
+
+def imported(folder: Path, save: Path) -> Path:
+    """Import a folder and return the checkpoint."""
+    convert("import", "--hf", folder, "--save", save)
+    return save / "iter_0000000"
+
+
+def held(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return all weights and states of a checkpoint."""
+    return whole(checkpoint_model(checkpoint))
+
+
+def whole(model: GPTModel) -> dict[str, torch.Tensor]:
+    """Return all weights and states of a model in a single process."""
+    found: dict[str, torch.Tensor] = {}
+    for chunk in weight_chunks(model.store):
+        tensor = found.setdefault(chunk.name, torch.full(chunk.shape, torch.nan))
+        tensor[chunk.box.slices] = chunk.tensor.detach()
+    return found
+
+
+def folder_with_further_layers(path: Path, case: str = "deepseek", *, tied: bool = False) -> Path:
+    """Write a folder with two layers of further prediction, all of random weights."""
+    source = save_folder(make_model(case, tie_word_embeddings=tied), path / "plain")
+    plain = checkpoint_model(imported(source, path / "plain-checkpoint"))
+    config = replace(plain.config, mtp_num_layers=2)
+    model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
+    known = held(path / "plain-checkpoint/iter_0000000")
+    chunks, random = weight_chunks(model.store), generator(8)
+    for chunk in chunks:
+        center = float(chunk.tensor.ndim == 1)
+        chunk.tensor.copy_(center + 0.3 * torch.randn(chunk.tensor.shape, generator=random))
+        if chunk.name in known:
+            chunk.tensor.copy_(known[chunk.name][chunk.box.slices])
+    options = {"max-position-embeddings": LENGTH}
+    extra = {"format": 1, "model": config.to_json(), "config": options, "tokenizer": {}}
+    save_checkpoint(path / "checkpoint", 0, chunks, extra, coordinator=Solo())
+    convert("export", "--load", path / "checkpoint", "--save", path / "folder")
+    return path / "folder"

@@ -257,74 +257,86 @@ def test_what_makes_another_function_is_named_and_what_no_architecture_has_not_w
 
 
 @st.composite
-def models(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model with experts that one of the architectures can be."""
-    kind = draw(st.sampled_from(["mixtral", "qwen3_moe", "deepseek_v3"]))
-    layers, inner = draw(st.integers(1, 9)), draw(st.integers(1, 999))
-    factor = draw(st.floats(1.5, 64.0))
-    scaling = draw(st.sampled_from([None, RopeScaling(kind="linear", factor=factor)]))
-    topk = draw(st.integers(2, 5))
-    router = RouterConfig(topk=topk)
-    pattern = "E" * layers
-    shared = None
-    attention: AttentionConfig | LatentAttentionConfig = AttentionConfig(
+def latent_attention(draw: st.DrawFn, *, scale: float, epsilon: float) -> LatentAttentionConfig:
+    """Draw latent attention in a model whose norms have an epsilon."""
+    return LatentAttentionConfig(
         num_attention_heads=6,
-        num_query_groups=draw(st.sampled_from([1, 2, 3, 6])),
-        kv_channels=2 * draw(st.integers(1, 99)),
-        qk_norm=kind == "qwen3_moe",
+        q_lora_rank=draw(st.sampled_from([None, 7])),
+        kv_lora_rank=draw(st.integers(1, 99)),
+        nope_channels=draw(st.integers(1, 99)),
+        rope_channels=2 * draw(st.integers(1, 99)),
+        value_channels=draw(st.integers(1, 99)),
+        scale_factor=scale,
+        norm_epsilon=None if epsilon == 1e-6 else 1e-6,
     )
-    epsilon = draw(st.sampled_from([1e-5, 1e-6]))
-    if kind == "qwen3_moe":
-        router = replace(router, normalize=draw(st.booleans()))
-        pattern = draw(st.text("-E", min_size=layers - 1, max_size=layers - 1)) + "E"
-    if kind == "deepseek_v3":
-        dense = draw(st.integers(0, layers - 1))
-        pattern = "-" * dense + "E" * (layers - dense)
-        limited = draw(st.booleans())
-        router = RouterConfig(
-            topk=topk,
-            score_function="sigmoid",
-            normalize=draw(st.booleans()),
-            scaling_factor=draw(st.floats(0.1, 9.0)),
-            num_groups=4 if limited else None,
-            group_topk=draw(st.integers(2, 3)) if limited else None,
-            expert_bias=True,
-        )
-        shared = inner * draw(st.integers(1, 3))
-        weight = draw(st.sampled_from([None, 0.707, 1.0, 1.3]))
-        scale = 1.0
-        if weight is not None:
-            scaling = RopeScaling(kind="yarn", factor=factor, original_max_position=64)
-            scaling = replace(scaling, attention_factor=scaling.magnitude)
-            scale = yarn_magnitude(factor, weight) ** 2
-        attention = LatentAttentionConfig(
-            num_attention_heads=6,
-            q_lora_rank=draw(st.sampled_from([None, 7])),
-            kv_lora_rank=draw(st.integers(1, 99)),
-            nope_channels=draw(st.integers(1, 99)),
-            rope_channels=2 * draw(st.integers(1, 99)),
-            value_channels=draw(st.integers(1, 99)),
-            scale_factor=scale,
-            norm_epsilon=None if epsilon == 1e-6 else 1e-6,
-        )
+
+
+@st.composite
+def deepseek_models(draw: st.DrawFn) -> GPTConfig:
+    """Draw a model that DeepSeek-V3 can be."""
+    layers, inner = draw(st.integers(1, 9)), draw(st.integers(1, 999))
+    dense, epsilon = draw(st.integers(0, layers - 1)), draw(st.sampled_from([1e-5, 1e-6]))
+    limited = draw(st.booleans())
+    router = RouterConfig(
+        topk=draw(st.integers(2, 4)),
+        score_function="sigmoid",
+        normalize=draw(st.booleans()),
+        scaling_factor=draw(st.floats(0.1, 9.0)),
+        num_groups=4 if limited else None,
+        group_topk=draw(st.integers(2, 3)) if limited else None,
+        expert_bias=True,
+    )
+    factor, weight = draw(st.floats(1.5, 64.0)), draw(st.sampled_from([None, 0.707, 1.0, 1.3]))
+    scaling, scale = draw(st.sampled_from([None, RopeScaling(kind="linear", factor=factor)])), 1.0
+    if weight is not None:
+        scaling = RopeScaling(kind="yarn", factor=factor, original_max_position=64)
+        scale = yarn_magnitude(factor, weight) ** 2
+    shared = inner * draw(st.integers(1, 3))
     return GPTConfig(
         num_layers=layers,
         hidden_size=draw(st.integers(1, 9999)),
         vocab_size=draw(st.integers(1, 999_999)),
-        attention=attention,
-        mlp=MLPConfig(ffn_hidden_size=inner if kind == "mixtral" else draw(st.integers(1, 999))),
+        attention=draw(latent_attention(scale=scale, epsilon=epsilon)),
+        mlp=MLPConfig(ffn_hidden_size=draw(st.integers(1, 999))),
         norm=NormConfig(epsilon=epsilon),
-        rope=RopeConfig(scaling=scaling, interleaved=kind == "deepseek_v3" and draw(st.booleans())),
+        rope=RopeConfig(scaling=scaling, interleaved=draw(st.booleans())),
         tied=draw(st.booleans()),
         moe=MoEConfig(
             num_experts=8, ffn_hidden_size=inner, router=router, shared_ffn_hidden_size=shared
         ),
-        ffn_pattern=pattern,
-        mtp_num_layers=draw(st.integers(0, 2)) if kind == "deepseek_v3" else 0,
+        ffn_pattern="-" * dense + "E" * (layers - dense),
+        mtp_num_layers=draw(st.integers(0, 2)),
     )
 
 
-@given(config=models())
+@st.composite
+def plain_models(draw: st.DrawFn) -> GPTConfig:
+    """Draw a model that Mixtral or Qwen3-MoE can be."""
+    layers, inner, qwen3 = draw(st.integers(1, 9)), draw(st.integers(1, 999)), draw(st.booleans())
+    biased = qwen3 and draw(st.booleans())
+    pattern = draw(st.text("-E", min_size=layers - 1, max_size=layers - 1)) + "E"
+    router = RouterConfig(topk=draw(st.integers(2, 8)), normalize=not qwen3 or draw(st.booleans()))
+    return GPTConfig(
+        num_layers=layers,
+        hidden_size=draw(st.integers(1, 9999)),
+        vocab_size=draw(st.integers(1, 999_999)),
+        attention=AttentionConfig(
+            num_attention_heads=6,
+            num_query_groups=draw(st.sampled_from([1, 2, 3, 6])),
+            kv_channels=2 * draw(st.integers(1, 99)),
+            qkv_bias=biased,
+            output_bias=biased,
+            qk_norm=qwen3,
+        ),
+        mlp=MLPConfig(ffn_hidden_size=draw(st.integers(1, 999)) if qwen3 else inner),
+        norm=NormConfig(epsilon=draw(st.floats(1e-9, 1e-2))),
+        tied=draw(st.booleans()),
+        moe=MoEConfig(num_experts=8, ffn_hidden_size=inner, router=router),
+        ffn_pattern=pattern if qwen3 else "E" * layers,
+    )
+
+
+@given(config=plain_models() | deepseek_models())
 @settings(deadline=None)
 def test_what_is_written_is_read_back(config: GPTConfig) -> None:
     fields = write_config(config, max_length=99, dtype=torch.float16, end_tokens=(1, 2))

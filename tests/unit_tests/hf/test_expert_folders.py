@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_manifest, save_checkpoint
+from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_manifest
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import RopeTable
@@ -26,7 +25,14 @@ from megatron.hf.model_config import read_folder
 from megatron.hf.read_weights import read_weights
 from megatron.training.checkpoint_io import weight_chunks
 from tests.support.closeness import assert_close_by_metric
-from tests.support.hf_converter import checkpoint_model, convert, tensors
+from tests.support.hf_converter import (
+    checkpoint_model,
+    convert,
+    folder_with_further_layers,
+    held,
+    imported,
+    tensors,
+)
 from tests.support.hf_folders import (
     VOCABULARY,
     change_json,
@@ -41,26 +47,6 @@ TOKENS = torch.randint(VOCABULARY, (2, 19), generator=generator(6))
 
 #: A case of each architecture.
 KINDS = ("mixtral", "qwen3moe-mixed-biases", "deepseek")
-
-
-def imported(folder: Path, save: Path) -> Path:
-    """Import a folder and return the checkpoint."""
-    convert("import", "--hf", folder, "--save", save)
-    return save / "iter_0000000"
-
-
-def held(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all weights and states of a checkpoint."""
-    return whole(checkpoint_model(checkpoint))
-
-
-def whole(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Return all weights and states of a model in a single process."""
-    found: dict[str, torch.Tensor] = {}
-    for chunk in weight_chunks(model.store):
-        tensor = found.setdefault(chunk.name, torch.full(chunk.shape, torch.nan))
-        tensor[chunk.box.slices] = chunk.tensor.detach()
-    return found
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -113,25 +99,6 @@ def test_four_ranks_read_the_experts_that_they_hold(case: str, tmp_path: Path) -
         assert 4 * rank["experts"] == experts
         assert rank["bytes"] == rank["held"] + headers  # nothing that is not held, nothing twice
         assert_close_by_metric("logits", rank["logits"], expected)
-
-
-def folder_with_further_layers(path: Path, *, tied: bool = False) -> Path:
-    """Write a folder with two layers of further prediction, all of random weights."""
-    source = save_folder(make_model("deepseek", tie_word_embeddings=tied), path / "plain")
-    plain = checkpoint_model(imported(source, path / "plain-checkpoint"))
-    config = replace(plain.config, mtp_num_layers=2)
-    model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
-    known = held(path / "plain-checkpoint/iter_0000000")
-    chunks, random = weight_chunks(model.store), generator(8)
-    for chunk in chunks:
-        center = float(chunk.tensor.ndim == 1)
-        chunk.tensor.copy_(center + 0.3 * torch.randn(chunk.tensor.shape, generator=random))
-        if chunk.name in known:
-            chunk.tensor.copy_(known[chunk.name][chunk.box.slices])
-    extra = {"format": 1, "model": config.to_json(), "config": {}, "tokenizer": {}}
-    save_checkpoint(path / "checkpoint", 0, chunks, extra, coordinator=Solo())
-    convert("export", "--load", path / "checkpoint", "--save", path / "folder")
-    return path / "folder"
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -34,7 +34,7 @@ class ImportConfig:
     """Hugging Face folder to checkpoint."""
 
     hf: str
-    """Folder with config.json and safetensors of a Llama or a dense Qwen3."""
+    """Folder with config.json and safetensors of a model of a known architecture."""
     save: str
     """Folder of checkpoints to write iter_0000000 into."""
     dtype: DtypeName | None = None

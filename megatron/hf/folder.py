@@ -165,8 +165,8 @@ def open_folder(
     if "auto_map" in config and not ignore_auto_map:
         raise ValueError(
             f"{config_path} has auto_map: the model wants to run code of its own, which is never "
-            "done; if its weights are those of a plain Llama or Qwen3, import it with "
-            "--ignore-auto-map"
+            "done; if its weights are those of the architecture that model_type names, import it "
+            "with --ignore-auto-map"
         )
     files = _weight_map(path, follow_links)
     return HuggingFaceFolder(

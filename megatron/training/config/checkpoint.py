@@ -29,7 +29,7 @@ class CheckpointConfig:
     """Folder of checkpoints, or one iter_ folder, to take weights from while --load holds no
     checkpoint yet; the run starts at iteration 0."""
     load_hf: str | None = None
-    """Hugging Face folder of a Llama or a dense Qwen3 to take model, weights and tokenizer from
+    """Hugging Face folder of a known architecture to take model, weights and tokenizer from
     while --load holds no checkpoint yet; the run starts at iteration 0."""
     finetune: bool = False
     """Load weights only and start again at iteration 0 with the first sample."""

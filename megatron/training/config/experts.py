@@ -40,7 +40,8 @@ class ExpertConfig:
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """What makes scores of the router's logits: softmax over all experts, or sigmoid of each."""
     moe_router_pre_softmax: bool = False
-    """Weigh the chosen experts by their scores as they are, instead of scores that sum to 1."""
+    """Weigh the chosen experts by their scores as they are, of softmax over all experts or of
+    sigmoid, instead of dividing these by their sum."""
     moe_router_num_groups: int | None = None
     """Groups of experts; a token finds its experts within some of them only."""
     moe_router_group_topk: int | None = None

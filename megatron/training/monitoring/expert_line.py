@@ -21,10 +21,12 @@ def expert_line(run: Run, model: GPTConfig) -> str | None:
     grid = rank_grid(run)
     layers = model.ffn_pattern.count(EXPERTS)
     total, active = (f"{count:,}" for count in parameters(model))
+    scores = moe.router.score_function
+    scores += ", weights that sum to 1" if moe.router.normalize else ", weights as they are"
     shared = "" if moe.shared_ffn_hidden_size is None else " and a shared one"
     return (
         f"experts: {moe.num_experts} in {layers} of {model.num_layers} layers, a token goes to "
-        f"{moe.router.topk}{shared}; expert parallel {grid.ep}, expert tensor parallel "
+        f"{moe.router.topk}{shared} by {scores}; expert parallel {grid.ep}, expert tensor parallel "
         f"{grid.size('etp')}, expert data parallel {grid.edp}; {_dispatcher(run, model)}; a token "
         f"uses {active} of {total} parameters"
     )

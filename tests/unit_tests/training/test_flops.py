@@ -113,15 +113,17 @@ def test_the_log_says_where_experts_are_and_what_a_token_uses():
     line = expert_line(*_of(f"{EXPERTS} --expert-model-parallel-size 4", 4))
     assert line is not None
     assert line.startswith(
-        "experts: 8 in 1 of 2 layers, a token goes to 3; expert parallel 4, expert tensor parallel "
-        "1, expert data parallel 1; tokens by alltoall: least rows of a rank, there and back: "
-        "alltoall 180, allgather 240; a token uses "
+        "experts: 8 in 1 of 2 layers, a token goes to 3 by softmax, weights that sum to 1; expert "
+        "parallel 4, expert tensor parallel 1, expert data parallel 1; tokens by "
+        "alltoall: least rows of a rank, there and back: alltoall 180, allgather 240; a token uses "
     )
     tp = "--expert-model-parallel-size 2 --tensor-model-parallel-size 2"
     more = f"{EXPERTS} {SHARED} {tp} --moe-token-dispatcher-type alltoall"
+    more += " --moe-router-score-function sigmoid --moe-router-pre-softmax"
     line = expert_line(*_of(more, 8))
     assert line is not None
-    assert "a token goes to 3 and a shared one; expert parallel 2, expert tensor parallel 2" in line
+    assert "a token goes to 3 and a shared one by sigmoid, weights as they are; expert" in line
+    assert "expert parallel 2, expert tensor parallel 2, expert" in line
     assert "expert data parallel 2; tokens by alltoall: asked for; rows of a rank, there" in line
     assert "allgather 120, alltoall 180; a token" in line
     line = expert_line(*_of(EXPERTS, 2))

@@ -115,7 +115,7 @@ def _worlds(low: int, high: int) -> Constraint:
 
 def rows_for_every_change() -> list[Row]:
     """Return all allowed pairs on two and four ranks, those of two stages of two lanes and of
-    a sequence on two ranks, and four rows of eight ranks."""
+    a sequence on two ranks, and five rows of eight ranks."""
     small = covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 4)), seed=1, candidates=10)
     return small + rows_of_stages_and_lanes() + rows_of_sequences() + rows_of_eight()
 
@@ -139,8 +139,8 @@ def row_with(**changes: Any) -> Row:
 
 
 def rows_of_eight() -> list[Row]:
-    """Return a row that differs from another of eight ranks in every setting but those of stages
-    and sequences, that one, and two of three axes at once."""
+    """Return a row that differs from another of eight ranks in every setting but those of stages,
+    sequences and experts, that one, and three of three axes at once, one with experts."""
     wide = row_with(
         tp=4,
         dp=2,
@@ -177,7 +177,9 @@ def rows_of_eight() -> list[Row]:
     staged |= {"instances": 1, "outer": "no_shard", "tied": True, "sequence_parallel": True}
     long = {**staged, "dp": 1, "cp": 2, "documents": "packed", "window": 5, "sinks": True}
     long |= {"placement": "optim_grads", "granularity": "unit"}
-    return [wide, deep, staged, long]  # fmt: skip
+    routed = {**staged, "experts": "sigmoid", "ep": 2, "etp": 1, "shared": "gated", "gated": True}
+    routed |= {"capacity": "probs", "attention": "latent", "groups": 8, "predictions": 1}
+    return [wide, deep, staged, long, routed]
 
 
 def rows_for_every_night() -> list[Row]:

@@ -19,8 +19,8 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.parity import wrapped_gpt
+from tests.parity.pieces import Piece, assembled, weight_pieces, write_weights
 from tests.parity.plain_gpt import PlainGPT
-from tests.parity.training import Piece, assembled, weight_pieces, write_weights
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import Microbatch, microbatch, perturbed
 from tests.support.nan_memory import nan_memory

@@ -11,6 +11,7 @@ import functools
 import pytest
 import torch
 
+from tests.parity.pieces import assembled
 from tests.parity.plain_gpt import PlainGPT, step_loss
 from tests.parity.rows import (
     FACTORS,
@@ -25,7 +26,6 @@ from tests.parity.training import (
     LAYERS,
     LEARNING_RATE,
     WEIGHT_DECAY,
-    assembled,
     lane_data,
     rank_of_row,
     steps_of,

@@ -206,11 +206,12 @@ def _gathers(row: Row, run: Run) -> None:
             raise AssertionError(f"{gathered} gathers, and not as many collectives")
     if row["placement"] == CUT_WEIGHTS:
         sizes = [4 * b.numel for b in run.buckets]
-        units = [4 * b.numel for b in run.buckets if not b.root]
-        root = sum(sizes) - sum(units)
-        if not 0 < last.peak_bytes <= root + 2 * max(units):
+        kinds = [[b for b in run.buckets if not b.root and b.expert is e] for e in (False, True)]
+        root = sum(4 * b.numel for b in run.buckets if b.root)
+        largest = sum(max((4 * b.numel for b in kind), default=0) for kind in kinds)
+        if not 0 < last.peak_bytes <= root + 2 * largest:
             raise AssertionError(f"{last.peak_bytes} bytes of {sizes} were gathered at a time")
-        each = gathered / len(run.buckets)
+        each = gathered / len([bucket for bucket in run.buckets if not bucket.alone])
         if not 1.0 <= each <= 3.0 * row["accumulation"]:
             raise AssertionError(f"a bucket was gathered {each} times in a step")
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from tests.parity.experts import MARGIN, same_loads
+from tests.parity.pieces import assembled
 from tests.parity.sequences import in_rows
 from tests.parity.traffic import assert_traffic
-from tests.parity.training import SEED, Run, Step, assembled, single_run, steps_of
+from tests.parity.training import SEED, Run, Step, single_run, steps_of
 from tests.support.closeness import BOUND, assert_all_close
 from tests.support.covering_array import Row
 from tests.support.inputs import perturbed

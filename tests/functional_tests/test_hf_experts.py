@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.inference.generate import main as generate
 from tests.functional_tests.small_run import losses, run_on, write_tokens
 from tests.support.hf_converter import (
     checkpoint_model,
@@ -18,7 +21,7 @@ from tests.support.hf_converter import (
     imported,
     tensors,
 )
-from tests.support.hf_folders import load_folder, make_model, save_folder
+from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_folder
 from tests.support.inputs import generator, one_thread
 
 RUN = (
@@ -90,3 +93,24 @@ def test_weights_arrive_in_model_and_masters_on_two_ranks(
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "out")]
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek-direct-yarn"])
+def test_generation_from_a_folder_says_what_transformers_does(case: str, tmp_path: Path) -> None:
+    model = make_model(case, eos_token_id=None)
+    folder = save_folder(model, tmp_path / "model", max_shard_size="40KB")
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    fields = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "model": fields, "pre_tokenizer": {"type": "Whitespace"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    path = tmp_path / "out.json"
+    line = f"--load {folder} --temperature 0 --max-new-tokens 12 --device cpu --output-json {path}"
+    with contextlib.redirect_stdout(io.StringIO()), one_thread():
+        assert generate([*line.split(), "--prompt", "w7 w250 w3"], {}) == 0
+    (found,) = json.loads(path.read_text(encoding="utf-8"))
+    ids = torch.tensor([[7, 250, 3]])
+    with one_thread(), torch.no_grad():
+        for _ in range(12):  # without its cache: ours is the one under test
+            logits = model(ids, use_cache=False).logits
+            ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert found["ids"] == ids[0, 3:].tolist()

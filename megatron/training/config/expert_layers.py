@@ -70,7 +70,10 @@ def read_frequency(text: str, num_layers: int) -> str:
 
 
 def write_frequency(layers: str) -> str:
-    """Return the text of --moe-layer-freq for what `expert_layers` returns: "[0]*1+[1]*3"."""
+    """Return the text of --moe-layer-freq for what `expert_layers` returns: "[0]*1+[1]*3", or "1"
+    where all layers have experts."""
+    if set(layers) == {EXPERTS}:
+        return "1"
     runs = ((symbol, len(list(run))) for symbol, run in itertools.groupby(layers))
     return "+".join(f"[{int(symbol == EXPERTS)}]*{count}" for symbol, count in runs)
 

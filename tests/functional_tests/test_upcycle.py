@@ -179,8 +179,10 @@ def gained(rank: int, world: int, dense: str, out: str) -> int:
 def test_memory_does_not_grow_with_the_model(tmp_path):
     large = dataclasses.replace(
         CONFIG,
-        num_layers=2,
+        num_layers=1,
         ffn_pattern="",
+        vocab_size=30_000,  # the largest tensor is no expert's
+        tied=True,
         hidden_size=768,
         mlp=MLPConfig(ffn_hidden_size=2048),
         mtp_num_layers=0,
@@ -190,8 +192,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     (found,) = run_ranks(gained, 1, str(tmp_path), str(tmp_path / "out"))
     with CheckpointReader(tmp_path / "out" / "large" / "iter_0000000") as reader:
         size = sum(file.bytes for file in reader.manifest.files.values())
-    assert size > 300_000_000
-    assert found < 64_000_000
+    assert size > 240_000_000
+    assert found < 48_000_000, found
 
 
 def test_training_goes_on_from_what_the_dense_run_had_reached(tmp_path, capsys):

@@ -117,7 +117,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffer, flight):
         ctx.flight = flight
-        return flight.land()
+        return flight.land().detach()  # on one rank it is what departed, which has its own history
 
     @staticmethod
     def backward(ctx, grad):

@@ -52,7 +52,7 @@ def _placed(box: Box, offsets: tuple[int, ...]) -> Box:
     return Box((*offsets[:dims], *inner), ((1,) * dims + box.sizes))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MappedTensor:
     """A tensor of one side and the parts that cover it, in the order of its elements.
 

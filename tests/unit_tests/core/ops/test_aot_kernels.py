@@ -34,7 +34,6 @@ BUDGET = {
     "take_rows_kernel/sm_90": (22, 0),
     "sum_rows_kernel/sm_90": (32, 0),
     "sum_rows_backward_kernel/sm_90": (72, 0),
-    "sum_rows_backward_kernel/sm_100": (70, 0),
 }
 SHARED_BYTES = 227 << 10  # what one block may use on both architectures
 

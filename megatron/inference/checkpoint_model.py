@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
     tokenizer = build_tokenizer(guess_type(chosen), model=chosen)
     dtype = described.dtype or torch.float32
     model = GPTModel(
-        described.config,
+        generating(described.config),
         place.groups,
         dtype=dtype,
         device=place.device,
@@ -131,7 +132,7 @@ def _from_checkpoint(source: ModelSource, place: _Place) -> CheckpointModel:
         tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
         dtype = weight_dtype(options)
         model = GPTModel(
-            config,
+            generating(config),
             place.groups,
             dtype=dtype,
             device=place.device,
@@ -154,6 +155,16 @@ def _from_checkpoint(source: ModelSource, place: _Place) -> CheckpointModel:
         folder=folder,
         stop_tokens=frozenset(ends),
     )
+
+
+def generating(config: GPTConfig) -> GPTConfig:
+    """Return the model without what only training has: further predictions and expert capacity.
+
+    A capacity is of the tokens of a microbatch; here those are a batch's, so that what a prompt
+    yields would depend on its neighbours, on their padding and on the ranks.
+    """
+    moe = config.moe and dataclasses.replace(config.moe, capacity_factor=None)
+    return dataclasses.replace(config, moe=moe, mtp_num_layers=0)
 
 
 @contextlib.contextmanager

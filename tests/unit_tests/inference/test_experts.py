@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command on models with experts and latent attention, against the whole model run anew."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import (
+    Coordinator,
+    StoreCoordinator,
+    TensorChunk,
+    read_manifest,
+    save_checkpoint,
+)
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig
+from megatron.core.moe.config import RouterConfig
+from megatron.core.moe.router import Router
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
+from megatron.inference import checkpoint_model
+from megatron.inference.generate import main
+from megatron.training.checkpoint_io import weight_chunks
+from tests.support.closeness import assert_close_by_metric
+from tests.support.inputs import generator, one_thread
+from tests.support.ranks import run_ranks, start_ranks
+
+ROUTER = RouterConfig(
+    topk=3,
+    score_function="sigmoid",
+    scaling_factor=1.5,
+    num_groups=3,
+    group_topk=2,
+    expert_bias=True,
+    balance="seq_aux_loss",
+    aux_loss_coeff=0.1,
+    jitter=0.3,
+)
+EXPERTS = GPTConfig(
+    num_layers=3,
+    hidden_size=20,
+    vocab_size=259,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
+    mlp=MLPConfig(ffn_hidden_size=36),
+    moe=MoEConfig(
+        num_experts=6,
+        ffn_hidden_size=14,
+        router=ROUTER,
+        capacity_factor=0.5,
+        shared_ffn_hidden_size=10,
+        shared_gate=True,
+    ),
+    ffn_pattern="-EE",
+    hidden_dropout=0.4,
+    mtp_num_layers=2,
+    init_std=0.4,
+)
+MODELS = {
+    "experts": EXPERTS,
+    "latent": replace(
+        EXPERTS,
+        num_layers=2,
+        ffn_pattern="EE",
+        attention=LatentAttentionConfig(
+            num_attention_heads=4,
+            kv_lora_rank=11,
+            q_lora_rank=9,
+            nope_channels=5,
+            rope_channels=6,
+            value_channels=7,
+        ),
+        moe=MoEConfig(
+            num_experts=4, ffn_hidden_size=22, router=RouterConfig(topk=1, normalize=False)
+        ),
+    ),
+}
+PROMPTS = ("Once", "", "two words é", "ab")
+NEW = 9
+
+
+def place_values(chunk: TensorChunk) -> None:
+    """Fill a chunk with what its logical tensor holds there, on any grid."""
+    noise = torch.randn(chunk.shape, generator=generator(7, *chunk.name.encode()))
+    values = 1.0 + 0.2 * noise if "norm" in chunk.name else 0.4 * noise
+    places = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+    chunk.tensor.copy_(values[tuple(slice(first, first + size) for first, size in places)])
+
+
+def save(root: str, name: str, groups: ProcessGroupCollection, coordinator: Coordinator) -> None:
+    """Save a model as training on these ranks does, with what only training has."""
+    model = GPTModel(MODELS[name], groups)
+    chunks = weight_chunks(model.store)
+    for chunk in chunks:
+        place_values(chunk)
+    tokenizer = {"type": "byte", "model": None, "vocab_size": 257, "fingerprint": "byte-257"}
+    extra = {
+        "model": json.loads(json.dumps(MODELS[name].to_json())),
+        "config": {"bf16": False, "max-position-embeddings": 40},
+        "tokenizer": tokenizer,
+    }
+    save_checkpoint(root, 7, chunks, extra, coordinator=coordinator)
+
+
+def save_on_a_rank(rank: int, world: int, root: str, name: str) -> None:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
+    store = dist.distributed_c10d._get_default_store()
+    save(root, name, groups, StoreCoordinator(store, rank, world, timeout_seconds=20))
+
+
+def arguments(load: Path, output: Path, *more: str) -> list[str]:
+    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
+    flags = ["--max-new-tokens", str(NEW), "--temperature", "0", "--device", "cpu", *more]
+    return [*prompts, "--load", str(load), "--output-json", str(output), *flags]
+
+
+def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Run the command in this process; return its exit code and stderr."""
+    err = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        code = main(words, environment)
+    return code, err.getvalue()
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one process says by a checkpoint from two ranks that shared the experts."""
+
+    config: GPTConfig
+    folder: Path
+    model: GPTModel
+    results: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def generated(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Generated:
+    folder, path = (tmp_path_factory.mktemp(request.param) / part for part in ("saved", "1.json"))
+    run_ranks(save_on_a_rank, 2, str(folder), request.param)
+    built: list[GPTModel] = []
+
+    class Watched(GPTModel):
+        def __init__(self, *parts: Any, **options: Any) -> None:
+            super().__init__(*parts, **options)
+            built.append(self)
+
+    with pytest.MonkeyPatch.context() as patch, one_thread():
+        patch.setattr(checkpoint_model, "GPTModel", Watched)
+        code, err = run(arguments(folder, path), {})
+    assert code == 0, err
+    (model,) = built
+    return Generated(MODELS[request.param], folder, model, results(path))
+
+
+def test_greedy_text_is_what_the_whole_model_finds_most_probable(generated: Generated) -> None:
+    config = generated.config
+    # Each prompt alone, without a cache, by a model of which no expert is ever full.
+    model = GPTModel(
+        replace(config, moe=replace(config.moe, capacity_factor=None), mtp_num_layers=0),
+        ProcessGroupCollection.single(),
+    )
+    for chunk in weight_chunks(model.store):
+        place_values(chunk)
+    said = set()
+    for result in generated.results:
+        tokens = result["prompt_ids"] + result["ids"]
+        with torch.no_grad(), one_thread():
+            logits = model.full_logits(torch.tensor([tokens])).squeeze(1)
+        logits = logits[len(result["prompt_ids"]) - 1 : -1]
+        assert logits.argmax(-1).tolist() == result["ids"]
+        found = logits.log_softmax(-1).amax(-1)
+        assert_close_by_metric(result["prompt"], torch.tensor(result["logprobs"]), found)
+        said |= set(result["ids"])
+    assert len(said) > 8
+
+
+def test_what_only_training_has_is_left_in_the_checkpoint(generated: Generated) -> None:
+    held = read_manifest(generated.folder / "iter_0000007").tensors
+    assert "mtp.0.projection.weight" in held
+    model = generated.model
+    assert not [name for name in model.store.handles if name.startswith("mtp.")]
+    routers = [m for m in model.modules() if isinstance(m, Router)]
+    assert len(routers) == 2
+    for router in routers:
+        assert router.capacity_factor is None
+        assert not router.counted.any()
+
+
+def command_on_a_rank(
+    rank: int, world: int, words: list[str], launcher: dict[str, str]
+) -> tuple[int, str]:
+    torch.set_num_threads(1)
+    return run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+
+def test_two_ranks_generate_what_one_process_does(generated: Generated, tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    # Of three rows of a batch the ranks route two each, one of them padding; then one of one.
+    more = ("--tensor-model-parallel-size", "2", "--batch-size", "3")
+    words = arguments(generated.folder, tmp_path / "two.json", *more)
+    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+        outcomes = ranks.values(timeout=60.0)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    for a, b in zip(results(tmp_path / "two.json"), generated.results, strict=True):
+        assert a["ids"] == b["ids"]
+        got, expected = (torch.tensor(r["logprobs"]) for r in (a, b))
+        assert_close_by_metric(a["prompt"], got, expected)

@@ -30,6 +30,11 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
 
+#: Layers, heads or experts of all layers together, and layers of further prediction, that no model
+#: has as many of. A part of a tensor takes some 1 KB of memory while a folder is read.
+MAX_LAYERS, MAX_PARTS, MAX_FURTHER = 10_000, 1 << 18, 64
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceModel:
@@ -78,12 +83,14 @@ def read_model(raw: Mapping[str, Any], *, where: str, further: bool = False) -> 
     _check_neutral(fields, kind)
     max_length = fields.count("max_position_embeddings", 0) or None
     interleaved = kind is DEEPSEEK_V3 and fields.flag("rope_interleave", True)
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = _layers(fields)
     moe, pattern = read_experts(kind, fields, num_layers)
     depth = 0
     if further and kind.further:
         name = "num_mtp_layers" if "num_mtp_layers" in raw else "num_nextn_predict_layers"
         depth = fields.count(name, 0, least=0)
+        if depth > MAX_FURTHER:
+            fields.refuse(name, f"more than {MAX_FURTHER}")
     config = GPTConfig(
         num_layers=num_layers,
         hidden_size=fields.count("hidden_size"),
@@ -104,6 +111,17 @@ def read_model(raw: Mapping[str, Any], *, where: str, further: bool = False) -> 
     if problems := config.problems():
         raise ValueError(f"{where}: {'; '.join(problems)}")
     return HuggingFaceModel(kind=kind, config=config, max_length=max_length, dtype=_dtype(fields))
+
+
+def _layers(fields: Fields) -> int:
+    """Return the number of layers, of a model that can be: what is made of it takes memory."""
+    layers = fields.count("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        fields.refuse("num_hidden_layers", f"more than {MAX_LAYERS}")
+    for name in ("num_attention_heads", *_EXPERT_COUNTS):
+        if fields.find(name) is not None and fields.count(name) * layers > MAX_PARTS:
+            fields.refuse(name, f"with {layers} layers that is more than {MAX_PARTS} in all")
+    return layers
 
 
 def _attention(fields: Fields, kind: Architecture) -> AttentionConfig | LatentAttentionConfig:

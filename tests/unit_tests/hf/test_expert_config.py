@@ -65,6 +65,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTRAL, {"n_shared_experts": 3}, "n_shared_experts is 3: this changes the model"),
     (MIXTRAL, {"moe_intermediate_size": 64}, "moe_intermediate_size is 64: this changes"),
     (MIXTRAL, {"kv_lora_rank": 64}, "kv_lora_rank is 64: this changes"),
+    (MIXTRAL, {"num_hidden_layers": 1 << 30}, "num_hidden_layers is 1073741824: more than 10000"),
+    (MIXTRAL, {"num_local_experts": 1 << 30}, "with 3 layers that is more than 262144 in all"),
+    (DEEPSEEK, {"num_attention_heads": 1 << 30}, "with 3 layers that is more than 262144 in all"),
     (QWEN3_MOE, {"num_experts": "8"}, "num_experts is '8'"),
     (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers is 3: expected numbers of layers"),
     (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
@@ -199,6 +202,9 @@ def test_further_prediction_counts_if_files_hold_it() -> None:
     assert model.mtp_num_layers == 2
     kept = write_config(model, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
     assert kept == {**fields, "dtype": "float32"}
+    many = {**fields, "num_nextn_predict_layers": 65}
+    with pytest.raises(ValueError, match="num_nextn_predict_layers is 65: more than 64"):
+        read_model(many, where="x", further=True)
     fewer = replace(model, mtp_num_layers=1)
     kept = write_config(fewer, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
     assert kept["num_nextn_predict_layers"] == 1

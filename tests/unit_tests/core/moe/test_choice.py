@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts are chosen and which places they take, against loops over tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.moe.choice import chosen_experts, within_capacity
+from megatron.core.moe.config import RouterConfig
+from tests.support.inputs import generator
+
+TOKENS, EXPERTS = 23, 12
+
+
+def by_hand(scores: list[float], config: RouterConfig, bias: list[float]) -> set[int]:
+    """Choose for one token."""
+    biased = [s + b for s, b in zip(scores, bias, strict=True)]
+    numbers = range(len(biased))
+    if config.num_groups is not None:
+        each = len(biased) // config.num_groups
+        groups = [range(g * each, (g + 1) * each) for g in range(config.num_groups)]
+        worth = [
+            sum(sorted((biased[e] for e in group), reverse=True)[: config.group_candidates])
+            for group in groups
+        ]
+        best = sorted(range(len(groups)), key=lambda g: -worth[g])[: config.group_topk]
+        numbers = [e for g in best for e in groups[g]]
+    return set(sorted(numbers, key=lambda e: -biased[e])[: config.topk])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RouterConfig(topk=3),
+        RouterConfig(topk=1, normalize=False),
+        RouterConfig(topk=EXPERTS),
+        RouterConfig(topk=4, num_groups=4, group_topk=2),
+        RouterConfig(topk=3, num_groups=3, group_topk=1, group_candidates=1),
+        RouterConfig(topk=2, num_groups=6, group_topk=6, group_candidates=2),
+    ],
+)
+@pytest.mark.parametrize("offset", [None, 0.0, -2.0])
+def test_the_best_within_the_best_groups(config: RouterConfig, offset: float | None):
+    assert config.problems(EXPERTS) == []
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator(1))
+    bias = None
+    if offset is not None:  # at -2 every biased score is negative, and below those left out at 0
+        bias = 0.4 * torch.rand(EXPERTS, generator=generator(2)) + offset
+    before = scores.clone()
+    found = chosen_experts(scores, config, bias=bias)
+    assert found.shape == (TOKENS, config.topk)
+    assert torch.equal(scores, before)
+    added = [0.0] * EXPERTS if bias is None else bias.tolist()
+    wanted = [by_hand(token, config, added) for token in scores.tolist()]
+    assert [set(token) for token in found.tolist()] == wanted
+    plain = chosen_experts(scores, RouterConfig(topk=config.topk))
+    if config.topk < EXPERTS and (bias is not None or (config.group_topk or 6) < 6):
+        assert not torch.equal(found.sort().values, plain.sort().values), "nothing was limited"
+
+
+def taken(
+    experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor, capacity: int, policy: str
+) -> torch.Tensor:
+    """Let experts take places one after the other."""
+    tokens, topk = experts.shape
+    places = [(t, j) for t in range(tokens) for j in range(topk) if real[t]]
+    if policy == "probs":
+        places.sort(key=lambda place: -weights[place].item())  # stable
+    kept, room = torch.zeros(tokens, topk, dtype=torch.bool), [capacity] * EXPERTS
+    for place in places:
+        expert = int(experts[place])
+        if room[expert]:
+            room[expert] -= 1
+            kept[place] = True
+    return kept
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("ties", [False, True])
+def test_experts_take_so_many(policy: str, padded: bool, ties: bool):
+    topk = 3
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator(3))
+    scores[:, 5] += 0.7  # one that nearly all want
+    scores[:, 2] -= 2.0  # one that nobody wants
+    experts = scores.topk(topk).indices
+    weights = torch.rand(TOKENS, topk, generator=generator(4))
+    if ties:
+        weights = (weights * 3).round() / 3
+    real = torch.ones(TOKENS, dtype=torch.bool)
+    if padded:
+        real[::4] = False
+    full = experts.flatten().bincount(minlength=EXPERTS)
+    assert full[2] == 0
+    assert full[5] > TOKENS // 2
+    for capacity in (1, 2, 5, int(full.max()), 10 * TOKENS):
+        kept = within_capacity(
+            experts, weights, capacity=capacity, policy=policy, real=real if padded else None
+        )
+        assert torch.equal(kept, taken(experts, weights, real, capacity, policy)), capacity
+        assert bool((kept == real[:, None]).all()) == (capacity >= full.max())
+
+
+def test_padding_alone_takes_no_room():
+    experts, weights = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    nobody = torch.zeros(4, dtype=torch.bool)
+    kept = within_capacity(experts, weights, capacity=2, policy="probs", real=nobody)
+    assert not kept.any()
+    nothing = within_capacity(experts[:0], weights[:0], capacity=2, policy="probs")
+    assert nothing.shape == (0, 1)

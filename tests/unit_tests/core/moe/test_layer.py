@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole mixtures in a single process, against transformers in fp64 and a loop over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.moe import MoE, MoEConfig, RouterConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import generator, one_thread, perturbed
+from tests.support.nan_memory import nan_memory
+from tests.unit_tests.core.moe.single_layer import Layer, merged, surroundings
+
+S, B, H, FFN, SHARED = 13, 3, 18, 11, 7
+SIGMOID = RouterConfig(
+    topk=3,
+    score_function="sigmoid",
+    scaling_factor=2.5,
+    num_groups=3,
+    group_topk=2,
+    expert_bias=True,
+)
+#: name: their family, our configuration.
+CASES = {
+    "mixtral": MoEConfig(num_experts=5, ffn_hidden_size=FFN, router=RouterConfig(topk=2)),
+    "deepseek": MoEConfig(
+        num_experts=9, ffn_hidden_size=FFN, router=SIGMOID, shared_ffn_hidden_size=2 * FFN
+    ),
+    "qwen": MoEConfig(
+        num_experts=6,
+        ffn_hidden_size=FFN,
+        router=RouterConfig(topk=4, normalize=False),
+        shared_ffn_hidden_size=SHARED,
+        shared_gate=True,
+    ),
+}
+
+
+def their_layer(name: str, config: MoEConfig) -> torch.nn.Module:
+    """Return the block of transformers in fp64, all of its weights moved."""
+    sizes = {"hidden_size": H, "num_experts_per_tok": config.router.topk}
+    if name == "mixtral":
+        from transformers import MixtralConfig as Config
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Block
+
+        sizes |= {"num_local_experts": config.num_experts, "intermediate_size": FFN}
+    elif name == "qwen":
+        from transformers import Qwen2MoeConfig as Config
+        from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock as Block
+
+        sizes |= {
+            "num_experts": config.num_experts,
+            "moe_intermediate_size": FFN,
+            "shared_expert_intermediate_size": SHARED,
+            "norm_topk_prob": False,
+        }
+    else:
+        from transformers import DeepseekV3Config as Config
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE as Block
+
+        sizes |= {
+            "n_routed_experts": config.num_experts,
+            "moe_intermediate_size": FFN,
+            "n_shared_experts": 2,
+            "n_group": config.router.num_groups,
+            "topk_group": config.router.group_topk,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": config.router.scaling_factor,
+        }
+    made = Config(**sizes)
+    made._experts_implementation = "eager"
+    layer = Block(made).double()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.zero_()
+        for key, moved in perturbed(dict(layer.named_parameters()), seed=1, scale=0.4).items():
+            layer.get_parameter(key).copy_(moved.float())
+    if name == "deepseek":
+        bias = 0.3 * torch.rand(config.num_experts, generator=generator(1))
+        layer.gate.e_score_correction_bias.copy_(bias)
+    return layer
+
+
+def by_our_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return their tensors, weights or gradients, by our names."""
+    fused = tensors["experts.gate_up_proj"]
+    gate, up = fused.chunk(2, dim=1)  # [E, f, h]
+    found = {
+        "m.router.weight": tensors["gate.weight"],
+        "m.experts.gate.weight": gate,
+        "m.experts.up.weight": up,
+        "m.experts.down.weight": tensors["experts.down_proj"],
+    }
+    for part in ("gate", "up", "down"):
+        for shared in ("shared_expert", "shared_experts"):
+            if f"{shared}.{part}_proj.weight" in tensors:
+                found[f"m.shared.{part}.weight"] = tensors[f"{shared}.{part}_proj.weight"]
+    if "shared_expert_gate.weight" in tensors:
+        found["m.shared_gate.weight"] = tensors["shared_expert_gate.weight"]
+    return found
+
+
+@pytest.mark.parametrize("size", [(S, B), (1, 1)], ids=["many tokens", "one token"])
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_every_gradient(name: str, size: tuple[int, int]):
+    pytest.importorskip("transformers")
+    config = CASES[name]
+    hidden = torch.randn(*size, H, generator=generator(2))
+    factors = torch.randn(*size, H, generator=generator(3))
+    with one_thread():
+        theirs = their_layer(name, config)
+        x = hidden.double().transpose(0, 1).contiguous().requires_grad_(True)  # [b, s, h]
+        wanted = theirs(x).transpose(0, 1)
+        (wanted * factors).sum().backward()
+        bias = theirs.gate.e_score_correction_bias.float() if config.router.expert_bias else None
+        ours = Layer(config, hidden_size=H, bias=bias)
+        weights = dict(theirs.named_parameters())
+        ours.load(by_our_names(weights))
+        with nan_memory():
+            got, dx = ours.step(hidden, factors)
+    found = {"output": got, "input gradient": dx, **merged(ours.gradients())}
+    grads = by_our_names({name: weight.grad for name, weight in weights.items()})
+    reference = {"output": wanted, "input gradient": x.grad.transpose(0, 1), **grads}
+    zeros = {name for name, grad in grads.items() if not grad.any()}
+    assert not zeros
+    assert_all_close(found, reference, bound=5e-6)
+    unused = grads["m.experts.up.weight"].flatten(1).abs().amax(1) == 0
+    assert int(unused.sum()) == (config.num_experts - config.router.topk if size == (1, 1) else 0)
+
+
+def by_token(
+    weights: Mapping[str, torch.Tensor], rows: torch.Tensor, config: MoEConfig
+) -> tuple[torch.Tensor, int]:
+    """Return the rows' sums of experts in fp64, one place after the other, and places dropped."""
+    router, activation = config.router, getattr(F, config.activation)
+    scores = (rows @ weights["m.router.weight"].t()).softmax(-1)
+    chosen = scores.topk(router.topk).indices
+    picked = scores.gather(1, chosen)
+    picked = picked / picked.sum(-1, keepdim=True)
+    places = [(t, j) for t in range(len(rows)) for j in range(router.topk)]
+    if config.drop_policy == "probs":
+        places.sort(key=lambda place: -picked[place].item())
+    room = [len(rows) * router.topk] * config.num_experts
+    if config.capacity_factor is not None:
+        share = config.capacity_factor * len(rows) * router.topk / config.num_experts
+        room = [int(-(-share // 1))] * config.num_experts
+    out, dropped = [torch.zeros_like(row) for row in rows], 0
+    for t, j in places:
+        e = int(chosen[t, j])
+        if not room[e]:
+            dropped += 1
+            continue
+        room[e] -= 1
+        inner = weights["m.experts.up.weight"][e] @ rows[t]
+        if config.gated:
+            inner = activation(weights["m.experts.gate.weight"][e] @ rows[t]) * inner
+        else:
+            inner = activation(inner)
+        out[t] = out[t] + picked[t, j] * (weights["m.experts.down.weight"][e] @ inner)
+    return torch.stack(out), dropped
+
+
+@pytest.mark.parametrize(
+    ("factor", "policy", "gated", "activation"),
+    [
+        (None, "probs", False, "gelu"),
+        (None, "probs", False, "relu"),
+        (0.7, "probs", True, "silu"),
+        (0.7, "position", True, "silu"),
+        (1.0, "probs", False, "gelu"),
+        (0.1, "position", False, "gelu"),  # one place an expert
+        (9.0, "probs", True, "silu"),  # room for all
+    ],
+)
+@pytest.mark.parametrize("remakes", [False, True])
+def test_limited_experts(
+    factor: float | None, policy: str, gated: bool, activation: str, remakes: bool
+):
+    config = MoEConfig(
+        num_experts=19,
+        ffn_hidden_size=FFN,
+        router=RouterConfig(topk=2),
+        gated=gated,
+        activation=activation,
+        capacity_factor=factor,
+        drop_policy=policy,
+    )
+    hidden = torch.randn(S, B, H, generator=generator(4))
+    factors = torch.randn(S, B, H, generator=generator(5))
+    with one_thread():
+        ours = Layer(config, hidden_size=H)
+        ours.moe.remakes = remakes
+        whole = merged(ours.pieces(lambda handle: handle.get()))
+        weights = {n: w.detach().double().requires_grad_(True) for n, w in whole.items()}
+        x = hidden.double().requires_grad_(True)
+        wanted, dropped = by_token(weights, x.flatten(0, 1), config)
+        (wanted.view(S, B, H) * factors).sum().backward()
+        with nan_memory():
+            got, dx = ours.step(hidden, factors)
+    assert ours.moe.router.counted[19 + 1] == dropped
+    assert (dropped > 0) == (factor is not None and factor <= 1.0)
+    found = {"output": got, "input gradient": dx, **merged(ours.gradients())}
+    reference = {"output": wanted.view(S, B, H), "input gradient": x.grad}
+    reference |= {name: weight.grad for name, weight in weights.items()}
+    assert_all_close(found, reference, bound=5e-6)
+
+
+def test_what_cannot_be_says_why():
+    single = ProcessGroupCollection.single()
+
+    def built(dispatcher: str = "auto", **changes: object) -> MoE:
+        config = MoEConfig(**{"num_experts": 4, "ffn_hidden_size": FFN, **changes})
+        build = surroundings(single, hidden_size=H, dispatcher=dispatcher)
+        return MoE("m", config=config, build=build)
+
+    for dispatcher, changes, said in (
+        ("auto", {"capacity_factor": 0.0}, "moe-expert-capacity-factor 0.0 must be positive"),
+        ("auto", {"drop_policy": "random"}, "moe-token-drop-policy 'random': use probs or"),
+        ("auto", {"shared_gate": True}, "a gate of the shared expert without one"),
+        ("auto", {"router": RouterConfig(topk=5)}, "moe-router-topk 5 must be in 1 … 4"),
+        ("auto", {"router": RouterConfig(topk=1)}, "which then learns nothing"),
+        ("flex", {}, "moe-token-dispatcher-type 'flex': use auto, allgather, alltoall"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            built(dispatcher, **changes)
+    assert built().dispatcher == "allgather", "one rank, two experts a token"

@@ -4,6 +4,7 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(tokenizer={**BYTES, "fingerprint": "x"}), [], "has changed since"),
         (changed(model=None), [], "is no training checkpoint: it lacks 'model'"),
         (changed(model={**CONFIG.to_json(), "depth": 3}), [], "not the configuration of a GPT"),
-        (changed(model={**CONFIG.to_json(), "num_layers": 3}), [], "does not fit the model"),
+        (changed(model=replace(CONFIG, hidden_size=40).to_json()), [], "does not fit the model"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -81,6 +83,40 @@ def boxes_of_range(sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
 def _in_row(row: int, sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
     inner = boxes_of_range(sizes[1:], begin, end)
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+
+
+class BoxIndex:
+    """Boxes of one tensor, found by what they share with another box.
+
+    They are sorted along the dimension in which most of them begin at different places, so that a
+    part of a tensor that is cut into many is compared with its neighbours only.
+
+    Args:
+        boxes: all with the same number of dimensions.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        dims = range(len(boxes[0].sizes) if boxes else 0)
+        self._dim = max(dims, key=lambda d: len({b.offsets[d] for b in boxes}), default=None)
+        dim = self._dim
+        if dim is None:  # scalars have no place
+            return
+        self._order = sorted(range(len(boxes)), key=lambda i: boxes[i].offsets[dim])
+        ordered = [boxes[i] for i in self._order]
+        self._begins = [box.offsets[dim] for box in ordered]
+        # The end that any box up to here has: ascending even where boxes contain each other.
+        self._reaches = list(accumulate((b.offsets[dim] + b.sizes[dim] for b in ordered), max))
+
+    def overlaps(self, box: Box) -> list[tuple[int, Box]]:
+        """Return the index of every box that shares elements with `box`, and the shared ones."""
+        near: Sequence[int] = range(len(self._boxes))
+        if self._dim is not None:
+            begin = box.offsets[self._dim]
+            first = bisect_right(self._reaches, begin)
+            near = self._order[first : bisect_left(self._begins, begin + box.sizes[self._dim])]
+        found = ((i, intersect(self._boxes[i], box)) for i in near)
+        return [(i, common) for i, common in found if common is not None]
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:

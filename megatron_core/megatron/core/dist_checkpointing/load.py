@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import first_overlap, intersect
+from megatron.core.dist_checkpointing.boxes import BoxIndex, first_overlap
 from megatron.core.dist_checkpointing.chunk import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -160,26 +160,28 @@ def plan_reads(
     reads: dict[str, list[ChunkRead]] = {}
     for name, members in wanted.items():
         stored = tensors[name]
-        if overlap := first_overlap([piece.box for piece in stored.chunks]):
-            a, b = (stored.chunks[i].box for i in overlap)
+        boxes = [piece.box for piece in stored.chunks]
+        if overlap := first_overlap(boxes):
+            a, b = (boxes[i] for i in overlap)
             raise CheckpointError(f"the manifest stores {name} twice, in {a} and in {b}")
-        found = dict.fromkeys(range(len(members)), 0)
-        for piece in stored.chunks:
-            wants = []
-            for i, chunk in enumerate(members):
-                if common := intersect(piece.box, chunk.box):
-                    found[i] += common.numel
-                    target = chunk.tensor.detach()[common.seen_from(chunk.box.offsets).slices]
-                    wants.append(Want(box=common.seen_from(piece.box.offsets), target=target))
-            if wants:
-                read = ChunkRead(name=name, dtype=stored.dtype, chunk=piece, wants=wants)
-                reads.setdefault(piece.file, []).append(read)
-        for i, chunk in enumerate(members):
-            if found[i] != chunk.box.numel:
+        index = BoxIndex(boxes)
+        wants: dict[int, list[Want]] = {}
+        for chunk in members:
+            found = 0
+            for i, common in index.overlaps(chunk.box):
+                found += common.numel
+                target = chunk.tensor.detach()[common.seen_from(chunk.box.offsets).slices]
+                want = Want(box=common.seen_from(boxes[i].offsets), target=target)
+                wants.setdefault(i, []).append(want)
+            if found != chunk.box.numel:
                 raise CheckpointError(
                     f"{name}{chunk.box} has {chunk.box.numel} elements, the checkpoint holds only "
-                    f"{found[i]} of them"
+                    f"{found} of them"
                 )
+        for i, parts in wants.items():
+            piece = stored.chunks[i]
+            read = ChunkRead(name=name, dtype=stored.dtype, chunk=piece, wants=parts)
+            reads.setdefault(piece.file, []).append(read)
     for group in reads.values():
         group.sort(key=lambda read: read.chunk.begin)
     return reads

@@ -8,16 +8,22 @@ import math
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.dist_checkpointing import TensorChunk
+from megatron.core.dist_checkpointing import boxes as boxes_module
 from megatron.core.dist_checkpointing.boxes import (
     Box,
+    BoxIndex,
     boxes_of_range,
     first_overlap,
     flat_index,
     intersect,
 )
+from megatron.core.dist_checkpointing.load import plan_reads
+from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredTensor
 from tests.unit_tests.core.dist_checkpointing.layouts import random_boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -73,6 +79,67 @@ def test_boxes_that_no_plane_separates_are_still_told_apart():
     ]
     assert first_overlap(pinwheel) is None
     assert first_overlap([*pinwheel, Box((1, 1), (1, 1))]) is not None
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=150, deadline=None)
+def test_an_index_finds_all_that_shares_elements(seed):
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3)))
+    boxes = [box for _ in range(rng.randint(1, 2)) for box in random_boxes(shape, rng, depth=6)]
+    rng.shuffle(boxes)
+    index = BoxIndex(boxes)
+    for box in random_boxes(shape, rng, depth=6):
+        found = dict(index.overlaps(box))
+        shared = {i: elements(one) & elements(box) for i, one in enumerate(boxes)}
+        assert {i: elements(common) for i, common in found.items()} == {
+            i: those for i, those in shared.items() if those
+        }
+    assert BoxIndex([]).overlaps(Box((0,), (1,))) == []
+
+
+def test_an_index_looks_past_small_boxes_at_one_that_reaches_further():
+    boxes = [Box((0, 0), (6, 1)), *(Box((i, 1), (1, 1)) for i in range(6))]
+    found = BoxIndex(boxes).overlaps(Box((4, 0), (1, 2)))
+    assert found == [(0, Box((4, 0), (1, 1))), (5, Box((4, 1), (1, 1)))]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_reads_of_what_is_cut_into_many_compare_neighbours_only(dim, monkeypatch):
+    """Experts whose two halves are joined lie expert by expert, and so they are stored."""
+    parts, shape = 97, [3, 3, 3]
+    shape[dim] = 2 * parts
+    offsets = [tuple(2 * i if d == dim else 0 for d in range(3)) for i in range(parts)]
+    sizes = tuple(2 if d == dim else 3 for d in range(3))
+    compared = []
+
+    def counted(a: Box, b: Box) -> Box | None:
+        compared.append((a, b))
+        return intersect(a, b)
+
+    monkeypatch.setattr(boxes_module, "intersect", counted)
+    stored = [
+        StoredChunk(file="a", box=Box(at, sizes), begin=72 * i, end=72 * (i + 1), xxh3=("",))
+        for i, at in enumerate(offsets)
+    ]
+    chunks = [
+        TensorChunk(
+            name="up",
+            shape=tuple(shape),
+            offsets=at,
+            tensor=torch.empty(sizes),
+            replica_ranks=(0,),
+        )
+        for at in reversed(offsets)
+    ]
+    table = {"up": StoredTensor(dtype="F32", shape=tuple(shape), chunks=tuple(stored))}
+    reads = plan_reads(table, chunks)["a"]
+    assert [read.chunk for read in reads] == stored
+    for read, chunk in zip(reads, reversed(chunks), strict=True):
+        (want,) = read.wants
+        assert want.target.data_ptr() == chunk.tensor.data_ptr()
+        assert want.box == Box((0, 0, 0), sizes)
+    assert parts <= len(compared) <= 2 * parts, "not all with all"
 
 
 def test_two_scalars_overlap():

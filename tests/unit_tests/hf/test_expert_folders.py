@@ -192,7 +192,8 @@ def test_biases_of_experts_stay_in_fp32(dtype: str, tmp_path: Path) -> None:
         layer.mlp.gate.e_score_correction_bias = layer.mlp.gate.e_score_correction_bias.float()
         layer.mlp.gate.e_score_correction_bias.add_(1e-5)
     folder = save_folder(model, tmp_path / "model")
-    checkpoint = imported(folder, tmp_path / "a")
+    convert("import", "--hf", folder, "--save", tmp_path / "a", "--dtype", dtype)
+    checkpoint = tmp_path / "a/iter_0000000"
     stored = {name: t.dtype for name, t in read_manifest(checkpoint).tensors.items()}
     assert {t for name, t in stored.items() if name.endswith("expert_bias")} == {"F32"}
     assert set(stored.values()) == {"F32", "BF16" if dtype == "bfloat16" else "F16"}

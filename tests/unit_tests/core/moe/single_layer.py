@@ -16,10 +16,12 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.moe import MoE, MoEConfig
+from megatron.core.moe.share import Share
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild
 from megatron.core.weight_gather import WeightHandle, WeightStore
+from tests.support.inputs import generator
 
 #: A logical tensor's name, its shape, and where this rank's part of it begins.
 Piece = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
@@ -89,6 +91,19 @@ class Layer:
         self.engine.backward((out * factors).sum(), last=True)
         self.engine.finish()
         return out.detach(), x.grad
+
+    @torch.no_grad()
+    def assert_sure(self, hidden: torch.Tensor, layout: SequenceLayout | None = None) -> None:
+        """Fail if rounding could turn a route: noise a hundred times as large must not."""
+        layout = layout or SequenceLayout.dense(len(hidden))
+        share = Share(hidden, layout, region=self.moe.region)
+        noise = torch.randn(hidden.shape, generator=generator(len(hidden)))
+        routes = [
+            self.moe.router(share.rows(x), share) for x in (hidden, hidden * (1 + 3e-5 * noise))
+        ]
+        assert torch.equal(*(route.experts for route in routes)), "take other inputs"
+        if routes[0].kept is not None:
+            assert torch.equal(*(route.kept for route in routes)), "take other inputs"
 
     def pieces(self, flat_of: Callable[[WeightHandle], torch.Tensor]) -> list[Piece]:
         """List this rank's parts of logical tensors, views of what `flat_of` gives."""

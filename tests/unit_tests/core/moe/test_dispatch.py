@@ -140,6 +140,7 @@ class Reference:
         with one_thread():
             for lane in range(lanes):
                 layer = Layer(CONFIGS[name], hidden_size=H, bias=bias_of(name))
+                layer.assert_sure(lane_data(lane)[0])
                 out, dx = layer.step(*lane_data(lane))
                 self.lanes.append({"out": out, "dx": dx})
                 for key, gradient in merged(layer.gradients()).items():

@@ -121,6 +121,7 @@ def test_output_and_every_gradient(name: str, size: tuple[int, int]):
         ours = Layer(config, hidden_size=H, bias=bias)
         weights = dict(theirs.named_parameters())
         ours.load(by_our_names(weights))
+        ours.assert_sure(hidden)
         with nan_memory():
             got, dx = ours.step(hidden, factors)
     found = {"output": got, "input gradient": dx, **merged(ours.gradients())}
@@ -195,6 +196,7 @@ def test_limited_experts(
     with one_thread():
         ours = Layer(config, hidden_size=H)
         ours.moe.remakes = remakes
+        ours.assert_sure(hidden)
         whole = merged(ours.pieces(lambda handle: handle.get()))
         weights = {n: w.detach().double().requires_grad_(True) for n, w in whole.items()}
         x = hidden.double().requires_grad_(True)

@@ -124,6 +124,7 @@ def test_layers_equal_one_process(config: MoEConfig):
         layout = SequenceLayout.dense(s, sample_ids=IDS[:b])
         with one_thread():
             alone = Layer(replace(config, num_experts=6), hidden_size=H)
+            alone.assert_sure(data(s, b)[0], layout)
             out, dx = alone.step(*data(s, b), layout, aux_factor=torch.tensor(3.0))
             plain = Layer(
                 replace(config, num_experts=6, router=replace(config.router, jitter=0.0)),

@@ -51,10 +51,10 @@ def relative(tokens: Sequence[int]) -> list[float]:
 
 
 def layer_name(router: str) -> str:
-    """Return the layer of a router, counted from 0: of `decoder.blocks.5.moe.router` "layer 2", of
-    one of multi-token prediction "mtp 0"."""
+    """Return the layer of a router: of `decoder.blocks.5.moe.router` "layer 2", counted from 0, of
+    `mtp.0.` "mtp 1", counted from 1 as its loss is."""
     depth = re.match(r"mtp\.([0-9]+)\.", router)
     if depth is not None:
-        return f"mtp {depth[1]}"
+        return f"mtp {int(depth[1]) + 1}"
     block = re.match(r"decoder\.blocks\.([0-9]+)\.", router)
     return router if block is None else f"layer {int(block[1]) // 2}"

@@ -50,7 +50,7 @@ def test_what_a_log_line_says_of_loads():
         EXPERT_LOAD: {
             "layer 0": [0.75, 1.25, 1.0],
             "layer 3": [2.25, 0.25, 0.5],
-            "mtp 0": [1.0, 1.0, 1.0],
+            "mtp 1": [1.0, 1.0, 1.0],
         }
     }
 
@@ -105,7 +105,7 @@ def recorded(path):
 def test_a_page_has_a_cell_for_each_expert_of_each_layer(tmp_path):
     run = read_run(str(recorded(tmp_path / "metrics.jsonl")), "a <run>")
     assert run.loads_at == 8
-    assert list(run.loads) == ["mtp 0", "layer 3", "layer 0"], "the last ones"
+    assert list(run.loads) == ["mtp 1", "layer 3", "layer 0"], "the last ones"
     text = page([run], title="t", smoothing=0.0)
     cells = re.findall(r"<title>(.*?), expert (\d+): (.*?)</title></rect>", text)
     assert len(cells) == 9

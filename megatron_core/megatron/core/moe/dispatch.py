@@ -118,18 +118,22 @@ class _Sorted:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(experts: torch.Tensor, kept: torch.Tensor | None, first: int, count: int) -> _Sorted:
-        """Sort the places [t, k] of experts first … first + count - 1."""
-        wanted = experts.flatten() - first
-        outside = (wanted < 0) | (wanted >= count)
-        if kept is not None:
-            outside |= ~kept.flatten()
-        wanted = wanted.masked_fill(outside, count)
+    def of(wanted: torch.Tensor, count: int) -> _Sorted:
+        """Sort the places [t, k] of experts 0 … count - 1; `count` is none of them."""
+        wanted = wanted.flatten()
         counts = torch.zeros(count + 1, dtype=torch.int64, device=wanted.device)
         counts.index_add_(0, wanted, torch.ones_like(wanted))
         sizes = tuple(counts.tolist())
         order = wanted.argsort(stable=True)
         return _Sorted(order[: len(order) - sizes[-1]], counts[:-1], sizes[:-1])
+
+    @staticmethod
+    def everywhere(routing: Routing, num_experts: int) -> _Sorted:
+        """Sort the places of all experts that take them."""
+        wanted = routing.experts
+        if routing.kept is not None:
+            wanted = wanted.masked_fill(~routing.kept, num_experts)
+        return _Sorted.of(wanted, num_experts)
 
     @property
     def runs(self) -> RowRuns:
@@ -140,7 +144,7 @@ def _at_home(
     rows: torch.Tensor, routing: Routing, experts: Experts, ranks: ExpertRanks
 ) -> torch.Tensor:
     tokens, topk = routing.experts.shape
-    found = _Sorted.of(routing.experts, routing.kept, 0, ranks.num_experts)
+    found = _Sorted.everywhere(routing, ranks.num_experts)
     permutation = Permutation.of(found.places, tokens, topk)
     return sum_rows(
         experts(take_rows(rows, permutation), found.runs), permutation, weights=routing.weights
@@ -162,7 +166,9 @@ def _by_all_gather(
         wanted = wanted.masked_fill(~routing.kept, -1)
     wanted = all_gather(wanted, group)  # [n t, k]
     weights = gather_from_group(routing.weights, group, partial_gradient=True)  # [n t, k]
-    found = _Sorted.of(wanted, None, ranks.first, ranks.num_local)
+    own = wanted - ranks.first
+    elsewhere = (own < 0) | (own >= ranks.num_local)
+    found = _Sorted.of(own.masked_fill(elsewhere, ranks.num_local), ranks.num_local)
     permutation = Permutation.of(found.places, *wanted.shape)
     meanwhile()
     everyone = arrive(under_way, flight)  # [n t, h]
@@ -179,7 +185,7 @@ def _by_all_to_all(
 ) -> torch.Tensor:
     group, etp = ranks.group, ranks.etp
     tokens, topk = routing.experts.shape
-    found = _Sorted.of(routing.experts, routing.kept, 0, ranks.num_experts)
+    found = _Sorted.everywhere(routing, ranks.num_experts)
     # One row of numbers a rank: how many of its places want each expert.
     counts = all_gather(found.counts.unsqueeze(0), group)  # [n, E]
     own = counts[:, ranks.first : ranks.first + ranks.num_local]  # [n, E/ep]

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.core.models.pattern import ATTENTION, CUT, DENSE, symbol_problems, symbols_of
+from megatron.core.models.pattern import ATTENTION, CUT, DENSE, EXPERTS, symbol_problems, symbols_of
 
 #: A layer of a GPT is an attention and an MLP block.
 _LAYER = ATTENTION + DENSE
@@ -204,7 +204,11 @@ def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = Non
     wanted = "".join(ATTENTION + kind for kind in ffn_pattern)
     if symbols_of(pattern) != wanted:
         same = set(ffn_pattern) == {DENSE}
-        model = f"'*-' for each of the {len(ffn_pattern)} layers" if same else f"{wanted!r}"
+        # Of another number of layers: which of them have experts is for the pattern to say.
+        others = symbols_of(pattern).replace(ATTENTION, "")
+        free = EXPERTS in others and len(others) != len(ffn_pattern)
+        kinds = "'*-' or '*E'" if free else "'*-'"
+        model = f"{kinds} for each of the {len(ffn_pattern)} layers" if same else f"{wanted!r}"
         found.append(f"layer pattern {pattern!r} without its '|' must be {model}")
     return found
 

@@ -156,7 +156,11 @@ def test_three_ways_to_write_one_split():
         (lambda: pattern_problems("||", 3), ["'||' must be one or more of '*' (attention)"]),
         (lambda: pattern_problems("*-|*", 2, ffn_pattern="--"), ["'*-' for each of the 2 layers"]),
         (lambda: pattern_problems("*-|*E", 2, ffn_pattern="E-"), ["its '|' must be '*E*-'"]),
-        (lambda: pattern_problems("*-|*E", 2, ffn_pattern="--"), ["'*-' for each of the 2 layers"]),
+        (lambda: pattern_problems("*-|*E", 2, ffn_pattern="--"), ["be '*-' for each of the 2"]),
+        (
+            lambda: pattern_problems("*E|*", 2, ffn_pattern="--"),
+            ["be '*-' or '*E' for each of the"],
+        ),
         (lambda: pattern_problems("*-", 0), ["0 pipeline stages: use 1 or more"]),
         (
             lambda: layout_problems("t|t|tE", 2, num_layers=2),

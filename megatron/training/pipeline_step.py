@@ -193,9 +193,13 @@ class PipelineForwardBackward:
 
 def weight_traffic(engine: DataParallel) -> tuple[str, str]:
     """Return how often a step gathers each chunk's weights, and reduces its gradients: "none",
-    "once" or "each" time that they are used, or put."""
+    "once" or "each" time that they are used, or put.
+
+    Nothing travels only where experts, too, are alone on their lanes, which may be more or fewer
+    than those of dense weights.
+    """
     placement: Placement = engine.placement
-    if engine.groups["lanes"].size == 1:
+    if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:
         return "none", "none"
     gathers = "none"
     if engine.config.overlap_param_gather and placement.optimizer:

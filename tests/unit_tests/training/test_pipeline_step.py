@@ -9,10 +9,12 @@ import torch
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.stages import StageSplit
+from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
-from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.pipeline_step import PipelineForwardBackward, weight_traffic
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import microbatch, one_thread
@@ -111,3 +113,73 @@ def test_lengths_and_documents_go_through_the_stages(schedule, packed, frozen):
     assert together.keys() == gradients.keys()
     assert (frozen in gradients) is False
     assert_all_close(together, gradients)
+
+
+EXPERTS = dataclasses.replace(
+    CONFIG,
+    num_layers=2,
+    tied=False,
+    moe=MoEConfig(num_experts=3, ffn_hidden_size=20),
+    ffn_pattern="EE",
+    hidden_dropout=0.0,
+)
+#: How often a step gathers and reduces, by strategy.
+WORDS = {
+    "no_shard": ("none", "once"),
+    "optim": ("once", "once"),
+    "optim_grads_params": ("each", "each"),
+}
+
+
+def with_experts(groups: ProcessGroupCollection, strategy: str, *, early: bool = False):
+    """Take two steps; return losses, the gathers and reductions in the list of the last one,
+    gathers that came before they were needed, and the engine."""
+    config = DataParallelConfig(strategy=strategy, overlap_param_gather=early)
+    stages = groups["pp"].size
+    split = StageSplit.from_pattern("*E|*E", stages, ffn_pattern="EE") if stages > 1 else None
+    model = GPTModel(EXPERTS, groups, seed=3, storage=config.storage(), split=split)
+    engine = DataParallel(model.store, groups, config=config)
+    settings = OptimizerConfig(kind="sgd", clip_grad=0.0)
+    optimizer = Optimizer(engine.owned(), groups, config=settings)
+    ran, run = [], None
+    if stages > 1:
+        run = PipelineForwardBackward(model, engine, groups=groups, observe=ran.append)
+    step = TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
+    losses = []
+    for _ in range(2):
+        ran.clear()
+        losses.append(step(batches(False), lr=0.3, weight_decay=0.0).loss)
+    prefetched = 0 if engine.gatherer is None else engine.gatherer.counts.prefetched
+    kinds = [action.kind for action in ran]
+    return losses, kinds.count(Kind.GATHER), kinds.count(Kind.REDUCE), prefetched, engine
+
+
+def on_expert_lanes(rank: int, world: int):
+    """Train with every strategy where experts alone have lanes; then where nothing has."""
+    found = {}
+    grid = RankGrid(world_size=world, tp=2, pp=2, etp=1)
+    groups = ProcessGroupCollection.create(grid, rank=rank)
+    assert (groups["lanes"].size, groups["expert_lanes"].size) == (1, 2)
+    for strategy, words in WORDS.items():
+        early = words[0] != "none"
+        *found[strategy], engine = with_experts(groups, strategy, early=early)
+        assert weight_traffic(engine) == words
+    cut = ProcessGroupCollection.create(RankGrid(world_size=world, tp=2, pp=2, etp=2), rank=rank)
+    *_, gathers, reduces, _, engine = with_experts(cut, "optim", early=True)
+    assert weight_traffic(engine) == ("none", "none")
+    assert gathers == reduces == 0
+    return found
+
+
+def test_experts_that_alone_have_lanes_are_gathered_and_reduced_on_the_way():
+    with one_thread():
+        losses, *_ = with_experts(ProcessGroupCollection.single(), "no_shard")
+    steps = len(LENGTHS)
+    for found in run_ranks(on_expert_lanes, 4):
+        for strategy, (gathered, reduced) in WORDS.items():
+            seen, gathers, reduces, prefetched = found[strategy]
+            assert seen == pytest.approx(losses, rel=1e-6), strategy
+            # before every forward and every backward, and behind every backward
+            assert gathers == {"none": 0, "once": 1, "each": 2 * steps}[gathered], strategy
+            assert reduces == {"once": 1, "each": steps}[reduced], strategy
+            assert (prefetched > 0) == (gathered != "none"), strategy

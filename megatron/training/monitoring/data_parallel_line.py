@@ -23,8 +23,8 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     Raises:
         ValueError: another strategy is in effect than the one that was asked for.
     """
-    config, lanes = engine.config, engine.groups["lanes"].size
-    if lanes == 1:
+    config = engine.config
+    if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:
         scope = "one lane"
         if idle := _idle_flags(config):
             verb = "has" if len(idle) == 1 else "have"
@@ -94,11 +94,16 @@ def _idle_flags(config: DataParallelConfig) -> list[str]:
 
 
 def _scope(engine: DataParallel) -> str:
-    """Return over how many lanes the strategy cuts."""
-    grid, lanes = engine.groups.grid, engine.groups["lanes"].size
-    if grid.instances == 1:
-        return f"{lanes} lanes"
-    text = f"the {lanes // grid.instances} lanes of each of {grid.instances} instances"
+    """Return over how many lanes the strategy cuts; experts may have other lanes."""
+    groups, instances = engine.groups, engine.groups.grid.instances
+    lanes, experts = (groups[name].size // instances for name in ("lanes", "expert_lanes"))
+    text = f"{lanes} lane{'s' if lanes > 1 else ''}"
+    if experts != lanes:
+        text += f" of dense weights and {experts} of experts"
+    if instances == 1:
+        return text
+    text = f"the {text} in each" if experts != lanes else f"the {text} of each"
+    text += f" of {instances} instances"
     if engine.config.outer == "optim":
         text += ", optimizer state over all of them"
     return text

@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.stages import StageSplit
+from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
@@ -24,6 +25,7 @@ def built(
     groups: ProcessGroupCollection,
     offload: float = 0.0,
     split: StageSplit | None = None,
+    experts: int | None = None,
     **settings: object,
 ) -> tuple[DataParallel, Optimizer]:
     """Return the engine and optimizer of a model of about 100,000 weights.
@@ -31,6 +33,7 @@ def built(
     Args:
         offload: share of the optimizer's state that is in host memory.
         split: of the layers into pipeline stages.
+        experts: of every layer, instead of an MLP.
     """
     shape = GPTConfig(
         num_layers=3,
@@ -39,6 +42,9 @@ def built(
         attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=12),
         mlp=MLPConfig(ffn_hidden_size=160),
     )
+    if experts is not None:
+        moe = MoEConfig(num_experts=experts, ffn_hidden_size=40)
+        shape = dataclasses.replace(shape, moe=moe, ffn_pattern="EEE")
     config = DataParallelConfig(**settings)
     model = GPTModel(
         shape,
@@ -114,6 +120,39 @@ def test_with_pipeline_stages_the_line_says_the_most_of_all_of_them():
     assert "; per rank at most " in line
     assert bytes_in(line)[1] == pytest.approx(weights, abs=6e3)
     assert bytes_in(line)[3] == pytest.approx(state, abs=6e3)
+
+
+#: Layouts of four ranks on which experts have other lanes than dense weights.
+LAYOUTS = {
+    "optim over 1 lane of dense weights and 4 of experts": {"tp": 4, "etp": 1},
+    "optim over 2 lanes of dense weights and 4 of experts": {"tp": 2, "etp": 1},
+    "optim over 4 lanes of dense weights and 1 of experts": {"ep": 4},
+    "optim over the 2 lanes of dense weights and 1 of experts in each of 2 instances": {
+        "ep": 2,
+        "instances": 2,
+    },
+    "optim over 2 lanes": {"tp": 2},
+}
+
+
+def expert_lines(rank: int, world: int) -> None:
+    """Hold the line to the lanes, and its sizes to the tensors that there are."""
+    for scope, degrees in LAYOUTS.items():
+        groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
+        engine, optimizer = built(groups, experts=4, strategy="optim")
+        line = data_parallel_line(engine, optimizer)
+        assert line.startswith(f"data parallel: {scope}; "), line
+        buckets = engine.store.buckets
+        lanes = {b.handles[0].sharding.expert: b.group.size * b.outer.size for b in buckets}
+        assert lanes == {False: groups["lanes"].size, True: groups["expert_lanes"].size}
+        state = sum(optimizer.state_bytes(on_host=host) for host in (False, True))
+        weights = sum(bucket.weights.data.nbytes for bucket in buckets)
+        found = bytes_in(line)
+        assert [found[1], found[3]] == pytest.approx([weights, state], abs=6e3), line
+
+
+def test_the_line_names_the_lanes_of_experts_where_they_are_others():
+    run_ranks(expert_lines, 4)
 
 
 def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():

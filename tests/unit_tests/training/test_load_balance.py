@@ -97,7 +97,8 @@ def recorded(path):
     )
     for iteration, loads in ((4, LOADS), (8, LOADS[::-1])):
         part = load_balance(loads, FULL)
-        metrics.write("train", iteration, {"lm_loss": 3.0, **part.numbers, **part.tables})
+        ahead = {"mtp_1_loss": 3.5, "mtp_2_loss": 4.5}
+        metrics.write("train", iteration, {"lm_loss": 3.0, **ahead, **part.numbers, **part.tables})
     metrics.close()
     return path
 
@@ -113,6 +114,9 @@ def test_a_page_has_a_cell_for_each_expert_of_each_layer(tmp_path):
     assert "load of experts, a &lt;run&gt; <small>of their layer's mean, iteration 8" in text
     rows = {row[0]: row[1] for row in comparison([run])}
     assert rows["load of the busiest expert (of the mean)"] == "2.25"
+    assert rows["loss of large router logits (without its coefficient)"] == "4"
+    assert rows["loss one token further ahead (nats per token)"] == "3.5"
+    assert rows["loss two tokens further ahead (nats per token)"] == "4.5"
     assert rows["dropped by full experts (%)"] == "25"
     plain = read_run(str(recorded(tmp_path / "plain.jsonl")), "b")
     plain.loads.clear()

@@ -212,6 +212,26 @@ def test_limited_experts(
     assert_all_close(found, reference, bound=5e-6)
 
 
+def test_bf16_is_rounded_where_products_are():
+    config = CASES["mixtral"]
+    hidden, factors = (torch.randn(S, B, H, generator=generator(i)).bfloat16() for i in (6, 7))
+    with one_thread():
+        ours = Layer(config, hidden_size=H, dtype=torch.bfloat16)
+        ours.assert_sure(hidden.float())
+        whole = merged(ours.pieces(lambda handle: handle.get()))
+        assert {w.dtype for w in whole.values()} == {torch.bfloat16}
+        weights = {n: w.detach().double().requires_grad_(True) for n, w in whole.items()}
+        x = hidden.double().requires_grad_(True)
+        wanted, _ = by_token(weights, x.flatten(0, 1), config)
+        (wanted.view(S, B, H) * factors).sum().backward()
+        got, dx = ours.step(hidden, factors)
+    assert got.dtype == dx.dtype == torch.bfloat16
+    found = {"output": got, "input gradient": dx, **merged(ours.gradients())}
+    reference = {"output": wanted.view(S, B, H), "input gradient": x.grad}
+    reference |= {name: weight.grad for name, weight in weights.items()}
+    assert_all_close(found, reference, bound=2.0**-6)  # three products, each rounds its operands
+
+
 def test_what_cannot_be_says_why():
     single = ProcessGroupCollection.single()
 

@@ -7,6 +7,7 @@ rank 0 checks the layouts of all ranks together.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,14 +79,15 @@ def chunks_to_write(
     """Return the chunks that `rank` writes: every replica set shares its bytes out greedily.
 
     All members of a replica set declare the same chunks for it (`check_replicas`), so all compute
-    the same assignment without a message: each chunk goes to the member with the fewest bytes.
+    the same assignment without a message: each chunk goes to the member with the fewest bytes, the
+    first of several.
     """
     mine = []
     for ranks, members in sets.items():
-        load = dict.fromkeys(ranks, 0)
+        loads = [(0, r) for r in ranks]  # ascending, and so a heap
         for chunk in members:
-            writer = min(ranks, key=lambda r: (load[r], r))
-            load[writer] += chunk.tensor.numel() * chunk.tensor.itemsize
+            load, writer = loads[0]
+            heapq.heapreplace(loads, (load + chunk.tensor.numel() * chunk.tensor.itemsize, writer))
             if writer == rank:
                 mine.append(chunk)
     return mine

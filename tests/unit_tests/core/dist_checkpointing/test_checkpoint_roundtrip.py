@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
+from megatron.core.dist_checkpointing.planner import chunks_to_write, replica_sets
 from megatron.core.dist_checkpointing.shard_header import DTYPES
 from tests.unit_tests.core.dist_checkpointing.layouts import (
     empty_like,
@@ -246,6 +247,22 @@ def test_replicas_share_the_writing(tmp_path):
     sizes = [file.bytes for file in read_manifest(tmp_path / "iter_0000001").files.values()]
     assert len(sizes) == 3
     assert max(sizes) < 1.1 * min(sizes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_chunk_is_written_by_the_first_replica_of_least_bytes(seed):
+    rng = random.Random(seed)
+    ranks = (2, 3, 7, 8, 11)
+    tensors = {f"w{i}": torch.zeros(rng.randint(1, 9)) for i in range(40)}
+    chunks = whole(tensors, ranks)
+    load = dict.fromkeys(ranks, 0)
+    wanted = {rank: [] for rank in ranks}
+    for chunk in sorted(chunks, key=lambda c: (-c.tensor.nbytes, c.name)):
+        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        load[writer] += chunk.tensor.nbytes
+        wanted[writer].append(chunk)
+    for rank in ranks:
+        assert chunks_to_write(replica_sets(chunks, rank), rank) == wanted[rank]
 
 
 def test_threads_of_torch_are_as_before_after_a_load(tmp_path):

@@ -44,7 +44,7 @@ class Prompts:
     prompt_file: str | None = None
     """UTF-8 file with one prompt per line, after those of --prompt; blank lines are skipped."""
     batch_size: int = 16
-    """Prompts that are generated together; does not change what they yield."""
+    """Prompts that are generated together; does not change what they yield, to rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)

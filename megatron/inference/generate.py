@@ -86,7 +86,7 @@ def generate_texts(
     batch_size: int,
     on_token: OnToken | None = None,
 ) -> list[Result]:
-    """Continue texts, `batch_size` at a time; the batch size does not change what they yield.
+    """Continue texts, `batch_size` at a time; its size changes results by rounding alone.
 
     Args:
         loaded: model and tokenizer.

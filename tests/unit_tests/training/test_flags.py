@@ -58,6 +58,7 @@ NEEDS = {
     "mlflow-tracking-uri": "--mlflow-experiment e",
     "use-pytorch-profiler": "--profile",
     "memory-snapshot-path": "--record-memory-history",
+    "mtp-num-layers": "--seq-length 8",
     "profile-step-end": "--profile-step-start 1",
 }
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     Solo,
     TensorChunk,
-    checkpoint_folder,
+    list_checkpoints,
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.shard_header import DTYPES
@@ -57,9 +57,9 @@ def import_folder(
         ValueError: the folder is damaged, or the checkpoint cannot be written.
     """
     root = Path(save)
-    target = checkpoint_folder(root, 0)
-    if target.exists():
-        raise ValueError(f"--save {save} holds {target.name} already: name another folder")
+    # Not even others: a run would go on from the new one instead of its own last.
+    if found := list_checkpoints(root):
+        raise ValueError(f"--save {save} holds {found[0].name} already: name another folder")
     with folder.open_tensors() as opened:
         mapped = check_tensors(folder, opened, model)
         _check_copies(folder, opened, mapped)

@@ -109,7 +109,7 @@ def upcycle(config: UpcycleConfig) -> Path:
         CheckpointError,
         CheckpointReader,
         Solo,
-        checkpoint_folder,
+        list_checkpoints,
         save_checkpoint,
     )
     from megatron.core.models.gpt import GPTConfig, logical_weights
@@ -118,9 +118,9 @@ def upcycle(config: UpcycleConfig) -> Path:
     source = find_checkpoint(config.load, Solo())
     if source is None:
         raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
-    target = checkpoint_folder(Path(config.save), 0)
-    if target.exists():
-        raise ValueError(f"--save {config.save} holds {target.name} already: name another folder")
+    # Not even others: a run would go on from the new one instead of its own last.
+    if found := list_checkpoints(config.save):
+        raise ValueError(f"--save {config.save} holds {found[0].name} already: name another folder")
     try:
         with CheckpointReader(source) as reader:
             extra = reader.manifest.extra

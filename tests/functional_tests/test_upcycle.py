@@ -147,7 +147,10 @@ def test_what_cannot_have_experts_is_refused_in_one_line(tmp_path, capsys):
     saved(tmp_path / "dense", CONFIG)
     out = f"--save {tmp_path / 'out'} --num-experts 4"
     assert upcycle(f"--load {tmp_path / 'dense'} {out}".split(), {}) == 0
+    (tmp_path / "run" / "iter_0000003").mkdir(parents=True)
+    run = f"--save {tmp_path / 'run'} --num-experts 4"
     cases = {
+        f"--load {tmp_path / 'dense'} {run}": "holds iter_0000003 already: name another folder",
         f"--load {tmp_path / 'biased'} {out}2": "its MLPs have biases, which experts have not",
         f"--load {tmp_path / 'dense'} {out}": "holds iter_0000000 already: name another folder",
         f"--load {tmp_path / 'out'} {out}2": "has experts already: name a dense model",

@@ -168,6 +168,14 @@ def test_a_copy_that_differs_is_refused_and_absent_ones_are_fine(tmp_path: Path)
     assert text.count("\n") == 1
 
 
+def test_an_import_leaves_the_checkpoints_of_a_run_alone(tmp_path: Path) -> None:
+    folder = save_folder(make_model("mixtral"), tmp_path / "model")
+    (tmp_path / "run" / "iter_0000003").mkdir(parents=True)
+    text = convert("import", "--hf", folder, "--save", tmp_path / "run", code=2)
+    assert "holds iter_0000003 already: name another folder" in text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["iter_0000003"]
+
+
 def test_what_does_not_fit_config_json_is_named(tmp_path: Path) -> None:
     folder = save_folder(make_model("deepseek"), tmp_path / "model")
     gone = "model.layers.1.mlp.experts.4.up_proj.weight"

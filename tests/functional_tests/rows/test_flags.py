@@ -42,7 +42,7 @@ def refused(capsys, argv: list[str], environment: dict[str, str] | None = None) 
         ("seed: 1\n\nlr: fast", "run.yaml:3: lr is 'fast': expected a number"),
         ("seed: 1\nbf16: true\nseed: 1", "run.yaml:3: seed is already set on line 1: keep one"),
         ("save: a\nload: ${NOT_SET}/b", "run.yaml:2: load: the environment variable NOT_SET is no"),
-        ("moe-router-topk: 2", "run.yaml:1: moe-router-topk: leave it out: there is no mixture"),
+        ("moe-grouped-gemm: true", "run.yaml:1: moe-grouped-gemm: leave it out: all experts of"),
     ],
 )
 def test_row_43_a_bad_key_or_value_in_a_file_is_named_with_its_line(

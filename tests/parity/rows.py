@@ -100,8 +100,11 @@ _CONSTRAINTS = (
         lambda tp, dp, cp, etp, ep, instances: tp * dp * cp % (etp * ep * instances) == 0,
     ),
     *_only_with("experts", lambda experts: experts is not None, EXPERTS_OFF),
-    # Of many tokens some route hangs by a hair.
-    Constraint(("experts", "accumulation"), lambda experts, n: experts is None or n < 8),
+    # Eight microbatches are for pipelines; of many tokens, some route hangs by a hair.
+    Constraint(
+        ("pp", "experts", "accumulation"),
+        lambda pp, experts, n: n < 8 or (pp > 1 and experts is None),
+    ),
     *_only_with("attention", lambda attention: attention == "grouped", LATENT_SETTINGS),
     Constraint(("attention", "bias"), lambda a, bias: a == "grouped" or bias != "qkv"),
 )

@@ -117,10 +117,10 @@ FAULTS = {
         {},
     ),
     "all ranks drop the attention of the first heads": (
-        "transformer.attention",
-        "SelfAttention.__init__",
-        "group.rank * self.heads",
-        "0 * self.heads",
+        "transformer.core_attention",
+        "CoreAttention.of",
+        "build.region.group.rank * heads",
+        "0 * heads",
         {"dropout": 0.1},
     ),
     "replicas count twice in the norm of the gradient": (

@@ -137,6 +137,13 @@ def _lanes(row: Row) -> int:
     return row["dp"] * row["cp"]
 
 
+def _shares(row: Row) -> bool:
+    """Return whether several ranks share the weights of one kind, dense or experts."""
+    ranks = row["tp"] * row["dp"] * row["cp"]
+    experts = row["experts"] is not None and ranks > row["etp"] * row["ep"]
+    return _lanes(row) > 1 or experts
+
+
 def _launched(row: Row, run: Run, step: Step) -> None:
     """All buckets are reduced during backward, unless they wait for its end; cut ones never do."""
     cut = [b for b in run.buckets if row["placement"] in CUT_GRADIENTS and not b.alone]
@@ -147,7 +154,7 @@ def _launched(row: Row, run: Run, step: Step) -> None:
         )
     if row["pp"] > 1:
         return  # a stage has as many layers as the cut gives it
-    if _lanes(row) > 1 and row["placement"] == CUT_WEIGHTS:  # layers, and what is on either side
+    if _shares(row) and row["placement"] == CUT_WEIGHTS:  # layers, and what is on either side
         units = LAYERS + row["predictions"]
         with_experts = 0 if row["experts"] is None else 1 + row["predictions"]
         least = units + with_experts + 2
@@ -169,9 +176,10 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
         assert_active(first, exactly=1, exactly_bytes=8)
     if _lanes(row) == 1:
         assert_silent(step.records, group="lanes")
+    if not _shares(row):
         return
     wanted = {(t.kind, t.group): (t.count, t.bytes) for t in step.over_lanes}
-    if row["per_token"]:  # the number of tokens, fp32
+    if row["per_token"] and _lanes(row) > 1:  # the number of tokens, fp32
         count, size = wanted.get(("all_reduce", "lanes"), (0, 0))
         wanted["all_reduce", "lanes"] = count + 1, size + 4
     groups = {name for name in GROUP_NAMES if name.endswith("lanes")}
@@ -186,7 +194,7 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
 def _gathers(row: Row, run: Run) -> None:
     """Weights are gathered ahead if that is asked for, within the plan, and as often as it says."""
     first, last = run.steps[0].gathers, run.steps[-1].gathers
-    if row["placement"] == "no_shard" or _lanes(row) == 1:
+    if row["placement"] == "no_shard" or all(bucket.alone for bucket in run.buckets):
         assert first is None
         return
     if last.mismatches or (last.prefetched > 0) != row["early_gather"]:

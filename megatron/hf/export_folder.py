@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, TensorChunk
-from megatron.core.dist_checkpointing.shard_header import DTYPE_NAMES, DTYPES, encode_header
+from megatron.core.dist_checkpointing.dtypes import DTYPE_NAMES, DTYPES
+from megatron.core.dist_checkpointing.shard_header import encode_header
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.config_json import architecture_of, check_exportable, write_config

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import (
     list_checkpoints,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.shard_header import DTYPES
+from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
 from megatron.hf.defaults import model_options
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors

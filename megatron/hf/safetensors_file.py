@@ -21,12 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.shard_header import (
-    DTYPES,
-    LENGTH_BYTES,
-    decode_length,
-    tensor_bytes,
-)
+from megatron.core.dist_checkpointing.dtypes import DTYPES
+from megatron.core.dist_checkpointing.shard_header import LENGTH_BYTES, decode_length, tensor_bytes
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
 
 #: Some 60,000 tensors. Parsed JSON takes up to thirty times its text, so this bounds the memory.

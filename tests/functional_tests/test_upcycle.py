@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.shard_header import DTYPES
+from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig

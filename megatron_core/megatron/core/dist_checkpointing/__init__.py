@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401
 """Checkpoints of logical tensors: safetensors shards, a JSON manifest with digests, atomic commit.
 
     save_checkpoint(root, step, chunks, extra, coordinator=...)    -> root/iter_0000100/
@@ -6,44 +7,56 @@
 
 A checkpoint speaks of logical tensors only, so any grid can load what any other saved. Nothing is
 pickled, and the shards open with any safetensors reader.
+
+Names are imported when they are first used: what knows the format only (manifest, commit, writer
+process) starts in milliseconds, without torch.
 """
 
-from megatron.core.dist_checkpointing.architecture import compare_architecture
-from megatron.core.dist_checkpointing.checkpoint_reader import CheckpointReader
-from megatron.core.dist_checkpointing.chunk import TensorChunk
-from megatron.core.dist_checkpointing.claim import SaveFolderClaim
-from megatron.core.dist_checkpointing.commit import checkpoint_folder
-from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo, StoreCoordinator
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.inventory import (
-    latest_checkpoint,
-    list_checkpoints,
-    prune_checkpoints,
-)
-from megatron.core.dist_checkpointing.load import LoadReport, load_checkpoint
-from megatron.core.dist_checkpointing.manifest import Manifest, read_extra, read_manifest
-from megatron.core.dist_checkpointing.save import save_checkpoint
-from megatron.core.dist_checkpointing.verify import VerifyReport, verify_checkpoint
+from __future__ import annotations
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointReader",
-    "Coordinator",
-    "LoadReport",
-    "Manifest",
-    "SaveFolderClaim",
-    "Solo",
-    "StoreCoordinator",
-    "TensorChunk",
-    "VerifyReport",
-    "checkpoint_folder",
-    "compare_architecture",
-    "latest_checkpoint",
-    "list_checkpoints",
-    "load_checkpoint",
-    "prune_checkpoints",
-    "read_extra",
-    "read_manifest",
-    "save_checkpoint",
-    "verify_checkpoint",
-]
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.architecture import compare_architecture
+    from megatron.core.dist_checkpointing.checkpoint_reader import CheckpointReader
+    from megatron.core.dist_checkpointing.chunk import TensorChunk
+    from megatron.core.dist_checkpointing.claim import SaveFolderClaim
+    from megatron.core.dist_checkpointing.commit import checkpoint_folder
+    from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo, StoreCoordinator
+    from megatron.core.dist_checkpointing.errors import CheckpointError
+    from megatron.core.dist_checkpointing.inventory import (
+        latest_checkpoint,
+        list_checkpoints,
+        prune_checkpoints,
+    )
+    from megatron.core.dist_checkpointing.load import LoadReport, load_checkpoint
+    from megatron.core.dist_checkpointing.manifest import Manifest, read_extra, read_manifest
+    from megatron.core.dist_checkpointing.save import save_checkpoint
+    from megatron.core.dist_checkpointing.verify import VerifyReport, verify_checkpoint
+
+_MODULES = (
+    ("architecture", ("compare_architecture",)),
+    ("checkpoint_reader", ("CheckpointReader",)),
+    ("chunk", ("TensorChunk",)),
+    ("claim", ("SaveFolderClaim",)),
+    ("commit", ("checkpoint_folder",)),
+    ("coordinator", ("Coordinator", "Solo", "StoreCoordinator")),
+    ("errors", ("CheckpointError",)),
+    ("inventory", ("latest_checkpoint", "list_checkpoints", "prune_checkpoints")),
+    ("load", ("LoadReport", "load_checkpoint")),
+    ("manifest", ("Manifest", "read_extra", "read_manifest")),
+    ("save", ("save_checkpoint",)),
+    ("verify", ("VerifyReport", "verify_checkpoint")),
+)
+_HOMES = MappingProxyType({name: module for module, names in _MODULES for name in names})
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import what was asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.boxes import Box
+
+if TYPE_CHECKING:
+    import torch
 
 #: Separates the logical name from the offsets in a file's keys.
 OFFSET_MARK = "@"

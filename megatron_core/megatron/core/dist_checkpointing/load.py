@@ -14,9 +14,9 @@ import torch
 from megatron.core.dist_checkpointing.boxes import BoxIndex, first_overlap
 from megatron.core.dist_checkpointing.chunk import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo
+from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor, read_manifest
-from megatron.core.dist_checkpointing.shard_header import DTYPES
 from megatron.core.dist_checkpointing.shard_reader import ChunkRead, Scratch, ShardReader, Want
 
 #: Problems named in one error; the rest is counted.

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.digests import BLAKE2B, XXH3, digest
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.shard_header import (
-    DTYPES,
+    ITEM_BYTES,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     tensor_bytes,
@@ -245,7 +245,7 @@ class _Decoder:
         self, name: str, fields: dict[str, Any], files: Mapping[str, StoredFile], block_bytes: int
     ) -> StoredTensor:
         dtype = fields["dtype"]
-        if dtype not in DTYPES:
+        if dtype not in ITEM_BYTES:
             self._refuse(f"{name} has the unknown dtype {dtype!r}")
         shape = self._counts(fields["shape"], name)
         chunks = []

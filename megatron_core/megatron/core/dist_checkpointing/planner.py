@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning a save: who writes which chunk, where it lies in the file, and that nothing is missing.
+"""Planning a save: who writes which chunk, and where it lies in the file.
 
 Everything here is pure: no files, no messages. A rank lays out its own shard from its own chunks;
-rank 0 checks the layouts of all ranks together.
+rank 0 checks the layouts of all ranks together (`shard_records`).
 """
 
 from __future__ import annotations
@@ -11,29 +11,13 @@ import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron.core.dist_checkpointing.boxes import Box, first_overlap
 from megatron.core.dist_checkpointing.chunk import TensorChunk, chunk_key
 from megatron.core.dist_checkpointing.digests import digest
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.shard_header import (
-    dtype_name,
-    encode_header,
-    tensor_bytes,
-)
-
-
-class PlannedChunk(NamedTuple):
-    """A box of a logical tensor that goes to `file` at bytes [begin, end)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    file: str
-    begin: int
-    end: int
+from megatron.core.dist_checkpointing.dtypes import dtype_name
+from megatron.core.dist_checkpointing.shard_header import encode_header, tensor_bytes
+from megatron.core.dist_checkpointing.shard_records import PlannedChunk
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -163,80 +147,3 @@ def encode_plan(plan: ShardPlan) -> dict[str, Any]:
         "shared": plan.shared,
         "chunks": [(c.name, c.dtype, c.shape, *c.box, c.begin, c.end) for c in plan.chunks],
     }
-
-
-def decode_chunks(message: dict[str, Any]) -> list[PlannedChunk]:
-    """Return the chunks of a shard from the message about it."""
-    return [
-        PlannedChunk(
-            name=name,
-            dtype=dtype,
-            shape=tuple(shape),
-            box=Box(tuple(offsets), tuple(sizes)),
-            file=message["file"],
-            begin=begin,
-            end=end,
-        )
-        for name, dtype, shape, offsets, sizes, begin, end in message["chunks"]
-    ]
-
-
-def check_replicas(messages: Sequence[dict[str, Any]]) -> None:
-    """Check that all members of every replica set declare the same chunks for it.
-
-    Otherwise a chunk could be left to a rank that does not know of it.
-
-    Raises:
-        CheckpointError: naming the set and two ranks that differ.
-    """
-    told = [{tuple(ranks): summary for ranks, *summary in m["shared"]} for m in messages]
-    for rank, sets in enumerate(told):
-        for ranks, summary in sets.items():
-            for other in ranks:
-                theirs = told[other].get(ranks) if other < len(told) else None
-                if theirs != summary:
-                    count, name, _ = summary
-                    raise CheckpointError(
-                        f"rank {rank} declares {count} chunks, {name} among them, with "
-                        f"replica_ranks {list(ranks)}, but rank {other} declares "
-                        f"{theirs[0] if theirs else 'none'}, or other ones, for these ranks"
-                    )
-
-
-def group_by_tensor(chunks: Sequence[PlannedChunk]) -> dict[str, list[PlannedChunk]]:
-    """Return the chunks of every logical tensor, ascending by offsets."""
-    tensors: dict[str, list[PlannedChunk]] = {}
-    for chunk in chunks:
-        tensors.setdefault(chunk.name, []).append(chunk)
-    for group in tensors.values():
-        group.sort(key=lambda c: c.box)
-    return tensors
-
-
-def check_coverage(tensors: dict[str, list[PlannedChunk]]) -> None:
-    """Check that every element of every logical tensor is written exactly once.
-
-    Raises:
-        CheckpointError: naming the tensor and the files concerned.
-    """
-    for name, chunks in tensors.items():
-        first = chunks[0]
-        for chunk in chunks:
-            if (chunk.shape, chunk.dtype) != (first.shape, first.dtype):
-                raise CheckpointError(
-                    f"{name} is {first.dtype} {list(first.shape)} in {first.file} but "
-                    f"{chunk.dtype} {list(chunk.shape)} in {chunk.file}; ranks must agree"
-                )
-        if overlap := first_overlap([chunk.box for chunk in chunks]):
-            a, b = (chunks[i] for i in overlap)
-            raise CheckpointError(
-                f"{name} would be written twice: {a.box} in {a.file} and {b.box} in {b.file}; "
-                "name all ranks that hold the same box in its replica_ranks"
-            )
-        whole = Box((0,) * len(first.shape), first.shape).numel
-        covered = sum(chunk.box.numel for chunk in chunks)
-        if covered != whole:
-            raise CheckpointError(
-                f"{name} {list(first.shape)} has {whole} elements but the ranks declare only "
-                f"{covered}: a chunk of it is missing on some rank"
-            )

@@ -18,23 +18,16 @@ from megatron.core.dist_checkpointing.commit import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.coordinator import Coordinator
+from megatron.core.dist_checkpointing.digests import digest
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import (
-    Manifest,
-    StoredChunk,
-    StoredFile,
-    StoredTensor,
-    check_json,
-    digest,
-)
-from megatron.core.dist_checkpointing.planner import (
-    ShardPlan,
+from megatron.core.dist_checkpointing.manifest import Manifest, check_json
+from megatron.core.dist_checkpointing.planner import ShardPlan, encode_plan, plan_shard
+from megatron.core.dist_checkpointing.shard_records import (
     check_coverage,
     check_replicas,
     decode_chunks,
-    encode_plan,
     group_by_tensor,
-    plan_shard,
+    stored_tables,
 )
 from megatron.core.dist_checkpointing.shard_writer import write_shard
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
@@ -160,7 +153,7 @@ class _Save:
     def commit(self, written: list[dict[str, Any]]) -> None:
         """Make the checkpoint appear, then the tracker name it."""
         assert self.temporary is not None
-        files, tensors = _stored(self.planned, written)
+        files, tensors = stored_tables(self.planned, written)
         manifest = Manifest(
             iteration=self.iteration,
             world_size=self.coordinator.world_size,
@@ -181,40 +174,3 @@ def _damage(folder: Path) -> str:
     except CheckpointError as error:
         return f" but is damaged ({error}): remove it"
     return " and is kept"
-
-
-def _stored(
-    planned: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]]
-) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
-    """Join every rank's plan with its digests into the manifest's two tables."""
-    files: dict[str, StoredFile] = {}
-    chunks: dict[str, list[StoredChunk]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for plan, result in zip(planned, written, strict=True):
-        if not plan["chunks"]:
-            continue
-        files[plan["file"]] = StoredFile(
-            bytes=plan["total_bytes"],
-            header_bytes=plan["header_bytes"],
-            header_xxh3=result["header_xxh3"],
-        )
-        for chunk, xxh3 in zip(decode_chunks(plan), result["xxh3"], strict=True):
-            kinds[chunk.name] = (chunk.dtype, chunk.shape)
-            chunks.setdefault(chunk.name, []).append(
-                StoredChunk(
-                    file=chunk.file,
-                    box=chunk.box,
-                    begin=chunk.begin,
-                    end=chunk.end,
-                    xxh3=tuple(xxh3),
-                )
-            )
-    tensors = {
-        name: StoredTensor(
-            dtype=kinds[name][0],
-            shape=kinds[name][1],
-            chunks=tuple(sorted(group, key=lambda c: c.box)),
-        )
-        for name, group in chunks.items()
-    }
-    return files, tensors

@@ -9,7 +9,6 @@ rank that died is noticed after a time limit instead of hanging the others.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,16 +18,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.say import print_to_stderr
 
 #: A TCPStore drops the connection of a client that sends more than 8 MiB at once.
 PIECE_BYTES = 4 << 20
 
 Decide = Callable[[list[Any]], Any]
-
-
-def print_to_stderr(line: str) -> None:
-    """Print a line where a user sees it although the log goes elsewhere."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class Coordinator(ABC):

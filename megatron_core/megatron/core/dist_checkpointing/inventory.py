@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.commit import (
     sync_folder,
     temporary_folder,
 )
-from megatron.core.dist_checkpointing.coordinator import print_to_stderr
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.say import print_to_stderr
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 
 

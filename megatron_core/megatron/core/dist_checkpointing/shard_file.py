@@ -64,19 +64,16 @@ class ShardFile:
     ) -> None:
         os.close(self._fd)
 
-    def verify(self, name: str, chunk: StoredChunk, scratch: bytearray) -> None:
+    def verify(self, name: str, chunk: StoredChunk, scratch: memoryview) -> None:
         """Read a whole stored chunk and compare its digests.
 
         Args:
-            scratch: where a block is read to; grown to the largest one.
+            scratch: as large as a block, or as the chunk if that is smaller.
         """
         whole = chunk.end - chunk.begin
         for begin in range(0, whole, self.block_bytes):
             size = min(self.block_bytes, whole - begin)
-            if len(scratch) < size:
-                scratch.extend(bytes(size - len(scratch)))
-            with memoryview(scratch) as view, view[:size] as target:
-                self.read_bytes(name, chunk, begin, target)
+            self.read_bytes(name, chunk, begin, scratch[:size])
 
     def read_bytes(self, name: str, chunk: StoredChunk, begin: int, target: memoryview) -> None:
         """Read a chunk's bytes from `begin` into `target` and compare the block's digest.

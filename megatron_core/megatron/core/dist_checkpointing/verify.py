@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checking a whole checkpoint without a model: sizes always, every byte on request."""
+"""Checking a whole checkpoint without a model: sizes always, every byte on request.
+
+Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatron.core.dist_checkpointing.manifest import (
     StoredChunk,
     read_manifest,
 )
-from megatron.core.dist_checkpointing.shard_reader import Scratch, ShardReader, check_size
+from megatron.core.dist_checkpointing.shard_file import ShardFile, check_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +72,13 @@ def _verify_bytes(folder: Path, manifest: Manifest) -> int:
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
             by_file[chunk.file].append((name, chunk))
-    scratch = Scratch()
+    largest = max((c.end - c.begin for chunks in by_file.values() for _, c in chunks), default=0)
+    scratch = memoryview(bytearray(min(manifest.block_bytes, largest)))
     verified = 0
     for file, chunks in sorted(by_file.items()):
-        with ShardReader(
-            folder / file,
-            manifest.files[file],
-            block_bytes=manifest.block_bytes,
-            verify=True,
-            scratch=scratch,
-        ) as reader:
+        path, block_bytes = folder / file, manifest.block_bytes
+        with ShardFile(path, manifest.files[file], block_bytes=block_bytes, verify=True) as reader:
             for name, chunk in sorted(chunks, key=lambda pair: pair[1].begin):
-                reader.verify(name, chunk)
+                reader.verify(name, chunk, scratch)
         verified += reader.bytes_verified
     return verified

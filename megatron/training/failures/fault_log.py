@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What went wrong in a run, kept twice: an event of kind `fault` in metrics.jsonl, which has numbers
+only and goes back with a resume, and a line in SAVE/faults.jsonl, which names machines and stays.
+
+A line of faults.jsonl is one JSON object:
+
+    time        when, UTC
+    iteration   the step, counted from 1
+    kind        nan, inf_norm, spike, determinism; replicas
+    verdict     transient, reproduced, persistent, unchecked, undecided
+    ranks       {rank: machine} where it showed, by rank
+    values      of each computation, as decimal numbers or "nan", "inf", "-inf"
+    bits        the same numbers, exact: Python's float.hex
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: In the save folder.
+FILE = "faults.jsonl"
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """One fault.
+
+    Args:
+        iteration: the step, counted from 1.
+        kind, verdict: see above.
+        hosts: the machine of every rank where it showed.
+        values: what came out, once per computation.
+        numbers: more of it, for metrics.jsonl alone.
+    """
+
+    iteration: int
+    kind: str
+    verdict: str
+    hosts: Mapping[int, str]
+    values: Sequence[float] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class FaultLog:
+    """Keeps faults.
+
+    Args:
+        save: the folder; None keeps no lines.
+        record: writes numbers of an event, by kind.
+        warn: shows one line, if a fault cannot be kept.
+    """
+
+    def __init__(
+        self,
+        save: str | None,
+        *,
+        record: Callable[[str, int, dict[str, float]], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._path = None if save is None else Path(save, FILE)
+        self._record, self._warn = record, warn
+
+    def add(self, fault: FaultRecord) -> None:
+        """Keep one; a full disk ends no run."""
+        first = float(min(fault.hosts, default=-1))
+        event = {fault.kind: 1.0, fault.verdict: 1.0, "first_rank": first, **fault.numbers}
+        self._record("fault", fault.iteration, event)
+        if self._path is None:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                print(_line(fault), file=file)
+        except OSError as error:
+            self._warn(f"a fault cannot be noted in {self._path}: {error}")
+
+
+def _line(fault: FaultRecord) -> str:
+    now = datetime.datetime.now(datetime.UTC)
+    values = [value if math.isfinite(value) else str(value) for value in fault.values]
+    found = {
+        "time": now.isoformat(timespec="seconds"),
+        "iteration": fault.iteration,
+        "kind": fault.kind,
+        "verdict": fault.verdict,
+        "ranks": {str(rank): host for rank, host in fault.hosts.items()},
+        "values": values,
+        "bits": [value.hex() for value in fault.values],
+    }
+    return json.dumps(found)
+
+
+def read_faults(save: str) -> list[dict[str, object]]:
+    """Return the lines of a save folder in order; one cut short by a crash is left out."""
+    path, found = Path(save, FILE), []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found

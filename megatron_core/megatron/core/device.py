@@ -143,6 +143,19 @@ def pin(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+def pin_in_place(tensor: Tensor) -> None:
+    """Pin a CPU tensor's memory where it lies, so that GPUs copy to it while the host goes on."""
+    size = tensor.numel() * tensor.itemsize
+    found = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)
+    if int(found) != 0:
+        raise RuntimeError(f"CUDA refuses to pin {size} bytes of memory (error {int(found)})")
+
+
+def unpin_in_place(tensor: Tensor) -> None:
+    """Undo `pin_in_place`, before the memory goes."""
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory held so far: allocated on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":

@@ -12,11 +12,14 @@ from megatron.core.dist_checkpointing.chunk import TensorChunk
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import one_torch_thread, plan_reads, wanted_tensors
 from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.core.dist_checkpointing.readers import reading
 from megatron.core.dist_checkpointing.shard_reader import Scratch, ShardReader
 
 
 class CheckpointReader:
     """Read boxes of a checkpoint's tensors, verified, in any number of steps.
+
+    From here to the end of its `with` block retention does not remove the checkpoint.
 
     Args:
         folder: an `iter_...` folder.
@@ -29,12 +32,14 @@ class CheckpointReader:
 
     def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder)
-        self.manifest = read_manifest(folder)
-        if not self.manifest.digests:
-            raise CheckpointError(f"{folder} was saved without digests and cannot be verified")
         self._scratch = Scratch()
         self._readers: dict[str, ShardReader] = {}
-        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reading(folder))
+            self.manifest = read_manifest(folder)
+            if not self.manifest.digests:
+                raise CheckpointError(f"{folder} was saved without digests and cannot be verified")
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> CheckpointReader:
         return self

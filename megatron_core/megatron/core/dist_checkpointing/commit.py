@@ -64,8 +64,15 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def open_temporary(root: Path, iteration: int) -> Path:
-    """Create the folder that a save writes into. Raises CheckpointError."""
+def open_temporary(root: Path, iteration: int, *, name: str | None = None) -> Path:
+    """Create the folder that a save writes into.
+
+    Args:
+        name: of the folder, as `temporary_folder` makes them; None makes one.
+
+    Raises:
+        CheckpointError: the step has been saved, or nothing can be written.
+    """
     folder = checkpoint_folder(root, iteration)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -73,7 +80,7 @@ def open_temporary(root: Path, iteration: int) -> Path:
             raise CheckpointError(
                 f"{folder} exists already and is never overwritten: remove it, or save elsewhere"
             )
-        temporary = temporary_folder(folder)
+        temporary = temporary_folder(folder) if name is None else root / name
         temporary.mkdir()
     except OSError as error:
         raise CheckpointError(

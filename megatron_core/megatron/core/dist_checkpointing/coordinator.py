@@ -17,7 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    describe,
+)
 from megatron.core.dist_checkpointing.say import print_to_stderr
 
 #: A TCPStore drops the connection of a client that sends more than 8 MiB at once.
@@ -64,28 +68,32 @@ class Coordinator(ABC):
             decide: takes the results in rank order, returns plain JSON data.
 
         Raises:
-            CheckpointError: on every rank alike, with the text of each rank that failed.
+            CheckpointError: on every rank alike, with the text of each rank that failed; a
+                DamagedCheckpointError if that is what each of them met.
         """
         cause: Exception | None = None
         try:
             message = {"value": work()}
         except Exception as error:
             cause = error
-            message = {"error": describe(error)}
+            message = _failure(describe(error), damaged=_is_damage(error))
 
         def decide_or_fail(messages: list[Any]) -> Any:
             nonlocal cause
             if failures := self._failures(messages):
-                return {"error": failures}
+                # An older checkpoint helps only if nothing else is wrong.
+                damaged = all(m["damaged"] for m in messages if "error" in m)
+                return _failure(failures, damaged=damaged)
             try:
                 return {"value": decide([m["value"] for m in messages])}
             except Exception as error:
                 cause = error
-                return {"error": describe(error)}
+                return _failure(describe(error), damaged=_is_damage(error))
 
         answer = self._exchange(stage, message, decide_or_fail)
         if "error" in answer:
-            raise CheckpointError(answer["error"]) from cause
+            kind = DamagedCheckpointError if answer["damaged"] else CheckpointError
+            raise kind(answer["error"]) from cause
         return answer["value"]
 
     def _failures(self, messages: Sequence[Any]) -> str:
@@ -179,7 +187,7 @@ class StoreCoordinator(Coordinator):
         if silent:
             limit = f"{self._timeout_seconds:g} s"
             text = f"{self._label}: no word from {_named(silent)} about {stage!r} within {limit}"
-            answer: Any = {"error": text}
+            answer: Any = _failure(text)
         else:
             # Every rank has come here, so every rank has read the previous answer.
             for key in self._answer_keys:
@@ -192,10 +200,10 @@ class StoreCoordinator(Coordinator):
     def _await_answer(self, stage: str, key: str) -> Any:
         limit = 1.5 * self._timeout_seconds
         if not self._wait(key, limit):
-            return {
-                "error": f"{self._label}: rank {self.rank} had no answer from rank 0 about "
-                f"{stage!r} within {limit:g} s"
-            }
+            return _failure(
+                f"{self._label}: rank {self.rank} had no answer from rank 0 about {stage!r} "
+                f"within {limit:g} s"
+            )
         return self._read(key)[0]
 
     def _wait(self, key: str, seconds: float) -> bool:
@@ -231,15 +239,12 @@ class StoreCoordinator(Coordinator):
         return message
 
 
-def describe(error: Exception) -> str:
-    """Return an error as one line without a traceback."""
-    if isinstance(error, CheckpointError | ValueError):
-        text = str(error)
-    elif isinstance(error, OSError) and error.strerror:
-        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    else:
-        text = f"{type(error).__name__}: {error}"
-    return " ".join(text.split())
+def _failure(text: str, *, damaged: bool = False) -> dict[str, Any]:
+    return {"error": text, "damaged": damaged}
+
+
+def _is_damage(error: Exception) -> bool:
+    return isinstance(error, DamagedCheckpointError)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that saving, loading and checking a checkpoint raise."""
+"""The one error that saving, loading and checking a checkpoint raise; any error as one line."""
 
 
 class CheckpointError(Exception):
@@ -9,3 +9,22 @@ class CheckpointError(Exception):
     error came from another one. On a save nothing has been lost: earlier checkpoints are intact
     and no partial folder carries a checkpoint's name.
     """
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete, damaged, unreadable or gone: an older one may serve.
+
+    Any other CheckpointError of a load, as for a checkpoint of another model, would meet the older
+    ones just as well.
+    """
+
+
+def describe(error: Exception) -> str:
+    """Return an error as one line without a traceback."""
+    if isinstance(error, CheckpointError | ValueError):
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return " ".join(text.split())

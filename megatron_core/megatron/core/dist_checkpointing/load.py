@@ -15,8 +15,9 @@ from megatron.core.dist_checkpointing.boxes import BoxIndex, first_overlap
 from megatron.core.dist_checkpointing.chunk import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo
 from megatron.core.dist_checkpointing.dtypes import DTYPES
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor, read_manifest
+from megatron.core.dist_checkpointing.readers import reading
 from megatron.core.dist_checkpointing.shard_reader import ChunkRead, Scratch, ShardReader, Want
 
 #: Problems named in one error; the rest is counted.
@@ -64,15 +65,18 @@ def load_checkpoint(
 
     Raises:
         ValueError: `missing` is none of these.
-        CheckpointError: the checkpoint is damaged, incomplete or of another model.
+        DamagedCheckpointError: the checkpoint is damaged or incomplete.
+        CheckpointError: it is of another model, or another rank failed.
     """
     if missing not in ("error", "keep"):
         raise ValueError(f"missing must be 'error' or 'keep', got {missing!r}")
     folder = Path(folder)
     coordinator = coordinator or Solo()
     reports: list[LoadReport] = []
+    held = contextlib.ExitStack()
 
     def load() -> str:
+        held.enter_context(reading(folder))
         manifest = read_manifest(folder)
         if verify and not manifest.digests:
             raise CheckpointError(
@@ -103,7 +107,8 @@ def load_checkpoint(
             )
 
     coordinator.begin(f"loading {folder.name}")
-    coordinator.agree("load", load, compare)
+    with held:  # until the last rank has read
+        coordinator.agree("load", load, compare)
     return reports[0]
 
 
@@ -151,7 +156,7 @@ def plan_reads(
     Every stored chunk is read at most once, however many chunks want parts of it.
 
     Raises:
-        CheckpointError: an element is wanted that is stored never, or more than once.
+        DamagedCheckpointError: an element is wanted that is stored never, or more than once.
     """
     wanted: dict[str, list[TensorChunk]] = {}
     for chunk in chunks:
@@ -163,7 +168,7 @@ def plan_reads(
         boxes = [piece.box for piece in stored.chunks]
         if overlap := first_overlap(boxes):
             a, b = (boxes[i] for i in overlap)
-            raise CheckpointError(f"the manifest stores {name} twice, in {a} and in {b}")
+            raise DamagedCheckpointError(f"the manifest stores {name} twice, in {a} and in {b}")
         index = BoxIndex(boxes)
         wants: dict[int, list[Want]] = {}
         for chunk in members:
@@ -174,7 +179,7 @@ def plan_reads(
                 want = Want(box=common.seen_from(boxes[i].offsets), target=target)
                 wants.setdefault(i, []).append(want)
             if found != chunk.box.numel:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{name}{chunk.box} has {chunk.box.numel} elements, the checkpoint holds only "
                     f"{found} of them"
                 )

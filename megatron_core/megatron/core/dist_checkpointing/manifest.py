@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.digests import BLAKE2B, XXH3, digest
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.dist_checkpointing.shard_header import (
     ITEM_BYTES,
     LENGTH_BYTES,
@@ -134,21 +134,22 @@ def read_manifest(folder: Path | str) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: it is missing, damaged, edited, or of another format or version.
+        DamagedCheckpointError: it is missing, damaged or edited.
+        CheckpointError: it is of another format or version.
     """
     path = Path(folder, MANIFEST_NAME)
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} does not exist: {path.parent} is not a complete checkpoint"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
     kind, found, body = _split_head(raw, path)
     wanted = digest(body, kind)[-_HEX_DIGITS:]
     if found != wanted:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} has changed since it was written (its digest is {wanted}, not "
             f"{found}): use another checkpoint"
         )
@@ -157,7 +158,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         return _Decoder(path).manifest(fields, wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} cannot be understood ({reason})") from error
+        raise DamagedCheckpointError(f"{path} cannot be understood ({reason})") from error
 
 
 def _split_head(raw: bytes, path: Path) -> tuple[str, str, memoryview]:
@@ -167,7 +168,9 @@ def _split_head(raw: bytes, path: Path) -> tuple[str, str, memoryview]:
         found = raw[length - _HEX_DIGITS - 3 : length - 3]
         if raw[:length] == _HEAD % (kind.encode(), found):
             return kind, found.decode(errors="replace"), memoryview(raw)[length:]
-    raise CheckpointError(f"{path} is not a manifest written by this library, or it is damaged")
+    raise DamagedCheckpointError(
+        f"{path} is not a manifest written by this library, or it is damaged"
+    )
 
 
 def read_extra(folder: Path | str) -> Mapping[str, Any]:
@@ -203,9 +206,9 @@ class _Decoder:
 
     def manifest(self, fields: dict[str, Any], xxh3: str) -> Manifest:
         if fields["format"] != FORMAT or fields["version"] != VERSION:
-            self._refuse(
-                f"it is of format {fields['format']!r} version {fields['version']!r}, this library "
-                f"reads {FORMAT!r} version {VERSION}"
+            raise CheckpointError(
+                f"{self._path} cannot be used: it is of format {fields['format']!r} version "
+                f"{fields['version']!r}, this library reads {FORMAT!r} version {VERSION}"
             )
         digests = fields["digests"] is True
         block_bytes = self._count(fields["block_bytes"], "block_bytes")
@@ -286,4 +289,4 @@ class _Decoder:
         return value
 
     def _refuse(self, why: str) -> NoReturn:
-        raise CheckpointError(f"{self._path} cannot be used: {why}")
+        raise DamagedCheckpointError(f"{self._path} cannot be used: {why}")

@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.commit import (
 )
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.digests import digest
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, check_json
 from megatron.core.dist_checkpointing.planner import ShardPlan, encode_plan, plan_shard
 from megatron.core.dist_checkpointing.shard_records import (
@@ -30,7 +29,7 @@ from megatron.core.dist_checkpointing.shard_records import (
     stored_tables,
 )
 from megatron.core.dist_checkpointing.shard_writer import write_shard
-from megatron.core.dist_checkpointing.verify import verify_checkpoint
+from megatron.core.dist_checkpointing.verify import damage_of
 
 #: Bytes under one digest: what a partial read must read at least to be verified.
 BLOCK_BYTES = 1 << 20
@@ -129,7 +128,9 @@ class _Save:
         """Check all layouts together and create the folder to write into; None is "skip"."""
         folder = checkpoint_folder(self.root, self.iteration)
         if self.skip_existing and folder.is_dir():
-            self.coordinator.say(f"{folder} exists already{_damage(folder)}; it is not saved again")
+            self.coordinator.say(
+                f"{folder} exists already{damage_of(folder)}; it is not saved again"
+            )
             return None
         check_replicas(plans)
         check_coverage(group_by_tensor([c for plan in plans for c in decode_chunks(plan)]))
@@ -165,12 +166,3 @@ class _Save:
         )
         publish(self.temporary, manifest)
         write_tracker(self.root, self.iteration)
-
-
-def _damage(folder: Path) -> str:
-    """Return what to add about a folder that is kept: nothing if it is whole."""
-    try:
-        verify_checkpoint(folder, digests=False)
-    except CheckpointError as error:
-        return f" but is damaged ({error}): remove it"
-    return " and is kept"

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from megatron.core.dist_checkpointing.digests import digest, kind_of, new_hasher, text_of
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile
 from megatron.core.dist_checkpointing.shard_header import LENGTH_BYTES, decode_length
 
@@ -32,7 +32,7 @@ class ShardFile:
         verify: whether to compare digests.
 
     Raises:
-        CheckpointError: the file is missing, of another size, or its header is damaged.
+        DamagedCheckpointError: the file is missing, of another size, or its header is damaged.
     """
 
     def __init__(self, path: Path, file: StoredFile, *, block_bytes: int, verify: bool) -> None:
@@ -46,7 +46,7 @@ class ShardFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
         try:
             self._check_header()
         except BaseException:
@@ -95,7 +95,7 @@ class ShardFile:
         self.bytes_read += size
         if hasher is not None:
             if text_of(hasher, kind_of(wanted)) != wanted:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self._path} is damaged: {name}{chunk.box} does not match its digest in "
                     f"bytes [{offset}, {offset + size}); use another checkpoint"
                 )
@@ -105,11 +105,11 @@ class ShardFile:
         try:
             got = os.preadv(self._fd, [target], offset)
         except OSError as error:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"cannot read {name} from {self._path}: {error.strerror}"
             ) from error
         if not got:
-            raise CheckpointError(f"{self._path} ends at byte {offset}, inside {name}")
+            raise DamagedCheckpointError(f"{self._path} ends at byte {offset}, inside {name}")
         return got
 
     def _check_header(self) -> None:
@@ -122,25 +122,25 @@ class ShardFile:
         self.bytes_read += size
         announced = decode_length(bytes(header[:LENGTH_BYTES]))
         if announced != self._file.header_bytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._path} is damaged: it announces a header of {announced} bytes, the "
                 f"manifest says {self._file.header_bytes}"
             )
         wanted = self._file.header_xxh3
         if self.verifies and digest(header, kind_of(wanted)) != wanted:
-            raise CheckpointError(f"{self._path} is damaged: its header has changed")
+            raise DamagedCheckpointError(f"{self._path} is damaged: its header has changed")
 
 
 def check_size(path: Path, file: StoredFile) -> None:
-    """Raise CheckpointError unless `path` is a regular file of the size the manifest says."""
+    """Raise DamagedCheckpointError unless `path` is a file of the size that the manifest says."""
     try:
         found = path.stat()
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is not a regular file")
+        raise DamagedCheckpointError(f"{path} is not a regular file")
     if found.st_size != file.bytes:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} has {found.st_size} bytes, the manifest says {file.bytes}: it was cut short "
             "or replaced; use another checkpoint"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.boxes import first_overlap
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -63,7 +63,9 @@ def _check_whole(folder: Path, manifest: Manifest) -> None:
         for size in tensor.shape:
             whole *= size
         if covered != whole or first_overlap(boxes):
-            raise CheckpointError(f"{folder} does not hold every element of {name} exactly once")
+            raise DamagedCheckpointError(
+                f"{folder} does not hold every element of {name} exactly once"
+            )
 
 
 def _verify_bytes(folder: Path, manifest: Manifest) -> int:
@@ -82,3 +84,12 @@ def _verify_bytes(folder: Path, manifest: Manifest) -> int:
                 reader.verify(name, chunk, scratch)
         verified += reader.bytes_verified
     return verified
+
+
+def damage_of(folder: Path) -> str:
+    """Return what to add about a folder that is kept: nothing if it is whole."""
+    try:
+        verify_checkpoint(folder, digests=False)
+    except CheckpointError as error:
+        return f" but is damaged ({error}): remove it"
+    return " and is kept"

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that writes a rank's asynchronous saves: `python -c`, started by `WriterProcess`.
+
+It has no torch and none of the trainer's locks: bytes come through shared memory that holds the
+shard as it shall lie on disk, orders through a socket as JSON. It starts in milliseconds, runs at
+low priority, and ends with its trainer, however that ends, so that no save is finished by an orphan
+while another run has begun on the same folder.
+
+Orders, each answered with {"value": ...} or {"error": text}:
+
+    shard   how the bytes in shared memory are cut into header and chunks
+    plans   the shards of all ranks, compared with each other            (rank 0)
+    open    make the temporary folder; null if the step has been saved   (rank 0)
+    write   write this rank's shard durably, return its digests as JSON text
+    commit  manifest, rename, tracker, retention; returns lines to log   (rank 0)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron.core.dist_checkpointing.commit import (
+    checkpoint_folder,
+    open_temporary,
+    publish,
+    sync_folder,
+    write_tracker,
+)
+from megatron.core.dist_checkpointing.digests import digest
+from megatron.core.dist_checkpointing.errors import CheckpointError, describe
+from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.retention import prune_checkpoints
+from megatron.core.dist_checkpointing.shard_records import (
+    check_coverage,
+    check_replicas,
+    decode_chunks,
+    group_by_tensor,
+    stored_tables,
+)
+from megatron.core.dist_checkpointing.stream import PIECE_BYTES, BlockDigester, Output
+from megatron.core.dist_checkpointing.verify import damage_of
+
+_LENGTH = struct.Struct("<Q")
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+_LAST_IN_TURN = 2 << 13 | 7  # of ioprio_set(2): best effort, behind all others
+_IOPRIO_SET = MappingProxyType({"x86_64": 251, "aarch64": 30})
+
+
+def send(end: socket.socket, message: Any) -> None:
+    """Send a message: its length, then JSON."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    end.sendall(_LENGTH.pack(len(data)))
+    end.sendall(data)
+
+
+def receive(end: socket.socket) -> Any:
+    """Return the next message. Raises EOFError if the other side is gone."""
+    (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
+    return json.loads(_exactly(end, length))
+
+
+def _exactly(end: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        found = end.recv_into(view)
+        if not found:
+            raise EOFError("the other side is gone")
+        view = view[found:]
+    return data
+
+
+class Writer:
+    """Carries out orders.
+
+    Args:
+        memory_fd: shared memory with the shard, whose layout the order `shard` tells.
+        root: folder of all checkpoints.
+    """
+
+    def __init__(self, memory_fd: int, root: Path) -> None:
+        self._memory_fd, self._root = memory_fd, root
+        self._ends: list[int] = []
+        self._begin = self._total = 0
+        self._memory: mmap.mmap | None = None
+        self._plans: list[dict[str, Any]] = []
+
+    def carry_out(self, order: Mapping[str, Any]) -> Any:
+        """Return what an order results in. Raises CheckpointError, OSError, ValueError."""
+        orders: Mapping[str, Callable[..., Any]] = {
+            "shard": self.shard,
+            "plans": self.plans,
+            "open": self.open,
+            "write": self.write,
+            "commit": self.commit,
+        }
+        return orders[order["do"]](**order["with"])
+
+    def shard(self, begin: int, ends: list[int]) -> None:
+        """Take note of where header and chunks end in shared memory.
+
+        Args:
+            begin: bytes of the header.
+            ends: of the chunks, ascending; each begins where the one before ends.
+        """
+        self._begin, self._ends = begin, ends
+        self._total = ends[-1] if ends else begin
+        self._memory = mmap.mmap(self._memory_fd, self._total, prot=mmap.PROT_READ)
+
+    def plans(self, texts: list[str]) -> None:
+        """Take note of all ranks' plans, if nothing is missing or written twice."""
+        plans = [json.loads(text) for text in texts]
+        check_replicas(plans)
+        check_coverage(group_by_tensor([c for plan in plans for c in decode_chunks(plan)]))
+        self._plans = plans
+
+    def open(self, iteration: int, name: str) -> dict[str, str]:
+        """Create the temporary folder `name`; answer with why not if the step is there already."""
+        folder = checkpoint_folder(self._root, iteration)
+        if folder.is_dir():
+            return {"exists": f"{folder} exists already{damage_of(folder)}; it is not saved again"}
+        open_temporary(self._root, iteration, name=name)
+        return {}
+
+    def write(self, path: str, block_bytes: int) -> str:
+        """Write the shard to a new file; return what the manifest needs of it, as JSON."""
+        assert self._memory is not None
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with memoryview(self._memory) as whole, whole[: self._total] as data:
+                found = self._stream(fd, data, block_bytes)
+                with data[: self._begin] as header:
+                    head = digest(header)
+            os.fsync(fd)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {path} ({self._total} bytes): {error.strerror}; nothing was "
+                "saved, earlier checkpoints are intact"
+            ) from error
+        finally:
+            os.close(fd)
+        sync_folder(Path(path).parent)
+        return json.dumps({"header_xxh3": head, "xxh3": found}, separators=(",", ":"))
+
+    def _stream(self, fd: int, data: memoryview, block_bytes: int) -> list[list[str]]:
+        """Write all bytes, those of a piece right after they were digested."""
+        output, begin, found = Output(fd), self._begin, []
+        for end in self._ends:
+            digester = BlockDigester(block_bytes)
+            for at in range(begin, end, PIECE_BYTES):
+                upto = min(at + PIECE_BYTES, end)
+                digester.update(data[at:upto])
+                if upto - output.position >= PIECE_BYTES:
+                    output.write(data[output.position : upto])
+            found.append(digester.finish())
+            begin = end
+        output.write(data[output.position :])
+        return found
+
+    def commit(
+        self,
+        temporary: str,
+        iteration: int,
+        *,
+        written: list[str],
+        block_bytes: int,
+        extra: str,
+        keep: Mapping[str, Any] | None,
+    ) -> list[str]:
+        """Make the checkpoint appear and the tracker name it; then remove what is not kept."""
+        files, tensors = stored_tables(self._plans, [json.loads(text) for text in written])
+        publish(
+            self._root / temporary,
+            Manifest(
+                iteration=iteration,
+                world_size=len(self._plans),
+                block_bytes=block_bytes,
+                digests=True,
+                files=files,
+                tensors=tensors,
+                extra=json.loads(extra),
+            ),
+        )
+        write_tracker(self._root, iteration)
+        lines: list[str] = []
+        if keep is not None:
+            prune_checkpoints(self._root, say=lines.append, **keep)
+        return lines
+
+
+def step_back(niceness: int) -> None:
+    """Leave processor and disk to the trainer, and end when it does."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A terminal or a scheduler sends these to all processes; the trainer decides for both.
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(niceness)
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if (number := _IOPRIO_SET.get(os.uname().machine)) is not None:
+        libc.syscall(number, 1, 0, _LAST_IN_TURN)
+
+
+def main(socket_fd: int, memory_fd: int, root: str, *, niceness: int) -> None:
+    """Carry out orders until the trainer is gone."""
+    step_back(niceness)
+    writer = Writer(memory_fd, Path(root))
+    end = socket.socket(fileno=socket_fd)
+    with end, contextlib.suppress(EOFError, ConnectionError):
+        send(end, {"value": os.getpid()})
+        while True:
+            order = receive(end)
+            try:
+                answer = {"value": writer.carry_out(order)}
+            except Exception as error:
+                answer = {"error": describe(error)}
+            send(end, answer)

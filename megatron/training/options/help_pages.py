@@ -34,7 +34,11 @@ def help_text(schema: type, *, about: type, prog: str, description: str) -> str:
             description=description,
             config=(tyro.conf.OmitArgPrefixes,),
         )
-    return out.getvalue()
+    text = out.getvalue()
+    for option in options(schema):
+        if option.field.endswith("_"):  # tyro keeps the mark of a word of Python
+            text = text.replace(f"--{option.field} ", f"--{option.name}  ")
+    return text
 
 
 def _joined(schema: type, about: type) -> type:

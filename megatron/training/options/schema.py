@@ -135,6 +135,11 @@ def options(schema: type) -> list[Option]:
     return found
 
 
+def _spelled(field: str) -> str:
+    """Return the flag of a field; `from_` is named so only because `from` is a word of Python."""
+    return field.removesuffix("_").replace("_", "-")
+
+
 def _section_options(section: type, name: str | None) -> list[Option]:
     hints = typing.get_type_hints(section)
     found = []
@@ -144,7 +149,7 @@ def _section_options(section: type, name: str | None) -> list[Option]:
         required = field.default is dataclasses.MISSING
         found.append(
             Option(
-                name=field.name.replace("_", "-"),
+                name=_spelled(field.name),
                 section=name,
                 field=field.name,
                 required=required,
@@ -177,7 +182,7 @@ def option_docs(schema: type) -> dict[str, str]:
     for field in dataclasses.fields(schema):
         if dataclasses.is_dataclass(hints[field.name]):
             found.update(_field_docs(hints[field.name]))
-    return {name.replace("_", "-"): doc for name, doc in found.items()}
+    return {_spelled(name): doc for name, doc in found.items()}
 
 
 def section_titles(schema: type) -> dict[str, str]:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Checkpoints listed, inspected, verified, compared and converted.
+
+    python -m megatron.training.checkpoint list runs/a
+    python -m megatron.training.checkpoint inspect runs/a/iter_0000100 --tensors "*.mlp.*"
+    python -m megatron.training.checkpoint verify runs/a
+    python -m megatron.training.checkpoint compare runs/a runs/b --tolerance 1e-6
+    python -m megatron.training.checkpoint convert runs/a a.safetensors \
+        --from native --to single-file
+
+Exits with 0; with 1 where something is damaged or differs, as cmp does; with 2 for what cannot be
+carried out. One process, whose memory does not grow with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from megatron.training.checkpoints.options import (
+    CompareConfig,
+    InspectConfig,
+    ListConfig,
+    VerifyConfig,
+)
+from megatron.training.errors import one_line, run_entry_point
+from megatron.training.options.flags import HelpRequested, parse_command_line
+
+PROG = "python -m megatron.training.checkpoint"
+
+
+class Command(NamedTuple):
+    """A command: its options, those of them that come first without a name, and the work.
+
+    `work` is a function of the parsed options that returns the exit code.
+    """
+
+    schema: type
+    places: tuple[str, ...]
+    work: Callable[[Any], int]
+
+
+def _list(config: ListConfig) -> int:
+    from megatron.training.checkpoints.listing import list_root
+
+    return list_root(config)
+
+
+def _inspect(config: InspectConfig) -> int:
+    from megatron.training.checkpoints.inspection import inspect_folder
+
+    return inspect_folder(config)
+
+
+def _verify(config: VerifyConfig) -> int:
+    from megatron.training.checkpoints.verification import verify_folders
+
+    return verify_folders(config)
+
+
+def _compare(config: CompareConfig) -> int:
+    from megatron.training.checkpoints.comparison import compare_folders
+
+    return compare_folders(config)
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "list": Command(ListConfig, ("root",), _list),
+        "inspect": Command(InspectConfig, ("folder",), _inspect),
+        "verify": Command(VerifyConfig, ("folder",), _verify),
+        "compare": Command(CompareConfig, ("first", "second"), _compare),
+    }
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out a command and return the exit code. Raises ValueError."""
+    name, rest = (argv[0], list(argv[1:])) if argv else ("", [])
+    if name in ("-h", "--help"):
+        raise HelpRequested(_overview())
+    if name not in COMMANDS:
+        raise ValueError(f"{name or 'nothing'!r} is no command: use {', '.join(COMMANDS)}")
+    command = COMMANDS[name]
+    line = parse_command_line(
+        command.schema,
+        _named(name, command, rest),
+        prog=" ".join([PROG, name, *(place.upper() for place in command.places)]),
+        description=str(command.schema.__doc__),
+    )
+    from megatron.core.dist_checkpointing import CheckpointError
+
+    try:
+        return command.work(line.config)
+    except CheckpointError as error:
+        print(f"{PROG}: {one_line(error)}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _named(name: str, command: Command, words: Sequence[str]) -> list[str]:
+    """Return arguments with a name before each of the words that come first.
+
+    `--tensors` without a pattern means all.
+    """
+    rest = list(words)
+    count = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
+    if count > len(command.places):
+        wanted = " ".join(place.upper() for place in command.places)
+        raise ValueError(
+            f"unexpected argument {rest[len(command.places)]!r}: {name} takes {wanted}"
+        )
+    found = []
+    for place, word in zip(command.places, rest[:count], strict=False):
+        found += [f"--{place}", word]
+    for i, word in enumerate(rest[count:], start=count):
+        found.append(word)
+        last = i + 1 == len(rest) or rest[i + 1].startswith("--")
+        if word == "--tensors" and command.schema is InspectConfig and last:
+            found.append("*")
+    return found
+
+
+def _overview() -> str:
+    lines = []
+    for name, command in COMMANDS.items():
+        places = " ".join(place.upper() for place in command.places)
+        lines.append(f"  {name} {places}  {command.schema.__doc__}")
+    body = "\n".join(lines)
+    return (
+        f"usage: {PROG} COMMAND ... [options]\n\n{body}\n\n"
+        f"Options of a command: {PROG} COMMAND --help\n"
+    )
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command and return its exit code."""
+    codes: list[int] = []
+    code = run_entry_point(lambda: codes.append(run(argv)), prog=PROG)
+    return codes[0] if codes else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint command: what it lists, inspects, verifies and compares, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    SaveFolderClaim,
+    Solo,
+    StoreCoordinator,
+    TensorChunk,
+    read_manifest,
+    save_checkpoint,
+)
+from megatron.training import checkpoint
+from tests.support.inputs import generator
+from tests.support.ranks import run_ranks, start_ranks
+
+EXTRA = {
+    "format": 1,
+    "model": {"num_layers": 2, "attention": {"heads": 4}},
+    "config": {"save": "runs/a", "lr": 0.1},
+    "progress": {"iteration": 5, "consumed_samples": 40},
+    "optimizer": {"kind": "adam", "steps": 5},
+    "data": {"seed": 3},
+    "window": {"loss": 1.5},
+}
+SHAPES = {"a.weight": (6, 10), "a.bias": (6,), "optimizer.exp_avg/a.weight": (6, 10), "one": ()}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Return the tensors of the checkpoints of these tests."""
+    random = generator(3)
+    return {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+
+
+def save(root: Path, step: int, values: dict[str, torch.Tensor], **extra: Any) -> Path:
+    """Save whole tensors from one process."""
+    chunks = [
+        TensorChunk(
+            name=name,
+            shape=tuple(value.shape),
+            offsets=(0,) * value.dim(),
+            tensor=value,
+            replica_ranks=(0,),
+        )
+        for name, value in values.items()
+    ]
+    return save_checkpoint(root, step, chunks, {**EXTRA, **extra}, coordinator=Solo())
+
+
+def save_in_columns(rank: int, world: int, root: Path, port: int) -> None:
+    """Save the same from two ranks that hold half of the columns each."""
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    chunks = []
+    for name, value in tensors().items():
+        cut = value.dim() == 2
+        half = value.shape[-1] // 2 if cut else 0
+        chunks.append(
+            TensorChunk(
+                name=name,
+                shape=tuple(value.shape),
+                offsets=(0, half * rank) if cut else (0,) * value.dim(),
+                tensor=value[:, half * rank : half * (rank + 1)] if cut else value,
+                replica_ranks=(rank,) if cut else (0, 1),
+            )
+        )
+    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=30)
+    save_checkpoint(root, 5, chunks, EXTRA, coordinator=coordinator)
+
+
+def command(capsys: Any, words: str) -> tuple[int, str, str]:
+    """Run a command and return its exit code and what it printed."""
+    capsys.readouterr()
+    code = checkpoint.main(words.split(), {})
+    return code, *capsys.readouterr()
+
+
+def flip(path: Path, position: int) -> None:
+    """Turn one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+def hold(rank: int, world: int, root: Path) -> None:
+    """Claim a folder until killed."""
+    with SaveFolderClaim(root):
+        (root / "claimed").touch()
+        time.sleep(60)
+
+
+def test_list_tells_whole_from_damaged_and_what_a_run_would_load(tmp_path, capsys):
+    root = tmp_path / "run"
+    for step in (5, 10, 15):
+        save(root, step, tensors())
+    code, out, _ = command(capsys, f"list {root}")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["15", "10", "5"]
+    assert out.count("  whole") == 3
+    assert "a run would load: iter_0000015" in out
+    assert "tracker: 15" in out
+    assert "in use by: nobody" in out
+    # A bit is seen by reading only, a missing file at once.
+    shard = root / "iter_0000015" / "shard-00000.safetensors"
+    flip(shard, shard.stat().st_size - 3)
+    assert command(capsys, f"list {root}")[0] == 0
+    code, out, _ = command(capsys, f"list {root} --verify")
+    assert code == 1
+    assert f"DAMAGED: {shard} is damaged: " in out
+    assert "a run would load: iter_0000010" in out
+    (root / "iter_0000010" / "shard-00000.safetensors").unlink()
+    shutil.rmtree(root / "iter_0000015")
+    (root / "iter_0000020.tmp-0123456789abcdef").mkdir()
+    code, out, _ = command(capsys, f"list {root}")
+    assert code == 1
+    assert out.count("DAMAGED") == 1
+    assert "a run would load: iter_0000005" in out
+    assert "  WARNING: falling back to" in out
+    assert "temporary: iter_0000020.tmp-0123456789abcdef" in out
+
+
+def test_list_names_who_writes_and_leaves_the_lock_alone(tmp_path, capsys):
+    root = tmp_path / "run"
+    with start_ranks(hold, 1, root, init=False) as ranks:
+        for _ in range(1000):
+            if (root / "claimed").exists():
+                break
+            time.sleep(0.01)
+        for _ in range(2):
+            _, out, _ = command(capsys, f"list {root}")
+            assert f"in use by: {(root / '.writer.lock').read_text().strip()}" in out
+            assert "in use by: pid " in out
+        ranks.kill(0)
+        ranks.outcomes(timeout=20)
+    assert "in use by: nobody" in command(capsys, f"list {root}")[1]
+
+
+def test_inspect_shows_fields_totals_and_where_tensors_lie(tmp_path, capsys):
+    folder = save(tmp_path / "run", 5, tensors())
+    code, out, _ = command(capsys, f"inspect {tmp_path / 'run'} --tensors a.*")
+    assert code == 0
+    assert "iteration 5," in out
+    assert "weights: 3 tensors, 67 elements, 268 bytes" in out
+    assert "optimizer.exp_avg: 1 tensors, 60 elements, 240 bytes" in out
+    assert "  attention.heads: 4" in out
+    begin = read_manifest(folder).tensors["a.bias"].chunks[0].begin
+    assert f"[0:6] in shard-00000.safetensors at bytes [{begin}, {begin + 24})" in out
+    assert "exp_avg/" not in out
+    code, out, _ = command(capsys, f"inspect {folder} --json --tensors")
+    found = json.loads(out)
+    assert found["tensors"].keys() == SHAPES.keys()
+    assert found["tensors"]["a.weight"]["shape"] == [6, 10]
+    assert found["totals"]["weights"]["bytes"] == 268
+    assert {name: found[name] for name in EXTRA if name != "format"} == {
+        name: value for name, value in EXTRA.items() if name != "format"
+    }
+    assert json.loads(command(capsys, f"inspect {folder} --json")[1])["tensors"] == {}
+
+
+def test_verify_names_file_tensor_and_bytes(tmp_path, capsys):
+    root = tmp_path / "run"
+    folders = [save(root, step, tensors()) for step in (5, 10, 15)]
+    (folders[0] / "notes.txt").write_text("mine")
+    code, out, err = command(capsys, f"verify {root}")
+    assert code == 0
+    assert out.count("whole ") == 3
+    held = sum(file.bytes for file in read_manifest(folders[0]).files.values())
+    header = next(iter(read_manifest(folders[0]).files.values())).header_bytes
+    assert f"{held - header} bytes of 4 tensors in 1 files verified" in out
+    assert err == f"warning: {folders[0] / 'notes.txt'} is no part of the checkpoint\n"
+    # The newest and the oldest: neither hides the other.
+    for folder in (folders[0], folders[2]):
+        chunk = read_manifest(folder).tensors["a.weight"].chunks[0]
+        flip(folder / chunk.file, chunk.begin + 17)
+    code, out, err = command(capsys, f"verify {root}")
+    assert code == 1
+    assert out.count("whole ") == 1
+    assert err.count("DAMAGED") == 2
+    assert f"{folders[2] / chunk.file} is damaged: a.weight[0:6, 0:10]" in err
+    assert f"in bytes [{chunk.begin}, {chunk.end})" in err
+    (folders[1] / "shard-00000.safetensors").unlink()
+    code, out, err = command(capsys, f"verify {folders[1]}")
+    assert (code, out) == (1, "")
+    assert f"cannot read {folders[1] / 'shard-00000.safetensors'}" in err
+
+
+def test_compare_sees_through_layouts_and_names_what_differs(tmp_path, capsys):
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(save_in_columns, 2, tmp_path / "cut", server.port)
+    cut = tmp_path / "cut" / "iter_0000005"
+    assert len(read_manifest(cut).tensors["a.weight"].chunks) == 2, "the layouts are the same"
+    other = {"config": {"save": "runs/b", "lr": 0.1}, "window": {"loss": 9.0}}
+    whole = save(tmp_path / "whole", 5, tensors(), **other)
+    code, out, _ = command(capsys, f"compare {cut} {whole}")
+    assert code == 0, out
+    assert "config.save: 'runs/a' and 'runs/b'" in out
+    assert "equal: 4 of 4 common tensors are equal, 0 fields differ" in out
+
+    values = tensors()
+    values["a.weight"][4, 7] += 0.5  # in the second half, which is another rank's
+    largest = max(values["a.weight"].abs().max(), tensors()["a.weight"].abs().max())
+    changed = save(tmp_path / "changed", 5, values)
+    code, out, _ = command(capsys, f"compare {cut} {changed}")
+    assert code == 1
+    share = f"{0.5 / largest:.3g} of the largest element"
+    assert f"a.weight: 1 of 60 elements differ, by at most 0.5, {share}" in out
+    assert "different: 3 of 4 common tensors are equal, 0 fields differ" in out
+    assert command(capsys, f"compare {cut} {changed} --tolerance {0.51 / largest:.4f}")[0] == 0
+    assert command(capsys, f"compare {cut} {changed} --tolerance {0.49 / largest:.4f}")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "tolerant"),
+    [
+        ({"a.bias": torch.tensor([1.0, 2, 3, 4, 5, float("nan")])}, "by at most inf", 1),
+        ({"a.weight": -tensors()["a.weight"] * 0}, "60 of 60 elements differ", 1),
+        ({"a.weight": torch.zeros(5, 10)}, "a.weight: [6, 10] and [5, 10]", 1),
+        ({"one": tensors()["one"].double()}, "one: F32 and F64, equal values", 0),
+        ({"new": torch.zeros(2)}, "b/iter_0000005 only:\n  new", 1),
+        ({"one": None}, "a/iter_0000005 only:\n  one", 1),
+        ({"progress": {"iteration": 6}}, "progress.iteration: 5 and 6", 1),
+    ],
+)
+def test_compare_finds_every_kind_of_difference(tmp_path, capsys, change, text, tolerant):
+    save(tmp_path / "a", 5, tensors())
+    extra = {"progress": change.pop("progress")} if "progress" in change else {}
+    values = {**tensors(), **change}
+    save(tmp_path / "b", 5, {k: v for k, v in values.items() if v is not None}, **extra)
+    code, out, _ = command(capsys, f"compare {tmp_path / 'a'} {tmp_path / 'b'}")
+    assert code == 1
+    assert text in out
+    words = f"compare {tmp_path / 'a'} {tmp_path / 'b'} --tolerance 0.01"
+    assert command(capsys, words)[0] == tolerant
+
+
+def test_equal_nans_and_infinities_are_equal_and_signs_of_zero_differ(tmp_path, capsys):
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1.0, 2.0])
+    save(tmp_path / "a", 5, {"a.bias": odd})
+    save(tmp_path / "b", 5, {"a.bias": odd.clone()})
+    minus = odd.clone()
+    minus[3] = -0.0
+    save(tmp_path / "c", 5, {"a.bias": minus})
+    assert command(capsys, f"compare {tmp_path / 'a'} {tmp_path / 'b'}")[0] == 0
+    code, out, _ = command(capsys, f"compare {tmp_path / 'a'} {tmp_path / 'c'}")
+    assert code == 1
+    assert "a.bias: 1 of 6 elements differ, by at most 0, 0 of the largest" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("list {absent}", "there is no such folder"),
+        ("list {root}/iter_0000005", "is one checkpoint: name the folder that it lies in"),
+        ("list {root} {root}", "unexpected argument"),
+        ("list", "missing --root"),
+        ("inspect {empty}", "holds no checkpoint: name another folder"),
+        ("inspect {root} --tensors nothing*", "has no tensor of such a name"),
+        ("verify {empty}", "holds no checkpoint"),
+        ("compare {root}", "missing --second"),
+        ("compare {root} {root} --tolerance -1", "--tolerance is -1.0"),
+        ("remove {root}", "'remove' is no command: use list, inspect, verify, compare"),
+        ("", "'nothing' is no command"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_one_line(tmp_path, capsys, words, text):
+    save(tmp_path / "root", 5, tensors())
+    (tmp_path / "empty").mkdir()
+    places = {name: str(tmp_path / name) for name in ("root", "absent", "empty")}
+    code, out, err = command(capsys, words.format(**places))
+    assert (code, out) == (2, "")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_manifest_is_named(tmp_path, capsys):
+    folder = save(tmp_path / "run", 5, tensors())
+    flip(folder / "manifest.json", 200)
+    for words in (f"inspect {folder}", f"compare {folder} {folder}", f"inspect {tmp_path / 'run'}"):
+        code, out, err = command(capsys, words)
+        assert (code, out) == (1, "")
+        assert f"{folder / 'manifest.json'} has changed since it was written" in err
+        assert err.count("\n") == 1

@@ -75,11 +75,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="factor on the seconds of tests/budget.toml (default: its own slack)",
     )
+    parser.addoption(
+        "--status-out",
+        metavar="FILE",
+        default=None,
+        help="write what the tests that passed have covered, for tools/write_status.py",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch the time in the process that reports, not in xdist's workers."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    """Watch what is covered if asked to, and the time in the process that reports, not in xdist's
+    workers."""
+    works = "PYTEST_XDIST_WORKER" in os.environ
+    if (out := config.getoption("--status-out")) is not None:
+        from tests.support.status_record import StatusRecord  # imports what is trained
+
+        record = StatusRecord(None if works else Path(out).absolute())
+        config.pluginmanager.register(record, "status-record")
+    if works:
         return
     read = tomllib.loads(BUDGETS.read_text(encoding="utf-8"))
     slack = config.getoption("--budget-slack") or read["slack"]

@@ -65,6 +65,7 @@ def prefix(tmp_path_factory) -> Path:
         ),
     ],
 )
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_ranks_that_share_samples_have_the_losses_of_one(
     prefix, tmp_path, capsys, alike, world, more, line
 ):
@@ -105,6 +106,7 @@ def test_what_does_not_divide_is_told_before_anything_is_read(capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.covers("resumed on another layout", runs="loads")
 def test_eight_ranks_on_the_corpus_are_resumed_by_one(tmp_path):
     """2 x 2 x 2 ranks by the launcher of real jobs; the losses are those of one process alone."""
     build_corpus(tmp_path / "corpus.jsonl", library=Path(json.__file__).parent)

@@ -56,6 +56,8 @@ def go_on(prefix, parts, world, layout, last):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.covers("numbers of one process", runs="ranks")
+@pytest.mark.covers("resumed on another layout", runs="loads")
 def test_a_run_over_four_ranks_of_experts_goes_on_over_two_by_two(whole, tmp_path):
     prefix, parts = whole.with_name("tokens"), tmp_path / "parts"
     go_on(prefix, parts, 4, f"{EP} 4", 5)
@@ -66,6 +68,8 @@ def test_a_run_over_four_ranks_of_experts_goes_on_over_two_by_two(whole, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.covers("numbers of one process", runs="ranks")
+@pytest.mark.covers("resumed on another layout", runs="loads")
 def test_experts_go_on_in_any_layout(whole, tmp_path):
     prefix, parts = whole.with_name("tokens"), tmp_path / "parts"
     first = f"{COMMON} {EP} 4 --save {parts} --exit-interval 5"

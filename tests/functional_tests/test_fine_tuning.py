@@ -48,6 +48,8 @@ def talks(tmp_path):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.covers("fine-tuning on chats")
+@pytest.mark.covers("resumed to the same bits", runs="loads")
 def test_layouts_learn_the_same_and_go_on_where_they_stopped(talks, tmp_path, capsys, world):
     """Tensor parallel over two ranks; the slow one has two lanes of them."""
     common = f"--sft {COMMON} --save-interval 4"

@@ -31,6 +31,7 @@ RUN = (
 
 
 @pytest.mark.slow
+@pytest.mark.covers("Hugging Face")
 def test_deepseek_v3_through_training_on_four_ranks_and_back(tmp_path: Path) -> None:
     folder = folder_with_further_layers(tmp_path / "made", "deepseek-even")
     start, saved = tmp_path / "imported", tmp_path / "saved"
@@ -74,6 +75,7 @@ def test_deepseek_v3_through_training_on_four_ranks_and_back(tmp_path: Path) -> 
         ),
     ],
 )
+@pytest.mark.covers("Hugging Face")
 def test_weights_arrive_in_model_and_masters_on_two_ranks(
     case: str, layout: str, tmp_path: Path
 ) -> None:
@@ -96,6 +98,7 @@ def test_weights_arrive_in_model_and_masters_on_two_ranks(
 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-direct-yarn"])
+@pytest.mark.covers("generation", runs="generates")
 def test_generation_from_a_folder_says_what_transformers_does(case: str, tmp_path: Path) -> None:
     model = make_model(case, eos_token_id=None)
     folder = save_folder(model, tmp_path / "model", max_shard_size="40KB")

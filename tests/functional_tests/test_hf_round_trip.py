@@ -114,6 +114,7 @@ def their_tokens(folder: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.covers("Hugging Face")
 def test_from_transformers_through_fine_tuning_and_back(tmp_path: Path) -> None:
     model, data, saved = write_model(tmp_path / "model"), tmp_path / "talks", tmp_path / "saved"
     write_chats(tmp_path / "chats.jsonl")

@@ -64,6 +64,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     ],
     ids=["tensor", "pipeline"],
 )
+@pytest.mark.covers("Hugging Face")
 def test_weights_arrive_in_model_and_masters_on_two_ranks(tmp_path: Path, layout: str) -> None:
     saved = tmp_path / "saved"
     model = make_model("qwen3-8to1").to(torch.bfloat16)  # whose masters are memory of their own
@@ -121,6 +122,7 @@ def test_printed_options_feed_back(folder: Path, tmp_path: Path) -> None:
     assert run(pretrain_gpt.main, f"--config {tmp_path / 'run.yaml'} --print-config") == printed
 
 
+@pytest.mark.covers("Hugging Face")
 def test_a_model_trained_here_opens_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = train_bpe(["low lower lowest"] * 3, 262, tmp_path / "tokenizer.json")
@@ -175,6 +177,7 @@ def generate_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[s
         return generate(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
 
+@pytest.mark.covers("generation", runs="generates")
 def test_generation_from_folder_checkpoint_and_two_ranks(folder: Path, tmp_path: Path) -> None:
     (one,) = results(folder, tmp_path / "one.json")
     assert len(one["ids"]) == 8

@@ -28,6 +28,7 @@ def dtypes(checkpoint: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.covers("resumed on another layout", runs="loads")
 def test_narrow_moments_go_on_on_another_layout_and_in_another_dtype(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
     original = tmp_path / "original"
@@ -77,6 +78,7 @@ def kinds(checkpoint: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.covers("resumed on another layout", runs="loads")
 def test_muon_goes_on_on_another_layout_and_not_with_another_optimizer(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
     original, muon = tmp_path / "original", f"{COMMON} --optimizer muon --muon-scale-mode rms"
@@ -105,6 +107,7 @@ def test_muon_goes_on_on_another_layout_and_not_with_another_optimizer(tmp_path,
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.covers("resumed on another layout", runs="loads")
 def test_state_in_host_memory_is_saved_like_any_other(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     original, metrics = tmp_path / "original", tmp_path / "m"

@@ -91,6 +91,7 @@ def plant_witness(rank: int) -> None:
     ],
     ids=["1f1b", "interleaved", "zb-h1", "interleaved-cut"],
 )
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_every_schedule_has_the_numbers_of_one_process(prefix, tmp_path, alone, ran, world, more):
     metrics = tmp_path / "metrics.jsonl"
     argv = flags(prefix, f"{SHORT} {PP} {more} --metrics-file {metrics}")
@@ -134,6 +135,8 @@ def test_the_log_says_how_the_stages_work_and_wait(prefix, tmp_path):
     assert len(list((tmp_path / "traces").rglob("*.json*"))) == 2, "a trace of each stage"
 
 
+@pytest.mark.covers("stopped with a save", runs="ranks saves")
+@pytest.mark.covers("resumed on another layout", runs="loads")
 def test_a_stopped_pipeline_goes_on_in_one_process(prefix, tmp_path):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     with running(2, flags(prefix, f"{LONG} {PP} --save {cut}")) as ranks:
@@ -162,6 +165,7 @@ def plant_nan(rank: int) -> None:
     on_microbatch(6, _nan)
 
 
+@pytest.mark.covers("bad step computed again")
 def test_a_nan_is_told_of_the_whole_pipeline_and_skipped_by_every_stage(prefix, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     argv = flags(prefix, f"{PP} --train-iters 3 --eval-interval 0 --metrics-file {metrics}")
@@ -174,6 +178,7 @@ def test_a_nan_is_told_of_the_whole_pipeline_and_skipped_by_every_stage(prefix, 
     assert [e["num_skipped"] for e in events] == [0, 1, 0]
 
 
+@pytest.mark.covers("dead or stuck rank named", runs="ranks")
 def test_a_dead_stage_is_named(prefix):
     with running(2, flags(prefix, f"{LONG} {PP}")) as ranks:
         ranks.wait_for_line(1, "iteration        3/", timeout=60)

@@ -37,6 +37,7 @@ def _kill_group(job: subprocess.Popen) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.covers("killed and resumed to the same bits", runs="loads")
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -73,6 +74,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
         "--weight-decay-incr-style cosine --eval-interval 2",
     ],
 )
+@pytest.mark.covers("resumed to the same bits", runs="loads")
 def test_every_state_goes_through_a_checkpoint(tmp_path, more):
     """Save in the middle of a log window and of everything that has a state; one process."""
     prefix = write_tokens(tmp_path / "tokens")

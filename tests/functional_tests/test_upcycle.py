@@ -199,6 +199,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     assert found < 48_000_000, found
 
 
+@pytest.mark.covers("upcycled experts")
 def test_training_goes_on_from_what_the_dense_run_had_reached(tmp_path, capsys):
     prefix = write_tokens(tmp_path / "tokens")
     dense, out, more = tmp_path / "dense", tmp_path / "experts", tmp_path / "more"

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from megatron.training.monitoring.metrics import read_metrics
+from tests.support import witness
 
 
 def torchrun(
@@ -27,7 +28,8 @@ def torchrun(
         module: what each of them runs.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += [*launcher, "-m", module, *argv]
+    seen = ["tests.support.witnessed"] if witness.VARIABLE in os.environ else []
+    command += [*launcher, "-m", *seen, module, *argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(
         command,

@@ -47,6 +47,7 @@ def _check(row):
 
 
 @pytest.mark.parametrize("row", rows_for_every_change(), ids=label)
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_a_layout_trains_as_the_single_process(row):
     _check(row)
 
@@ -71,6 +72,7 @@ OPTIMIZER_ROWS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_ROWS)
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_other_optimizers_move_weights_as_in_the_single_process(name):
     row = OPTIMIZER_ROWS[name]
     ref = reference_of(row)
@@ -87,6 +89,7 @@ def _rows_of_the_night():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NIGHT_PARTS))
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_all_triples_train_as_the_single_process(part):
     rows = _rows_of_the_night()[part::NIGHT_PARTS]
     assert rows
@@ -120,6 +123,7 @@ def _updated(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", covering_array(MODELS), ids=lambda model: str(model["groups"]))
+@pytest.mark.covers("numbers of a definition", runs="alone")
 def test_the_single_process_trains_as_the_definition(model):
     row = {**ONE_RANK, **model}
     ref = reference_of(row)

@@ -41,6 +41,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support import witness
+
 #: What the server imports once. A name that cannot be imported is skipped by multiprocessing.
 #: `pytest` is here because the modules that define rank functions import it, in every rank.
 PRELOAD = (
@@ -89,6 +91,12 @@ class _Job:
     init: bool
 
 
+def _witness() -> dict[str, str]:
+    """Return the variable by which ranks join the witness of this process, if there is one; the
+    server that they are forked from keeps the environment of its start."""
+    return {k: v for k, v in os.environ.items() if k == witness.VARIABLE}
+
+
 def _log_path(folder: str, rank: int) -> Path:
     return Path(folder, f"rank{rank}.log")
 
@@ -122,6 +130,8 @@ def _rank_main(job: _Job, conn: Connection) -> None:
     os.environ.update(job.env)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    if witness.VARIABLE in os.environ:
+        witness.install()
     try:
         if job.init:
             dist.init_process_group(
@@ -308,7 +318,7 @@ def start_ranks(
             world=world_size,
             args=args,
             folder=folder,
-            env=dict(env or {}),
+            env={**_witness(), **(env or {})},
             timeout_seconds=collective_timeout,
             init=init,
         )

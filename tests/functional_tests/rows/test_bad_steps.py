@@ -73,6 +73,7 @@ SIX = "--train-iters 6 --eval-interval 0"
         "--tensor-model-parallel-size 2",
     ],
 )
+@pytest.mark.covers("bad step computed again")
 def test_row_28_a_loss_that_is_nan_once_is_computed_again_and_nothing_is_lost(
     prefix, tmp_path, layout
 ):
@@ -92,6 +93,7 @@ def test_row_28_a_loss_that_is_nan_once_is_computed_again_and_nothing_is_lost(
     assert rest == timeless(whole / "metrics.jsonl")
 
 
+@pytest.mark.covers("bad step computed again")
 def test_row_28_a_loss_that_is_nan_every_time_is_skipped_by_all_ranks(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{SIX} --save {save} --use-distributed-optimizer")
@@ -109,6 +111,7 @@ def test_row_28_a_loss_that_is_nan_every_time_is_skipped_by_all_ranks(prefix, tm
     verify_checkpoint(latest_checkpoint(save))
 
 
+@pytest.mark.covers("bad step computed again")
 def test_row_28_exit_16_asks_for_other_machines_and_17_blames_the_data(
     prefix, tmp_path, monkeypatch, capsys
 ):
@@ -161,6 +164,7 @@ def _scaled_losses(monkeypatch, factors):
 ONE = "--global-batch-size 4 --train-iters 8 --eval-interval 0 --save-interval 1"
 
 
+@pytest.mark.covers("bad step computed again")
 def test_row_29_an_inf_gradient_is_skipped_and_counted(prefix, tmp_path, monkeypatch):
     from megatron.core.optimizer import Optimizer
 

@@ -77,6 +77,7 @@ def test_row_16_other_data_is_refused_by_name_unless_asked_for(prefix, tmp_path,
 
 
 @pytest.mark.parametrize("dataloader", ["single", "cyclic"])
+@pytest.mark.covers("resumed to the same bits", runs="loads")
 def test_row_17_a_resumed_run_goes_on_with_the_next_sample(
     prefix, tmp_path, monkeypatch, dataloader
 ):

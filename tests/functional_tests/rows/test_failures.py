@@ -33,6 +33,7 @@ def prefix(tmp_path):
     ("number", "minutes", "state"),
     [(signal.SIGSTOP, 0.05, "is stopped"), (signal.SIGKILL, 10.0, "is dead")],
 )
+@pytest.mark.covers("dead or stuck rank named", runs="ranks")
 def test_row_33_the_others_name_rank_step_and_collective_and_leave_their_stacks(
     prefix, tmp_path, number, minutes, state
 ):
@@ -161,6 +162,7 @@ def plant_slow_rank(rank: int) -> None:
         pretraining.take = slow
 
 
+@pytest.mark.covers("slow rank named", runs="ranks")
 def test_row_36_a_slow_rank_is_named(prefix):
     more = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"
     argv = flags(prefix, f"{more} --log-straggler --straggler-factor 3")

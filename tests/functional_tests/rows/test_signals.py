@@ -43,6 +43,8 @@ def _stopped_at(text: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.covers("stopped with a save", runs="saves")
+@pytest.mark.covers("resumed to the same bits", runs="loads")
 def test_row_37_sigterm_to_one_rank_stops_all_with_a_save_that_goes_on_exactly(prefix, tmp_path):
     layout = "--tensor-model-parallel-size 2"
     cut, whole = tmp_path / "cut", tmp_path / "whole"
@@ -134,6 +136,7 @@ def test_row_37_without_orderly_stopping_the_first_signal_ends_at_once(prefix, t
 
 
 @pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.covers("stopped with a save")
 def test_row_38_ctrl_c_in_a_single_process(prefix, tmp_path, saves):
     save = f"--save {tmp_path / 'save'}" if saves else ""
     with running(1, flags(prefix, f"{LONG} {save}")) as ranks:
@@ -160,6 +163,7 @@ def _workers(job: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.covers("stopped with a save", runs="saves")
 def test_row_37_38_a_signal_to_the_launcher_saves_and_leaves_nothing_behind(
     prefix, tmp_path, number
 ):
@@ -192,6 +196,7 @@ def test_row_37_38_a_signal_to_the_launcher_saves_and_leaves_nothing_behind(
         probe.bind(("127.0.0.1", port))  # raises if somebody still listens there
 
 
+@pytest.mark.covers("elastic restart", runs="loads ranks")
 def test_row_39_a_restart_by_the_launcher_goes_on_from_what_it_saved(prefix, tmp_path):
     """Without --load."""
     more = "--train-iters 5 --eval-interval 0 --save-interval 1 --use-distributed-optimizer"
@@ -230,6 +235,7 @@ def test_row_34_the_launcher_fails_with_its_ranks(prefix):
     assert "iteration        4/" not in output
 
 
+@pytest.mark.covers("stopped with a save", runs="saves")
 def test_row_41_the_limit_of_time_is_kept_with_a_save(prefix, tmp_path):
     save = tmp_path / "save"
     begun = time.monotonic()
@@ -258,6 +264,7 @@ def _other_clocks(rank: int, world: int, port: int, argv: list[str]) -> None:
     rank_process(rank, world, port, argv)
 
 
+@pytest.mark.covers("stopped with a save", runs="saves")
 def test_row_41_ranks_agree_although_their_clocks_do_not(prefix, tmp_path):
     import torch.distributed as dist
 

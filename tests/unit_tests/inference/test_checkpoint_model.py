@@ -89,6 +89,7 @@ def run(*words: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.covers("generation", runs="generates")
 def test_text_and_json_are_what_the_saved_model_says(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     code, out, err = run(*arguments(root, "--output-json", str(path)))
@@ -117,6 +118,7 @@ def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[st
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.covers("generation", runs="generates")
 def test_two_ranks_print_and_write_what_one_process_does(root: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     _, text, _ = run(*arguments(root, "--output-json", str(one)))

@@ -163,6 +163,7 @@ def generated(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Generate
     return Generated(MODELS[request.param], folder, model, results(path))
 
 
+@pytest.mark.covers("generation", runs="generates")
 def test_greedy_text_is_what_the_whole_model_finds_most_probable(generated: Generated) -> None:
     config = generated.config
     # Each prompt alone, without a cache, by a model of which no expert is ever full.
@@ -204,6 +205,7 @@ def command_on_a_rank(
     return run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
 
+@pytest.mark.covers("generation", runs="generates")
 def test_two_ranks_generate_what_one_process_does(generated: Generated, tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launcher = {

@@ -111,6 +111,7 @@ def _weights(step: TrainStep) -> dict[str, torch.Tensor]:
     return {name: handle.get().clone() for name, handle in step.model.store.handles.items()}
 
 
+@pytest.mark.covers("fine-tuning on chats")
 def test_a_step_on_packed_rows_is_a_step_on_their_conversations(talks):
     prefix, conversations = talks
     single = ProcessGroupCollection.single()
@@ -139,6 +140,8 @@ def _on_ranks(rank: int, world: int, prefix: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.covers("fine-tuning on chats")
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_layouts_agree_on_packed_rows(talks, world):
     prefix, _ = talks
     before, report, _ = _train_packed(_step(ProcessGroupCollection.single()), prefix)

@@ -57,6 +57,7 @@ def assert_equal_runs(eager, recorded, step) -> None:
 @pytest.mark.parametrize(
     ("granularity", "documents"), [(None, True), ("selective", False), ("full", False)]
 )
+@pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_one_rank_is_replayed_to_the_bits_of_eager_steps(granularity, documents):
     with one_thread():
         found = both(
@@ -83,6 +84,7 @@ def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_two_ranks_are_replayed_with_their_collectives(strategy):
     more = [{}] if strategy == "no_shard" else [{}, WITHOUT_EARLY]
     if strategy == "optim_grads":
@@ -90,11 +92,13 @@ def test_two_ranks_are_replayed_with_their_collectives(strategy):
     run_ranks(cases, 2, {}, [{"strategy": strategy, **one} for one in more])
 
 
+@pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_hybrid_sharding_gathers_over_the_outer_ranks_inside_the_graph():
     configs = [{**CUT, **WITHOUT_EARLY, "outer": outer} for outer in ("optim", "no_shard")]
     run_ranks(cases, 4, {"instances": 2}, configs)
 
 
+@pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_tensor_parallel_ranks_are_replayed():
     run_ranks(cases, 2, {"tp": 2}, [{}])
 
@@ -108,6 +112,7 @@ def context_cases(rank: int, world: int, engines: list[str]) -> None:
         assert_equal_runs(*found)
 
 
+@pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_ranks_that_share_sequences_are_replayed():
     run_ranks(context_cases, 2, ["p2p", "all_gather", "a2a"])
 

@@ -102,6 +102,7 @@ CUTS = {
 @pytest.mark.parametrize("frozen", ["", "embedding.weight"], ids=["", "frozen"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("schedule", CUTS)
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_lengths_and_documents_go_through_the_stages(schedule, packed, frozen):
     with one_thread():
         single = ProcessGroupCollection.single()
@@ -171,6 +172,7 @@ def on_expert_lanes(rank: int, world: int):
     return found
 
 
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_experts_that_alone_have_lanes_are_gathered_and_reduced_on_the_way():
     with one_thread():
         losses, *_ = with_experts(ProcessGroupCollection.single(), "no_shard")

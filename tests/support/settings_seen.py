@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of what a training step was made of, read from its parts and not from its options.
+
+`docs/status.md` has a row for each of these names; see `status_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron.core.backend import Backend
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt_config import GPTConfig
+from megatron.core.optimizer import Optimizer
+from megatron.core.optimizer.loss_scaler import ConstantLossScaler
+from megatron.core.transformer import AttentionConfig, Recompute
+from megatron.training.full_iteration import FullIterationGraph
+from megatron.training.step import Microbatch, TrainStep
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ENGINES = {
+    "p2p": "context by ring",
+    "all_gather": "context by all-gather",
+    "a2a": "context by all-to-all",
+}
+_DISPATCHERS = {"alltoall": "tokens by all-to-all", "allgather": "tokens by all-gather"}
+
+
+def model_settings(config: GPTConfig, *, tp: int) -> Iterator[str]:
+    """Name what a model has.
+
+    Args:
+        tp: ranks that share its weights.
+    """
+    yield config.norm.kind
+    yield "tied embedding" if config.tied else "own head"
+    yield "gated MLP" if config.mlp.gated else "plain MLP"
+    if config.mlp.bias:
+        yield "biases"
+    if config.hidden_dropout or config.attention.dropout:
+        yield "dropout"
+    if config.rope is None:
+        yield "no positions"
+    elif config.rope.scaling is not None:
+        yield "scaled rope"
+    if config.mtp_num_layers:
+        yield "multi-token prediction"
+    if isinstance(config.attention, AttentionConfig):
+        yield from _attention(config.attention, tp)
+    else:
+        yield "latent attention"
+    yield from _experts(config)
+
+
+def _attention(attention: AttentionConfig, tp: int) -> Iterator[str]:
+    heads, groups = attention.num_attention_heads, attention.num_query_groups
+    yield "every head its own kv" if heads == groups else "grouped queries"
+    if groups < tp:
+        yield "fewer kv heads than tp"
+    if attention.qk_norm:
+        yield "q/k norm"
+    if attention.qkv_bias and not attention.output_bias:
+        yield "q/k/v biases"
+    if attention.window is not None:
+        yield "window"
+    if attention.sinks:
+        yield "sinks"
+
+
+def _experts(config: GPTConfig) -> Iterator[str]:
+    moe = config.moe
+    if moe is None:
+        return
+    yield f"{moe.router.score_function} router"
+    yield "dropless experts" if moe.capacity_factor is None else f"capacity by {moe.drop_policy}"
+    if moe.shared_ffn_hidden_size is not None:
+        yield "gated shared expert" if moe.shared_gate else "shared expert"
+    if config.has_auxiliary_losses:
+        yield "losses of routers"
+    if moe.router.expert_bias:
+        yield "balance by biases"
+
+
+def training_settings(engine: DataParallel, optimizer: Optimizer) -> Iterator[str]:
+    """Name how gradients are summed and weights are moved."""
+    config, kept = engine.config, optimizer.config
+    yield _DTYPES[engine.store.dtype]
+    many = engine.groups["lanes"].size > 1
+    if many:
+        yield "reduce overlapped" if config.overlap_grad_reduce else "reduce at the end"
+    if engine.placement.optimizer and config.overlap_param_gather:
+        yield "gather overlapped"
+    if engine.placement.weight and config.granularity == "weight":
+        yield "gather by weight"
+    if engine.placement.optimizer and config.outer == "optim":
+        yield "state cut over instances too"
+    if many and config.fp32_accumulation:
+        yield "bf16 gradients summed in fp32"
+    yield {"adam": "AdamW", "sgd": "SGD", "muon": "Muon"}[kept.kind]
+    if torch.bfloat16 in (kept.exp_avg_dtype, kept.exp_avg_sq_dtype):
+        yield "moments in bf16"
+    if kept.offload_fraction:
+        yield "state in host memory"
+    if kept.lr_factors or kept.decay_factors:
+        yield "factors by weight name"
+    if not isinstance(optimizer.scaler, ConstantLossScaler) or optimizer.scaler.scale != 1.0:
+        yield "loss scale"
+
+
+def model_paths(config: GPTConfig, engine: DataParallel, backend: Backend) -> Iterator[str]:
+    """Name which of several ways was chosen by name to share samples, and to reach experts."""
+    if engine.groups["cp"].size > 1 and backend.context_engine in _ENGINES:
+        yield _ENGINES[backend.context_engine]
+    spread = engine.groups.grid.ep > 1 or engine.groups.grid.size("etp") > 1
+    if config.moe is not None and spread and backend.dispatcher in _DISPATCHERS:
+        yield _DISPATCHERS[backend.dispatcher]
+
+
+def step_settings(
+    step: TrainStep, microbatches: Sequence[Microbatch], recompute: Recompute
+) -> Iterator[str]:
+    """Name what is of the step itself."""
+    if recompute.granularity is not None:
+        yield f"{recompute.granularity} recompute"
+    yield "loss per token" if step.per_token_loss else "mean loss"
+    if len(microbatches) > 1:
+        yield "accumulated microbatches"
+    if any(_packed(batch) for batch in microbatches):
+        yield "packed documents"
+    if isinstance(step.forward_backward, FullIterationGraph) and step.forward_backward.replays:
+        yield "replayed graph (stand-in)"
+
+
+def _packed(batch: Microbatch) -> bool:
+    layout = batch.layout
+    by_layout = layout is not None and (
+        layout.documents is not None or layout.document_ids is not None
+    )
+    return batch.document_ids is not None or by_layout

@@ -26,6 +26,10 @@ class ExitCode(IntEnum):
     """A checkpoint could not be written; earlier checkpoints are untouched."""
     COLLECTIVES_DIFFER = 6
     """Ranks came to different collectives (--check-collectives); one line names both."""
+    REPLICAS_DIFFER = 7
+    """Ranks that hold the same weights or optimizer state do not any more
+    (--check-weight-hash-across-dp-replicas-interval); one line names ranks and tensors, nothing was
+    saved."""
     RESTART_ELSEWHERE = 16
     """A NaN or Inf loss came out twice (--on-reproduced-nan restart): restart on other machines,
     where the same step shows whether the machine or the data is to blame."""

@@ -50,6 +50,7 @@ class LoopParts:
         on_iteration: told the iteration that begins.
         on_logged: called behind every log line.
         more: returns what parts of the model have to say in a log line; every rank calls it.
+        compare: compares replicas behind a step, and raises if they differ.
         stop: who wants the run to end early.
         faults: what to do about steps that go wrong.
     """
@@ -71,15 +72,17 @@ class LoopParts:
     test: Callable[[], float] | None = None
     on_logged: Callable[[], None] = lambda: None
     more: Callable[[], Sequence[LogPart]] = lambda: ()
+    compare: Callable[[int], None] = lambda iteration: None
 
 
 def train(parts: LoopParts, progress: Progress) -> None:
     """Run the loop from `progress`, which moves along, to the end of the run or an exit condition.
 
     Raises:
-        RunStopped: too many bad steps in a row.
+        RunStopped: too many bad steps in a row, or replicas that differ.
     """
     training, checkpoint = parts.run.config.training, parts.run.config.checkpoint
+    failures = parts.run.config.failures
     first = saved = progress.iteration
     left_over = bool(progress.validation_pending)
     if progress.iteration == 0 or left_over:
@@ -87,6 +90,8 @@ def train(parts: LoopParts, progress: Progress) -> None:
     while progress.iteration < parts.run.train_iters:
         outcome = one_iteration(parts, progress)
         done = progress.iteration
+        if _is_multiple(done, failures.check_weight_hash_across_dp_replicas_interval):
+            parts.compare(done)  # before a save of them
         # The same on every rank, as the votes of all of them are in it.
         early = parts.stop.reason(outcome.votes)
         asked = _is_multiple(done, training.exit_interval)

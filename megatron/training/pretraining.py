@@ -31,6 +31,7 @@ from megatron.training.data.data_sets import (
 )
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.failures.session_faults import arm_stop, session_faults, timed_steps
+from megatron.training.failures.session_replicas import compare_replicas
 from megatron.training.gpt_options import (
     early_gather,
     learning_rate_schedule,
@@ -325,6 +326,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             on_iteration=steps.on_iteration,
             on_logged=on_logged,
             more=steps.more_to_log,
+            compare=compare_replicas(session, say=display.log, metrics=metrics),
         )
         train(parts, progress)
         peak = torch.tensor(

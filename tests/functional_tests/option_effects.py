@@ -301,6 +301,7 @@ EFFECTS: dict[str, Effect] = {
     "loss-spike-window": Effect("loss", "100", "1", "--loss-spike-factor 1.0001 --train-iters 12"),
     "rollback-after-bad-steps": Effect("log", "", "1", f"{_NAN} --save {{out}}/save"),
     "check-collectives": Effect("listeners", world=2),
+    "check-weight-hash-across-dp-replicas-interval": Effect("log", "", "1"),
     "log-straggler": Effect("plan", world=2),
     "straggler-factor": Effect("plan", "1.5", "2", "--log-straggler", world=2),
     # Logs

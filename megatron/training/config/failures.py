@@ -39,6 +39,9 @@ class FailureConfig:
     check_collectives: bool = False
     """Compare every collective between its ranks before it starts, and name both where they differ;
     slow, for finding faults."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Every so many iterations compare weights and optimizer state that several ranks hold alike,
+    and end the run without saving where they differ; None = never."""
     log_straggler: bool = False
     """At every log line compare the time that each rank computes, and name those that are slow."""
     straggler_factor: float = 1.5
@@ -50,5 +53,6 @@ class FailureConfig:
                 self, "exit_grace_seconds", "exit_duration_in_mins", "loss_spike_window"
             ),
             lambda: positive(self, "rollback_after_bad_steps"),
+            lambda: positive(self, "check_weight_hash_across_dp_replicas_interval"),
             lambda: positive(self, "loss_spike_factor", "straggler_factor"),
         )

@@ -243,8 +243,6 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "exit-signal exit-signal-handler-for-dataloader"),
     ("sft", "templates are for preprocess_data --chat, which writes what it reads",
      "sft-tokenizer-prompt-format"),
-    ("", "replicas of weights are not compared while training",
-     "check-weight-hash-across-dp-replicas-interval"),
     ("exit-signal-handler", "stopping in order, and saving, is built in",
      "adlr-autoresume adlr-autoresume-interval result-rejected-tracker-filename "
      "enable-ft-package calc-ft-timeouts run-workload-inspector-server inprocess-restart "

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare what several ranks hold alike (`--check-weight-hash-across-dp-replicas-interval`).
+
+Replicas of weights and of optimizer state start equal and get equal updates, so they stay equal to
+the last bit; where they do not, a machine has computed or remembered wrongly. Checkpoints say which
+ranks hold the same (`TensorChunk.replica_ranks`); the boxes of equal ranks are compared as one set.
+
+A comparison is one gather of three numbers per set. Only where those differ a second one brings the
+numbers of all tensors, and names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from megatron.core.comm import all_gather
+from megatron.core.dist_checkpointing import CheckpointError, Coordinator, TensorChunk
+from megatron.core.dist_checkpointing.digests import written_kind
+from megatron.core.process_groups import Group
+from megatron.training.errors import RunStopped
+from megatron.training.exit_codes import ExitCode
+from megatron.training.failures.replica_digests import number, numbers_of
+
+#: How many tensors and groups of ranks an error names.
+NAMED = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaSet:
+    """The tensors that the same ranks hold.
+
+    Args:
+        ranks: ascending.
+        chunks: by name and place, as all of the ranks order them.
+        start: position of the first among all chunks of this rank.
+    """
+
+    ranks: tuple[int, ...]
+    chunks: tuple[TensorChunk, ...]
+    start: int
+
+    @property
+    def layout(self) -> int:
+        """Return a number for what is held and where it belongs, without the values."""
+        return number(
+            repr(
+                [(c.name, c.shape, c.box.offsets, c.box.sizes, str(c.tensor.dtype)) for c in self]
+            ).encode()
+        )
+
+    @property
+    def key(self) -> int:
+        """Return a number for the ranks."""
+        return number(repr(self.ranks).encode())
+
+    def __iter__(self):
+        return iter(self.chunks)
+
+
+def replica_sets(chunks: Sequence[TensorChunk]) -> list[ReplicaSet]:
+    """Put what other ranks hold too in order, by those ranks."""
+
+    def ranks(chunk: TensorChunk) -> tuple[int, ...]:
+        return chunk.replica_ranks
+
+    shared = [chunk for chunk in chunks if len(chunk.replica_ranks) > 1]
+    shared.sort(key=lambda c: (c.replica_ranks, c.name, c.box.offsets, c.box.sizes))
+    found, start = [], 0
+    for members, group in groupby(shared, key=ranks):
+        held = tuple(group)
+        found.append(ReplicaSet(members, held, start))
+        start += len(held)
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Tensors in which ranks do not hold the same.
+
+    Args:
+        parties: ranks that agree with one another, the largest party first.
+        tensors: names, each with the place of what is held if that is a part.
+    """
+
+    parties: tuple[tuple[int, ...], ...]
+    tensors: tuple[str, ...]
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether most ranks agree, so that the others are to blame."""
+        first, *others = self.parties
+        return len(first) > sum(map(len, others))
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Return the ranks outside of the majority; all of them if there is none."""
+        parties = self.parties[1:] if self.is_clear else self.parties
+        return tuple(sorted(rank for party in parties for rank in party))
+
+    def text(self, host_of: Callable[[int], str]) -> str:
+        """Say who differs from whom, and in what."""
+        tensors = _some(self.tensors)
+        if self.is_clear:
+            verb = "differs" if len(self.blamed) == 1 else "differ"
+            wrong = _party(self.blamed, host_of)
+            return f"{wrong} {verb} from {_party(self.parties[0])} in {tensors}"
+        shown = " against ".join(_party(party, host_of) for party in self.parties[:NAMED])
+        more = f" and {len(self.parties) - NAMED} more" if len(self.parties) > NAMED else ""
+        return f"{shown}{more} differ in {tensors}: one of them is wrong"
+
+
+def _some(words: Sequence[str]) -> str:
+    more = len(words) - NAMED
+    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _party(ranks: Sequence[int], host_of: Callable[[int], str] | None = None) -> str:
+    """Name ranks, and their machines if those are asked for."""
+    if host_of is None:
+        return f"rank{'s' * (len(ranks) > 1)} {_some([str(rank) for rank in ranks])}"
+    return _some([f"rank {rank} on {host_of(rank)}" for rank in ranks])
+
+
+def differences(
+    sets: Sequence[ReplicaSet], numbers: Mapping[int, Sequence[int]], starts: Mapping[int, int]
+) -> list[Difference]:
+    """Return what is not alike in sets of this rank.
+
+    Args:
+        numbers: of the tensors of each rank, in its order.
+        starts: where the set begins there; of one set only.
+    """
+    found: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for held in sets:
+        for i, chunk in enumerate(held):
+            parties: dict[int, list[int]] = {}
+            for rank in held.ranks:
+                parties.setdefault(numbers[rank][starts[rank] + i], []).append(rank)
+            if len(parties) > 1:
+                order = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
+                found.setdefault(tuple(map(tuple, order)), []).append(_named(chunk))
+    return [Difference(parties, tuple(names)) for parties, names in found.items()]
+
+
+def _named(chunk: TensorChunk) -> str:
+    if chunk.box.sizes == chunk.shape:
+        return chunk.name
+    sizes = " x ".join(map(str, chunk.box.sizes))
+    return f"{chunk.name} ({sizes} at {list(chunk.box.offsets)})"
+
+
+class ReplicaCheck:
+    """Compares replicas; every rank makes one and calls it at the same steps.
+
+    Args:
+        chunks: lists what this rank holds, as views of its memory.
+        world: all ranks.
+        device: where numbers travel.
+        coordinator: how ranks agree at the start, and what they say of a difference.
+        host_of: returns a rank's machine.
+        complete: has all updates arrive in what is stored.
+        record: keeps a difference: the iteration, its text, the ranks to blame and the tensors.
+
+    Raises:
+        ValueError: digests of ranks cannot be compared.
+    """
+
+    def __init__(
+        self,
+        chunks: Callable[[], list[TensorChunk]],
+        world: Group,
+        *,
+        device: torch.device,
+        coordinator: Coordinator,
+        host_of: Callable[[int], str],
+        complete: Callable[[], None],
+        record: Callable[[int, str, Sequence[Difference]], None],
+    ) -> None:
+        self._chunks, self._world, self._device = chunks, world, device
+        self._coordinator, self._host_of = coordinator, host_of
+        self._complete, self._record = complete, record
+        self.compared = 0
+        """Comparisons so far."""
+        sets = replica_sets(chunks())
+        coordinator.begin("looking for replicas")
+        try:
+            agreed = coordinator.agree("replicas", lambda: _held(sets), _agree)
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
+        self._most_sets, self._most_chunks = agreed["sets"], agreed["chunks"]
+        self._bytes: dict[str, int] = agreed["bytes"]
+
+    def line(self, interval: int) -> str:
+        """Say what is compared, for the log."""
+        every = "every step" if interval == 1 else f"every {interval} steps"
+        if not self._most_sets:
+            return "replica check: no rank holds what another one holds, so nothing is compared"
+        shown = " and ".join(f"{n:,} bytes of {kind}" for kind, n in self._bytes.items() if n)
+        return (
+            f"replica check: {every}; up to {self._most_chunks:,} tensors of a rank, {shown}, "
+            "have replicas and are compared"
+        )
+
+    def __call__(self, iteration: int) -> None:
+        """Compare what ranks hold behind a step.
+
+        Raises:
+            RunStopped: it differs.
+        """
+        if not self._most_sets:
+            return
+        self._complete()
+        sets = replica_sets(self._chunks())
+        numbers = numbers_of([chunk.tensor for held in sets for chunk in held])
+        self.compared += 1
+        rows = self._gather([x for held in sets for x in _row(held, numbers)], self._most_sets * 3)
+        # By set: the ranks' numbers, and where it begins in their lists.
+        found: dict[int, dict[int, tuple[int, int]]] = {}
+        for rank, row in enumerate(rows):
+            for at in range(0, len(row), 3):
+                key, value, start = row[at : at + 3]
+                if start >= 0:
+                    found.setdefault(key, {})[rank] = (value, start)
+        unlike = {
+            key for key, ranks in found.items() if len({value for value, _ in ranks.values()}) > 1
+        }
+        if unlike:
+            raise self._stopped(iteration, sets, numbers, unlike=unlike, found=found)
+
+    def _gather(self, numbers: Sequence[int], width: int) -> list[list[int]]:
+        """Return the numbers of every rank, padded to the same width."""
+        padded = [*numbers, *[-1] * (width - len(numbers))]
+        own = torch.tensor([padded], dtype=torch.int64, device=self._device)
+        rows: list[list[int]] = all_gather(own, self._world).tolist()
+        return rows
+
+    def _stopped(
+        self,
+        iteration: int,
+        sets: Sequence[ReplicaSet],
+        numbers: Sequence[int],
+        *,
+        unlike: set[int],
+        found: Mapping[int, Mapping[int, tuple[int, int]]],
+    ) -> RunStopped:
+        """Find out what differs, keep it, and return how the run ends, the same on every rank."""
+        rows = dict(enumerate(self._gather(numbers, self._most_chunks)))
+
+        def mine() -> list[list[object]]:
+            told = []
+            for held in sets:
+                # One rank speaks for a set.
+                if held.key in unlike and held.ranks[0] == self._world.ranks[self._world.rank]:
+                    starts = {rank: start for rank, (_, start) in found[held.key].items()}
+                    told += differences([held], rows, starts)
+            return [[one.parties, one.tensors] for one in told]
+
+        self._coordinator.begin(f"comparing replicas behind iteration {iteration}")
+        plain = self._coordinator.agree("name", mine, lambda all_: [x for one in all_ for x in one])
+        told = [
+            Difference(tuple(tuple(party) for party in parties), tuple(tensors))
+            for parties, tensors in plain
+        ]
+        shown = "; ".join(one.text(self._host_of) for one in told[:NAMED])
+        more = f"; and {len(told) - NAMED} more differences" if len(told) > NAMED else ""
+        text = (
+            f"replicas differ behind iteration {iteration}: {shown}{more}; nothing was saved: "
+            "start again from the last checkpoint, without the machine to blame"
+        )
+        self._record(iteration, text, told)
+        return RunStopped(ExitCode.REPLICAS_DIFFER, text)
+
+
+def _row(held: ReplicaSet, numbers: Sequence[int]) -> tuple[int, int, int]:
+    """Return what a rank says of one set: which it is, its content, and where that begins."""
+    own = numbers[held.start : held.start + len(held.chunks)]
+    return held.key, number(repr(own).encode()), held.start
+
+
+def _held(sets: Sequence[ReplicaSet]) -> dict[str, object]:
+    """Return what a rank holds together with others, as JSON."""
+    sizes = {"weights": 0, "optimizer state": 0}
+    for chunk in (chunk for held in sets for chunk in held):
+        kind = "optimizer state" if chunk.name.startswith("optimizer.") else "weights"
+        sizes[kind] += chunk.tensor.numel() * chunk.tensor.element_size()
+    return {
+        "kind": written_kind(),
+        "sets": [[held.key, len(held.ranks), held.layout, len(held.chunks)] for held in sets],
+        "bytes": sizes,
+    }
+
+
+def _agree(ranks: Sequence[dict]) -> dict[str, object]:
+    """See that the ranks of each set hold the same things, and return the largest numbers.
+
+    Raises:
+        ValueError: they do not, or not all have the package that makes digests.
+    """
+    if len({rank["kind"] for rank in ranks}) > 1:
+        raise ValueError(
+            "some machines have the package xxhash and some lack it, so that digests of replicas "
+            "cannot be compared: install it on all of them"
+        )
+    held: dict[int, dict[int, tuple[int, ...]]] = {}
+    for rank, told in enumerate(ranks):
+        for key, *facts in told["sets"]:
+            held.setdefault(key, {})[rank] = tuple(facts)
+    for found in held.values():
+        if {len(found)} != {size for size, *_ in found.values()} or len(set(found.values())) > 1:
+            raise RuntimeError(f"ranks {sorted(found)} should hold the same tensors and do not")
+    return {
+        "sets": max(len(told["sets"]) for told in ranks),
+        "chunks": max(sum(count for *_, count in told["sets"]) for told in ranks),
+        "bytes": {kind: max(told["bytes"][kind] for told in ranks) for kind in ranks[0]["bytes"]},
+    }

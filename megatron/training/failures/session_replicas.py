@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of replicas in a session: what is compared, and what is told of a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron.training.checkpoint_io import optimizer_chunks, weight_chunks
+from megatron.training.failures.replica_check import Difference, ReplicaCheck
+from megatron.training.failures.session_faults import host_names
+from megatron.training.monitoring.metrics import Metrics
+from megatron.training.session import Session
+
+
+def compare_replicas(
+    session: Session, *, say: Callable[[str], None], metrics: Metrics
+) -> Callable[[int], None]:
+    """Return what compares replicas behind a step, if the options ask for that, and say so.
+
+    Args:
+        say: shows one line.
+        metrics: where a difference is kept.
+    """
+    interval = session.run.config.failures.check_weight_hash_across_dp_replicas_interval
+    if interval is None:
+        return lambda iteration: None
+    place = session.place
+
+    def record(iteration: int, text: str, found: Sequence[Difference]) -> None:
+        ranks = [rank for one in found for rank in one.blamed]
+        tensors = sum(len(one.tensors) for one in found)
+        metrics.write(
+            "fault",
+            iteration,
+            {"replicas_differ": float(tensors), "first_rank": float(min(ranks))},
+        )
+
+    check = ReplicaCheck(
+        lambda: weight_chunks(session.model.store) + optimizer_chunks(session.optimizer),
+        place.groups["world"],
+        device=place.device,
+        coordinator=place.coordinator,
+        host_of=host_names(session),
+        complete=session.step.engine.complete_weights,
+        record=record,
+    )
+    say(check.line(interval))
+    return check

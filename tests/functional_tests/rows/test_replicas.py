@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of weights and optimizer state that are not alike any more."""
+
+from __future__ import annotations
+
+import functools
+import re
+import socket
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import latest_checkpoint
+from megatron.training import pretraining
+from megatron.training.checkpoint_io import optimizer_chunks, weight_chunks
+from megatron.training.exit_codes import ExitCode
+from megatron.training.monitoring.metrics import read_metrics
+from tests.functional_tests.planted_faults import run_with
+from tests.functional_tests.small_run import flags, run_on, running, write_tokens
+
+EVERY = "--check-weight-hash-across-dp-replicas-interval"
+SHORT = "--train-iters 6 --lr-decay-iters 40 --eval-interval 0"
+ZERO = "--data-parallel-sharding-strategy"
+MOE = "--num-experts 4 --expert-model-parallel-size 2"
+BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+NORM = "decoder.final_norm.weight"
+HOST = socket.gethostname()
+
+
+def plant_flip(rank: int, *, victim: int, name: str, step: int) -> None:
+    """Flip one bit of what a rank holds of a tensor, behind a step."""
+    if rank != victim:
+        return
+    whole, count = pretraining.SessionSteps.take_step, [0]
+
+    def faulty(self, *arguments):
+        report = whole(self, *arguments)
+        count[0] += 1
+        if count[0] == step:
+            session = self._session
+            session.step.engine.complete_weights()
+            chunks = weight_chunks(session.model.store) + optimizer_chunks(session.optimizer)
+            chunk = next(c for c in chunks if c.name == name)
+            integers = {2: torch.int16, 4: torch.int32}[chunk.tensor.element_size()]
+            chunk.tensor.detach().view(integers).view(-1)[-1] ^= 1 << 3
+        return report
+
+    pretraining.SessionSteps.take_step = faulty
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_tokens(tmp_path / "tokens")
+
+
+def found_flip(argv, *, world, victim=1, name=NORM, step):
+    """Run with a planted flip and return the one line that every rank ended with."""
+    plant = functools.partial(plant_flip, victim=victim, name=name, step=step)
+    found, logs = run_with(plant, argv, world=world)
+    text = "".join(logs)
+    assert [o.exit_code for o in found] == [ExitCode.REPLICAS_DIFFER] * world, text
+    assert "Traceback" not in text
+    (line,) = re.findall("pretrain_gpt: replicas differ .*", text)
+    return line
+
+
+def test_row_32_of_three_replicas_the_one_that_differs_is_named_within_n_steps(prefix, tmp_path):
+    save = tmp_path / "save"
+    more = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {EVERY} 2"
+    line = found_flip(flags(prefix, more), world=3, victim=2, step=3)
+    start = "pretrain_gpt: replicas differ behind iteration 4: "
+    assert line.startswith(f"{start}rank 2 on {HOST} differs from ranks 0, 1 in {NORM}; "), line
+    assert latest_checkpoint(save).name == "iter_0000002", "what differs is not saved"
+    events = [e for e in read_metrics(save / "metrics.jsonl") if e["kind"] == "fault"]
+    assert events == [{"kind": "fault", "iteration": 4, "replicas_differ": 1.0, "first_rank": 2.0}]
+    # The same line goes on from the checkpoint before, and nothing is left of the fault.
+    with running(3, flags(prefix, f"{more} --load {save}")) as ranks:
+        found = ranks.outcomes(timeout=60)
+        text = ranks.log(0)
+    assert [o.exit_code for o in found] == [0] * 3, text
+    assert "going on at iteration 2" in text
+    assert latest_checkpoint(save).name == "iter_0000006"
+
+
+def test_row_32_of_two_replicas_both_are_named(prefix):
+    more = f"{SHORT} --overlap-param-gather {ZERO} optim {EVERY} 3"
+    line = found_flip(flags(prefix, more), world=2, victim=0, step=3)
+    both = f"rank 0 on {HOST} against rank 1 on {HOST} differ in {NORM}: one of them is wrong"
+    assert both in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "more", "victim", "name"),
+    [
+        (2, "", 0, f"optimizer.exp_avg/{NORM}"),
+        (2, f"{ZERO} optim_grads", 1, NORM),
+        (2, "--tensor-model-parallel-size 2", 1, NORM),
+        (4, "--tensor-model-parallel-size 4", 3, "decoder.blocks.2.attention.key.weight"),
+        (4, f"{ZERO} optim_grads_params --num-distributed-optimizer-instances 2", 2, "head.weight"),
+        (4, "--pipeline-model-parallel-size 2", 3, "embedding.weight"),
+        (4, MOE, 1, "decoder.blocks.3.moe.experts.up.weight"),
+        (4, f"{MOE} {BIAS}", 1, "decoder.blocks.1.moe.router.expert_bias"),
+    ],
+)
+def test_row_32_every_kind_of_replica_is_compared(prefix, world, more, victim, name):
+    argv = flags(prefix, f"{SHORT} {EVERY} 1 {more}")
+    if "pipeline" in more:
+        argv.remove("--untie-embeddings-and-output-weights")
+    line = found_flip(argv, world=world, victim=victim, name=name, step=2)
+    assert name in line
+    assert f"rank {victim} on" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (2, f"{ZERO} optim --overlap-param-gather --overlap-grad-reduce"),
+        (2, "--bf16 --optimizer muon"),
+        (2, "--context-parallel-size 2"),
+        (4, f"{ZERO} optim --num-distributed-optimizer-instances 2"),
+        (4, f"{ZERO} optim --pipeline-model-parallel-size 2"),
+        (4, f"{MOE} {ZERO} optim"),
+    ],
+)
+def test_row_32_sound_replicas_stay_alike(prefix, world, more):
+    run_on(world, flags(prefix, f"{SHORT} {EVERY} 1 {more}"))

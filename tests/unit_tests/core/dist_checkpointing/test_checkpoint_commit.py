@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    DamagedCheckpointError,
     SaveFolderClaim,
     Solo,
     TensorChunk,
@@ -21,11 +22,13 @@ from megatron.core.dist_checkpointing import (
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
-    prune_checkpoints,
     read_extra,
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing import claim as claim_module
+from megatron.core.dist_checkpointing import commit as commit_module
+from megatron.core.dist_checkpointing import manifest as manifest_module
+from megatron.core.dist_checkpointing import save as save_module
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import whole
 
@@ -125,11 +128,14 @@ def test_a_step_is_never_saved_over(tmp_path):
         ("garbage", "holds 'garbage'"),
         ("-1", "holds '-1'"),
         ("9" * 5000, "not an iteration"),
-        ("7", "iter_0000007 is not a complete checkpoint"),
+        ("7", "names iter_0000007, which is not there"),
+        ("1", "names iter_0000001; using"),
         (None, "does not exist"),
     ],
 )
-def test_a_useless_tracker_falls_back_with_one_line(tmp_path, tracker, reason):
+def test_row_6_the_newest_checkpoint_counts_and_one_line_says_what_the_tracker_lacks(
+    tmp_path, tracker, reason
+):
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     (tmp_path / TRACKER).unlink()
@@ -138,18 +144,51 @@ def test_a_useless_tracker_falls_back_with_one_line(tmp_path, tracker, reason):
     lines: list[str] = []
     assert latest_checkpoint(tmp_path, say=lines.append) == newest
     assert len(lines) == 1
-    assert "falling back" in lines[0]
+    assert "using iter_0000002, the newest undamaged checkpoint" in lines[0]
     assert reason in lines[0]
 
 
-def test_the_tracker_wins_over_a_newer_folder_and_says_so(tmp_path):
-    older = save(tmp_path, 1)
-    save(tmp_path, 2)
-    (tmp_path / TRACKER).write_text("1")
+def test_row_5_a_kill_between_rename_and_tracker_loses_nothing(tmp_path, monkeypatch):
+    """Where a kill would be, an error passes through, so that the tracker stays as it was."""
+    save(tmp_path, 1)
+
+    def killed(root, iteration):
+        raise KeyboardInterrupt
+
+    for module in (save_module, commit_module):
+        if "write_tracker" in vars(module):
+            monkeypatch.setattr(module, "write_tracker", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert (tmp_path / TRACKER).read_text() == "1\n"
+    lines: list[str] = []
+    assert latest_checkpoint(tmp_path, say=lines.append) == tmp_path / "iter_0000002"
+    assert len(lines) == 1
+    assert "names iter_0000001; using iter_0000002" in lines[0]
+
+
+def test_a_damaged_newest_one_is_passed_over_or_an_error(tmp_path):
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    os.truncate(newest / "shard-00000.safetensors", 3)
     lines: list[str] = []
     assert latest_checkpoint(tmp_path, say=lines.append) == older
     assert len(lines) == 1
-    assert "iter_0000002 is newer" in lines[0]
+    assert re.search(r"WARNING: falling back to .*1: .*shard-00000.safetensors has 3", lines[0])
+    with pytest.raises(DamagedCheckpointError, match=r"newest .* is damaged: .*has 3 bytes"):
+        latest_checkpoint(tmp_path, fall_back=False)
+    with pytest.raises(DamagedCheckpointError, match="no undamaged checkpoint"):
+        latest_checkpoint(tmp_path, passed_over=[older])
+
+
+def test_a_checkpoint_of_another_version_is_no_reason_to_fall_back(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    with monkeypatch.context() as context:
+        context.setattr(manifest_module, "VERSION", 99)
+        save(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="version 99") as caught:
+        latest_checkpoint(tmp_path)
+    assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 def test_no_checkpoint_is_none_and_only_damaged_ones_are_an_error(tmp_path):
@@ -171,16 +210,6 @@ def test_a_list_is_newest_first_by_number(tmp_path):
     (tmp_path / "iter_x").mkdir()
     found = [int(path.name[5:]) for path in list_checkpoints(tmp_path)]
     assert found == [10_000_000, 9_999_999, 10, 2]
-
-
-def test_retention_keeps_the_newest_the_tracked_and_the_damaged(tmp_path):
-    folders = [save(tmp_path, i) for i in range(1, 7)]
-    (tmp_path / TRACKER).write_text("2")
-    os.truncate(folders[5] / "shard-00000.safetensors", 3)  # not counted among the newest
-    assert prune_checkpoints(tmp_path, 2) == [folders[2], folders[0]]
-    assert names(tmp_path) == {TRACKER, *(f.name for f in (folders[i] for i in (1, 3, 4, 5)))}
-    with pytest.raises(ValueError, match="keep_last"):
-        prune_checkpoints(tmp_path, 0)
 
 
 def test_a_claim_sweeps_leftovers_and_nothing_else(tmp_path):

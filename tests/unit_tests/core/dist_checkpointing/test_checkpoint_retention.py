@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints retention removes, and that it leaves alone what is read, needed or damaged."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    CheckpointReader,
+    DamagedCheckpointError,
+    SaveFolderClaim,
+    Solo,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    reading,
+    save_checkpoint,
+)
+from megatron.core.dist_checkpointing import load as load_module
+from tests.support.ranks import start_ranks
+from tests.unit_tests.core.dist_checkpointing.layouts import whole
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def save(root: Path, *iterations: int) -> list[Path]:
+    return [
+        save_checkpoint(root, i, whole({"w": torch.full((3,), float(i))}), {}, coordinator=Solo())
+        for i in iterations
+    ]
+
+
+def left(root: Path) -> list[int]:
+    return sorted(int(folder.name[5:]) for folder in list_checkpoints(root))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"keep_last": 1}, [45]),
+        ({"keep_last": 3}, [35, 40, 45]),
+        ({"keep_last": 1, "retain_interval": 20}, [0, 20, 40, 45]),
+        ({"keep_last": 2, "retain_interval": 20}, [0, 20, 40, 45]),
+        ({"keep_last": 3, "retain_interval": 20}, [0, 20, 35, 40, 45]),
+        ({"keep_last": 99}, list(range(0, 50, 5))),
+    ],
+)
+def test_row_13_the_newest_and_the_multiples_of_the_interval_stay(tmp_path, options, expected):
+    folders = save(tmp_path, *range(0, 50, 5))
+    removed = prune_checkpoints(tmp_path, **options)
+    assert left(tmp_path) == expected
+    assert sorted(removed) == [f for f in folders if int(f.name[5:]) not in expected]
+    assert not list(tmp_path.glob("*.tmp-*"))
+    assert prune_checkpoints(tmp_path, **options) == []
+
+
+def test_row_13_the_tracked_and_the_damaged_stay_and_do_not_count(tmp_path):
+    folders = save(tmp_path, *range(1, 8))
+    (tmp_path / TRACKER).write_text("2")
+    os.truncate(folders[6] / "shard-00000.safetensors", 3)  # the newest; not one to resume from
+    (folders[3] / "manifest.json").unlink()
+    assert prune_checkpoints(tmp_path, keep_last=2) == [folders[2], folders[0]]
+    assert left(tmp_path) == [2, 4, 5, 6, 7]
+    for options in ({"keep_last": 0}, {"keep_last": 1, "retain_interval": 0}):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            prune_checkpoints(tmp_path, **options)
+
+
+def read_slowly(rank: int, world: int, folder: str, how: str) -> list[float]:
+    """Hold a checkpoint open until the parent lets go of a file, then read it."""
+    target = torch.zeros(3)
+    gate = Path(folder).parent / "go"
+
+    def wait(*arguments):
+        print("reading", flush=True)
+        while not gate.exists():
+            os.sched_yield()
+        return carry_out(*arguments)
+
+    carry_out = load_module._carry_out
+    if how == "load":
+        load_module._carry_out = wait
+        load_checkpoint(folder, whole({"w": target}))
+    else:
+        with CheckpointReader(folder) as reader:
+            carry_out = reader.read
+            wait(whole({"w": target}))
+    return target.tolist()
+
+
+@pytest.mark.parametrize("how", ["load", "reader"])
+def test_row_13_what_another_process_reads_stays_until_it_has_read(tmp_path, how):
+    folders = save(tmp_path, 1, 2, 3)
+    lines: list[str] = []
+    with start_ranks(read_slowly, 1, str(folders[0]), how, init=False) as ranks:
+        ranks.wait_for_line(0, "reading")
+        assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == [folders[1]]
+        (tmp_path / "go").touch()
+        assert ranks.values(timeout=20) == [[1.0, 1.0, 1.0]]
+    assert lines == [f"retention: {folders[0]} is being read and stays for now"]
+    assert left(tmp_path) == [1, 3]
+    assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == [folders[0]]
+    assert len(lines) == 1
+
+
+def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
+    (folder,) = save(tmp_path, 1)
+    with (folder / "manifest.json").open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DamagedCheckpointError, match="is being removed"), reading(folder):
+            pass
+    whole_open = os.open
+
+    def replaced(path, *arguments):
+        fd = whole_open(path, *arguments)
+        os.rename(folder, folder.with_name("away"))
+        return fd
+
+    monkeypatch.setattr(os, "open", replaced)
+    gone = pytest.raises(DamagedCheckpointError, match=r"was removed .* at this moment")
+    with gone, reading(folder):
+        pass
+    monkeypatch.undo()
+    with pytest.raises(DamagedCheckpointError, match="not a complete"), reading(folder):
+        pass
+
+
+def test_where_there_are_no_locks_it_is_read_and_nothing_is_removed(tmp_path, monkeypatch):
+    folders = save(tmp_path, 1, 2)
+
+    def no_locks(fd, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    target = torch.zeros(3)
+    load_checkpoint(folders[0], whole({"w": target}))
+    assert target.tolist() == [1.0] * 3
+    lines: list[str] = []
+    assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == []
+    assert lines == [f"retention: cannot remove {folders[0]}: {os.strerror(errno.ENOLCK)}"]
+
+
+def test_what_is_left_of_a_failed_removal_is_no_checkpoint_and_is_swept(tmp_path, monkeypatch):
+    folders = save(tmp_path, 1, 2)
+
+    def broken(path, *arguments, **options):
+        (path / "manifest.json").unlink()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shutil, "rmtree", broken)
+    lines: list[str] = []
+    assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == []
+    monkeypatch.undo()
+    (rest,) = tmp_path.glob("*.tmp-*")
+    assert lines == [
+        f"retention: cannot remove {folders[0]}: {os.strerror(errno.EIO)}; {rest.name} is what is "
+        "left of it"
+    ]
+    assert left(tmp_path) == [2]
+    with SaveFolderClaim(tmp_path) as claim:
+        assert claim.swept == (rest,)
+    assert not rest.exists()
+
+
+def test_a_writer_that_survives_the_sweep_cannot_commit(tmp_path):
+    """A save that goes on although a new run has claimed the folder and swept it."""
+    from megatron.core.dist_checkpointing import save as save_module
+
+    written = save_module.write_shard
+
+    def swept_meanwhile(*arguments, **options):
+        found = written(*arguments, **options)
+        with SaveFolderClaim(tmp_path) as claim:
+            assert len(claim.swept) == 1
+        return found
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(save_module, "write_shard", swept_meanwhile)
+        with pytest.raises(CheckpointError, match="No such file"):
+            save(tmp_path, 1)
+    assert left(tmp_path) == []
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_finding_verifying_and_removing_need_no_torch(tmp_path):
+    folders = save(tmp_path, 1, 2)
+    code = (
+        "import sys; from megatron.core.dist_checkpointing import claim, inventory, retention, "
+        f"verify; root = {str(tmp_path)!r}; found = inventory.latest_checkpoint(root); "
+        "print(verify.verify_checkpoint(found).bytes_verified); "
+        "print(len(retention.prune_checkpoints(root, keep_last=1))); "
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.split("\n")[:3] == ["12", "1", "[]"], run.stderr
+    assert not folders[0].exists()

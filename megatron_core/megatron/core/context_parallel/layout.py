@@ -67,6 +67,7 @@ class SequenceLayout:
         columns: int64 [s/cp] on the host: the column of a row that each local token is.
         inverse: int64 [s], where each place is among the tokens gathered from all ranks; None where
             they are gathered in the order of the row.
+        filler: whether none of the tokens counts for anything; experts take none of them then.
     """
 
     positions: torch.Tensor
@@ -79,6 +80,7 @@ class SequenceLayout:
     documents: tuple[tuple[int, ...], ...] | None = None
     columns: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
+    filler: bool = False
     _plans: _Plans = field(default_factory=_Plans, init=False, repr=False)
 
     @staticmethod
@@ -187,7 +189,14 @@ class SequenceLayout:
         Args:
             sample_ids: int64 [b] where layers work; None turns dropout off.
         """
-        found = replace(self, sample_ids=sample_ids)
+        return self._with(sample_ids=sample_ids)
+
+    def as_filler(self) -> SequenceLayout:
+        """Return the layout of tokens that count for nothing, with all that was worked out."""
+        return self._with(filler=True)
+
+    def _with(self, **changes: object) -> SequenceLayout:
+        found = replace(self, **changes)
         object.__setattr__(found, "_plans", self._plans)
         return found
 

@@ -3,5 +3,5 @@
 and the order they are consumed in.
 
 Name the module you need: `indexed_dataset`, `indexed_writer`, `gpt_dataset`, `chat_dataset`,
-`mock_dataset`, `splits`, `samplers`, `prefetch`.
+`mock_dataset`, `splits`, `division`, `samplers`, `prefetch`.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sample goes to which lane at which step: a function of the samples consumed so far.
 
-All lanes together consume the samples 0, 1, 2, ... of one order. A microbatch takes the next
-b * lanes of them, lane r the slice [r * b, (r + 1) * b). So a step of g samples consumes the same
-set for every number of lanes and every microbatch size, and a run resumes exactly from the number
-of samples consumed, on any layout.
+All lanes together consume the samples 0, 1, 2, ... of one order, a step the next g of them, which
+`Division` gives to lanes and microbatches. So a step consumes the same samples, in the same blocks,
+for every number of lanes, and a run resumes exactly from the number of samples consumed, on any
+layout.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron.core.datasets.division import Division
 from megatron.core.datasets.token_rows import TokenRows, cumulative_lengths
 
 
@@ -85,29 +86,6 @@ class CyclicOrder:
         return np.concatenate(parts)
 
 
-def lane_samples(
-    consumed_samples: int, *, micro_batch_size: int, lanes_rank: int, lanes_size: int
-) -> range:
-    """Say which samples of the order make up a lane's next microbatch.
-
-    Args:
-        consumed_samples: by all lanes together so far.
-        micro_batch_size: b, samples of one lane.
-        lanes_rank: this lane.
-        lanes_size: number of lanes.
-
-    Returns:
-        Places in the order, [b].
-    """
-    start = consumed_samples + lanes_rank * micro_batch_size
-    if not 0 <= lanes_rank < lanes_size or micro_batch_size < 1 or consumed_samples < 0:
-        raise ValueError(
-            f"lane {lanes_rank} of {lanes_size}, micro batch size {micro_batch_size}, "
-            f"{consumed_samples} samples consumed: impossible"
-        )
-    return range(start, start + micro_batch_size)
-
-
 class TokenSource(Protocol):
     """What GPTBatches reads: GPTDataset, BlendedDataset, ChatDataset and MockDataset are four."""
 
@@ -128,6 +106,8 @@ class GPTBatch:
         sample_ids: int64 [b], places in the order of consumption: what dropout is a function of.
         positions: int64 [b, s], or None for 0 .. s - 1.
         document_ids: int32 [b, s], or None for one document a row; see `TokenRows`.
+        filler: whether it counts for nothing: its rows repeat a sample of the same step, which
+            some other microbatch has, and its loss mask is zero.
     """
 
     tokens: torch.Tensor
@@ -135,6 +115,12 @@ class GPTBatch:
     sample_ids: torch.Tensor
     positions: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
+    filler: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Return how many samples of the step are in it."""
+        return 0 if self.filler else len(self.tokens)
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -163,9 +149,10 @@ class GPTBatches(Iterator[GPTBatch]):
         lanes_rank: this lane. Ranks that share a lane (tensor, context, pipeline) give the same
             number and read the same batch.
         lanes_size: number of lanes.
-        consumed_samples: by all lanes together before this run.
+        consumed_samples: by all lanes together before this run; a step begins there.
         order: None means every sample once (`SingleOrder`), without the rest that is less than
-            b * lanes.
+            one microbatch of each lane.
+        step_samples: g, of a step; None is b * lanes.
 
     Raises:
         ValueError: numbers that cannot be, or more samples consumed than there are.
@@ -180,14 +167,20 @@ class GPTBatches(Iterator[GPTBatch]):
         lanes_size: int = 1,
         consumed_samples: int = 0,
         order: SampleOrder | None = None,
+        step_samples: int | None = None,
     ) -> None:
         self._dataset = dataset
         self._order = SingleOrder(len(dataset)) if order is None else order
-        self._micro_batch_size = micro_batch_size
-        self._lanes_rank = lanes_rank
-        self._lanes_size = lanes_size
-        self._consumed_samples = consumed_samples
-        self.places()  # checks the numbers
+        self._division = Division(
+            samples=micro_batch_size * lanes_size if step_samples is None else step_samples,
+            micro_batch_size=micro_batch_size,
+            lanes=lanes_size,
+        )
+        self._lane = lanes_rank
+        self._first, self._taken = consumed_samples, 0  # where the first step begins; microbatches
+        self.places()  # checks the lane
+        if consumed_samples < 0:
+            raise ValueError(f"{consumed_samples} samples consumed: impossible")
         if self._order.end is not None and consumed_samples > self._order.end:
             raise ValueError(
                 f"{consumed_samples} samples are consumed already but the data has only "
@@ -197,46 +190,58 @@ class GPTBatches(Iterator[GPTBatch]):
     @property
     def consumed_samples(self) -> int:
         """Samples consumed by all lanes together; what a checkpoint keeps."""
-        return self._consumed_samples
+        return self._consumed(self._taken)
+
+    def _consumed(self, taken: int) -> int:
+        """Return the samples consumed once so many microbatches are taken."""
+        steps, rounds = divmod(taken, self._division.rounds)
+        return self._first + steps * self._division.samples + self._division.consumed(rounds)
 
     def places(self, ahead: int = 0) -> range:
-        """Return the places in the order of the microbatch that comes after `ahead` more."""
-        return lane_samples(
-            self._consumed_samples + ahead * self._stride,
-            micro_batch_size=self._micro_batch_size,
-            lanes_rank=self._lanes_rank,
-            lanes_size=self._lanes_size,
-        )
-
-    @property
-    def _stride(self) -> int:
-        return self._micro_batch_size * self._lanes_size
+        """Return the places in the order of the microbatch that comes after `ahead` more; the empty
+        range behind its step for a filler."""
+        steps, number = divmod(self._taken + ahead, self._division.rounds)
+        within = self._division.places(self._lane, number)
+        first = self._first + steps * self._division.samples
+        return range(first + within.start, first + within.stop)
 
     def has(self, ahead: int = 0) -> bool:
         """Say whether there is a microbatch after `ahead` more, the same on all lanes."""
         end = self._order.end
-        return end is None or self._consumed_samples + (ahead + 1) * self._stride <= end
+        return end is None or self._consumed(self._taken + ahead + 1) <= end
 
     def read(self, samples: range) -> GPTBatch:
         """Read the microbatch at some places; any thread may."""
-        rows = self._dataset.read(self._order.indices(samples.start, samples.stop))
+        filler = not samples
+        if filler:  # of the last sample's rows: what they hold, the step computes anyway
+            samples = range(samples.start - 1, samples.stop)
+        numbers = self._order.indices(samples.start, samples.stop)
+        ids = torch.arange(samples.start, samples.stop)
+        if filler:
+            rows = self._division.micro_batch_size
+            numbers, ids = numbers.repeat(rows), ids.repeat(rows)
+        found = self._dataset.read(numbers)
+        mask = torch.from_numpy(found.loss_mask)
         return GPTBatch(
-            tokens=torch.from_numpy(rows.tokens),
-            loss_mask=torch.from_numpy(rows.loss_mask),
-            sample_ids=torch.arange(samples.start, samples.stop),
-            positions=None if rows.positions is None else torch.from_numpy(rows.positions),
-            document_ids=None if rows.document_ids is None else torch.from_numpy(rows.document_ids),
+            tokens=torch.from_numpy(found.tokens),
+            loss_mask=torch.zeros_like(mask) if filler else mask,
+            sample_ids=ids,
+            positions=None if found.positions is None else torch.from_numpy(found.positions),
+            document_ids=(
+                None if found.document_ids is None else torch.from_numpy(found.document_ids)
+            ),
+            filler=filler,
         )
 
     def skip(self) -> None:
         """Go on to the next microbatch."""
-        self._consumed_samples += self._stride
+        self._taken += 1
 
     def __next__(self) -> GPTBatch:
         """Return the next microbatch.
 
         Raises:
-            StopIteration: fewer than b * lanes samples are left, on all lanes alike.
+            StopIteration: fewer samples are left than all lanes take now, on all lanes alike.
         """
         if not self.has():
             raise StopIteration

@@ -93,21 +93,23 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if config.scaling_factor != 1.0:
             weights = weights * config.scaling_factor
-        routing = Routing(experts, weights, self._kept(experts, weights, share.real))
+        routing = Routing(experts, weights, self._kept(experts, weights, share))
         if not torch.is_grad_enabled():
             return routing
         shares = scores if softmax else scores / (scores.sum(-1, keepdim=True) + 1e-20)
         return self._balanced(routing, logits, shares, share=share, aux_factor=aux_factor)
 
     def _kept(
-        self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor | None
+        self, experts: torch.Tensor, weights: torch.Tensor, share: Share
     ) -> torch.Tensor | None:
         """Return which places [t, k] their experts take."""
+        if share.filler:
+            return torch.zeros_like(experts, dtype=torch.bool)
         if self.capacity_factor is None:
             return None
         capacity = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
         return within_capacity(
-            experts, weights.detach(), capacity=capacity, policy=self.drop_policy, real=real
+            experts, weights.detach(), capacity=capacity, policy=self.drop_policy, real=share.real
         )
 
     def _balanced(
@@ -145,7 +147,8 @@ class Router(nn.Module):
             if config.z_loss_coeff > 0.0:
                 z = z_loss(logits, tokens, real=share.real)
                 weights = carry(weights, z, aux_factor * config.z_loss_coeff)
-        self._count(own.sum(0), routing, shares, balance, z)
+        if not share.filler:
+            self._count(own.sum(0), routing, shares, balance, z)
         return Routing(experts, weights, routing.kept)
 
     @torch.no_grad()

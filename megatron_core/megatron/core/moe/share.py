@@ -27,13 +27,14 @@ class Share:
     Attributes:
         batch: b.
         real: bool [t], False for padding; None where there is none.
+        filler: whether no row counts for anything.
     """
 
     def __init__(
         self, hidden: torch.Tensor, layout: SequenceLayout, *, region: TensorParallelRegion
     ) -> None:
         self.shape, self.batch = hidden.shape, hidden.shape[1]
-        self._layout, self._region = layout, region
+        self._layout, self._region, self.filler = layout, region, layout.filler
         self._divides = region.group.size > 1 and not region.scatters
         present = hidden.shape[0] * hidden.shape[1]
         parts = region.group.size if self._divides else 1
@@ -87,6 +88,8 @@ class Share:
         return torch.arange(first, first + self.count, device=self._device)
 
     def _real(self) -> torch.Tensor | None:
+        if self.filler:
+            return torch.zeros(self.count, dtype=torch.bool, device=self._device)
         found = None
         if self._missing:
             found = self._numbers < self.shape[0] * self.batch

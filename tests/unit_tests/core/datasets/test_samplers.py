@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, SingleOrder, lane_samples
+from megatron.core.datasets.division import Division
+from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, SingleOrder
 from megatron.core.datasets.token_rows import TokenRows
 
 
@@ -118,4 +119,90 @@ def test_impossible_positions_are_refused():
     assert list(GPTBatches(Numbers(60), micro_batch_size=1, consumed_samples=60)) == []
     for rank, size, micro, consumed in [(2, 2, 1, 0), (-1, 2, 1, 0), (0, 1, 0, 0), (0, 1, 1, -1)]:
         with pytest.raises(ValueError, match="impossible"):
-            lane_samples(consumed, micro_batch_size=micro, lanes_rank=rank, lanes_size=size)
+            GPTBatches(
+                Numbers(60),
+                micro_batch_size=micro,
+                lanes_rank=rank,
+                lanes_size=size,
+                consumed_samples=consumed,
+            )
+
+
+UNEVEN = [
+    (11, 2, 3),
+    (11, 2, 4),
+    (10, 2, 3),
+    (7, 3, 2),
+    (8, 8, 1),
+    (5, 1, 3),
+    (13, 4, 1),
+    (9, 2, 5),
+]
+
+
+@pytest.mark.parametrize(("samples", "micro", "lanes"), UNEVEN)
+def test_the_blocks_of_a_step_do_not_depend_on_the_lanes(samples, micro, lanes):
+    """Every sample once, in blocks of b that the lanes take in turn."""
+    plan = Division(samples=samples, micro_batch_size=micro, lanes=lanes)
+    given = [plan.places(lane, m) for m in range(plan.rounds) for lane in range(lanes)]
+    blocks = [list(places) for places in given if places]
+    wanted = [list(range(samples))[first : first + micro] for first in range(0, samples, micro)]
+    assert blocks == wanted
+    assert len(given) - len(blocks) == plan.fillers < lanes
+    assert plan.is_even == (not plan.fillers and samples % micro == 0)
+    assert [plan.consumed(m) for m in (0, plan.rounds)] == [0, samples]
+    for lane in range(lanes):
+        for number in range(plan.rounds):
+            for p in plan.places(lane, number):
+                assert (lane, number) == (p // micro % lanes, p // (micro * lanes))
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize(("micro", "lanes"), [(2, 3), (2, 4), (3, 2), (5, 2), (11, 1)])
+def test_lanes_with_fewer_samples_get_fillers_that_count_for_nothing(kind, micro, lanes):
+    """Steps of 11 samples, five of them, then no more; resumed in the middle."""
+    size, rounds = (56 if kind == "single" else 25), -(-11 // (micro * lanes))
+    whole = CyclicOrder(25, seed=7).indices(0, 55) if kind == "cyclic" else np.arange(55)
+    for start in (0, 22):
+        runs = [
+            GPTBatches(
+                Numbers(size),
+                micro_batch_size=micro,
+                lanes_rank=lane,
+                lanes_size=lanes,
+                consumed_samples=start,
+                order=order_of(kind, size),
+                step_samples=11,
+            )
+            for lane in range(lanes)
+        ]
+        for first in range(start, 55, 11):
+            seen, ids, fillers = [], [], 0
+            for _ in range(rounds):
+                for run in runs:
+                    batch = next(run)
+                    if batch.filler:
+                        fillers += 1
+                        assert batch.num_samples == 0
+                        assert batch.loss_mask.shape == (micro, 2)
+                        assert not batch.loss_mask.any()
+                        assert set(batch.sample_ids.tolist()) == {first + 10}
+                        assert set(batch.tokens.flatten().tolist()) == {whole[first + 10]}
+                    else:
+                        assert batch.num_samples == len(batch.tokens) <= micro
+                        seen += batch.tokens[:, 0].tolist()
+                        ids += batch.sample_ids.tolist()
+            assert seen == whole[first : first + 11].tolist()
+            assert ids == list(range(first, first + 11))
+            assert fillers == rounds * lanes - -(-11 // micro)
+            assert {run.consumed_samples for run in runs} == {first + 11}
+        if kind == "single":
+            # The 56th sample is no step of all lanes; it never is part of one.
+            assert not any(run.has(rounds - 1) for run in runs)
+
+
+def test_places_that_are_not_are_refused():
+    plan = Division(samples=5, micro_batch_size=2, lanes=2)
+    for lane, number in [(2, 0), (-1, 0), (0, 2), (0, -1)]:
+        with pytest.raises(ValueError, match="impossible"):
+            plan.places(lane, number)

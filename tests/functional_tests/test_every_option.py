@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def places(tmp_path_factory) -> dict[str, str]:
         found[f"tokenizer{end}"] = str(model)
     found["hf"] = str(write_hugging_face(root / "hf"))
     assert run_here(flags(Path(found["data"]), f"{SHORT} --save {root / 'saved'}")) == 0
-    return {**found, "saved": str(root / "saved")}
+    shutil.copytree(root / "saved", root / "damaged")
+    (root / "damaged" / "iter_0000009").mkdir()
+    return {**found, "saved": str(root / "saved"), "damaged": str(root / "damaged")}
 
 
 def arguments(option: Option, effect: Effect, other: bool, places: dict[str, str]) -> list[str]:

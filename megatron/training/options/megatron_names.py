@@ -219,7 +219,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("load", "name the iter_ folder itself to load one iteration",
      "ckpt-step exit-on-missing-checkpoint"),
     ("save", "it holds every checkpoint", "non-persistent-save-interval non-persistent-ckpt-type "
-     "non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir save-retain-interval "
+     "non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir "
      "non-persistent-local-ckpt-algo replication replication-factor replication-jump"),
     # Logs
     ("log-interval", "the log line has the time per iteration and no timers per stage",

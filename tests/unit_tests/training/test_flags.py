@@ -47,6 +47,9 @@ grad-reduce-in-bf16 reduce-scatter-with-fp32-accumulation
 #: Flags without which a section refuses another.
 NEEDS = {
     "save-interval": "--save folder",
+    "save-keep-last": "--save folder",
+    "save-retain-interval": "--save folder",
+    "load-fallback": "--load folder",
     "min-lr": "--lr 1.0",
     "exp-avg-sq-dtype": "--adam-beta2 0.5",
     "manual-gc-interval": "--manual-gc",

@@ -49,7 +49,7 @@ class StatusRecord:
 
     def __init__(self, out: Path | None) -> None:
         self.out, self.complaints = out, []
-        self.folder = Path(tempfile.mkdtemp(prefix="witness-"))
+        self.folder, self.count = Path(tempfile.mkdtemp(prefix="witness-")), 0
         self.passed: dict[str, bool] = defaultdict(lambda: True)
         self.tests: dict[str, dict[str, Any]] = {}
         witness.install()
@@ -57,7 +57,8 @@ class StatusRecord:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Have a test's processes write to a file of its own."""
-        os.environ[witness.VARIABLE] = str(self.folder / "ran.jsonl")
+        self.count += 1
+        os.environ[witness.VARIABLE] = str(self.folder / f"test{self.count}.jsonl")
         try:
             return (yield)
         finally:
@@ -68,7 +69,7 @@ class StatusRecord:
         """Give the report of a tear-down what the test claimed and trained."""
         if call.when != "teardown":
             return
-        path = self.folder / "ran.jsonl"
+        path = Path(os.environ[witness.VARIABLE])
         claims, seen = claims_of(item), witness.read(path)
         path.unlink(missing_ok=True)
         if claims:

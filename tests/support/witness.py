@@ -69,7 +69,7 @@ def install() -> None:
 
     memory = _Memory()
 
-    def built(model: Any, made: None, config: Any, groups: Any, **options: Any) -> None:
+    def built(model: Any, made: None, /, config: Any, groups: Any, **options: Any) -> None:
         memory.models[model.store] = _Built(
             config,
             options.get("backend", LOCAL),
@@ -77,18 +77,18 @@ def install() -> None:
             Recompute(),
         )
 
-    def recomputed(model: Any, made: None, recompute: Any) -> None:
+    def recomputed(model: Any, made: None, /, recompute: Any) -> None:
         memory.models[model.store].recompute = recompute
 
-    def stepped(step: Any, report: Any, microbatches: Sequence[Any], **more: Any) -> None:
+    def stepped(step: Any, report: Any, /, microbatches: Sequence[Any], **more: Any) -> None:
         if report.applied and step.engine.store in memory.models:
             memory.tell(_trained(memory, step, microbatches))
 
-    def generated(model: Any, hidden: Any, *tokens: Any, cache: Any = None, **more: Any) -> None:
+    def generated(model: Any, made: Any, /, *tokens: Any, cache: Any = None, **more: Any) -> None:
         if cache is not None:
             memory.tell(_layout(model.groups, memory.models[model.store], "no_shard", ()))
 
-    def began(steps: Any, made: None, session: Any, *rest: Any) -> None:
+    def began(steps: Any, made: None, /, session: Any, *rest: Any) -> None:
         memory.runs[session.step] = session.run
 
     _behind(GPTModel, "__init__", built)

@@ -31,15 +31,12 @@ from megatron.core.dist_checkpointing import (
     load_checkpoint,
     read_extra,
     read_manifest,
-    save_checkpoint,
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
 from megatron.hf.config_json import function_of
 from megatron.training.data.data_sets import compare_identity
-from megatron.training.errors import RunStopped
-from megatron.training.exit_codes import ExitCode
 from megatron.training.monitoring.step_window import StepWindow
 from megatron.training.progress_state import Progress
 
@@ -146,23 +143,11 @@ def holds_weights_only(folder: Path) -> bool:
         raise ValueError(f"--load {folder}: {error}") from error
 
 
-def save_run(
-    root: str,
-    *,
-    store: WeightStore,
-    optimizer: Optimizer,
-    progress: Progress,
-    window: StepWindow,
-    facts: RunFacts,
-    coordinator: Coordinator,
-) -> Path:
-    """Save everything a run needs to go on, and return the checkpoint's folder. Every rank calls
-    this.
-
-    Raises:
-        RunStopped: it could not be saved; earlier checkpoints are untouched.
-    """
-    extra = {
+def run_extra(
+    *, optimizer: Optimizer, progress: Progress, window: StepWindow, facts: RunFacts
+) -> dict[str, Any]:
+    """Return the JSON that a checkpoint of a run holds beside its tensors."""
+    return {
         "format": FORMAT,
         "model": dict(facts.model),
         "config": dict(facts.config),
@@ -176,13 +161,6 @@ def save_run(
         "data": dict(facts.data),
         "window": window.to_json(),
     }
-    chunks = weight_chunks(store) + optimizer_chunks(optimizer)
-    try:
-        return save_checkpoint(
-            root, progress.iteration, chunks, extra, coordinator=coordinator, existing="skip"
-        )
-    except CheckpointError as error:
-        raise RunStopped(ExitCode.SAVE_FAILED, f"saving failed: {error}") from error
 
 
 def load_run(

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
@@ -31,6 +32,19 @@ from megatron.training.monitoring.step_window import StepOutcome, StepWindow
 from megatron.training.progress_state import Progress
 
 
+class RunSaves(Protocol):
+    """What writes checkpoints: `Saves`."""
+
+    def begin(self, progress: Progress) -> None:
+        """Save the current progress, at once or in the background."""
+
+    def finish(self, progress: Progress) -> None:
+        """Save it for the end of the run: it is on disk when this returns."""
+
+    def poll(self, progress: Progress) -> None:
+        """Tell what has become of saves in the background."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopParts:
     """What the loop uses.
@@ -41,7 +55,7 @@ class LoopParts:
             above which it is skipped.
         evaluate: returns the validation loss; None without validation.
         test: returns the loss on the test set; None without one.
-        save: writes a checkpoint of the current progress; None without --save.
+        saves: writes checkpoints; None without --save.
         lr, weight_decay: schedules over the samples of applied updates.
         scaler: of the loss.
         window: gathers what is logged.
@@ -58,7 +72,7 @@ class LoopParts:
     run: Run
     take_step: Callable[[float, float, float], StepOutcome]
     evaluate: Callable[[], float] | None
-    save: Callable[[Progress], object] | None
+    saves: RunSaves | None
     lr: LearningRateSchedule
     weight_decay: WeightDecaySchedule
     scaler: LossScaler
@@ -90,6 +104,8 @@ def train(parts: LoopParts, progress: Progress) -> None:
     while progress.iteration < parts.run.train_iters:
         outcome = one_iteration(parts, progress)
         done = progress.iteration
+        if parts.saves:
+            parts.saves.poll(progress)
         if _is_multiple(done, failures.check_weight_hash_across_dp_replicas_interval):
             parts.compare(done)  # before a save of them
         # The same on every rank, as the votes of all of them are in it.
@@ -103,24 +119,16 @@ def train(parts: LoopParts, progress: Progress) -> None:
                 progress.validation_pending = 1
             else:
                 validate(parts, progress)
-        if parts.save and (stopping or _is_multiple(done, checkpoint.save_interval)):
-            save(parts, progress)
+        if parts.saves and (stopping or _is_multiple(done, checkpoint.save_interval)):
+            (parts.saves.finish if stopping else parts.saves.begin)(progress)
             saved = done
         if stopping and (early or done != parts.run.train_iters):
             parts.display.log(f"stopped at iteration {done} as {early or '--exit-interval asks'}")
             return
-    if parts.save and saved != progress.iteration:
-        save(parts, progress)
+    if parts.saves and saved != progress.iteration:
+        parts.saves.finish(progress)
     if progress.iteration != first or left_over:
         evaluate_at_end(parts, progress)
-
-
-def save(parts: LoopParts, progress: Progress) -> None:
-    """Save, and let the limit of time know how long that takes."""
-    assert parts.save is not None
-    start = time.perf_counter()
-    parts.save(progress)
-    parts.stop.note("save", time.perf_counter() - start)
 
 
 def _is_multiple(iteration: int, interval: int | None) -> bool:

@@ -20,7 +20,6 @@ from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.device import peak_memory_bytes, pin
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, SaveFolderClaim
 from megatron.core.models.multi_token import Ahead, shifted
-from megatron.training.checkpoint_io import save_run
 from megatron.training.config.resolve import Run
 from megatron.training.data.data_paths import prefixes
 from megatron.training.data.data_sets import (
@@ -30,7 +29,13 @@ from megatron.training.data.data_sets import (
     validation_batches,
 )
 from megatron.training.data.vocabulary import read_vocabulary
-from megatron.training.failures.session_faults import arm_stop, session_faults, timed_steps
+from megatron.training.failures.faulty_hosts import refuse_faulty_hosts
+from megatron.training.failures.session_faults import (
+    arm_stop,
+    plant_in,
+    session_faults,
+    timed_steps,
+)
 from megatron.training.failures.session_replicas import compare_replicas
 from megatron.training.gpt_options import (
     early_gather,
@@ -40,6 +45,7 @@ from megatron.training.gpt_options import (
 )
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.loop import LoopParts, train
+from megatron.training.monitoring.batch_line import batch_line, batch_words
 from megatron.training.monitoring.context_line import context_line, context_words
 from megatron.training.monitoring.data_parallel_line import data_parallel_line
 from megatron.training.monitoring.expert_line import expert_line
@@ -49,9 +55,9 @@ from megatron.training.monitoring.log_line import LogPart
 from megatron.training.monitoring.mtp_losses import mtp_losses
 from megatron.training.monitoring.observation import observing
 from megatron.training.monitoring.pipeline_line import pipeline_line, pipeline_words
-from megatron.training.monitoring.progress import Display
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
+from megatron.training.saves import saving
 from megatron.training.session import Session, build_session, restore
 from megatron.training.step import Microbatch, StepReport
 
@@ -88,13 +94,19 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
 
 
 def microbatch(
-    batch: GPTBatch, device: torch.device, *, layouts: Layouts | None = None, depths: int = 0
+    batch: GPTBatch,
+    device: torch.device,
+    *,
+    layouts: Layouts | None = None,
+    depths: int = 0,
+    share: float | None = None,
 ) -> Microbatch:
     """Put a batch on the device.
 
     Args:
         layouts: say which tokens this rank has of the batch's rows; None is all of them.
         depths: of multi-token prediction, whose tokens are found in whole rows.
+        share: of the step's samples, see `Microbatch`.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +128,9 @@ def microbatch(
         rows = (batch.input_ids, batch.labels, batch.loss_mask)
         tokens, labels, loss_mask = (moved(layout.local(x)) for x in rows)  # [b, s/cp]
         samples = moved(batch.sample_ids)
-        return Microbatch(tokens, labels, loss_mask, samples, layout=layout, ahead=ahead)
+        return Microbatch(
+            tokens, labels, loss_mask, samples, layout=layout, ahead=ahead, share=share
+        )
     tokens = moved(batch.tokens)  # [b, s + 1]
     return Microbatch(
         tokens=tokens[:, :-1],
@@ -126,6 +140,7 @@ def microbatch(
         positions=None if batch.positions is None else moved(batch.positions),
         document_ids=None if batch.document_ids is None else moved(batch.document_ids),
         ahead=ahead,
+        share=share,
     )
 
 
@@ -149,9 +164,18 @@ def take(
     *,
     layouts: Layouts | None = None,
     depths: int = 0,
+    step_samples: int | None = None,
 ) -> list[Microbatch]:
-    """Return the next microbatches of this lane, to be trained on."""
-    return [microbatch(next(batches), device, layouts=layouts, depths=depths) for _ in range(count)]
+    """Return the next microbatches of this lane, to be trained on.
+
+    Args:
+        step_samples: of a step on all lanes, where it is not divided evenly.
+    """
+    found = []
+    for batch in islice(batches, count):
+        share = None if step_samples is None else batch.num_samples / step_samples
+        found.append(microbatch(batch, device, layouts=layouts, depths=depths, share=share))
+    return found
 
 
 @contextlib.contextmanager
@@ -172,6 +196,7 @@ def pretrain(run: Run, place: RunGroups) -> None:
         RunStopped: it had to stop; the text says why.
     """
     with claimed_folder(run.config.checkpoint.save, place.coordinator):
+        refuse_faulty_hosts(run.config.checkpoint.save, place.coordinator)
         vocabulary = read_vocabulary(run.config.tokenizer, prefixes(run.config.data))
         data = build_data_sets(run, vocabulary)
         session = build_session(run, place, vocabulary, data)
@@ -180,11 +205,10 @@ def pretrain(run: Run, place: RunGroups) -> None:
 
 
 class SessionSteps:
-    """What the loop does with a session: step, validate, save.
+    """What the loop does with a session: step and validate.
 
     Args:
         batches: this lane's training data from the run's position on.
-        display: is told what was saved.
         observe: told the iteration that begins, to profile or collect garbage in.
     """
 
@@ -192,24 +216,31 @@ class SessionSteps:
         self,
         session: Session,
         batches: Iterator[GPTBatch],
-        display: Display,
         observe: Callable[[int], None],
     ) -> None:
-        self._session, self._batches, self._display = session, batches, display
+        self._session, self._batches = session, batches
         self._observe, self._layouts = observe, layouts_of(session.run, session.place)
-        model = session.model
+        self._planted: Callable[[int], None] = lambda iteration: None
+        model, self._division = session.model, session.run.division
         self._depths = 0 if model.multi_token is None else model.config.mtp_num_layers
 
     def take_step(self, lr: float, weight_decay: float, loss_limit: float) -> StepReport:
         """Train on the next global batch, unless its loss is above the limit."""
-        run, device = self._session.run, self._session.place.device
+        run, device, division = self._session.run, self._session.place.device, self._division
         batches = [next(self._batches) for _ in range(run.num_microbatches)]
         # An estimate where lanes differ: this lane's documents stand for all.
         window = run.config.attention.window_size
-        squares = sum(squared_lengths(batch, window) for batch in batches)
-        self._session.window.add_squares(squares * self._session.place.groups["samples"].size)
+        own = [batch for batch in batches if not batch.filler]
+        squares = sum(squared_lengths(batch, window) for batch in own)
+        samples = sum(batch.num_samples for batch in own)
+        self._session.window.add_squares(squares * division.samples // samples)
         microbatches = take(
-            iter(batches), run.num_microbatches, device, layouts=self._layouts, depths=self._depths
+            iter(batches),
+            run.num_microbatches,
+            device,
+            layouts=self._layouts,
+            depths=self._depths,
+            step_samples=None if division.is_even else division.samples,
         )
         report = self._session.step(
             microbatches,
@@ -250,27 +281,14 @@ class SessionSteps:
         # As many at a time as a step has: it is what activations and schedules are made for.
         return self._session.step.evaluate(microbatches, at_a_time=run.num_microbatches)
 
-    def save(self, progress: Progress) -> None:
-        """Write a checkpoint."""
-        session = self._session
-        root = session.run.config.checkpoint.save
-        assert root is not None
-        session.step.engine.complete_weights()
-        folder = save_run(
-            root,
-            store=session.model.store,
-            optimizer=session.optimizer,
-            progress=progress,
-            window=session.window,
-            facts=session.facts,
-            coordinator=session.place.coordinator,
-        )
-        session.place.restarts.saved()
-        self._display.log(f"saved {folder}")
+    def plant(self, planted: Callable[[int], None]) -> None:
+        """Have a fault that is planted be told of iterations."""
+        self._planted = planted
 
     def on_iteration(self, iteration: int) -> None:
         """Let those who watch, and the other ranks, know where this one is."""
         self._observe(iteration)
+        self._planted(iteration)
         if self._session.place.watch is not None:
             self._session.place.watch.iteration = iteration
 
@@ -287,14 +305,19 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         ),
         run,
     )
-    with closing_reads(batches), observing(session, iteration=progress.iteration) as watching:
+    with (
+        closing_reads(batches),
+        observing(session, iteration=progress.iteration) as watching,
+        saving(session, say=watching.display.log, metrics=watching.metrics) as saves,
+    ):
         display, metrics = watching.display, watching.metrics
-        steps = SessionSteps(session, batches, display, watching.on_iteration)
+        steps = SessionSteps(session, batches, watching.on_iteration)
         display.log(describe(session))
         for line in (
             pipeline_line(run),
             context_line(run),
             expert_line(run, session.model.config),
+            batch_line(run),
             data_parallel_line(session.step.engine, session.optimizer),
             *session.data.notes,
             early_gather(run.config)[1],
@@ -305,15 +328,15 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         if place.attempt:
             display.log(f"restart {place.attempt} by the launcher")
             metrics.write("start", progress.iteration, {"restarts": place.attempt})
-        save = steps.save if run.config.checkpoint.save is not None else None
         arm_stop(session)
+        steps.plant(plant_in(session, say=display.log))
         take_step, on_logged = timed_steps(session, steps.take_step, say=display.log)
         parts = LoopParts(
             run=run,
             take_step=take_step,
             evaluate=steps.validation_loss if session.data.validation is not None else None,
             test=steps.test_loss if session.data.test is not None else None,
-            save=save,
+            saves=saves,
             lr=learning_rate_schedule(run),
             weight_decay=weight_decay_schedule(run),
             scaler=session.optimizer.scaler,
@@ -322,7 +345,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             display=display,
             metrics=metrics,
             stop=place.stop,
-            faults=session_faults(session, say=display.log, metrics=metrics, save=save),
+            faults=session_faults(session, say=display.log, metrics=metrics, saves=saves),
             on_iteration=steps.on_iteration,
             on_logged=on_logged,
             more=steps.more_to_log,
@@ -333,7 +356,10 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             peak_memory_bytes(place.device), dtype=torch.float64, device=place.device
         )
         most = all_reduce(peak, place.groups["world"], op="max")
-        metrics.write("end", progress.iteration, {"peak_memory_bytes": float(most)})
+        numbers, line = session.step.replayer.stats()
+        metrics.write("end", progress.iteration, {"peak_memory_bytes": float(most), **numbers})
+        if line is not None:
+            display.log(line)
 
 
 def describe(session: Session) -> str:
@@ -346,8 +372,5 @@ def describe(session: Session) -> str:
         f"{config.parallel.tensor_model_parallel_size}"
         f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}, "
         f"{context_words(config)}{pipeline_words(config)}data parallel {run.data_parallel_size} "
-        f"({config.data_parallel.strategy}); global "
-        f"batch {config.training.global_batch_size} = {run.data_parallel_size} x "
-        f"{config.training.micro_batch_size} x {run.num_microbatches} microbatches; "
-        f"{run.train_iters:,} iterations"
+        f"({config.data_parallel.strategy}); {batch_words(run)}; {run.train_iters:,} iterations"
     )

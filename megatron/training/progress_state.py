@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 #: Counters that checkpoints of earlier programs lack: they start at 0.
-LATER = ("spiked_iterations", "rollbacks", "validation_pending")
+LATER = ("spiked_iterations", "rollbacks", "validation_pending", "failed_saves")
 
 
 @dataclass(kw_only=True)
@@ -26,6 +26,7 @@ class Progress:
         spiked_iterations: those skipped because of a spike of the loss.
         rollbacks: how often weights were taken back to a checkpoint.
         validation_pending: 1 if the run stopped before a validation that was due, else 0.
+        failed_saves: saves that failed and did not end the run.
         recent_losses: of the last applied steps, which tell a spike.
     """
 
@@ -38,6 +39,7 @@ class Progress:
     spiked_iterations: int = 0
     rollbacks: int = 0
     validation_pending: int = 0
+    failed_saves: int = 0
     recent_losses: list[float] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:

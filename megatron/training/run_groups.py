@@ -34,6 +34,7 @@ class RunGroups:
         groups: the process groups.
         device: where this process computes.
         coordinator: how ranks agree on saves and loads.
+        background: the same for saves in the background, which have a thread; None without them.
         watch: who lives; None for a single process.
         stop: who wants the run to end early.
         restarts: what this job has saved before, and notes that it has.
@@ -47,6 +48,7 @@ class RunGroups:
     stop: StopRequests
     restarts: RestartNote
     attempt: int = 0
+    background: Coordinator | None = None
 
 
 def rank_grid(run: Run) -> RankGrid:
@@ -96,6 +98,7 @@ def join_run(
             stop=stop,
             restarts=restarts,
             attempt=launch.attempt,
+            background=Solo() if run.config.checkpoint.async_save else None,
         )
         return
     dist.init_process_group(
@@ -114,6 +117,14 @@ def join_run(
         launch.world_size,
         timeout_seconds=seconds,
     )
+    background = None
+    if run.config.checkpoint.async_save:
+        background = StoreCoordinator(
+            dist.PrefixStore("background", launch.open_store(timeout_seconds=seconds)),
+            launch.rank,
+            launch.world_size,
+            timeout_seconds=seconds,
+        )
     groups.observers.append(watch.collectives)
     if run.config.pipeline.pipeline_model_parallel_size > 1:
         stage = groups.coordinates["pp"]
@@ -131,6 +142,7 @@ def join_run(
         stop=stop,
         restarts=restarts,
         attempt=launch.attempt,
+        background=background,
     )
     # Only after a good end: with a dead peer, leaving would wait for it.
     dist.destroy_process_group()

@@ -3,7 +3,8 @@
 
 The mean loss of a step (all scaling is here, in the weight of each token's loss, and nowhere else):
 
-    mean:       mean over lanes and microbatches of (masked sum over the microbatch / its tokens)
+    mean:       mean over lanes and microbatches of (masked sum over the microbatch / its tokens);
+                of microbatches of several sizes each counts by its samples
     per token:  masked sum over everything / all tokens of the step
 
 both with the microbatch's tokens counted over context-parallel ranks. Every gradient reduction is
@@ -13,20 +14,21 @@ then a plain sum, and the reported loss is the sum of what each lane computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
-from megatron.core.comm import all_gather, all_reduce
+from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.models.multi_token import Ahead
 from megatron.core.optimizer import Optimizer
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_sharding import loss_factor
+from megatron.training.failures.replay import Computed, Doubt, Replayer, Reruns
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,8 @@ class Microbatch:
             before. With context parallelism s is s/cp in all of them.
         ahead: what multi-token prediction reads and predicts, its weights a mask; None leaves it
             out.
+        share: of its samples in those of the step, where microbatches differ in that; None where
+            they do not.
     """
 
     tokens: torch.Tensor
@@ -53,6 +57,7 @@ class Microbatch:
     document_ids: torch.Tensor | None = None
     layout: SequenceLayout | None = None
     ahead: Ahead | None = None
+    share: float | None = None
 
     @property
     def documents(self) -> dict[str, torch.Tensor | SequenceLayout]:
@@ -110,7 +115,7 @@ class StepReport:
         loss_scale: that the gradients were computed with.
         num_zeros: gradient elements that are exactly zero, if counted.
         votes: sums over all ranks of what each of them gave.
-        parts: of a loss that is not finite, what each rank added to it; one tuple per computation.
+        doubt: what was wrong with the step when it was first computed; None if nothing.
         spiked: whether the loss was above the limit, so that the step was skipped.
     """
 
@@ -120,18 +125,8 @@ class StepReport:
     loss_scale: float
     num_zeros: int | None = None
     votes: tuple[float, ...] = ()
-    parts: tuple[tuple[float, ...], ...] = ()
+    doubt: Doubt | None = None
     spiked: bool = False
-
-
-@dataclass(frozen=True)
-class _Computed:
-    """Gradients are whole; the loss and the votes of all ranks are summed."""
-
-    loss: float
-    sound: bool
-    votes: tuple[float, ...]
-    own: torch.Tensor
 
 
 class ForwardBackward:
@@ -222,9 +217,7 @@ class TrainStep:
         forward_backward: carries out the first part, as `ForwardBackward` does, which it is if
             None.
         per_token_loss: weigh every token of the step equally instead of every microbatch.
-        reruns: compute a step whose loss is not finite once more, and use that if it is finite.
-            Nothing of a step but its gradients has changed by then, and dropout has no state, so
-            equal hardware gives equal bits.
+        reruns: when a step is computed again; nothing of it but its gradients has changed by then.
     """
 
     def __init__(
@@ -236,11 +229,14 @@ class TrainStep:
         groups: ProcessGroupCollection,
         forward_backward: StepRunner | None = None,
         per_token_loss: bool = False,
-        reruns: bool = False,
+        reruns: Reruns | None = None,
     ) -> None:
         self.forward_backward = forward_backward or ForwardBackward(model, engine)
         self.model, self.engine, self.optimizer = model, engine, optimizer
-        self.groups, self.per_token_loss, self.reruns = groups, per_token_loss, reruns
+        self.groups, self.per_token_loss = groups, per_token_loss
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before weights and optimizer state change: a copy of them may be under way."""
+        self.replayer = Replayer(reruns or Reruns(), engine=engine, world=groups["world"])
 
     def __call__(
         self,
@@ -263,37 +259,33 @@ class TrainStep:
         if not microbatches:
             raise ValueError("a step needs at least one microbatch")
         scale = self.optimizer.scaler.scale
-        found = self._compute(microbatches, votes)
-        parts: tuple[tuple[float, ...], ...] = ()
-        if not found.sound:
-            parts = (self._parts(found),)
-            if self.reruns:
-                found = self._compute(microbatches, votes)
-                parts += (self._parts(found),)
-        mean = found.loss / scale
-        if not found.sound:
+        found, doubt = self.replayer.run(
+            lambda: self._compute(microbatches, votes, loss_limit),
+            share=loss_limit * scale / self.groups["lanes"].size,
+        )
+        report = StepReport(found.loss, False, math.nan, scale, votes=found.votes, doubt=doubt)
+        if found.kind == "nan":
             self.optimizer.scaler.update(True)
-            return StepReport(mean, False, math.nan, scale, votes=found.votes, parts=parts)
-        if mean > loss_limit:
-            return StepReport(
-                mean, False, math.nan, scale, votes=found.votes, parts=parts, spiked=True
-            )
-        result = self.optimizer.step(lr, weight_decay)
+            return report
+        if found.kind == "spike":
+            return replace(report, spiked=True)
+        self.before_update()
+        result = self.optimizer.step(lr, weight_decay, norm=found.norm)
         if result.applied:
             self.engine.start_param_sync()
-        return StepReport(
-            mean,
-            result.applied,
-            result.grad_norm,
-            scale,
-            result.num_zeros,
-            votes=found.votes,
-            parts=parts,
+        return replace(
+            report,
+            applied=result.applied,
+            grad_norm=result.grad_norm,
+            num_zeros=result.num_zeros,
         )
 
-    def _compute(self, microbatches: Sequence[Microbatch], votes: Sequence[float]) -> _Computed:
-        """Run forward and backward, make gradients whole and sum loss and votes."""
-        factors = self.loss_factors(microbatches) * self.optimizer.scaler.scale
+    def _compute(
+        self, microbatches: Sequence[Microbatch], votes: Sequence[float], limit: float
+    ) -> Computed:
+        """Run forward and backward, make gradients whole, sum loss and votes, and judge them."""
+        scaler = self.optimizer.scaler
+        factors = self.loss_factors(microbatches) * scaler.scale
         total = self.forward_backward(microbatches, factors)
         # Every rank takes part, although those of one lane have the same loss: a decision that
         # some ranks come to and others do not would leave them in different collectives.
@@ -301,11 +293,15 @@ class TrainStep:
         own = total * float(self.groups.coordinates["tp"] == 0)
         numbers = torch.cat([own.view(1), own.new_tensor(list(votes))])
         loss, *sums = all_reduce(numbers, self.groups["world"]).tolist()
-        return _Computed(loss, math.isfinite(loss), tuple(sums), total)
-
-    def _parts(self, found: _Computed) -> tuple[float, ...]:
-        """Return what each rank of the world added to the loss."""
-        return tuple(all_gather(found.own.view(1), self.groups["world"]).tolist())
+        found = Computed(loss / scaler.scale, tuple(sums), total)
+        if not math.isfinite(loss):
+            return replace(found, kind="nan")
+        if found.loss > limit:
+            return replace(found, kind="spike")
+        norm = self.optimizer.grad_norm()
+        # An overflow of fp16 while the scale can still be lowered is part of finding the scale.
+        suspicious = not (math.isfinite(norm) or scaler.seeks)
+        return replace(found, kind="inf_norm" if suspicious else None, norm=norm)
 
     def loss_factors(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Return the factor of each microbatch's token losses in the step's loss, fp32
@@ -316,7 +312,11 @@ class TrainStep:
             return (1.0 / everything.clamp(min=1.0)).expand(len(microbatches))
         counts = all_reduce(counts, self.groups["cp"])
         factor = loss_factor(self.groups.grid, len(microbatches))
-        return factor / counts.clamp(min=1.0)
+        given = [m.share for m in microbatches]
+        if all(share is None for share in given):
+            return factor / counts.clamp(min=1.0)
+        shares = counts.new_tensor([factor if share is None else share for share in given])
+        return shares * counts.clamp(min=1.0).reciprocal()  # with the rounding of the line above
 
     def evaluate(self, microbatches: Iterable[Microbatch], *, at_a_time: int = 1) -> float:
         """Return the mean loss per token over all lanes, without dropout and without touching

@@ -115,10 +115,11 @@ def losses(metrics: Path, kind: str = "train") -> dict[int, float]:
 
 
 def timeless(metrics: Path) -> list[dict]:
-    """Return a run's events without what a clock measured, and without those of a process's end."""
+    """Return a run's events without what a clock measured, and without those of saves and of
+    a process's end."""
     speed = ("seconds_per_iteration", "tokens_per_second", "tflops")
     measured = (*speed, "memory_bytes", "peak_memory_bytes")
-    events = [event for event in read_metrics(metrics) if event["kind"] != "end"]
+    events = [event for event in read_metrics(metrics) if event["kind"] not in ("end", "save")]
     return [{k: v for k, v in event.items() if k not in measured} for event in events]
 
 

@@ -5,16 +5,20 @@ to."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron.core.process_groups import DENSE_AXES, RankGrid
 from megatron.training.checkpoint_io import find_checkpoint, load_run
+from megatron.training.config.planted_fault import PlantedFault
+from megatron.training.failures.fault_log import FaultLog, FaultRecord
 from megatron.training.failures.faults import Faults
+from megatron.training.failures.planting import plant
 from megatron.training.failures.straggler import StragglerReport, WaitClock
-from megatron.training.failures.suspect_step import SuspectStep
+from megatron.training.failures.suspect_step import Suspect, SuspectStep
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
+from megatron.training.saves import Saves
 from megatron.training.session import Session
 
 TakeStep = Callable[[float, float, float], StepOutcome]
@@ -37,29 +41,55 @@ def session_faults(
     *,
     say: Callable[[str], None],
     metrics: Metrics,
-    save: Callable[[Progress], object] | None,
+    saves: Saves | None,
 ) -> Faults:
     """Return what a session does about bad steps.
 
     Args:
         say: shows one line.
         metrics: where events are kept.
-        save: writes a checkpoint; None without --save.
+        saves: writes checkpoints; None without --save.
     """
     config, place = session.run.config, session.place
-    folder = config.checkpoint.save
-    suspect = None if folder is None else SuspectStep(folder, place.coordinator)
+    folder, log = config.checkpoint.save, fault_log(session, say=say, metrics=metrics)
+
+    def record(noted: Suspect, verdict: str, hosts: Mapping[int, str], loss: float) -> None:
+        values = (*noted.values, loss)
+        log.add(FaultRecord(noted.iteration, noted.kind, verdict, hosts, values=values))
+
+    suspect = None
+    if folder is not None:
+        suspect = SuspectStep(folder, place.coordinator, say=say, record=record)
     return Faults(
         config=config,
         say=say,
-        record=metrics.write,
+        log=log,
         host_of=host_names(session),
         pipelines=place.groups.grid.ranks(("pp",)) if place.groups["pp"].size > 1 else (),
-        save=save,
+        save=None if saves is None else saves.finish,
         judge=None if suspect is None else suspect.judge,
-        acquit=(lambda iteration: None) if suspect is None else suspect.acquit,
-        roll_back=lambda: roll_back(session),
+        acquit=(lambda iteration, loss: None) if suspect is None else suspect.acquit,
+        roll_back=lambda: roll_back(session, saves),
     )
+
+
+def plant_in(session: Session, *, say: Callable[[str], None]) -> Callable[[int], None]:
+    """Plant the fault that a user asks for, and return what is to be told of iterations.
+
+    Args:
+        say: shows one line.
+    """
+    fault = PlantedFault.of(session.run.config.failures.plant_fault)
+    if fault is None:
+        return lambda iteration: None
+    say(f"!!! --plant-fault {fault.text}: THIS RUN IS MADE TO GO WRONG, use nothing of it !!!")
+    return plant(fault, session.model, rank=session.place.groups.rank)
+
+
+def fault_log(session: Session, *, say: Callable[[str], None], metrics: Metrics) -> FaultLog:
+    """Return where a session keeps faults: rank 0 writes the lines of the save folder."""
+    folder = session.run.config.checkpoint.save if session.place.coordinator.rank == 0 else None
+    return FaultLog(folder, record=metrics.write, warn=say)
 
 
 def host_names(session: Session) -> Callable[[int], str]:
@@ -105,12 +135,14 @@ def _alike(grid: RankGrid) -> list[list[int]]:
     return stages if len(stages[0]) > 1 else [list(range(grid.world_size))]
 
 
-def roll_back(session: Session) -> Progress | None:
+def roll_back(session: Session, saves: Saves | None) -> Progress | None:
     """Load weights and optimizer of the last checkpoint in the save folder; every rank calls this.
 
     Returns the checkpoint's progress, None if there is none. The log window stays as it is.
     """
     place, folder = session.place, session.run.config.checkpoint.save
+    if saves is not None:
+        saves.wait()
     found = None if folder is None else find_checkpoint(folder, place.coordinator)
     if found is None:
         return None

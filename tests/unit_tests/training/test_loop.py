@@ -59,6 +59,7 @@ class Played:
         self.run = resolve(small_config(f"--global-batch-size 6 {flags}"), 1)
         self.outcomes, self.scaler = outcomes, scaler or ConstantLossScaler()
         self.rates, self.saves, self.validations = [], [], []
+        self.finished, self.polls = [], []
         self.listener, self.out = Listener(), io.StringIO()
         self.progress = progress or Progress()
         speed = Speedometer.of(self.run, padded_vocab_size=128, peak_flops=None)
@@ -77,12 +78,20 @@ class Played:
         self.validations.append(self.progress.iteration)
         return 3.0
 
-    def save(self, progress):
+    def begin(self, progress):
+        self.stop.note("save", 0.0)
         self.saves.append((progress.iteration, self.window.to_json()))
+
+    def finish(self, progress):
+        self.begin(progress)
+        self.finished.append(progress.iteration)
+
+    def poll(self, progress):
+        self.polls.append(progress.iteration)
 
     def train(self):
         schedule = LearningRateSchedule(max_lr=1.0, decay_samples=60, style="linear")
-        save = self.save if self.run.config.checkpoint.save else None
+        saves = self if self.run.config.checkpoint.save else None
         metrics = Metrics({"listener": lambda: self.listener}, pytest.fail)
         display = Plain(self.out)
         train(
@@ -90,7 +99,7 @@ class Played:
                 run=self.run,
                 take_step=self.take_step,
                 evaluate=self.evaluate if self.run.config.training.eval_interval else None,
-                save=save,
+                saves=saves,
                 lr=schedule,
                 weight_decay=WeightDecaySchedule(start=0.1, end=0.1),
                 scaler=self.scaler,
@@ -104,7 +113,7 @@ class Played:
                     say=display.log,
                     record=metrics.write,
                     host_of=lambda rank: f"host{rank}",
-                    save=save,
+                    save=None if saves is None else self.finish,
                 ),
             ),
             self.progress,
@@ -122,6 +131,8 @@ def test_a_whole_run():
     assert played.progress.consumed_samples == 60
     assert played.validations == [0, 5, 10]
     assert [i for i, _ in played.saves] == [4, 8, 10]
+    assert played.finished == [10], "others may go on in the background"
+    assert played.polls == list(range(1, 11))
     assert [(i, v["lm_loss"]) for i, v in played.records()] == [(5, 3.0), (10, 8.0)]
     assert [i for i, _ in played.records("validation")] == [0, 5, 10]
     assert played.rates == pytest.approx([1.0 - i / 10 for i in range(10)])

@@ -21,7 +21,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ from megatron.core.dist_checkpointing.planner import encode_plan, plan_shard
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
 from megatron.core.dist_checkpointing.staging import Staging
 from megatron.core.dist_checkpointing.writer_client import WriterProcess
+
+
+#: How far a writer process steps back behind trainers where both want a core, 0 to 19: this is a
+#: thirtieth of one.
+NICENESS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +79,8 @@ class AsyncSaver:
         coordinator: connects the ranks; used by a thread of this saver, and by nobody else.
         block_bytes: bytes under one digest, a multiple of 16.
         keep: what `prune_checkpoints` is to keep after each save; None removes nothing.
+        on_commit: called on every rank, by a thread of this saver, when a checkpoint is there.
         timeout_seconds: after which a writer process that gives no answer is killed.
-        niceness: how far the writer steps back behind the trainer where both want a core.
 
     Raises:
         ValueError: chunks that cannot be saved.
@@ -89,13 +94,13 @@ class AsyncSaver:
         coordinator: Coordinator,
         block_bytes: int = BLOCK_BYTES,
         keep: Mapping[str, Any] | None = None,
+        on_commit: Callable[[], object] = lambda: None,
         timeout_seconds: float = 3600.0,
-        niceness: int = 15,
     ) -> None:
         if unready := next((c.name for c in chunks if c.pieces is not None), None):
             raise ValueError(f"{unready} comes in pieces: save it with save_checkpoint")
         self._root, self._coordinator = Path(root), coordinator
-        self._block_bytes, self._keep = block_bytes, keep
+        self._block_bytes, self._keep, self._on_commit = block_bytes, keep, on_commit
         plan = plan_shard(chunks, coordinator.rank)
         self._shard = (plan.file, len(plan.header), [chunk.end for chunk in plan.chunks])
         self._plan = json.dumps(encode_plan(plan), separators=(",", ":"))
@@ -103,7 +108,7 @@ class AsyncSaver:
         self._plans: list[str] = []  # of all ranks, on rank 0
         self.staging = Staging(plan)
         self.writer = WriterProcess(
-            self.staging.fd, self._root, timeout_seconds=timeout_seconds, niceness=niceness
+            self.staging.fd, self._root, timeout_seconds=timeout_seconds, niceness=NICENESS
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
@@ -181,6 +186,7 @@ class AsyncSaver:
         try:
             self.staging.carry_out()
             lines = self._save(job, folder)
+            self._on_commit()
         except CheckpointError as failed:
             error = str(failed)
         except Exception as failed:  # never fatal for the run, whatever it is

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.shard_writer import write_shard
 from megatron.core.dist_checkpointing.verify import damage_of
 
 #: Bytes under one digest: what a partial read must read at least to be verified.
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 16 << 20
 
 
 def save_checkpoint(

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The saves of a run: at once or in the background, what is done when one fails, what is kept.
+
+A save at an interval may run in the background (`--async-save`) and may fail: it is logged, counted
+and, if so chosen, training goes on to the next. The save that a run ends with is written at once,
+and a run that cannot write it does not end well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    CheckpointError,
+    TensorChunk,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from megatron.training.checkpoint_io import optimizer_chunks, run_extra, weight_chunks
+from megatron.training.errors import RunStopped
+from megatron.training.exit_codes import ExitCode
+from megatron.training.monitoring.metrics import Metrics
+from megatron.training.progress_state import Progress
+from megatron.training.session import Session
+
+
+class Saves:
+    """Saves the state of a session.
+
+    Args:
+        session: has --save.
+        saver: in the background; None writes at once.
+        say: shows one line.
+        metrics: where events are kept.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        saver: AsyncSaver | None,
+        *,
+        say: Callable[[str], None],
+        metrics: Metrics,
+    ) -> None:
+        self._session, self._saver = session, saver
+        self._say, self._metrics = say, metrics
+        self._chosen = session.run.config.checkpoint
+        assert self._chosen.save is not None
+        self._root = self._chosen.save
+        self._failure: str | None = None
+
+    def begin(self, progress: Progress) -> None:
+        """Save the current state; in the background if the run does so. Every rank calls this.
+
+        Raises:
+            RunStopped: it failed, or the one before did, and that is to end the run.
+        """
+        if self._saver is None:
+            self._write(progress)
+        else:
+            start = time.perf_counter()
+            self.wait()
+            self.poll(progress)
+            self._session.step.engine.complete_weights()
+            self._saver.save(progress.iteration, self._extra(progress))
+            blocked = time.perf_counter() - start
+            self._metrics.write("save", progress.iteration, {"blocked_seconds": blocked})
+        self._stop_on_failure()
+
+    def finish(self, progress: Progress) -> None:
+        """Save the current state, on disk when this returns. Every rank calls this.
+
+        Raises:
+            RunStopped: it cannot be saved.
+        """
+        self.wait()
+        self.poll(progress)
+        self._write(progress, last=True)
+
+    def wait(self) -> None:
+        """Wait for the save that is under way: before anybody looks for the newest checkpoint."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def poll(self, progress: Progress) -> None:
+        """Log what has become of saves in the background."""
+        if self._saver is None:
+            return
+        for report in self._saver.finished():
+            for line in report.lines:
+                self._say(line)
+            if report.error is not None:
+                self._failed(progress, report.iteration, report.error)
+                continue
+            self._session.place.stop.note("save", report.seconds)
+            self._metrics.write("save", report.iteration, {"seconds": report.seconds})
+            self._say(f"saved {report.folder} in the background within {report.seconds:.1f} s")
+
+    def _write(self, progress: Progress, *, last: bool = False) -> None:
+        """Save at once."""
+        place = self._session.place
+        self._session.step.engine.complete_weights()
+        start = time.perf_counter()
+        try:
+            folder = save_checkpoint(
+                self._root,
+                progress.iteration,
+                held_chunks(self._session),
+                self._extra(progress),
+                coordinator=place.coordinator,
+                existing="skip",
+            )
+        except CheckpointError as error:
+            if last:
+                raise RunStopped(ExitCode.SAVE_FAILED, f"saving failed: {error}") from error
+            self._failed(progress, progress.iteration, str(error))
+            return
+        place.stop.note("save", time.perf_counter() - start)
+        place.restarts.saved()
+        self._say(f"saved {folder}")
+        if place.coordinator.rank == 0 and (keep := kept(self._session)) is not None:
+            prune_checkpoints(self._root, say=place.coordinator.say, **keep)
+
+    def _extra(self, progress: Progress) -> dict[str, Any]:
+        session = self._session
+        return run_extra(
+            optimizer=session.optimizer,
+            progress=progress,
+            window=session.window,
+            facts=session.facts,
+        )
+
+    def _failed(self, progress: Progress, iteration: int, text: str) -> None:
+        """Log and count a save that failed."""
+        progress.failed_saves += 1
+        self._failure = text
+        count = progress.failed_saves
+        self._metrics.write("save", iteration, {"failed_saves": float(count)})
+        self._say(
+            f"WARNING: saving at iteration {iteration} failed ({count} so far): {text}; the next "
+            "save is tried at --save-interval"
+        )
+
+    def _stop_on_failure(self) -> None:
+        """End the run if a save has failed and that is to end it: where all ranks know of it."""
+        if self._failure is not None and self._chosen.on_failed_save == "stop":
+            raise RunStopped(
+                ExitCode.SAVE_FAILED,
+                f"saving failed: {self._failure}; --on-failed-save stop ends the run",
+            )
+
+
+def held_chunks(session: Session) -> list[TensorChunk]:
+    """Return what this rank holds of weights and optimizer state."""
+    return weight_chunks(session.model.store) + optimizer_chunks(session.optimizer)
+
+
+def kept(session: Session) -> dict[str, int | None] | None:
+    """Return what retention keeps, None if everything."""
+    chosen = session.run.config.checkpoint
+    if chosen.save_keep_last is None and chosen.save_retain_interval is None:
+        return None
+    return {
+        "keep_last": chosen.save_keep_last or 1,
+        "retain_interval": chosen.save_retain_interval,
+    }
+
+
+@contextlib.contextmanager
+def saving(
+    session: Session, *, say: Callable[[str], None], metrics: Metrics
+) -> Iterator[Saves | None]:
+    """Open what saves the session; None without --save. At a good end nothing is left under way."""
+    chosen, place = session.run.config.checkpoint, session.place
+    if chosen.save is None:
+        yield None
+        return
+    if not chosen.async_save:
+        yield Saves(session, None, say=say, metrics=metrics)
+        return
+    assert place.background is not None
+    saver = AsyncSaver(
+        Path(chosen.save),
+        held_chunks(session),
+        coordinator=place.background,
+        keep=kept(session),
+        on_commit=place.restarts.saved,
+    )
+    say(
+        f"saves in the background: {saver.staging.bytes / 2**20:,.1f} MiB of host memory on this "
+        "rank, a writer process a rank"
+    )
+    session.step.before_update = saver.settle
+    try:
+        yield Saves(session, saver, say=say, metrics=metrics)
+    except BaseException:
+        saver.abandon()
+        raise
+    saver.close()

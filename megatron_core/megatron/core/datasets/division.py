@@ -7,7 +7,8 @@ there is one. Block i is microbatch i // lanes of lane i mod lanes:
     sample p of the step  →  block p // b  →  lane (p // b) mod lanes, microbatch p // (b · lanes)
 
 So what the blocks are does not depend on the number of lanes. Where the last round has fewer blocks
-than lanes, the other lanes get a filler: a microbatch that counts for nothing.
+than lanes, the other lanes get a filler: a microbatch that counts for nothing, of as many samples
+as lane 0 has in that round.
 """
 
 from __future__ import annotations
@@ -77,6 +78,16 @@ class Division:
         first = (number * self.lanes + lane) * self.micro_batch_size
         last = min(first + self.micro_batch_size, self.samples)
         return range(min(first, last), last)
+
+    def largest(self, number: int) -> int:
+        """Return how many samples the largest of all lanes' microbatches of a number has."""
+        return len(self.places(0, number))
+
+    @property
+    def wasted(self) -> float:
+        """The share of the samples that lanes compute, or wait for, and that count for nothing."""
+        computed = self.lanes * sum(self.largest(number) for number in range(self.rounds))
+        return 1.0 - self.samples / computed
 
     def consumed(self, rounds: int) -> int:
         """Return how many samples all lanes have consumed after so many microbatches of a step."""

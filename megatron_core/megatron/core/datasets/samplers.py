@@ -218,7 +218,7 @@ class GPTBatches(Iterator[GPTBatch]):
         numbers = self._order.indices(samples.start, samples.stop)
         ids = torch.arange(samples.start, samples.stop)
         if filler:
-            rows = self._division.micro_batch_size
+            rows = self._division.largest(self._division.rounds - 1)
             numbers, ids = numbers.repeat(rows), ids.repeat(rows)
         found = self._dataset.read(numbers)
         mask = torch.from_numpy(found.loss_mask)

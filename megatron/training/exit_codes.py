@@ -31,11 +31,11 @@ class ExitCode(IntEnum):
     (--check-weight-hash-across-dp-replicas-interval); one line names ranks and tensors, nothing was
     saved."""
     RESTART_ELSEWHERE = 16
-    """A NaN or Inf loss came out twice (--on-reproduced-nan restart): restart on other machines,
-    where the same step shows whether the machine or the data is to blame."""
+    """A step was suspicious twice (--on-reproduced-fault restart): restart on other machines, where
+    the same step shows whether the machine or the data is to blame. Or a rank is on a machine that
+    has been found to compute wrongly."""
     FAILED_VALIDATION = 17
-    """The loss of that step is NaN or Inf on other machines too: the data or the settings are to
-    blame."""
+    """That step is suspicious on other machines too: the data or the settings are to blame."""
     INTERRUPTED = 130
     """Ctrl-C ended the process at once."""
     TERMINATED = 143

@@ -52,9 +52,11 @@ from megatron.training.monitoring.expert_line import expert_line
 from megatron.training.monitoring.flops import visible_square
 from megatron.training.monitoring.load_balance import load_balance
 from megatron.training.monitoring.log_line import LogPart
+from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.mtp_losses import mtp_losses
 from megatron.training.monitoring.observation import observing
 from megatron.training.monitoring.pipeline_line import pipeline_line, pipeline_words
+from megatron.training.monitoring.progress import Display
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
 from megatron.training.saves import saving
@@ -294,7 +296,7 @@ class SessionSteps:
 
 
 def run_loop(session: Session, progress: Progress, start: str) -> None:
-    """Train from `progress` to the end and record how much memory it took."""
+    """Train from `progress` to the end."""
     run, place, logging = session.run, session.place, session.run.config.logging
     batches = read_ahead(
         training_batches(
@@ -352,14 +354,18 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             compare=compare_replicas(session, say=display.log, metrics=metrics),
         )
         train(parts, progress)
-        peak = torch.tensor(
-            peak_memory_bytes(place.device), dtype=torch.float64, device=place.device
-        )
-        most = all_reduce(peak, place.groups["world"], op="max")
-        numbers, line = session.step.replayer.stats()
-        metrics.write("end", progress.iteration, {"peak_memory_bytes": float(most), **numbers})
-        if line is not None:
-            display.log(line)
+        record_end(session, progress, display=display, metrics=metrics)
+
+
+def record_end(session: Session, progress: Progress, *, display: Display, metrics: Metrics) -> None:
+    """Record how much memory the run took, and what comparing its steps found."""
+    place = session.place
+    peak = torch.tensor(peak_memory_bytes(place.device), dtype=torch.float64, device=place.device)
+    most = all_reduce(peak, place.groups["world"], op="max")
+    numbers, line = session.step.replayer.stats()
+    metrics.write("end", progress.iteration, {"peak_memory_bytes": float(most), **numbers})
+    if line is not None:
+        display.log(line)
 
 
 def describe(session: Session) -> str:

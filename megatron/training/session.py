@@ -21,8 +21,6 @@ from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.training.checkpoint_io import (
     RunFacts,
-    find_checkpoint,
-    holds_weights_only,
     load_run,
     weight_chunks,
 )
@@ -33,6 +31,7 @@ from megatron.training.data.data_sets import (
     DataSets,
 )
 from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.failures.replay import Reruns
 from megatron.training.full_iteration import FullIterationGraph
 from megatron.training.gpt_options import (
     backend,
@@ -49,6 +48,7 @@ from megatron.training.graph_recorder import CudaRecorder
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.options.schema import flatten
+from megatron.training.newest_checkpoint import clear_the_way, load_newest
 from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
@@ -117,7 +117,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             groups=place.groups,
             forward_backward=_step_runner(run, place, model, engine),
             per_token_loss=config.training.calculate_per_token_loss,
-            reruns=config.failures.rerun_mode == "validate_results",
+            reruns=_reruns(config, model),
         ),
         window=StepWindow(
             run,
@@ -132,6 +132,15 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             other_data_is_fine=config.data.allow_data_change,
         ),
     )
+
+
+def _reruns(config: Config, model: GPTModel) -> Reruns:
+    """Return when steps are computed again, and what their forwards count."""
+    counters = [router.counted for router in routers_of(model)]
+    if model.multi_token is not None:
+        counters.append(model.multi_token.sums)
+    chosen = config.failures
+    return Reruns(chosen.rerun_mode, chosen.rerun_interval, counters)
 
 
 def _balance(model: GPTModel, place: RunGroups) -> Balance | None:
@@ -199,35 +208,63 @@ def restore(session: Session) -> tuple[Progress, str]:
     chosen, place = session.run.config.checkpoint, session.place
     if chosen.load is not None and is_folder(chosen.load):
         raise ValueError(f"--load {chosen.load} is a Hugging Face folder: give it to --load-hf")
-    folder = find_checkpoint(chosen.load, place.coordinator) if chosen.load is not None else None
-    first = folder is None or chosen.finetune
-    if folder is None and chosen.pretrained_checkpoint is not None:
-        root = chosen.pretrained_checkpoint
-        folder = find_checkpoint(root, place.coordinator, flag="--pretrained-checkpoint")
-        if folder is None:
-            raise ValueError(
-                f"--pretrained-checkpoint {root}: there is no checkpoint: name another"
-            )
-    if folder is None and chosen.load_hf is not None:
+    # Weights that a run starts from are no optimizer's.
+    sources = [("--load", chosen.load, chosen.finetune)]
+    sources.append(("--pretrained-checkpoint", chosen.pretrained_checkpoint, True))
+    for flag, source, first in sources:
+        if source is None:
+            continue
+        found = load_newest(
+            source,
+            lambda folder, first=first: _load(session, folder, first=first),
+            place.coordinator,
+            flag=flag,
+            fall_back=chosen.load_fallback,
+        )
+        if found is not None:
+            return _clear(session, source, *found)
+        if flag == "--pretrained-checkpoint":
+            raise ValueError(f"{flag} {source}: there is no checkpoint: name another")
+    if chosen.save is not None:
+        clear_the_way(chosen.save, 0, from_the_newest=False, coordinator=place.coordinator)
+    if chosen.load_hf is not None:
         _read_folder(chosen.load_hf, session)
         return Progress(), f"read the weights of {chosen.load_hf}; starting at iteration 0"
-    if folder is None:
-        why = "" if chosen.load is None else f": no checkpoint in {chosen.load}"
-        return Progress(), f"starting at iteration 0{why}"
-    first = first or holds_weights_only(folder)
-    progress = load_run(
+    why = "" if chosen.load is None else f": no checkpoint in {chosen.load}"
+    return Progress(), f"starting at iteration 0{why}"
+
+
+def _load(session: Session, folder: Path, *, first: bool) -> Progress | None:
+    """Load a checkpoint: all of it, or the weights for a first iteration."""
+    return load_run(
         folder,
         store=session.model.store,
         optimizer=session.optimizer,
         window=session.window,
         facts=session.facts,
-        coordinator=place.coordinator,
-        with_optimizer=chosen.load_optim and not first,
+        coordinator=session.place.coordinator,
+        with_optimizer=session.run.config.checkpoint.load_optim and not first,
         with_progress=not first,
     )
-    if first:
-        return progress, f"loaded the weights of {folder}; starting at iteration 0"
-    return progress, f"loaded {folder}; going on at iteration {progress.iteration}"
+
+
+def _clear(
+    session: Session, source: str, folder: Path, progress: Progress | None
+) -> tuple[Progress, str]:
+    """See that the save folder holds nothing later than what has been loaded, and return where the
+    run starts, and a line that says so. Raises ValueError."""
+    save, start = session.run.config.checkpoint.save, progress or Progress()
+    if save is not None:
+        same = Path(source).resolve() == Path(save).resolve()
+        clear_the_way(
+            save,
+            start.iteration,
+            from_the_newest=same and progress is not None,
+            coordinator=session.place.coordinator,
+        )
+    if progress is None:
+        return start, f"loaded the weights of {folder}; starting at iteration 0"
+    return start, f"loaded {folder}; going on at iteration {start.iteration}"
 
 
 def _read_folder(path: str, session: Session) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from megatron.core.datasets.division import Division
 from megatron.training.config import (
     Config,
     attention,
@@ -20,6 +21,7 @@ from megatron.training.config import (
     stages,
     switches,
 )
+from megatron.training.config.planted_fault import PlantedFault
 from megatron.training.data import data_paths
 
 
@@ -45,7 +47,7 @@ def check(config: Config, world_size: int) -> list[str]:
             _weight_decay(config),
             optimization.problems(config.optimizer),
             _vocabulary(config),
-            _failures(config),
+            _failures(config, world_size),
             switches.without_switch(config),
             switches.beyond_the_run(config, world_size),
             data_paths.problems(config.data),
@@ -87,12 +89,24 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     if batch is None or world_size % config.model_parallel_size:
         return
     dp = world_size // config.model_parallel_size
-    if batch % (micro * dp):
+    division = Division(samples=batch, micro_batch_size=micro, lanes=dp)
+    uneven = config.training.allow_uneven_batch
+    if not (division.is_even or uneven):
         near = max(1, round(batch / (micro * dp))) * micro * dp
         yield (
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x "
             "data parallel "
-            f"size {dp} = {micro * dp}: use {near}, for example"
+            f"size {dp} = {micro * dp}: use {near}, for example, or --allow-uneven-batch"
+        )
+    if uneven and division.blocks < dp:
+        yield (
+            f"--global-batch-size {batch} is {division.blocks} microbatches of {micro}, fewer than "
+            f"data parallel size {dp}: start fewer processes, or lower --micro-batch-size"
+        )
+    if uneven and batch % micro and config.experts.num_experts is not None:
+        yield (
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}, which "
+            "--num-experts needs with --allow-uneven-batch too: change one"
         )
 
 
@@ -308,7 +322,7 @@ def _weight_decay(config: Config) -> Iterator[str]:
         yield f"--start-weight-decay {start} is above --end-weight-decay {end}: swap them"
 
 
-def _failures(config: Config) -> Iterator[str]:
+def _failures(config: Config, world_size: int) -> Iterator[str]:
     failures, save = config.failures, config.checkpoint.save
     for flag, factor in (
         ("--loss-spike-factor", failures.loss_spike_factor),
@@ -324,10 +338,24 @@ def _failures(config: Config) -> Iterator[str]:
             f"--rollback-after-bad-steps {rollback} is never reached with "
             f"--max-consecutive-bad-steps {limit}: raise that"
         )
-    if failures.on_reproduced_nan == "restart" and save is None:
-        yield "--on-reproduced-nan restart needs --save: it notes the step there"
-    if failures.on_reproduced_nan == "restart" and failures.rerun_mode == "disabled":
+    if failures.on_reproduced_fault == "restart" and save is None:
+        yield "--on-reproduced-fault restart needs --save: it notes the step there"
+    if failures.on_reproduced_fault == "restart" and failures.rerun_mode == "disabled":
         yield (
-            "--on-reproduced-nan restart needs --rerun-mode validate_results: without it no step "
+            "--on-reproduced-fault restart needs --rerun-mode validate_results: without it no step "
             "is computed again"
         )
+    yield from _planted(config, world_size)
+
+
+def _planted(config: Config, world_size: int) -> Iterator[str]:
+    planted = PlantedFault.of(config.failures.plant_fault)
+    if planted is None:
+        return
+    if planted.rank >= world_size:
+        yield (
+            f"--plant-fault {planted.text}: there is no rank {planted.rank} in a world of "
+            f"{world_size}: name another"
+        )
+    if config.cuda_graphs.cuda_graph_impl != "none":
+        yield "--plant-fault does not reach into a CUDA graph: leave out --cuda-graph-impl"

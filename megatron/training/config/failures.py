@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.training.config.planted_fault import PlantedFault
 from megatron.training.config.values import positive, require_all
 
 
@@ -22,12 +23,22 @@ class FailureConfig:
     exit_duration_in_mins: float | None = None
     """Save and stop before the process has run for this many minutes, leaving time for a step and
     a save."""
-    rerun_mode: Literal["disabled", "validate_results"] = "validate_results"
-    """validate_results computes a step whose loss is NaN or Inf once more in place: a second result
-    that is finite is used, and the first one recorded with rank and host."""
-    on_reproduced_nan: Literal["skip", "restart"] = "skip"
-    """What to do when the second result is NaN or Inf too: skip the step, or save and exit with 16
+    rerun_mode: Literal["disabled", "validate_results", "report_determinism_stats"] = (
+        "validate_results"
+    )
+    """validate_results computes a suspicious step (NaN or Inf loss or gradient norm, a spike) once
+    more in place: a second result that is sound is used, and the first one recorded with rank and
+    host. report_determinism_stats also computes steps twice that look sound, compares the bits, and
+    goes by the majority of three computations where they differ; that takes twice the time."""
+    rerun_interval: int = 1
+    """Compare every N-th step with report_determinism_stats."""
+    on_reproduced_fault: Literal["skip", "restart"] = "skip"
+    """What to do when the second result is suspicious too: skip the step, or save and exit with 16
     to be restarted on other machines, where the same step tells data (exit 17) from machine."""
+    plant_fault: str | None = None
+    """Make a run go wrong on purpose, to see what it does about it: KIND@ITERATION:RANK. activation
+    flips a bit of an activation in one forward, activation-always in every forward from that step
+    on; nan and nan-always put a NaN there; weight flips a bit of a weight. Keep nothing of it."""
     loss_spike_factor: float | None = None
     """Skip a step whose loss is above this many times the median of the last losses; None = apply
     every finite loss."""
@@ -52,7 +63,8 @@ class FailureConfig:
             lambda: positive(
                 self, "exit_grace_seconds", "exit_duration_in_mins", "loss_spike_window"
             ),
-            lambda: positive(self, "rollback_after_bad_steps"),
+            lambda: positive(self, "rerun_interval", "rollback_after_bad_steps"),
             lambda: positive(self, "check_weight_hash_across_dp_replicas_interval"),
             lambda: positive(self, "loss_spike_factor", "straggler_factor"),
+            lambda: PlantedFault.of(self.plant_fault),
         )

@@ -30,6 +30,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.cuda_graphs, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
     spikes = failures.loss_spike_factor is not None
     yield failures, "loss_spike_window", spikes, "--loss-spike-factor"
+    stats = failures.rerun_mode == "report_determinism_stats"
+    yield failures, "rerun_interval", stats, "--rerun-mode report_determinism_stats"
     yield failures, "straggler_factor", failures.log_straggler, "--log-straggler"
     optimizer = config.optimizer
     yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"

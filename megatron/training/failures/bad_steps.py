@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that must not change the weights: a loss that is not finite, or a spike of it.
+"""Steps that must not change the weights: what a spike of the loss is, and steps in words.
 
-Every rank calls these functions with the same numbers and comes to the same decisions. A step whose
-loss is NaN or Inf has been computed twice by then (`TrainStep`), which tells a glitch of a machine,
-whose second result is good, from what comes out every time.
+Every rank calls these functions with the same numbers and comes to the same decisions.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from megatron.training.config import Config
-from megatron.training.monitoring.step_window import StepOutcome
+from megatron.training.failures.replay import Doubt
 
 
 def spike_limit(config: Config, recent_losses: Sequence[float]) -> float:
@@ -35,58 +32,53 @@ def remember_loss(config: Config, recent_losses: list[float], loss: float) -> No
         del recent_losses[: -config.failures.loss_spike_window]
 
 
-@dataclass(frozen=True)
-class Glitch:
-    """A loss that was not finite when it was first computed.
+def in_pipelines(ranks: Sequence[int], pipelines: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return all ranks of the pipelines that some ranks belong to: any stage may have begun it.
 
     Args:
-        ranks: whose part of it was not finite; with pipeline stages all that computed it, as any of
-            them may have begun.
-        verdict: `transient` (a second computation was sound), `reproduced` (it was not), or
-            `unchecked` (there was none).
+        pipelines: the ranks of each pipeline, by stage; none if there is one stage.
+    """
+    bad = set(ranks)
+    return tuple(sorted(bad.union(*(stages for stages in pipelines if bad & {*stages}))))
+
+
+def doubt_text(iteration: int, doubt: Doubt, where: str, *, limit: float) -> str:
+    """Say what was wrong with a step and what came of it.
+
+    Args:
+        where: the ranks and their machines, in words.
+        limit: of the loss.
+    """
+    what = {
+        "nan": "NaN or Inf loss",
+        "inf_norm": "NaN or Inf gradient norm",
+        "spike": f"loss {doubt.values[0]:.4g} is above {limit:.4g}, the limit of "
+        "--loss-spike-factor, with a part",
+        "determinism": "one of three computations of the step has other bits: that",
+    }[doubt.kind]
+    again = "gives it again" + ("" if doubt.same else ", with other bits")
+    end = {
+        "transient": "the step computed once more is sound and was used: transient, watch that "
+        "machine",
+        "reproduced": f"the step computed once more {again}: reproduced, the step was skipped",
+        "unchecked": "the step was skipped",
+        "undecided": "no two of three computations are equal, the last one was used: undecided; "
+        "--deterministic-mode leaves out kernels that add in a changing order",
+    }[doubt.verdict]
+    if doubt.kind == "determinism" and doubt.verdict == "transient":
+        end = "the two others are equal and were used: transient, watch that machine"
+    elif doubt.verdict == "undecided":
+        what = "computations of the step differ"
+    return f"iteration {iteration}: {what} {where}; {end}"
+
+
+def where_text(hosts: Mapping[int, str], *, stages: int = 1) -> str:
+    """Name ranks with their machines.
+
+    Args:
+        hosts: by rank.
         stages: of a pipeline.
     """
-
-    ranks: tuple[int, ...]
-    verdict: str
-    stages: int = 1
-
-    @staticmethod
-    def of(outcome: StepOutcome, pipelines: Sequence[Sequence[int]] = ()) -> Glitch | None:
-        """Return what was wrong with a step's loss; None if nothing was.
-
-        Args:
-            pipelines: the ranks of each pipeline, by stage; none if there is one stage.
-        """
-        if not outcome.parts:
-            return None
-        first, *again = outcome.parts
-        bad = {rank for rank, part in enumerate(first) if not math.isfinite(part)}
-        bad |= {rank for stages in pipelines if bad & {*stages} for rank in stages}
-        ranks, stages = tuple(sorted(bad)), len(pipelines[0]) if pipelines else 1
-        if not again:
-            return Glitch(ranks, "unchecked", stages)
-        sound = all(math.isfinite(part) for part in again[0])
-        return Glitch(ranks, "transient" if sound else "reproduced", stages)
-
-    def text(self, iteration: int, host_of: Callable[[int], str]) -> str:
-        """Say what happened, with the machines."""
-        shown = ", ".join(f"rank {rank} on {host_of(rank)}" for rank in self.ranks[:8])
-        shown += f" and {len(self.ranks) - 8} more" if len(self.ranks) > 8 else ""
-        end = {
-            "transient": "the step computed once more is sound and was used: transient, watch that "
-            "machine",
-            "reproduced": "the step computed once more gives it again: reproduced, the step was "
-            "skipped",
-            "unchecked": "the step was skipped",
-        }[self.verdict]
-        whose = "a pipeline of " if self.stages > 1 else ""
-        return f"iteration {iteration}: NaN or Inf loss of {whose}{shown}; {end}"
-
-
-def spike_text(iteration: int, loss: float, limit: float) -> str:
-    """Say that a step was skipped because its loss is a spike."""
-    return (
-        f"iteration {iteration}: loss {loss:.4g} is above {limit:.4g}, the limit of "
-        "--loss-spike-factor; the step was skipped"
-    )
+    shown = ", ".join(f"rank {rank} on {host}" for rank, host in list(hosts.items())[:8])
+    shown += f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    return f"of {'a pipeline of ' if stages > 1 else ''}{shown}"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong in a run, kept twice: an event of kind `fault` in metrics.jsonl, which has numbers
-only and goes back with a resume, and a line in SAVE/faults.jsonl, which names machines and stays.
+"""What went wrong in a run, kept twice: numbers as an event of kind `fault` in metrics.jsonl, which
+goes back with a resume, and a line in SAVE/faults.jsonl, which names machines and stays.
 
 A line of faults.jsonl is one JSON object:
 
@@ -65,6 +65,10 @@ class FaultLog:
         self._path = None if save is None else Path(save, FILE)
         self._record, self._warn = record, warn
 
+    def event(self, iteration: int, numbers: dict[str, float]) -> None:
+        """Keep the numbers of what was done about faults."""
+        self._record("fault", iteration, numbers)
+
     def add(self, fault: FaultRecord) -> None:
         """Keep one; a full disk ends no run."""
         first = float(min(fault.hosts, default=-1))
@@ -92,14 +96,3 @@ def _line(fault: FaultRecord) -> str:
         "bits": [value.hex() for value in fault.values],
     }
     return json.dumps(found)
-
-
-def read_faults(save: str) -> list[dict[str, object]]:
-    """Return the lines of a save folder in order; one cut short by a crash is left out."""
-    path, found = Path(save, FILE), []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from megatron.training.config import Config
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.bad_steps import Glitch, spike_text
+from megatron.training.failures.bad_steps import doubt_text, in_pipelines, where_text
+from megatron.training.failures.fault_log import FaultLog, FaultRecord
 from megatron.training.failures.suspect_step import Suspect
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
@@ -25,24 +26,24 @@ class Faults:
     Args:
         config: what the user wants done.
         say: shows one line.
-        record: keeps numbers of an event, by kind.
+        log: keeps faults.
         host_of: returns the machine of a rank.
         pipelines: the ranks of each pipeline; none if there is one stage.
         save: writes a checkpoint of the current progress; None without --save.
         judge: returns how a run with a suspect step ends, the same on every rank.
-        acquit: called once the noted step, if one is, has turned out sound.
+        acquit: called with every sound step and its loss.
         roll_back: loads the last checkpoint's weights and returns its progress; None if there is
             none.
     """
 
     config: Config
     say: Callable[[str], None]
-    record: Callable[[str, int, dict[str, float]], None]
+    log: FaultLog
     host_of: Callable[[int], str]
     pipelines: Sequence[Sequence[int]] = ()
     save: Callable[[Progress], object] | None = None
     judge: Callable[[Suspect], RunStopped] | None = None
-    acquit: Callable[[int], None] = lambda iteration: None
+    acquit: Callable[[int, float], None] = lambda iteration, loss: None
     roll_back: Callable[[], Progress | None] = lambda: None
 
     def after_step(self, progress: Progress, outcome: StepOutcome, limit: float) -> None:
@@ -52,26 +53,31 @@ class Faults:
             limit: of the loss.
 
         Raises:
-            RunStopped: its loss is not finite, and other machines shall say why.
+            RunStopped: it is suspicious every time, and other machines shall say why.
         """
-        iteration = progress.iteration + 1
-        glitch = Glitch.of(outcome, self.pipelines)
-        if outcome.spiked:
-            self.say(spike_text(iteration, outcome.loss, limit))
-            self.record("fault", iteration, {"spike": outcome.loss, "limit": limit})
-        if glitch is None:
-            self.acquit(iteration)
+        iteration, doubt = progress.iteration + 1, outcome.doubt
+        if doubt is None:
+            self.acquit(iteration, outcome.loss)
             return
-        self.say(glitch.text(iteration, self.host_of))
-        event = {glitch.verdict: 1.0, "first_rank": float(min(glitch.ranks, default=-1))}
-        self.record("fault", iteration, event)
-        wants = self.config.failures.on_reproduced_nan == "restart"
-        if glitch.verdict != "reproduced" or not wants or self.judge is None:
+        hosts = {r: self.host_of(r) for r in in_pipelines(doubt.ranks, self.pipelines)}
+        stages = len(self.pipelines[0]) if self.pipelines else 1
+        where = where_text(hosts, stages=stages)
+        self.say(doubt_text(iteration, doubt, where, limit=limit))
+        numbers = {"loss": doubt.values[0], "limit": limit} if doubt.kind == "spike" else {}
+        self.log.add(
+            FaultRecord(
+                iteration, doubt.kind, doubt.verdict, hosts, values=doubt.values, numbers=numbers
+            )
+        )
+        if doubt.verdict == "transient":
+            self.acquit(iteration, outcome.loss)
+        wants = self.config.failures.on_reproduced_fault == "restart"
+        if doubt.verdict != "reproduced" or not wants or self.judge is None:
             return
-        hosts = {str(rank): self.host_of(rank) for rank in glitch.ranks}
         if self.save is not None:
             self.save(progress)  # of the state before this step
-        raise self.judge(Suspect(iteration, hosts))
+        named = {str(rank): host for rank, host in hosts.items()}
+        raise self.judge(Suspect(iteration, named, doubt.kind, doubt.values))
 
     def after_count(self, progress: Progress, outcome: StepOutcome) -> None:
         """Look at the number of bad steps in a row.
@@ -115,4 +121,4 @@ class Faults:
             f"{last}: rolled back to the weights of iteration {back.iteration}, going on with the "
             f"data behind sample {progress.consumed_samples:,}"
         )
-        self.record("fault", progress.iteration, {"rolled_back_to": float(back.iteration)})
+        self.log.event(progress.iteration, {"rolled_back_to": float(back.iteration)})

@@ -53,7 +53,7 @@ def session_faults(
     config, place = session.run.config, session.place
     folder, log = config.checkpoint.save, fault_log(session, say=say, metrics=metrics)
 
-    def record(noted: Suspect, verdict: str, hosts: Mapping[int, str], loss: float) -> None:
+    def record(noted: Suspect, verdict: str, hosts: Mapping[int, str], *, loss: float) -> None:
         values = (*noted.values, loss)
         log.add(FaultRecord(noted.iteration, noted.kind, verdict, hosts, values=values))
 

@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step whose loss is NaN or Inf every time: is the machine to blame, or the data?
+"""A step that is suspicious every time: is the machine to blame, or the data?
 
-The first time the run notes step and machines in the save folder and exits with 16. If the step
-gives the same on other machines, it is the data or the settings: exit 17. If it is sound there, the
-noted machine computes wrongly.
+The first time the run notes step and machines in the save folder and exits with 16. If the step is
+suspicious on other machines too, it is the data or the settings: exit 17. If it is sound there, the
+noted machines compute wrongly, and no later start may use them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing import Coordinator
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
+from megatron.training.failures.faulty_hosts import FILE as FAULTY
+from megatron.training.failures.faulty_hosts import add_faulty
 
 #: In the save folder.
 FILE = "suspect_step.json"
+
+WORDS = {
+    "nan": "the loss of iteration {0} is NaN or Inf",
+    "inf_norm": "the gradient norm of iteration {0} is NaN or Inf",
+    "spike": "the loss of iteration {0} is a spike",
+}
 
 
 @dataclass(frozen=True)
@@ -28,19 +38,39 @@ class Suspect:
 
     Args:
         iteration: the step, counted from 1.
-        hosts: machine of every rank whose loss was not finite, or that computed it as a stage of
-            its pipeline, by rank.
+        hosts: machine of every rank where it showed, or that computed it as a stage of such a
+            rank's pipeline, by rank.
+        kind: what is suspicious: nan, spike or inf_norm.
+        values: of both computations.
     """
 
     iteration: int
     hosts: Mapping[str, str]
+    kind: str
+    values: Sequence[float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON holds it, the values exact."""
+        return {**asdict(self), "values": [value.hex() for value in self.values]}
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Suspect:
+        """Return what was noted.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is something else.
+        """
+        hosts = {str(rank): str(host) for rank, host in found["hosts"].items()}
+        values = tuple(float.fromhex(value) for value in found["values"])
+        if found["kind"] not in WORDS:
+            raise ValueError(f"kind {found['kind']}")
+        return Suspect(int(found["iteration"]), hosts, found["kind"], values)
 
 
 def read_suspect(save: str) -> Suspect | None:
     """Return what is noted in a save folder; None if nothing is, or nothing readable."""
     try:
-        found = json.loads(Path(save, FILE).read_text(encoding="utf-8"))
-        return Suspect(int(found["iteration"]), {str(r): str(h) for r, h in found["hosts"].items()})
+        return Suspect.from_json(json.loads(Path(save, FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -49,7 +79,7 @@ def write_suspect(save: str, suspect: Suspect) -> None:
     """Note a step, whole or not at all."""
     path = Path(save, FILE)
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(asdict(suspect)), encoding="utf-8")
+    draft.write_text(json.dumps(suspect.to_json()), encoding="utf-8")
     os.replace(draft, path)
 
 
@@ -59,9 +89,9 @@ def forget_suspect(save: str) -> None:
 
 
 def judge(noted: Suspect | None, now: Suspect) -> RunStopped:
-    """Return how a run ends whose step's loss is not finite, given what an earlier start noted."""
+    """Return how a run ends whose step is suspicious, given what an earlier start noted."""
     hosts = ", ".join(sorted(set(now.hosts.values())))
-    step = f"the loss of iteration {now.iteration} is NaN or Inf, computed twice"
+    step = f"{WORDS[now.kind].format(now.iteration)}, computed twice"
     if noted is None or noted.iteration != now.iteration:
         return RunStopped(
             ExitCode.RESTART_ELSEWHERE,
@@ -74,23 +104,42 @@ def judge(noted: Suspect | None, now: Suspect) -> RunStopped:
             "from machine",
         )
     before = ", ".join(sorted(set(noted.hosts.values())))
+    same = [v.hex() for v in noted.values[-1:]] == [v.hex() for v in now.values[-1:]]
     return RunStopped(
         ExitCode.FAILED_VALIDATION,
-        f"{step} on {hosts} and before that on {before}: the data or the settings are to blame",
+        f"{step} on {hosts} and before that on {before}, {'with' if same else 'not with'} the same "
+        "bits: the data or the settings are to blame",
     )
 
 
 class SuspectStep:
-    """The note of a save folder, kept by rank 0 for all ranks.
+    """The note of a save folder, kept by rank 0 and known to all ranks; all of them make one.
 
     Args:
         save: the folder.
-        coordinator: how ranks agree; also tells the user.
+        coordinator: how ranks agree.
+        say: shows one line.
+        record: keeps what a noted step turned out to be: the note, the verdict, the machines to
+            blame by rank, and `loss`, which is sound.
     """
 
-    def __init__(self, save: str, coordinator: Coordinator) -> None:
-        self._save, self._coordinator = save, coordinator
-        self._noted = read_suspect(save) if coordinator.rank == 0 else None
+    def __init__(
+        self,
+        save: str,
+        coordinator: Coordinator,
+        *,
+        say: Callable[[str], None],
+        record: Callable[..., None],
+    ) -> None:
+        self._save, self._coordinator, self._say, self._record = save, coordinator, say, record
+
+        def decide(hosts: list[Any]) -> list[Any]:
+            noted = read_suspect(save)
+            return [hosts, None if noted is None else noted.to_json()]
+
+        coordinator.begin("reading what is noted of a suspect step")
+        self._hosts, noted = coordinator.agree("note", socket.gethostname, decide)
+        self._noted = None if noted is None else Suspect.from_json(noted)
 
     def judge(self, now: Suspect) -> RunStopped:
         """Return how the run ends, the same on every rank, and note the step for the next start."""
@@ -108,15 +157,42 @@ class SuspectStep:
         code, text = self._coordinator.agree("judge", lambda: None, decide)
         return RunStopped(ExitCode(code), text)
 
-    def acquit(self, iteration: int) -> None:
-        """Say who is to blame if this sound step is the noted one, and forget it."""
+    def acquit(self, iteration: int, loss: float) -> None:
+        """Say who is to blame if this sound step is the noted one, and forget it; every rank calls
+        this with the same step."""
         noted = self._noted
         if noted is None or noted.iteration != iteration:
             return
-        hosts = ", ".join(sorted(set(noted.hosts.values())))
-        self._coordinator.say(
-            f"iteration {iteration} is sound now; it gave a NaN or Inf loss twice on {hosts}: keep "
-            "runs off that machine until it has been tested"
-        )
         self._noted = None
-        forget_suspect(self._save)
+        hosts = {int(rank): host for rank, host in noted.hosts.items()}
+        away = {rank: host for rank, host in hosts.items() if host not in self._hosts}
+        sound = f"iteration {iteration} is sound now, with loss {loss:.6g}; on "
+        if away:
+            self._list(noted, away, loss)
+            named = ", ".join(sorted(set(away.values())))
+            self._say(
+                f"{sound}{named} it was not, twice ({noted.kind}): persistent, listed in "
+                f"{Path(self._save, FAULTY)}; no later start uses that machine until its entry is "
+                "removed"
+            )
+        else:
+            self._say(
+                f"{sound}the same machines it was not, twice ({noted.kind}): transient, watch "
+                f"{', '.join(sorted(set(hosts.values())))}"
+            )
+        self._record(noted, "persistent" if away else "transient", away or hosts, loss=loss)
+        if self._coordinator.rank == 0:
+            forget_suspect(self._save)
+
+    def _list(self, noted: Suspect, hosts: Mapping[int, str], loss: float) -> None:
+        """Have later starts keep off machines."""
+        if self._coordinator.rank != 0:
+            return
+        found = {
+            "iteration": noted.iteration,
+            "kind": noted.kind,
+            "values": [value.hex() for value in noted.values],
+            "sound": loss.hex(),
+            "sound_on": sorted(set(self._hosts)),
+        }
+        add_faulty(self._save, [{"host": h, "rank": r, **found} for r, h in hosts.items()])

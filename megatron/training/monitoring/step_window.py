@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.training.config.resolve import Run
+from megatron.training.failures.replay import Doubt
 from megatron.training.gpt_options import gpt_config
 from megatron.training.monitoring.flops import (
     flops_per_square,
@@ -44,8 +45,8 @@ class StepOutcome(Protocol):
         """Sums over all ranks of what each of them gave."""
 
     @property
-    def parts(self) -> tuple[tuple[float, ...], ...]:
-        """What each rank added to a loss that was not finite, once per computation."""
+    def doubt(self) -> Doubt | None:
+        """What was wrong with the step when it was first computed."""
 
     @property
     def spiked(self) -> bool:

@@ -34,7 +34,7 @@ class Answer:
 _DISPATCH = "tokens of experts travel by all-gather or all-to-all of torch, over one group"
 _SETS = "the load is balanced over a microbatch or a sequence"
 _FORMAT = "checkpoints have one format, safetensors with a manifest, that loads on any layout"
-_WRITER = "checkpoints are written by the ranks themselves while training waits"
+_WRITER = "every rank writes its part once, in the background by a process of its own"
 _FUSION = "each kernel has one implementation per device, chosen by --attention-backend and torch"
 _GRAPHS = "one CUDA graph holds forward and backward of a whole step"
 _FP8 = "weights and activations are fp32, bf16 or fp16"
@@ -172,11 +172,15 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("bf16", "weights, activations and their kernels have one format",
      "params-dtype use-bf16 fp16-lm-cross-entropy disable-bf16-reduced-precision-matmul "
      "reuse-grad-buf-for-mxfp8-param-ag"),
-    ("max-consecutive-bad-steps", "a step with a NaN or Inf is always found on every rank, changes "
-     "no weight and is counted: this says after how many the run stops",
-     "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-nan-in-grad "
-     "check-for-spiky-loss check-for-large-grads error-injection-rate "
-     "error-injection-type"),
+    ("rerun-mode", "every step is looked at, on every rank: one with a NaN or Inf loss or gradient "
+     "norm is computed once more, and changes no weight if it comes out so again",
+     "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-nan-in-grad"),
+    ("loss-spike-factor", "a spike is a multiple of the median of the last losses",
+     "check-for-spiky-loss"),
+    ("clip-grad", "a large gradient is clipped, one that is not finite changes no weight",
+     "check-for-large-grads"),
+    ("plant-fault", "it says what goes wrong, in which step and on which rank",
+     "error-injection-rate error-injection-type"),
     ("muon-split-qkv", "it is a switch with a --no- form", "muon-no-split-qkv"),
     ("optimizer", "muon multiplies whole matrices, in bf16 on a GPU, by the published coefficients",
      "muon-tp-mode muon-fp32-matmul-prec muon-coefficient-type use-muon"),
@@ -209,8 +213,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "ckpt-convert-update-legacy-dist-opt-format dist-ckpt-optim-memory-efficient "
      "load-main-params-from-ckpt strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 "
      "verify-integrity ckpt-assume-constant-structure"),
-    ("", _WRITER,
-     "async-save async-strategy use-persistent-ckpt-worker async-ckpt-use-cached-structure "
+    ("async-save", _WRITER,
+     "async-strategy use-persistent-ckpt-worker async-ckpt-use-cached-structure "
      "ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load "
      "ckpt-parallel-save ckpt-parallel-load ckpt-assume-constant-structure log-progress "
      "async-ckpt-use-cpu-shm ckpt-fully-parallel-load-exchange-algo async-ckpt-cpu-priority"),

@@ -52,9 +52,9 @@ from tests.unit_tests.training.small_config import small_config
         ),
         ("--rollback-after-bad-steps 2", 1, "--rollback-after-bad-steps needs --save"),
         ("--save s --rollback-after-bad-steps 10", 1, "10 is never reached with"),
-        ("--on-reproduced-nan restart", 1, "--on-reproduced-nan restart needs --save"),
+        ("--on-reproduced-fault restart", 1, "--on-reproduced-fault restart needs --save"),
         (
-            "--save s --on-reproduced-nan restart --rerun-mode disabled",
+            "--save s --on-reproduced-fault restart --rerun-mode disabled",
             1,
             "needs --rerun-mode validate_results",
         ),

@@ -29,7 +29,7 @@ tokens or heads, weights of two stages).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -138,6 +138,14 @@ class DataParallel:
         there is no bucket."""
         found = [owned_range(self.store, b.bucket, b.gradients) for b in self.buckets]
         return found or [empty_range(self.store)]
+
+    def observe_gradients(self, observe: Callable[[torch.Tensor], object] | None) -> None:
+        """Have this rank's own gradients shown, flat and a bucket at a time, before each sum.
+
+        A CUDA graph records what is done with them, so it must not read on the host.
+        """
+        for bucket in self.buckets:
+            bucket.observe = observe
 
     # --- a step -----------------------------------------------------------------------------------
 

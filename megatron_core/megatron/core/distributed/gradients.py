@@ -41,6 +41,7 @@ class GradientBucket:
         wide: bf16 gradients are summed in fp32, out of a second leased buffer.
         puts: how often each weight's gradient was put since the last reduction.
         reductions: in this step.
+        observe: told this rank's own gradients before each reduction; it must not change them.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class GradientBucket:
         self.puts: dict[str, int] = {}
         self.waiting = 0
         self.reductions = 0
+        self.observe: Callable[[torch.Tensor], object] | None = None
         self._gaps = bucket.gaps
         self._pending: Pending | None = None
         self._outer: Pending | None = None
@@ -144,6 +146,8 @@ class GradientBucket:
                 handle.slot.zero_()
         self.settle()
         whole = self._whole
+        if self.observe is not None:
+            self.observe(whole)
         self.stream.wait_stream(current_stream(self.arena.device))
         with on_stream(self.stream):
             self._pending = self._sum(whole)

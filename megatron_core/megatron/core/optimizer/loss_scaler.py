@@ -20,6 +20,10 @@ class LossScaler(Protocol):
     def scale(self) -> float:
         """Return the factor to multiply the next loss by."""
 
+    @property
+    def seeks(self) -> bool:
+        """Return whether an overflow may only mean that the scale is too large."""
+
     def update(self, found_inf: bool) -> None:
         """Take note of one step: `found_inf` if any rank saw a gradient that is not finite."""
 
@@ -43,6 +47,11 @@ class ConstantLossScaler:
     def __post_init__(self) -> None:
         if not 0.0 < self.scale < math.inf:
             raise ValueError(f"loss scale is {self.scale}: use a positive finite number")
+
+    @property
+    def seeks(self) -> bool:
+        """Return False: this scale cannot be lowered."""
+        return False
 
     def update(self, found_inf: bool) -> None:
         """Change nothing: a constant scale has no memory."""
@@ -115,6 +124,11 @@ class DynamicLossScaler:
     def scale(self) -> float:
         """Return the factor to multiply the next loss by."""
         return self._scale
+
+    @property
+    def seeks(self) -> bool:
+        """Return whether the scale can still be lowered."""
+        return self._scale > self.config.min_scale
 
     def update(self, found_inf: bool) -> None:
         """Take note of one step: `found_inf` if any rank saw a gradient that is not finite."""

@@ -111,18 +111,21 @@ class Optimizer:
             )
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float = 0.0) -> StepResult:
+    def step(
+        self, lr: float, weight_decay: float = 0.0, *, norm: float | None = None
+    ) -> StepResult:
         """Clip and apply one update, or skip it on all ranks alike.
 
         Args:
             lr: learning rate of this step, where no pattern gives a factor.
             weight_decay: decoupled decay of this step, for the ranges that take any.
+            norm: what `grad_norm` returned for these gradients; None asks it here.
 
         Returns:
             The result; the weights' other shards must then be gathered by the data-parallel engine.
         """
         scale = self.scaler.scale
-        norm = self.grad_norm() / scale
+        norm = (self.grad_norm() if norm is None else norm) / scale
         zeros = self.count_zeros() if self.config.count_zeros else None
         applied = math.isfinite(norm)
         self.scaler.update(not applied)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planting the fault of --plant-fault: what a broken memory or unit does to an activation, or a
+weight.
+
+One bit is flipped that halves a value at most or makes it half as large again, so that nothing is
+Inf or NaN by it; or an activation becomes NaN. What is hit is the largest element of what the first
+block of this rank returns, or of its first bucket of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.weight_gather import WeightStore
+from megatron.training.config.planted_fault import PlantedFault
+
+_INTEGERS = {4: torch.int32, 2: torch.int16}
+#: The highest bit of the fraction.
+_BITS = {torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}
+
+
+def flip(flat: torch.Tensor) -> None:
+    """Flip the highest bit of the fraction of a flat tensor's largest element, in place."""
+    index = int(flat.abs().argmax())
+    flat.view(_INTEGERS[flat.element_size()])[index] ^= 1 << _BITS[flat.dtype]
+
+
+def make_nan(flat: torch.Tensor) -> None:
+    """Make a flat tensor's largest element NaN, in place."""
+    flat[int(flat.abs().argmax())] = math.nan
+
+
+def plant(fault: PlantedFault, model: GPTModel, *, rank: int) -> Callable[[int], None]:
+    """Return what is to be told the iteration that begins, so that the fault is there in it.
+
+    Args:
+        rank: this one.
+    """
+    if rank != fault.rank:
+        return lambda iteration: None
+    if fault.kind == "weight":
+        return lambda iteration: _hit_weight(fault, model.store, iteration)
+    return _ActivationFault(fault, model).on_iteration
+
+
+def _hit_weight(fault: PlantedFault, store: WeightStore, iteration: int) -> None:
+    if iteration == fault.iteration:
+        flip(store.buckets[0].weights.data.view(-1))
+
+
+class _ActivationFault:
+    """Hits what the first block returns, in one forward or in all from a step on."""
+
+    def __init__(self, fault: PlantedFault, model: GPTModel) -> None:
+        self._fault, self._armed = fault, False
+        self._hit = make_nan if fault.kind.startswith("nan") else flip
+        self._always = fault.kind.endswith("always")
+        model.decoders[0].blocks[0].register_forward_hook(self._on_forward)
+
+    def on_iteration(self, iteration: int) -> None:
+        """Take note of the iteration that begins."""
+        at = self._fault.iteration
+        self._armed = iteration >= at if self._always else iteration == at
+
+    def _on_forward(self, module: nn.Module, given: object, made: tuple[torch.Tensor, ...]) -> None:
+        if self._armed:
+            self._armed = self._always
+            # Not a change that autograd would see: a fault of the memory is none.
+            self._hit(made[0].data.view(-1))

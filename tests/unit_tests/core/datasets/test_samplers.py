@@ -128,19 +128,11 @@ def test_impossible_positions_are_refused():
             )
 
 
-UNEVEN = [
-    (11, 2, 3),
-    (11, 2, 4),
-    (10, 2, 3),
-    (7, 3, 2),
-    (8, 8, 1),
-    (5, 1, 3),
-    (13, 4, 1),
-    (9, 2, 5),
-]
+#: Samples of a step, of a microbatch, and lanes.
+STEPS = [(11, 2, 3), (11, 2, 4), (10, 2, 3), (7, 3, 2), (8, 8, 1), (5, 1, 3), (13, 4, 1), (9, 2, 2)]
 
 
-@pytest.mark.parametrize(("samples", "micro", "lanes"), UNEVEN)
+@pytest.mark.parametrize(("samples", "micro", "lanes"), STEPS)
 def test_the_blocks_of_a_step_do_not_depend_on_the_lanes(samples, micro, lanes):
     """Every sample once, in blocks of b that the lanes take in turn."""
     plan = Division(samples=samples, micro_batch_size=micro, lanes=lanes)
@@ -149,6 +141,9 @@ def test_the_blocks_of_a_step_do_not_depend_on_the_lanes(samples, micro, lanes):
     wanted = [list(range(samples))[first : first + micro] for first in range(0, samples, micro)]
     assert blocks == wanted
     assert len(given) - len(blocks) == plan.fillers < lanes
+    rows = [max(len(p) for p in given[m * lanes : (m + 1) * lanes]) for m in range(plan.rounds)]
+    assert [plan.largest(m) for m in range(plan.rounds)] == rows
+    assert plan.wasted == pytest.approx(1.0 - samples / (lanes * sum(rows)))
     assert plan.is_even == (not plan.fillers and samples % micro == 0)
     assert [plan.consumed(m) for m in (0, plan.rounds)] == [0, samples]
     for lane in range(lanes):
@@ -162,6 +157,7 @@ def test_the_blocks_of_a_step_do_not_depend_on_the_lanes(samples, micro, lanes):
 def test_lanes_with_fewer_samples_get_fillers_that_count_for_nothing(kind, micro, lanes):
     """Steps of 11 samples, five of them, then no more; resumed in the middle."""
     size, rounds = (56 if kind == "single" else 25), -(-11 // (micro * lanes))
+    last = min(micro, 11 - (rounds - 1) * micro * lanes)  # samples of lane 0 in the last round
     whole = CyclicOrder(25, seed=7).indices(0, 55) if kind == "cyclic" else np.arange(55)
     for start in (0, 22):
         runs = [
@@ -184,7 +180,7 @@ def test_lanes_with_fewer_samples_get_fillers_that_count_for_nothing(kind, micro
                     if batch.filler:
                         fillers += 1
                         assert batch.num_samples == 0
-                        assert batch.loss_mask.shape == (micro, 2)
+                        assert batch.loss_mask.shape == (last, 2)
                         assert not batch.loss_mask.any()
                         assert set(batch.sample_ids.tolist()) == {first + 10}
                         assert set(batch.tokens.flatten().tolist()) == {whole[first + 10]}

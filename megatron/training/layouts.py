@@ -35,11 +35,17 @@ class Layouts:
 
     def of(self, batch: GPTBatch) -> SequenceLayout | None:
         """Return the layout of a batch, without samples; None where rows are whole and hold one
-        document each, or are masked by document ids.
+        document each, or are masked by document ids, and some of them count.
 
         Raises:
             ValueError: rows that do not divide over the ranks.
         """
+        found = self._of_rows(batch)
+        if not batch.filler:
+            return found
+        return (self._masked(batch) if found is None else found).as_filler()
+
+    def _of_rows(self, batch: GPTBatch) -> SequenceLayout | None:
         rows, length = batch.loss_mask.shape
         if self._context.size == 1 and not self._part_by_part(batch):
             return None
@@ -48,6 +54,14 @@ class Layouts:
                 self._dense[rows, length] = self._make(batch)
             return self._dense[rows, length]
         return self._make(batch)
+
+    def _masked(self, batch: GPTBatch) -> SequenceLayout:
+        """Return the layout of whole rows that are masked by document ids, if any."""
+        given = {"positions": batch.positions, "document_ids": batch.document_ids}
+        moved = {
+            name: None if rows is None else rows.to(self._device) for name, rows in given.items()
+        }
+        return SequenceLayout.packed(batch.loss_mask.shape[1], device=self._device, **moved)
 
     def _make(self, batch: GPTBatch) -> SequenceLayout:
         rows, length = batch.loss_mask.shape

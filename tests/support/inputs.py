@@ -20,13 +20,15 @@ from megatron.core.models.multi_token import Ahead
 @dataclass(frozen=True)
 class Microbatch:
     """One lane's microbatch: tokens, labels [b, s] int64; loss_mask [b, s] fp32; sample_ids [b];
-    what multi-token prediction reads and predicts, if anything."""
+    what multi-token prediction reads and predicts, if anything; its share of the step's samples,
+    if they are not divided evenly."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     sample_ids: torch.Tensor
     ahead: Ahead | None = field(default=None, kw_only=True)
+    share: float | None = field(default=None, kw_only=True)
 
     @property
     def documents(self) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.core.datasets.division import Division
 from megatron.training.config import (
     Config,
     DataParallelConfig,
@@ -34,7 +35,7 @@ class Run:
         config: the config with every derived field filled.
         world_size: number of processes.
         data_parallel_size: processes that see different samples.
-        num_microbatches: forward passes per rank and step.
+        num_microbatches: forward passes per rank and step, fillers of an uneven batch included.
         train_iters: optimizer steps of the whole run.
         train_samples: samples of the whole run.
         decay_samples: samples until the learning rate reaches its minimum.
@@ -52,6 +53,17 @@ class Run:
     warmup_samples: int
     wsd_decay_samples: int
 
+    @property
+    def division(self) -> Division:
+        """Return which samples of a step each rank computes."""
+        batch = self.config.training.global_batch_size
+        assert batch is not None, "the run must be resolved"
+        return Division(
+            samples=batch,
+            micro_batch_size=self.config.training.micro_batch_size,
+            lanes=self.data_parallel_size,
+        )
+
 
 def resolve(config: Config, world_size: int) -> Run:
     """Return the run that a config describes on `world_size` processes."""
@@ -59,6 +71,7 @@ def resolve(config: Config, world_size: int) -> Run:
     training = _training(config.training, dp)
     batch = training.global_batch_size
     assert batch is not None
+    division = Division(samples=batch, micro_batch_size=training.micro_batch_size, lanes=dp)
     if training.train_samples is not None:
         iterations = training.train_samples // batch
         samples = training.train_samples
@@ -89,7 +102,7 @@ def resolve(config: Config, world_size: int) -> Run:
         config=resolved,
         world_size=world_size,
         data_parallel_size=dp,
-        num_microbatches=batch // (training.micro_batch_size * dp),
+        num_microbatches=division.rounds,
         train_iters=iterations,
         train_samples=samples,
         decay_samples=decay,

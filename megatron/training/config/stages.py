@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.datasets.division import Division
 from megatron.core.models.pattern import (
     ATTENTION,
     DENSE,
@@ -176,14 +177,16 @@ def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
 
 
 def _microbatches(config: Config, world_size: int) -> int | None:
-    """Return the microbatches of a step; None where the batch does not divide."""
+    """Return the microbatches of a step; None where the batch does not divide and must."""
     training = config.training
     lanes = world_size // config.model_parallel_size
     if world_size % config.model_parallel_size:
         return None
     batch = training.global_batch_size or training.micro_batch_size * lanes
-    each = training.micro_batch_size * lanes
-    return None if batch % each else batch // each
+    division = Division(samples=batch, micro_batch_size=training.micro_batch_size, lanes=lanes)
+    if not (division.is_even or training.allow_uneven_batch):
+        return None
+    return division.rounds
 
 
 def _even_chunks(config: Config) -> int | None:

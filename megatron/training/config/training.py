@@ -19,6 +19,9 @@ class TrainingConfig:
     """Samples per rank in one forward pass."""
     global_batch_size: int | None = None
     """Samples per optimizer step over all ranks; derived: micro batch x data parallel size."""
+    allow_uneven_batch: bool = False
+    """Take a global batch that is no multiple of micro batch x data parallel size: ranks with fewer
+    microbatches compute fillers that count for nothing, and the last microbatch may be smaller."""
     train_iters: int | None = None
     """Number of optimizer steps; give this or --train-samples."""
     train_samples: int | None = None

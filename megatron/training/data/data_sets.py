@@ -209,6 +209,7 @@ def training_batches(
         lanes_size=lanes.size,
         consumed_samples=consumed_samples,
         order=order,
+        step_samples=run.division.samples,
     )
 
 
@@ -229,6 +230,7 @@ def validation_batches(
         micro_batch_size=run.config.training.micro_batch_size,
         lanes_rank=lanes.rank,
         lanes_size=lanes.size,
+        step_samples=run.division.samples,
     )
 
 

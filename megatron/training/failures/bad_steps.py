@@ -68,7 +68,7 @@ def doubt_text(iteration: int, doubt: Doubt, where: str, *, limit: float) -> str
     if doubt.kind == "determinism" and doubt.verdict == "transient":
         end = "the two others are equal and were used: transient, watch that machine"
     elif doubt.verdict == "undecided":
-        what = "computations of the step differ"
+        what = "the result of the step changes with every computation, that"
     return f"iteration {iteration}: {what} {where}; {end}"
 
 

@@ -189,7 +189,7 @@ class Replayer:
             return first, None
         tries, seen = [first], [self._evidence(first)]
         if mode == "disabled":
-            return first, _doubt(tries, seen, share)
+            return first, doubt_of(tries, seen, share)
 
         def again() -> None:
             for counter, before in zip(self.reruns.counters, kept, strict=True):
@@ -203,7 +203,7 @@ class Replayer:
         if compares:
             self.compared += 1
             self.differed += len(tries) > 2
-        return tries[-1], _doubt(tries, seen, share)
+        return tries[-1], doubt_of(tries, seen, share)
 
     def stats(self) -> tuple[dict[str, float], str | None]:
         """Return how many steps were compared and differed, as numbers and as a line, if any
@@ -211,10 +211,8 @@ class Replayer:
         if self.reruns.mode != "report_determinism_stats":
             return {}, None
         numbers = {"steps_compared": float(self.compared), "steps_differed": float(self.differed)}
-        return (
-            numbers,
-            f"determinism: {self.compared} steps computed twice, {self.differed} differed",
-        )
+        line = f"{self.compared} steps were computed twice, {self.differed} differed"
+        return numbers, f"determinism: {line}"
 
     def _computed(self, compute: Callable[[], Computed]) -> Computed:
         self._bits.begin()
@@ -231,7 +229,7 @@ class Replayer:
         ]
 
 
-def _doubt(
+def doubt_of(
     tries: Sequence[Computed], seen: Sequence[Sequence[Evidence]], share: float
 ) -> Doubt | None:
     """Return what the computations of a step say of it, the last one being that to go on with."""

@@ -4,17 +4,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import socket
 from dataclasses import dataclass
 
 import pytest
 
+from megatron.core.dist_checkpointing import Solo
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.bad_steps import Glitch, remember_loss, spike_limit
+from megatron.training.failures.bad_steps import (
+    doubt_text,
+    in_pipelines,
+    remember_loss,
+    spike_limit,
+    where_text,
+)
+from megatron.training.failures.fault_log import FaultLog
 from megatron.training.failures.faults import Faults
+from megatron.training.failures.faulty_hosts import add_faulty, read_faulty, refuse_faulty_hosts
+from megatron.training.failures.replay import Doubt
 from megatron.training.failures.suspect_step import (
     Suspect,
+    SuspectStep,
     forget_suspect,
     judge,
     read_suspect,
@@ -26,7 +39,7 @@ from tests.unit_tests.training.small_config import small_config
 
 @dataclass(frozen=True)
 class Outcome:
-    parts: tuple[tuple[float, ...], ...] = ()
+    doubt: Doubt | None = None
     loss: float = 2.0
     applied: bool = True
     grad_norm: float = 1.0
@@ -54,46 +67,62 @@ def test_without_a_factor_nothing_is_kept():
 
 
 NAN = math.nan
+HOSTS = {1: "host1"}
+
+
+def doubt(kind="nan", verdict="reproduced", *, ranks=(1,), values=(NAN, NAN), same=True):
+    return Doubt(kind, verdict, ranks, values, same=same)
 
 
 @pytest.mark.parametrize(
-    ("parts", "glitch"),
+    ("found", "said"),
     [
-        ((), None),
-        (((1.0, NAN, 2.0),), Glitch((1,), "unchecked")),
-        (((1.0, NAN, math.inf), (1.0, 2.0, 3.0)), Glitch((1, 2), "transient")),
-        (((1.0, NAN, 2.0), (1.0, NAN, 2.0)), Glitch((1,), "reproduced")),
-        # Elsewhere the second time: no computation of the step has been sound.
-        (((1.0, NAN, 2.0), (NAN, 1.0, 2.0)), Glitch((1,), "reproduced")),
+        (doubt(verdict="transient"), "NaN or Inf loss of rank 1 on host1; the step computed once "
+         "more is sound and was used: transient, watch that machine"),
+        (doubt(), "gives it again: reproduced, the step was skipped"),
+        (doubt(same=False), "gives it again, with other bits: reproduced"),
+        (doubt(verdict="unchecked"), "of rank 1 on host1; the step was skipped"),
+        (doubt("inf_norm"), "NaN or Inf gradient norm of rank 1 on host1; "),
+        (doubt("spike", values=(8.0, 8.0)), "loss 8 is above 4, the limit of --loss-spike-factor, "
+         "with a part of rank 1 on host1; "),
+        (doubt("determinism", "transient"), "one of three computations of the step has other bits: "
+         "that of rank 1 on host1; the two others are equal and were used: transient"),
+        (doubt("determinism", "undecided"), "changes with every computation, that of rank 1"),
     ],
-)
-def test_what_two_computations_say(parts, glitch):
-    assert Glitch.of(Outcome(parts)) == glitch
+)  # fmt: skip
+def test_a_line_says_what_was_wrong_and_what_came_of_it(found, said):
+    text = doubt_text(7, found, where_text(HOSTS), limit=4.0)
+    assert text.startswith("iteration 7: ")
+    assert said in text
 
 
-def test_all_stages_of_a_pipeline_may_have_begun_a_nan():
+def test_all_stages_of_a_pipeline_may_have_begun_it():
     pipelines = [[0, 2], [1, 3]]
-    found = Glitch.of(Outcome(((0.0, 0.0, 1.0, NAN),)), pipelines)
-    assert found == Glitch((1, 3), "unchecked", stages=2)
-    assert "NaN or Inf loss of a pipeline of rank 1 on 1, rank 3 on 3; " in found.text(2, str)
-    played = Played("--on-reproduced-nan restart")
+    assert in_pipelines((3,), pipelines) == (1, 3)
+    assert in_pipelines((3,), ()) == (3,)
+    played = Played("--on-reproduced-fault restart")
     faults = dataclasses.replace(played.faults, pipelines=pipelines)
-    both = (0.0, 0.0, NAN, 1.0)
     with pytest.raises(RunStopped, match="'0': 'host0', '2': 'host2'"):
-        faults.after_step(Progress(), Outcome((both, both)), math.inf)
+        faults.after_step(Progress(), Outcome(doubt(ranks=(2,))), math.inf)
+    assert "of a pipeline of rank 0 on host0, rank 2 on host2; " in played.said[0]
 
 
 def test_many_ranks_make_a_short_line():
-    text = Glitch(tuple(range(1000)), "unchecked").text(7, lambda rank: f"host{rank}")
-    assert text.startswith("iteration 7: NaN or Inf loss of rank 0 on host0, rank 1 on host1, ")
+    text = where_text({rank: f"host{rank}" for rank in range(1000)})
+    assert text.startswith("of rank 0 on host0, rank 1 on host1, ")
     assert "and 992 more" in text
-    assert len(text) < 300
+    assert len(text) < 200
+
+
+def suspect(iteration=3, hosts=None, values=(NAN, NAN)):
+    return Suspect(iteration, hosts or {"1": "a"}, "nan", values)
 
 
 def test_the_note_survives_and_damage_is_no_note(tmp_path):
     assert read_suspect(str(tmp_path)) is None
-    write_suspect(str(tmp_path), Suspect(3, {"1": "a"}))
-    assert read_suspect(str(tmp_path)) == Suspect(3, {"1": "a"})
+    odd = Suspect(3, {"1": "a"}, "spike", (0.1 + 0.2, math.inf))
+    write_suspect(str(tmp_path), odd)
+    assert read_suspect(str(tmp_path)) == odd
     for damage in ("", "[]", "{}", '{"iteration": 3, "hosts": 4}'):
         (tmp_path / "suspect_step.json").write_text(damage)
         assert read_suspect(str(tmp_path)) is None
@@ -105,29 +134,99 @@ def test_the_note_survives_and_damage_is_no_note(tmp_path):
     ("noted", "now", "code"),
     [
         (None, {"1": "a"}, 16),
-        (Suspect(2, {"1": "b"}), {"1": "a"}, 16),  # another step
-        (Suspect(3, {"1": "a"}), {"1": "a"}, 16),
-        (Suspect(3, {"1": "a"}), {"0": "a"}, 16),  # another rank on the same machine
-        (Suspect(3, {"1": "b"}), {"1": "a"}, 17),
+        (suspect(2, {"1": "b"}), {"1": "a"}, 16),  # another step
+        (suspect(), {"1": "a"}, 16),
+        (suspect(), {"0": "a"}, 16),  # another rank on the same machine
+        (suspect(3, {"1": "b"}), {"1": "a"}, 17),
     ],
 )
 def test_who_is_to_blame(noted, now, code):
-    assert judge(noted, Suspect(3, now)).code == code
+    assert judge(noted, suspect(3, now)).code == code
+
+
+@pytest.mark.parametrize(("second", "words"), [(8.0, "with the same"), (8.5, "not with the same")])
+def test_the_bits_of_two_machines_are_compared(second, words):
+    noted = Suspect(3, {"1": "b"}, "spike", (8.0, 8.0))
+    found = judge(noted, Suspect(3, {"1": "a"}, "spike", (second, second)))
+    assert f"before that on b, {words} bits" in str(found)
+
+
+def noting(tmp_path, monkeypatch, host):
+    """Return a save folder's note, and what is kept when it turns out."""
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    said, kept = [], []
+
+    def record(noted, verdict, hosts, *, loss):
+        kept.append((noted.iteration, verdict, hosts, loss))
+
+    return SuspectStep(str(tmp_path), Solo(), say=said.append, record=record), said, kept
+
+
+def test_a_step_that_is_sound_elsewhere_lists_the_machine_and_starts_there_are_refused(
+    tmp_path, monkeypatch
+):
+    write_suspect(str(tmp_path), suspect(3, {"1": "a", "2": "c"}))
+    step, said, kept = noting(tmp_path, monkeypatch, "c")
+    step.acquit(2, 1.5)
+    assert kept == []
+    step.acquit(3, 1.5)
+    step.acquit(3, 1.5)
+    assert kept == [(3, "persistent", {1: "a"}, 1.5)], "c is in use and the step is sound"
+    assert "on a it was not, twice (nan): persistent, listed in" in said[0]
+    assert read_suspect(str(tmp_path)) is None
+    (entry,) = read_faulty(str(tmp_path))
+    assert (entry["host"], entry["rank"], entry["iteration"]) == ("a", 1, 3)
+    assert (entry["values"], entry["sound"], entry["sound_on"]) == (
+        ["nan", "nan"], 1.5.hex(), ["c"]
+    )  # fmt: skip
+    refuse_faulty_hosts(str(tmp_path), Solo())
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    with pytest.raises(
+        RunStopped, match=r"rank 0 is on a, which gave .* or remove its ent"
+    ) as stop:
+        refuse_faulty_hosts(str(tmp_path), Solo())
+    assert stop.value.code == ExitCode.RESTART_ELSEWHERE
+
+
+def test_a_step_that_is_sound_on_the_same_machine_lists_none(tmp_path, monkeypatch):
+    write_suspect(str(tmp_path), suspect())
+    step, said, kept = noting(tmp_path, monkeypatch, "a")
+    step.acquit(3, 1.5)
+    assert kept == [(3, "transient", {1: "a"}, 1.5)]
+    assert "on the same machines it was not" in said[0]
+    assert not (tmp_path / "faulty_hosts.json").exists()
+    assert not (tmp_path / "suspect_step.json").exists()
+
+
+def test_a_damaged_list_of_machines_is_an_error_and_more_are_added(tmp_path):
+    assert read_faulty(str(tmp_path)) == []
+    add_faulty(str(tmp_path), [{"host": "a"}])
+    add_faulty(str(tmp_path), [{"host": "b"}])
+    assert [entry["host"] for entry in read_faulty(str(tmp_path))] == ["a", "b"]
+    (tmp_path / "faulty_hosts.json").write_text("{")
+    with pytest.raises(ValueError, match=r"faulty_hosts\.json cannot be read .* mend or remove it"):
+        refuse_faulty_hosts(str(tmp_path), Solo())
 
 
 class Played:
     """Decisions about steps, and what came of them."""
 
-    def __init__(self, flags: str = "", back: Progress | None = None) -> None:
+    def __init__(self, flags: str = "", back: Progress | None = None, save=None) -> None:
         self.said, self.events, self.saves, self.acquitted = [], [], [], []
         self.faults = Faults(
             config=small_config(f"--save s {flags}"),
             say=self.said.append,
-            record=lambda kind, iteration, values: self.events.append((kind, iteration, values)),
+            log=FaultLog(
+                save,
+                record=lambda kind, iteration, values: self.events.append(
+                    (kind, iteration, values)
+                ),
+                warn=self.said.append,
+            ),
             host_of=lambda rank: f"host{rank}",
             save=lambda progress: self.saves.append(progress.iteration),
             judge=lambda suspect: RunStopped(ExitCode.RESTART_ELSEWHERE, str(suspect)),
-            acquit=self.acquitted.append,
+            acquit=lambda iteration, loss: self.acquitted.append((iteration, loss)),
             roll_back=lambda: back,
         )
 
@@ -135,29 +234,56 @@ class Played:
 def test_a_sound_step_acquits_and_says_nothing():
     played = Played()
     played.faults.after_step(Progress(iteration=4), Outcome(), math.inf)
-    assert (played.said, played.events, played.acquitted) == ([], [], [5])
+    assert (played.said, played.events, played.acquitted) == ([], [], [(5, 2.0)])
 
 
 @pytest.mark.parametrize(
-    ("second", "flags", "stops"),
+    ("verdict", "flags", "stops"),
     [
-        (NAN, "--on-reproduced-nan restart", True),
-        (NAN, "", False),
-        (1.0, "--on-reproduced-nan restart", False),
+        ("reproduced", "--on-reproduced-fault restart", True),
+        ("reproduced", "", False),
+        ("transient", "--on-reproduced-fault restart", False),
+        ("undecided", "--on-reproduced-fault restart", False),
     ],
 )
-def test_only_a_reproduced_nan_stops_and_only_if_asked(second, flags, stops):
+@pytest.mark.parametrize("kind", ["nan", "inf_norm", "spike"])
+def test_only_a_reproduced_fault_stops_and_only_if_asked(kind, verdict, flags, stops):
     played = Played(flags)
-    outcome = Outcome(((1.0, NAN), (1.0, second)))
+    outcome = Outcome(doubt(kind, verdict, values=(8.0, 8.0)))
     if stops:
-        with pytest.raises(RunStopped, match="host1"):
-            played.faults.after_step(Progress(iteration=4), outcome, math.inf)
+        with pytest.raises(RunStopped, match=f"'1': 'host1'.*kind='{kind}'"):
+            played.faults.after_step(Progress(iteration=4), outcome, 4.0)
     else:
-        played.faults.after_step(Progress(iteration=4), outcome, math.inf)
+        played.faults.after_step(Progress(iteration=4), outcome, 4.0)
     assert played.saves == ([4] if stops else []), "the state before the step"
-    verdict = "transient" if second == 1.0 else "reproduced"
-    assert played.events == [("fault", 5, {verdict: 1.0, "first_rank": 1.0})]
-    assert played.acquitted == []
+    more = {"loss": 8.0, "limit": 4.0} if kind == "spike" else {}
+    assert played.events == [("fault", 5, {kind: 1.0, verdict: 1.0, "first_rank": 1.0, **more})]
+    assert played.acquitted == ([(5, 2.0)] if verdict == "transient" else [])
+
+
+def test_a_line_of_the_save_folder_names_machines_and_has_the_exact_values(tmp_path):
+    played = Played(save=str(tmp_path))
+    for values in ((NAN, 0.1), (math.inf,)):
+        outcome = Outcome(doubt(verdict="transient", ranks=(0, 1), values=values))
+        played.faults.after_step(Progress(iteration=4), outcome, math.inf)
+    lines = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
+    assert [line.pop("time")[-6:] for line in lines] == ["+00:00", "+00:00"]
+    assert lines[0] == {
+        "iteration": 5,
+        "kind": "nan",
+        "verdict": "transient",
+        "ranks": {"0": "host0", "1": "host1"},
+        "values": ["nan", 0.1],
+        "bits": ["nan", (0.1).hex()],
+    }
+    assert lines[1]["values"] == lines[1]["bits"] == ["inf"]
+
+
+def test_a_fault_that_cannot_be_noted_ends_no_run(tmp_path):
+    played = Played(save=str(tmp_path / "absent"))
+    played.faults.after_step(Progress(), Outcome(doubt()), math.inf)
+    assert "cannot be noted in" in played.said[1]
+    assert len(played.events) == 1
 
 
 def test_rolling_back_keeps_the_position_in_the_data():

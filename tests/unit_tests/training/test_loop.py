@@ -18,7 +18,9 @@ from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySc
 from megatron.training.config.resolve import resolve
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
+from megatron.training.failures.fault_log import FaultLog
 from megatron.training.failures.faults import Faults
+from megatron.training.failures.replay import Doubt
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.loop import LoopParts, train
 from megatron.training.monitoring.metrics import Metrics
@@ -35,7 +37,7 @@ class Outcome:
     grad_norm: float = 1.0
     num_zeros: int | None = None
     votes: tuple[float, ...] = ()
-    parts: tuple[tuple[float, ...], ...] = ()
+    doubt: Doubt | None = None
     spiked: bool = False
 
 
@@ -111,7 +113,7 @@ class Played:
                 faults=Faults(
                     config=self.run.config,
                     say=display.log,
-                    record=metrics.write,
+                    log=FaultLog(None, record=metrics.write, warn=pytest.fail),
                     host_of=lambda rank: f"host{rank}",
                     save=None if saves is None else self.finish,
                 ),
@@ -281,7 +283,10 @@ def test_a_spike_is_skipped_and_its_loss_is_not_remembered():
         def take_step(self, lr, decay, loss_limit):
             limits.append(loss_limit)
             outcome = super().take_step(lr, decay, loss_limit)
-            return outcome if outcome.loss <= loss_limit else Outcome(outcome.loss, False, spiked=1)
+            if outcome.loss <= loss_limit:
+                return outcome
+            twice = Doubt("spike", "reproduced", (1,), (outcome.loss, outcome.loss), same=True)
+            return Outcome(outcome.loss, False, doubt=twice, spiked=True)
 
     losses = [Outcome(x) for x in (2.0, 2.0, 4.0, 50.0, 4.0, 5.0)]
     flags = "--loss-spike-factor 2 --loss-spike-window 3 --eval-interval 0 --train-iters 6"
@@ -291,7 +296,7 @@ def test_a_spike_is_skipped_and_its_loss_is_not_remembered():
     assert played.progress.recent_losses == [4.0, 4.0, 5.0]
     assert "iteration 4: loss 50 is above 4" in played.out.getvalue()
     assert [v for k, i, v in played.listener.events if k == "fault"] == [
-        {"spike": 50.0, "limit": 4.0}
+        {"spike": 1.0, "reproduced": 1.0, "first_rank": 1.0, "loss": 50.0, "limit": 4.0}
     ]
 
 

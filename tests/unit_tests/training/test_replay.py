@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What computations of a step are compared by, and what they say of it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.training.failures.replay import (
+    Computed,
+    Doubt,
+    Evidence,
+    GradientBits,
+    Replayer,
+    Reruns,
+    doubt_of,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def bits_of(*flats: torch.Tensor) -> tuple[int, float]:
+    bits = GradientBits(torch.device("cpu"))
+    for flat in flats:
+        bits(flat)
+    return int(bits.sum), float(bits.largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 12])
+def test_every_flipped_bit_of_every_gradient_changes_the_sum(dtype, size):
+    flat = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(dtype)
+    before, largest = bits_of(flat)
+    assert largest == float(flat.abs().max())
+    words = flat.view(torch.int32 if dtype is torch.float32 else torch.int16)
+    width = 8 * flat.element_size()
+    seen = {before}
+    for index in range(size):
+        for bit in range(width):
+            mask = 1 << bit if bit < width - 1 else -(1 << bit)
+            words[index] ^= mask
+            seen.add(bits_of(flat)[0])
+            words[index] ^= mask
+            assert bits_of(flat)[0] == before
+    # Some flips of equal weight in two elements have equal sums: none has that of the whole.
+    assert len(seen) > width
+
+
+def test_gradients_of_several_buckets_count_together_and_are_forgotten():
+    one, other = torch.randn(5), torch.randn(8)
+    both = bits_of(one)[0] + bits_of(other)[0]
+    assert (bits_of(one, other)[0] - both) % 2**64 == 0
+    bits = GradientBits(torch.device("cpu"))
+    bits(one)
+    bits.begin()
+    bits(other)
+    assert (int(bits.sum), float(bits.largest)) == bits_of(other)
+
+
+@pytest.mark.parametrize(("bad", "shown"), [(NAN, NAN), (INF, INF), (-INF, INF)])
+def test_a_gradient_that_is_not_finite_shows(bad, shown):
+    flat = torch.ones(9)
+    flat[4] = bad
+    largest = bits_of(torch.ones(3), flat, torch.ones(3))[1]
+    assert largest == shown or (math.isnan(largest) and math.isnan(shown))
+
+
+def tried(kind=None, loss=1.0, norm=2.0) -> Computed:
+    return Computed(loss, (), torch.tensor(0.0), kind, norm)
+
+
+def of_ranks(*losses: float, bits=(), largest=()) -> list[Evidence]:
+    found = list(bits) or [5] * len(losses)
+    most = list(largest) or [1.0] * len(losses)
+    return [Evidence(*row) for row in zip(losses, found, most, strict=True)]
+
+
+NANS, GOOD = tried("nan", NAN, NAN), tried()
+ALL_GOOD = of_ranks(1.0, 2.0, 3.0)
+SPIKE = tried("spike", 9.0, NAN)
+BIG = tried("inf_norm", 1.0, INF)
+
+
+@pytest.mark.parametrize(
+    ("tries", "seen", "doubt"),
+    [
+        ([NANS], [of_ranks(1.0, NAN, 2.0)], Doubt("nan", "unchecked", (1,), (NAN,))),
+        (
+            [NANS, GOOD],
+            [of_ranks(1.0, NAN, INF), ALL_GOOD],
+            Doubt("nan", "transient", (1, 2), (NAN, 1.0)),
+        ),
+        (
+            [NANS, NANS],
+            [of_ranks(1.0, NAN, 2.0)] * 2,
+            Doubt("nan", "reproduced", (1,), (NAN, NAN), same=True),
+        ),
+        # Elsewhere the second time: no computation of the step has been sound.
+        (
+            [NANS, NANS],
+            [of_ranks(1.0, NAN, 2.0), of_ranks(NAN, 1.0, 2.0)],
+            Doubt("nan", "reproduced", (1,), (NAN, NAN)),
+        ),
+        # The losses are equal; the gradients of rank 2 are not, which every rank's norm shows.
+        (
+            [BIG, GOOD],
+            [of_ranks(1.0, 2.0, 3.0, bits=(5, 5, 6), largest=(1.0, 1.0, INF)), ALL_GOOD],
+            Doubt("inf_norm", "transient", (2,), (INF, 1.0)),
+        ),
+        (
+            [BIG, BIG],
+            [of_ranks(1.0, 2.0, 3.0, largest=(1.0, NAN, 1.0))] * 2,
+            Doubt("inf_norm", "reproduced", (1,), (INF, INF), same=True),
+        ),
+        # All parts are sound: it is in a sum over ranks.
+        ([BIG, GOOD], [ALL_GOOD] * 2, Doubt("inf_norm", "transient", (0, 1, 2), (INF, 1.0), True)),
+        (
+            [SPIKE, SPIKE],
+            [of_ranks(1.0, 7.0, 1.0)] * 2,
+            Doubt("spike", "reproduced", (1,), (9.0, 9.0), same=True),
+        ),
+        (
+            [SPIKE, GOOD],
+            [of_ranks(1.0, 7.0, 1.0), of_ranks(1.0, 1.0, 1.0)],
+            Doubt("spike", "transient", (1,), (9.0, 1.0)),
+        ),
+        # Compared although nothing is suspicious.
+        ([GOOD, GOOD], [ALL_GOOD] * 2, None),
+        (
+            [GOOD] * 3,
+            [of_ranks(1.0, 2.5, 3.0), ALL_GOOD, ALL_GOOD],
+            Doubt("determinism", "transient", (1,), (1.0,) * 3, same=True),
+        ),
+        (
+            [GOOD] * 3,
+            [ALL_GOOD, of_ranks(1.0, 2.0, 3.5), ALL_GOOD],
+            Doubt("determinism", "transient", (2,), (1.0,) * 3),
+        ),
+        (
+            [GOOD] * 3,
+            [ALL_GOOD, of_ranks(1.0, 2.0, 3.0, bits=(4, 5, 5)), ALL_GOOD],
+            Doubt("determinism", "transient", (0,), (1.0,) * 3),
+        ),
+        (
+            [GOOD] * 3,
+            [ALL_GOOD, of_ranks(1.0, 2.0, 3.5), of_ranks(1.5, 2.0, 3.0)],
+            Doubt("determinism", "undecided", (0,), (1.0,) * 3),
+        ),
+        (
+            [NANS, GOOD, GOOD],
+            [of_ranks(NAN, 2.0, 3.0), ALL_GOOD, ALL_GOOD],
+            Doubt("nan", "transient", (0,), (NAN, 1.0, 1.0), same=True),
+        ),
+        # Two of three are suspicious, and the last: nothing sound to go on with.
+        (
+            [GOOD, NANS, NANS],
+            [ALL_GOOD, of_ranks(NAN, 2.0, 3.0), of_ranks(NAN, 2.0, 3.0)],
+            Doubt("nan", "reproduced", (0,), (1.0, NAN, NAN), same=True),
+        ),
+    ],
+)
+def test_what_computations_say(tries, seen, doubt):
+    # NaN is not equal to itself, so the words are compared.
+    assert repr(doubt_of(tries, seen, share=3.0)) == repr(doubt)
+
+
+class Shown:
+    """An engine that keeps what wants to see gradients."""
+
+    def __init__(self) -> None:
+        self.store = SimpleNamespace(device=torch.device("cpu"))
+        self.observe = None
+
+    def observe_gradients(self, observe) -> None:
+        self.observe = observe
+
+
+class Steps:
+    """Steps whose computations are played, and a counter that each adds to."""
+
+    def __init__(self, mode: str, interval: int = 1) -> None:
+        self.counter = torch.tensor([10.0, 0.0])
+        engine = Shown()
+        self.replayer = Replayer(
+            Reruns(mode, interval, (self.counter,)),
+            engine=engine,
+            world=ProcessGroupCollection.single()["world"],
+        )
+        self.engine = engine
+
+    def run(self, *played: tuple[str | None, float]) -> tuple[Doubt | None, int, float]:
+        """Return what is said, how many computations there were and which was used."""
+        left = list(played)
+
+        def compute() -> Computed:
+            kind, loss = left.pop(0)
+            self.counter += torch.tensor([1.0, loss])
+            if self.engine.observe is not None:
+                self.engine.observe(torch.full((3,), loss))
+            return Computed(loss, (), torch.tensor(loss, dtype=torch.float64), kind)
+
+        used, doubt = self.replayer.run(compute)
+        return doubt, len(played) - len(left), used.loss
+
+
+SOUND, OTHER, BAD = (None, 2.0), (None, 2.5), ("nan", NAN)
+
+
+def test_only_suspicious_steps_are_computed_again_and_count_once():
+    steps = Steps("validate_results")
+    assert steps.run(SOUND, OTHER) == (None, 1, 2.0)
+    doubt, times, loss = steps.run(BAD, SOUND)
+    assert (doubt.verdict, times, loss) == ("transient", 2, 2.0)
+    assert steps.counter.tolist() == [12.0, 4.0], "what the NaN left has been put back"
+    doubt, times, _ = steps.run(("spike", 9.0), ("spike", 9.0))
+    assert (doubt.kind, doubt.verdict, times) == ("spike", "reproduced", 2)
+    assert steps.replayer.stats() == ({}, None)
+
+
+def test_switched_off_nothing_is_looked_at_or_computed_again():
+    steps = Steps("disabled")
+    assert steps.engine.observe is None
+    doubt, times, _ = steps.run(BAD, SOUND)
+    assert (doubt.verdict, times) == ("unchecked", 1)
+
+
+def test_every_step_or_every_few_are_compared_and_the_majority_is_used():
+    steps = Steps("report_determinism_stats", 2)
+    assert steps.run(SOUND, OTHER) == (None, 1, 2.0)
+    assert steps.run(SOUND, SOUND, OTHER) == (None, 2, 2.0)
+    assert steps.run(SOUND, OTHER) == (None, 1, 2.0)
+    doubt, times, loss = steps.run(OTHER, SOUND, SOUND)
+    assert (doubt.kind, doubt.verdict, times, loss) == ("determinism", "transient", 3, 2.0)
+    doubt, times, loss = steps.run(BAD, SOUND)
+    assert (doubt.kind, doubt.verdict, times, loss) == ("nan", "transient", 2, 2.0)
+    assert steps.run(BAD, BAD, SOUND)[:2][0].verdict == "reproduced"
+    assert steps.counter[0] == 10.0 + 6.0, "one for each step"
+    numbers, line = steps.replayer.stats()
+    assert numbers == {"steps_compared": 3.0, "steps_differed": 1.0}
+    assert line == "determinism: 3 steps were computed twice, 1 differed"

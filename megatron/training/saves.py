@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
@@ -35,6 +36,7 @@ class Saves:
     Args:
         session: has --save.
         saver: in the background; None writes at once.
+        on_failure: what a save that fails at an interval does to the run.
         say: shows one line.
         metrics: where events are kept.
     """
@@ -44,14 +46,15 @@ class Saves:
         session: Session,
         saver: AsyncSaver | None,
         *,
+        on_failure: Literal["continue", "stop"],
         say: Callable[[str], None],
         metrics: Metrics,
     ) -> None:
         self._session, self._saver = session, saver
-        self._say, self._metrics = say, metrics
-        self._chosen = session.run.config.checkpoint
-        assert self._chosen.save is not None
-        self._root = self._chosen.save
+        self._on_failure, self._say, self._metrics = on_failure, say, metrics
+        root = session.run.config.checkpoint.save
+        assert root is not None
+        self._root = root
         self._failure: str | None = None
 
     def begin(self, progress: Progress) -> None:
@@ -148,7 +151,7 @@ class Saves:
 
     def _stop_on_failure(self) -> None:
         """End the run if a save has failed and that is to end it: where all ranks know of it."""
-        if self._failure is not None and self._chosen.on_failed_save == "stop":
+        if self._failure is not None and self._on_failure == "stop":
             raise RunStopped(
                 ExitCode.SAVE_FAILED,
                 f"saving failed: {self._failure}; --on-failed-save stop ends the run",
@@ -180,8 +183,9 @@ def saving(
     if chosen.save is None:
         yield None
         return
+    saves = partial(Saves, session, on_failure=chosen.on_failed_save, say=say, metrics=metrics)
     if not chosen.async_save:
-        yield Saves(session, None, say=say, metrics=metrics)
+        yield saves(None)
         return
     assert place.background is not None
     saver = AsyncSaver(
@@ -197,7 +201,7 @@ def saving(
     )
     session.step.before_update = saver.settle
     try:
-        yield Saves(session, saver, say=say, metrics=metrics)
+        yield saves(saver)
     except BaseException:
         saver.abandon()
         raise

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.training import gpt_options, pretraining, run_groups, session
+from megatron.training import gpt_options, pretraining, run_groups, saves, session
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.data import data_sets
 from megatron.training.data.vocabulary import Vocabulary
@@ -178,6 +178,7 @@ _PARTS = (
     (observation, "open_display"),
     (observation, "scheduled_collection"),
     (pretraining, "read_vocabulary"),
+    (saves, "Saves"),
     (data_sets, "PrefetchedBatches"),
     (torch, "use_deterministic_algorithms"),
 )

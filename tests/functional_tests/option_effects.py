@@ -203,6 +203,7 @@ EFFECTS: dict[str, Effect] = {
     "seq-length": Effect("loss", "24", "16"),
     "micro-batch-size": Effect("plan", "2", "4"),
     "global-batch-size": Effect("plan", "8", "16"),
+    "allow-uneven-batch": Effect("refusal", base="--global-batch-size 7"),
     "train-iters": Effect("plan", "12", "13"),
     "train-samples": Effect("plan", "80", "96", without=_ITERS),
     "exit-interval": Effect("log", "", "1"),

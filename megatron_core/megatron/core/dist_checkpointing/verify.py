@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.manifest import (
     StoredChunk,
     read_manifest,
 )
+from megatron.core.dist_checkpointing.readers import reading
 from megatron.core.dist_checkpointing.shard_file import ShardFile, check_size
 
 
@@ -40,18 +41,29 @@ def verify_checkpoint(folder: Path | str, *, digests: bool = True) -> VerifyRepo
         CheckpointError: naming the first thing that is wrong.
     """
     folder = Path(folder)
+    if digests:
+        with reading(folder):  # it takes a while
+            return _verify(folder, digests=True)
+    return _verify(folder, digests=False)
+
+
+def _verify(folder: Path, *, digests: bool) -> VerifyReport:
     manifest = read_manifest(folder)
     if digests and not manifest.digests:
         raise CheckpointError(f"{folder} was saved without digests: only sizes can be checked")
     for name, file in manifest.files.items():
         check_size(folder / name, file)
     _check_whole(folder, manifest)
-    known = {MANIFEST_NAME, *manifest.files}
-    unexpected = sorted(path.name for path in folder.iterdir() if path.name not in known)
     return VerifyReport(
         bytes_verified=_verify_bytes(folder, manifest) if digests else 0,
-        unexpected_files=tuple(unexpected),
+        unexpected_files=unexpected_files(folder, manifest),
     )
+
+
+def unexpected_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """List what lies in a checkpoint's folder without belonging to it."""
+    known = {MANIFEST_NAME, *manifest.files}
+    return tuple(sorted(path.name for path in folder.iterdir() if path.name not in known))
 
 
 def _check_whole(folder: Path, manifest: Manifest) -> None:

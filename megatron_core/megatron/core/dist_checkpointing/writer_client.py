@@ -39,6 +39,7 @@ class WriterProcess:
         self._timeout_seconds, self._niceness = timeout_seconds, niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._end: socket.socket | None = None
+        self._ended = False
         self.starts = 0
         """How many have been started."""
 
@@ -51,8 +52,10 @@ class WriterProcess:
         """Start a writer if there is none. Returns whether one was started.
 
         Raises:
-            CheckpointError: it cannot be started.
+            CheckpointError: it cannot be started, or shall not be.
         """
+        if self._ended:
+            raise CheckpointError("the run is ending: nothing is saved any more")
         if self._process is not None and self._process.poll() is None:
             return False
         self.close()
@@ -122,7 +125,8 @@ class WriterProcess:
         return f"the writer process {pid} was ended {how} during {do!r}"
 
     def kill(self) -> None:
-        """End the writer at once, from any thread: the order under way fails."""
+        """End the writer at once and for good, from any thread: the order under way fails."""
+        self._ended = True
         if (process := self._process) is not None:
             process.kill()
 

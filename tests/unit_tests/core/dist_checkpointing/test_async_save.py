@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves in the background: the same bytes, a snapshot that holds, writers and trainers that die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    CheckpointReader,
+    SaveReport,
+    Solo,
+    TensorChunk,
+    list_checkpoints,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from megatron.core.dist_checkpointing.commit import TRACKER_NAME
+from megatron.core.dist_checkpointing.staging import LARGE_BYTES
+from tests.support.ranks import start_ranks
+from tests.unit_tests.core.dist_checkpointing.layouts import on_threads, same_bits, whole
+
+
+@contextlib.contextmanager
+def saver_of(root: Path, chunks: list[TensorChunk], **options: Any) -> Iterator[AsyncSaver]:
+    saver = AsyncSaver(root, chunks, coordinator=options.pop("coordinator", Solo()), **options)
+    saver.wait()  # until the writer is there
+    try:
+        yield saver
+    finally:
+        saver.close()
+
+
+def outcome(saver: AsyncSaver) -> SaveReport:
+    """Wait for the save under way and return what became of it."""
+    saver.wait()
+    (report,) = saver.finished()
+    return report
+
+
+def read(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    with CheckpointReader(folder) as reader:
+        reader.read(whole(found))
+    return found
+
+
+def many_kinds() -> dict[str, torch.Tensor]:
+    """Return tensors on both sides of what is copied by itself, of any strides."""
+    large = LARGE_BYTES // 4
+    return {
+        "a": torch.randn(large + 3),
+        "b": torch.randn(large - 1),
+        "c": torch.tensor(3.5),
+        "d": torch.zeros(0, 4),
+        "e": torch.randn(70, 9)[:, ::2],
+        "f": torch.randn(3 * large, 2).t(),
+        "g": torch.randn(5).to(torch.bfloat16),
+        "h": torch.arange(7),
+        "i": torch.tensor([True, False]),
+        **{f"small.{i}": torch.randn(i % 5 + 1) for i in range(1500)},
+    }
+
+
+def test_the_bytes_are_those_of_a_save_that_waits(tmp_path):
+    chunks = whole(many_kinds())
+    save_checkpoint(tmp_path / "sync", 7, chunks, {"x": [1, None]}, coordinator=Solo())
+    with saver_of(tmp_path / "async", chunks) as saver:
+        saver.save(7, {"x": [1, None]})
+        report = outcome(saver)
+        assert report.error is None
+        assert report.folder == tmp_path / "async" / "iter_0000007"
+        assert saver.writer.pid not in (None, os.getpid())
+    for name in ("manifest.json", "shard-00000.safetensors"):
+        files = [tmp_path / way / "iter_0000007" / name for way in ("sync", "async")]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
+    assert (tmp_path / "async" / TRACKER_NAME).read_text() == "7\n"
+
+
+def test_blocks_are_digested_alike(tmp_path):
+    chunks = whole({"a": torch.randn(5000), "b": torch.randn(33)})
+    save_checkpoint(tmp_path / "s", 1, chunks, {}, coordinator=Solo(), block_bytes=4096)
+    with saver_of(tmp_path / "a", chunks, block_bytes=4096) as saver:
+        saver.save(1, {})
+        assert outcome(saver).error is None
+    texts = [(tmp_path / way / "iter_0000001/manifest.json").read_bytes() for way in "sa"]
+    assert texts[0] == texts[1]
+
+
+def test_what_changes_behind_settle_is_not_saved(tmp_path):
+    tensors = {"a": torch.randn(LARGE_BYTES), "b": torch.randn(5), "c": torch.randn(6, 4)[:, ::2]}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    with saver_of(tmp_path, whole(tensors)) as saver:
+        copies = saver.staging._from_host
+        copies.insert(0, lambda: time.sleep(0.2))  # a slow copy
+        start = time.monotonic()
+        saver.save(1, {})
+        assert time.monotonic() - start < 0.15, "saving holds nobody up"
+        saver.settle()
+        assert time.monotonic() - start > 0.2, "the copy was waited for"
+        for tensor in tensors.values():
+            tensor.mul_(-2.0)
+        assert outcome(saver).error is None
+        copies.pop(0)
+        saver.save(2, {})
+        saver.settle()
+        assert outcome(saver).error is None
+    found = read(tmp_path / "iter_0000001", before)
+    assert all(same_bits(found[name], before[name]) for name in before)
+    found = read(tmp_path / "iter_0000002", before)
+    assert all(same_bits(found[name], tensors[name].contiguous()) for name in before)
+
+
+def test_training_goes_on_while_the_writer_does_not(tmp_path):
+    with saver_of(tmp_path, whole({"a": torch.randn(9)})) as saver:
+        os.kill(saver.writer.pid, signal.SIGSTOP)
+        saver.save(1, {})
+        saver.settle()
+        assert saver.finished() == []
+        assert not list_checkpoints(tmp_path)
+        os.kill(saver.writer.pid, signal.SIGCONT)
+        assert outcome(saver).error is None
+        assert list_checkpoints(tmp_path) == [tmp_path / "iter_0000001"]
+
+
+def test_a_writer_that_is_killed_is_reported_and_started_again(tmp_path):
+    with saver_of(tmp_path, whole({"a": torch.randn(9)})) as saver:
+        first = saver.writer.pid
+        os.kill(first, signal.SIGSTOP)
+        saver.save(1, {})
+        os.kill(first, signal.SIGKILL)
+        report = outcome(saver)
+        assert f"the writer process {first} was ended by SIGKILL during" in report.error
+        assert list(tmp_path.glob("iter_*")) == []
+        saver.save(2, {})
+        assert outcome(saver).error is None
+        assert (saver.writer.starts, saver.writer.pid != first) == (2, True)
+        saver.save(3, {})
+        assert outcome(saver).error is None
+        assert saver.writer.starts == 2
+    verify_checkpoint(tmp_path / "iter_0000003")
+
+
+def test_a_writer_without_an_answer_is_ended(tmp_path):
+    with saver_of(tmp_path, whole({"a": torch.randn(9)}), timeout_seconds=1.5) as saver:
+        os.kill(saver.writer.pid, signal.SIGSTOP)
+        saver.save(1, {})
+        assert "gave no answer to 'plans' within 1.5 s and was ended" in outcome(saver).error
+        saver.save(2, {})
+        assert outcome(saver).error is None
+
+
+def test_a_full_disk_is_a_line_and_leaves_nothing(tmp_path):
+    with saver_of(tmp_path, whole({"a": torch.randn(90_000)})) as saver:
+        # The writer's files alone may not grow: the trainer's memory is a file to the kernel, too.
+        resource.prlimit(saver.writer.pid, resource.RLIMIT_FSIZE, (100_000, -1))
+        saver.save(1, {})
+        report = outcome(saver)
+        assert "cannot write" in report.error
+        assert "nothing was saved, earlier checkpoints are intact" in report.error
+        assert list(tmp_path.glob("iter_*")) == []
+        resource.prlimit(saver.writer.pid, resource.RLIMIT_FSIZE, (-1, -1))
+        saver.save(2, {})
+        assert outcome(saver).error is None
+
+
+def test_a_step_that_has_been_saved_is_left_as_it_is(tmp_path):
+    tensor = torch.zeros(3)
+    with saver_of(tmp_path, whole({"a": tensor})) as saver:
+        saver.save(1, {})
+        assert outcome(saver).lines == ()
+        tensor.fill_(1.0)
+        saver.save(1, {})
+        (line,) = outcome(saver).lines
+        assert line.endswith("iter_0000001 exists already and is kept; it is not saved again")
+    assert read(tmp_path / "iter_0000001", {"a": tensor})["a"].tolist() == [0.0] * 3
+
+
+def test_older_checkpoints_are_removed_behind_each_save(tmp_path):
+    keep = {"keep_last": 2, "retain_interval": 4}
+    with saver_of(tmp_path, whole({"a": torch.randn(3)}), keep=keep) as saver:
+        for iteration in range(3, 9):
+            saver.save(iteration, {})
+            assert outcome(saver).error is None
+    assert [int(folder.name[5:]) for folder in list_checkpoints(tmp_path)] == [8, 7, 4]
+
+
+def test_what_cannot_be_saved_is_refused_or_reported(tmp_path):
+    pieces = TensorChunk(
+        name="a",
+        shape=(3,),
+        offsets=(0,),
+        tensor=torch.empty(3, device="meta"),
+        replica_ranks=(0,),
+        pieces=lambda: iter(()),
+    )
+    with pytest.raises(ValueError, match="a comes in pieces"):
+        AsyncSaver(tmp_path, [pieces], coordinator=Solo())
+    half = [
+        TensorChunk(name="a", shape=(4,), offsets=(0,), tensor=torch.ones(2), replica_ranks=(0,))
+    ]
+    with saver_of(tmp_path, half) as saver:
+        with pytest.raises(ValueError, match=r"extra\['x'\] is nan"):
+            saver.save(1, {"x": float("nan")})
+        for iteration in (1, 2):
+            saver.save(iteration, {})
+            assert "the ranks declare only 2" in outcome(saver).error
+    assert list(tmp_path.glob("iter_*")) == []
+
+
+def halves(rank: int) -> tuple[list[TensorChunk], dict[str, torch.Tensor]]:
+    """Return what a rank of two holds: half of one tensor and replicas of two others."""
+    generator = torch.Generator().manual_seed(3)
+    w, r, s = (torch.randn(6, 4, generator=generator) for _ in range(3))
+    chunks = [
+        TensorChunk(
+            name="w",
+            shape=(6, 4),
+            offsets=(3 * rank, 0),
+            tensor=w[3 * rank : 3 * rank + 3].clone(),
+            replica_ranks=(rank,),
+        ),
+        *whole({"r": r, "s": s}, (0, 1)),
+    ]
+    return chunks, {"w": w, "r": r, "s": s}
+
+
+def test_ranks_write_their_parts_once_and_fail_together(tmp_path):
+    def work(rank: int, coordinator: Any) -> list[SaveReport]:
+        chunks, _ = halves(rank)
+        found = []
+        with saver_of(tmp_path, chunks, coordinator=coordinator) as saver:
+            for iteration in range(1, 6):
+                if (rank, iteration) in ((1, 2), (0, 4)):
+                    os.kill(saver.writer.pid, signal.SIGSTOP)
+                saver.save(iteration, {"by": rank})
+                if (rank, iteration) in ((1, 2), (0, 4)):
+                    os.kill(saver.writer.pid, signal.SIGKILL)
+                found.append(outcome(saver))
+            assert saver.writer.starts == 2
+            assert saver.staging.bytes < 600, "a replica is copied by one of its ranks"
+        return found
+
+    results = on_threads(2, work)
+    errors = [[report.error for report in reports] for reports in results]
+    assert errors[0] == errors[1]
+    assert [error is None for error in errors[0]] == [True, False, True, False, True]
+    assert "rank 1: the writer process" in errors[0][1]
+    assert [folder.name[-1] for folder in list_checkpoints(tmp_path)] == ["5", "3", "1"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "tmp" in path.name) == []
+    _, tensors = halves(0)
+    found = read(tmp_path / "iter_0000005", tensors)
+    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    verify_checkpoint(tmp_path / "iter_0000005")
+
+
+def hold_a_save(rank: int, world: int, root: str) -> None:
+    """Be a trainer whose writer stands still in the middle of a save."""
+    saver = AsyncSaver(root, whole({"a": torch.randn(9)}), coordinator=Solo())
+    saver.save(1, {})
+    saver.wait()
+    os.kill(saver.writer.pid, signal.SIGSTOP)
+    saver.save(2, {})
+    print(f"writer {saver.writer.pid}", flush=True)
+    time.sleep(60)
+
+
+def test_a_writer_ends_with_its_trainer_and_commits_nothing(tmp_path):
+    with start_ranks(hold_a_save, 1, str(tmp_path), init=False) as ranks:
+        ranks.wait_for_line(0, "writer ", timeout=30)
+        pid = int(ranks.log(0).split("writer ")[1].split()[0])
+        ranks.kill(0, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)  # were it still there, it would go on
+        deadline = time.monotonic() + 5.0
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not Path(f"/proc/{pid}").exists()
+    assert list_checkpoints(tmp_path) == [tmp_path / "iter_0000001"]
+    assert (tmp_path / TRACKER_NAME).read_text() == "1\n"
+
+
+def test_abandoning_waits_for_nobody(tmp_path):
+    saver = AsyncSaver(tmp_path, whole({"a": torch.randn(9)}), coordinator=Solo())
+    saver.wait()
+    pid = saver.writer.pid
+    os.kill(pid, signal.SIGSTOP)
+    saver.save(1, {})
+    start = time.monotonic()
+    saver.abandon()
+    assert time.monotonic() - start < 1.0
+    assert outcome(saver).error is not None
+    saver.close()
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_every_rank_is_told_when_a_checkpoint_is_there(tmp_path):
+    told: list[bool] = []
+
+    def note() -> None:
+        told.append((tmp_path / "iter_0000001" / "manifest.json").exists())
+
+    with saver_of(tmp_path, whole({"a": torch.randn(9)}), on_commit=note) as saver:
+        saver.save(1, {})
+        assert outcome(saver).error is None
+    assert told == [True]

@@ -20,7 +20,7 @@ STAMP := .venv/.installed-torch-$(TORCH_VERSION)
 SOURCES := megatron_core megatron tests tools experimental
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint format test test-all parity gpu bench coverage
+.PHONY: help venv pretrain lint format test test-all status parity gpu bench coverage
 
 help: ## list the targets
 	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
@@ -56,6 +56,13 @@ test: $(STAMP) ## the tests of every change
 test-all: $(STAMP) ## the tests of every night: the slow ones too
 	@echo "test-all: pytest $(TESTS), without those marked gpu"
 	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not gpu"
+
+status: $(STAMP) ## test-all, and docs/status.md from what its tests have trained
+	@echo "status: pytest $(TESTS), without those marked gpu; docs/status.md"
+	@status=0; mkdir -p build; \
+	$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not gpu" --status-out build/status.json || status=1; \
+	$(PY) -m tools.write_status build/status.json || status=1; \
+	exit $$status
 
 parity: $(STAMP) ## every parallel layout against the single process, slow ones too
 	@echo "parity: pytest tests/parity"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.core.backend import Backend
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt_config import GPTConfig
 from megatron.core.optimizer import Optimizer
@@ -134,8 +135,9 @@ def step_settings(
 
 
 def _packed(batch: Microbatch) -> bool:
-    layout = batch.layout
-    by_layout = layout is not None and (
+    known = batch.documents
+    layout = known.get("layout")
+    by_layout = isinstance(layout, SequenceLayout) and (
         layout.documents is not None or layout.document_ids is not None
     )
-    return batch.document_ids is not None or by_layout
+    return "document_ids" in known or by_layout

@@ -203,6 +203,11 @@ class Impossible:
 
 IMPOSSIBLE = (
     Impossible("one process has nothing to cut", strategies=_SHARDED, grids=("1",)),
+    Impossible(
+        "ranks are compared with one process, and that with the definition",
+        rows=("numbers of a definition",),
+        grids=tuple(name for name in GRIDS if name != "1"),
+    ),
     Impossible("it is about several processes", rows=_PARTED, grids=("1",)),
     Impossible("nothing is gathered", strategies=("no_shard",), rows=_GATHERED),
     Impossible(

@@ -35,17 +35,19 @@ class _Built:
 
 @dataclass
 class _Memory:
-    """What one process has built: models by their weights, runs by their step."""
+    """What one process has built: models by their weights, runs by their step; and the optimizer
+    that moved weights last."""
 
     models: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
     runs: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
     resumed: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     told: set[tuple[str, str]] = field(default_factory=set)
+    optimizer: Any = None
 
     def tell(self, ran: Ran) -> None:
         """Write a line, once for each file."""
-        path, line = os.environ[VARIABLE], json.dumps(asdict(ran), sort_keys=True)
-        if (path, line) not in self.told:
+        path, line = os.environ.get(VARIABLE), json.dumps(asdict(ran), sort_keys=True)
+        if path is not None and (path, line) not in self.told:
             self.told.add((path, line))
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
@@ -63,6 +65,7 @@ def install() -> None:
     # Only here: a process without a witness must not pay for these.
     from megatron.core.backend import LOCAL
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import Optimizer
     from megatron.core.transformer import Recompute
     from megatron.training import pretraining
     from megatron.training.step import TrainStep
@@ -88,12 +91,16 @@ def install() -> None:
         if cache is not None:
             memory.tell(_layout(model.groups, memory.models[model.store], "no_shard", ()))
 
+    def moved(optimizer: Any, *rest: Any, **named: Any) -> None:
+        memory.optimizer = optimizer  # a step may be given a stand-in before it
+
     def began(steps: Any, made: None, /, session: Any, *rest: Any) -> None:
         memory.runs[session.step] = session.run
 
     _behind(GPTModel, "__init__", built)
     _behind(GPTModel, "set_recompute", recomputed)
     _behind(GPTModel, "forward", generated)
+    _behind(Optimizer, "step", moved)
     _behind(TrainStep, "__call__", stepped)
     _behind(pretraining.SessionSteps, "__init__", began)
     restore = pretraining.restore
@@ -132,7 +139,7 @@ def _trained(memory: _Memory, step: Any, microbatches: Sequence[Any]) -> Ran:
     engine, built = step.engine, memory.models[step.engine.store]
     settings = (
         *model_settings(built.config, tp=engine.groups["tp"].size),
-        *training_settings(engine, step.optimizer),
+        *training_settings(engine, memory.optimizer),
         *model_paths(built.config, engine, built.backend),
         *step_settings(step, microbatches, built.recompute),
     )

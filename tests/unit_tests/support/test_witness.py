@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The witness sees the layouts and settings of steps that were applied, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.parity.pieces import assembled
+from tests.parity.rows import row_with
+from tests.parity.training import rank_of_row, single_run, world_of
+from tests.support import witness
+from tests.support.covering_array import Row
+from tests.support.ranks import run_ranks
+from tests.support.status_rows import Ran, all_settings
+
+ROW = row_with(
+    tp=1, dp=2, pp=2, schedule="zb-h1", placement="optim_grads_params", granularity="weight",
+    overlap=False, accumulation=3, per_token=True, tied=True, norm="LayerNorm", bias="all",
+    gated=False, dropout=0.1, experts="sigmoid", ep=2, shared="gated", attention="latent", groups=8,
+    capacity="position", predictions=1, recompute="selective", dispatcher="allgather",
+    loss_scale=1024.0,
+)  # fmt: skip
+#: What that is, in the words of docs/status.md.
+SEEN = Ran(
+    world=4, tp=1, cp=1, pp=2, dp=2, ep=2, etp=1, sequence_parallel=False, schedule="zb-h1",
+    strategy="optim_grads_params",
+    settings=tuple(sorted((
+        "fp32", "loss scale", "loss per token", "accumulated microbatches", "SGD",
+        "reduce at the end", "gather by weight", "selective recompute", "dropout", "LayerNorm",
+        "tied embedding", "plain MLP", "biases", "multi-token prediction", "latent attention",
+        "sigmoid router", "losses of routers", "balance by biases", "capacity by position",
+        "gated shared expert", "tokens by all-gather",
+    ))),
+)  # fmt: skip
+
+
+def _train_twice(rank: int, world: int, row: Row, initial: dict) -> None:
+    """Train a row whose loss is sound, and the same on other ranks' layout with one that is not."""
+    rank_of_row(rank, world, row, initial)
+    broken = {name: torch.full_like(w, float("nan")) for name, w in initial.items()}
+    rank_of_row(rank, world, {**row, "placement": "optim", "granularity": "unit"}, broken)
+
+
+def test_a_witness_sees_what_was_trained_and_not_what_was_skipped(tmp_path: Path) -> None:
+    assert set(SEEN.settings) < set(all_settings())
+    initial = assembled(single_run(ROW, None).initial)
+    path = tmp_path / "ran.jsonl"
+    env = {witness.VARIABLE: str(path)}
+    run_ranks(_train_twice, world_of(ROW), ROW, initial, env=env)
+    assert witness.read(path) == [SEEN]
+
+
+def test_without_the_variable_nobody_watches(tmp_path: Path) -> None:
+    assert run_ranks(_watched, 2) == [False, False]
+    env = {witness.VARIABLE: str(tmp_path / "none")}
+    assert run_ranks(_watched, 2, env=env) == [True, True]
+    assert witness.read(tmp_path / "none") == []
+
+
+def _watched(rank: int, world: int) -> bool:
+    from megatron.training.step import TrainStep
+
+    return "__wrapped__" in vars(TrainStep.__call__)
+
+
+def test_a_strategy_alone_on_its_lanes_cuts_nothing(tmp_path: Path) -> None:
+    """What one process does is no proof of what a strategy does with several."""
+    row = row_with(tp=2, dp=1, placement="optim_grads", early_gather=True)
+    initial = assembled(single_run(row, None).initial)
+    env = {witness.VARIABLE: str(tmp_path / "ran.jsonl")}
+    run_ranks(rank_of_row, 2, row, initial, env=env)
+    (ran,) = witness.read(tmp_path / "ran.jsonl")
+    assert (ran.tp, ran.strategy) == (2, "")
+    assert not {"reduce overlapped", "gather overlapped"} & set(ran.settings)

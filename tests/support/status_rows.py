@@ -111,7 +111,7 @@ CLAIMS: Mapping[str, Claim] = {
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "numbers": (
         "fp32", "bf16", "fp16", "loss scale", "mean loss", "loss per token",
-        "accumulated microbatches", "packed documents",
+        "accumulated microbatches", "uneven batch", "packed documents",
     ),
     "optimizer": (
         "AdamW", "SGD", "Muon", "moments in bf16", "state in host memory", "factors by weight name",
@@ -174,6 +174,7 @@ _CONTEXTS = ("context by ring", "context by all-gather", "context by all-to-all"
 _PARTED = (
     "reduce overlapped", "reduce at the end", "gather overlapped", "gather by weight",
     "state cut over instances too", "bf16 gradients summed in fp32", "fewer kv heads than tp",
+    "replica digests",
     *_CONTEXTS, "tokens by all-to-all", "tokens by all-gather",
     *(name for name, claim in CLAIMS.items() if claim.needs),
 )  # fmt: skip

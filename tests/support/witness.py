@@ -128,7 +128,7 @@ def _behind(owner: type, name: str, tell: Callable[..., None]) -> None:
 
 
 def _trained(memory: _Memory, step: Any, microbatches: Sequence[Any]) -> Ran:
-    """Return what a step was made of."""
+    """Return what a step was made of and, in a run of the entry point, what else the run did."""
     from tests.support.settings_seen import (
         model_paths,
         model_settings,
@@ -146,10 +146,11 @@ def _trained(memory: _Memory, step: Any, microbatches: Sequence[Any]) -> Ran:
     schedule = step.forward_backward.name if engine.groups["pp"].size > 1 else ""
     did = ["replays"] if "replayed graph (stand-in)" in settings else []
     if step in memory.runs:
-        checkpoint = memory.runs[step].config.checkpoint
-        asynchronous = vars(checkpoint).get("async_save", False)
-        did += ["saves"] * (checkpoint.save is not None) + ["async"] * bool(asynchronous)
+        run = memory.runs[step]
+        checkpoint = run.config.checkpoint
+        did += ["saves"] * (checkpoint.save is not None) + ["async"] * checkpoint.async_save
         did += ["loads"] * (step in memory.resumed)
+        settings += () if run.division.is_even else ("uneven batch",)
     strategy = engine.config.strategy
     if strategy != "no_shard" and not engine.placement.optimizer:
         strategy = ""  # alone on its lanes it cuts nothing

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write docs/status.md: what tests that passed have proved, by feature, strategy and grid.
 
-python -m pytest tests -m "not gpu" --status-out status.json
-python -m tools.write_status status.json
+python -m pytest tests -m "covers and not gpu" --status-out build/status.json
+python -m tools.write_status build/status.json
 
 Several files may be given, of parts of the tests; of a test in more than one the last counts.
 """

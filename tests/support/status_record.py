@@ -108,6 +108,7 @@ class StatusRecord:
         self.complaints = self.empty_claims()
         if self.complaints and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps({"tests": self.tests}), encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

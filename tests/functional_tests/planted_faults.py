@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from megatron.training import pretraining
 from tests.functional_tests import small_run
-from tests.support.ranks import Outcome, start_ranks
+from tests.support.ranks import Outcome, RankSet, start_ranks
 
 
 def _planted_rank(
@@ -18,6 +19,17 @@ def _planted_rank(
 ) -> NoReturn:
     plant(rank)
     small_run.rank_process(rank, world, port, argv)
+
+
+@contextlib.contextmanager
+def running_with(
+    plant: Callable[[int], None], argv: list[str], *, world: int = 2
+) -> Iterator[RankSet]:
+    """Start a run with a fault; see `run_with`."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with start_ranks(_planted_rank, world, server.port, argv, plant, init=False) as ranks:
+        yield ranks
+    del server
 
 
 def run_with(
@@ -28,8 +40,7 @@ def run_with(
     Args:
         plant: called in every rank with its number, before it starts; a module-level function.
     """
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with start_ranks(_planted_rank, world, server.port, argv, plant, init=False) as ranks:
+    with running_with(plant, argv, world=world) as ranks:
         found = ranks.outcomes(timeout=timeout)
         return found, [ranks.log(rank) for rank in range(world)]
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves in the background of a run: a trainer killed in one, a writer killed, no disk left."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+
+import pytest
+
+from megatron.core.dist_checkpointing import AsyncSaver, latest_checkpoint, read_extra
+from megatron.core.dist_checkpointing.commit import TRACKER_NAME
+from megatron.training.exit_codes import ExitCode
+from megatron.training.monitoring.metrics import read_metrics
+from tests.functional_tests.planted_faults import run_with, running_with
+from tests.functional_tests.small_run import (
+    digests,
+    flags,
+    losses,
+    run_on,
+    timeless,
+    write_tokens,
+)
+
+LAYOUT = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+EIGHT = f"{LAYOUT} --train-iters 8 --save-interval 2 --eval-interval 0"
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def whole(prefix, tmp_path_factory):
+    """The folder of a run that nothing happened to and that saved while it waited."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_on(2, flags(prefix, f"{EIGHT} --save {folder}"))
+    return folder
+
+
+def _on_write(number: int, act) -> None:
+    """Have `act(saver)` called when this rank is to write its n-th shard in the background."""
+    write, count = AsyncSaver._write, [0]
+
+    def acting(self, name):
+        count[0] += 1
+        if count[0] == number:
+            act(self)
+        return write(self, name)
+
+    AsyncSaver._write = acting
+
+
+def plant_hold(rank: int) -> None:
+    """Rank 1's writer stands still in the second save: staged, the other shard written."""
+    if rank == 1:
+        _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGSTOP))
+
+
+def test_row_3_a_trainer_killed_in_a_background_save_loses_that_save_alone(prefix, tmp_path, whole):
+    save = tmp_path / "cut"
+    argv = flags(prefix, f"{EIGHT} --async-save --save {save} --load {save}")
+    with running_with(plant_hold, argv) as ranks:
+        # Iteration 5 computes while the shards of iteration 4 are being written.
+        ranks.wait_for_line(1, "iteration        5/", timeout=60)
+        shard = "iter_0000004.tmp-*/shard-00000.safetensors"
+        deadline = time.monotonic() + 20.0
+        while not list(save.glob(shard)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert list(save.glob(shard)), "the kill is to come in the middle of a save"
+        for rank in (0, 1):
+            ranks.kill(rank, signal.SIGKILL)
+        ranks.outcomes(timeout=20)
+    assert (save / TRACKER_NAME).read_text().strip() == "2"
+    assert latest_checkpoint(save) == save / "iter_0000002"
+    run_on(2, argv)
+    assert digests(save / "iter_0000008") == digests(whole / "iter_0000008")
+    assert digests(save / "iter_0000004") == digests(whole / "iter_0000004")
+    assert timeless(save / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
+    assert list(save.glob("*.tmp-*")) == []
+
+
+def plant_kill(rank: int) -> None:
+    if rank == 1:
+        _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGKILL))
+
+
+def test_row_4_a_writer_that_is_killed_costs_a_checkpoint_and_no_step(prefix, tmp_path, whole):
+    save = tmp_path / "save"
+    found, logs = run_with(plant_kill, flags(prefix, f"{EIGHT} --async-save --save {save}"))
+    assert [o.exit_code for o in found] == [0, 0], logs
+    (line,) = (line for line in logs[1].splitlines() if line.startswith("WARNING: "))
+    assert "saving at iteration 4 failed (1 so far): rank 1: the writer process " in line
+    assert "was ended by SIGKILL during 'write'; the next save is tried" in line
+    assert not (save / "iter_0000004").exists()
+    for iteration in (2, 6, 8):
+        name = f"iter_{iteration:07d}"
+        assert digests(save / name) == digests(whole / name), name
+    events = [e for e in read_metrics(save / "metrics.jsonl") if e["kind"] == "save"]
+    assert [e["iteration"] for e in events if "failed_saves" in e] == [4]
+    assert sorted(e["iteration"] for e in events if "seconds" in e) == [2, 6]
+    assert read_extra(save / "iter_0000008")["progress"]["failed_saves"] == 1
+    assert losses(save / "metrics.jsonl") == losses(whole / "metrics.jsonl")
+    assert list(save.glob("*.tmp-*")) == []
+
+
+def plant_small_disk(rank: int) -> None:
+    """From its second shard on rank 0's writer may write small files only."""
+
+    def shrink(saver: AsyncSaver) -> None:
+        resource.prlimit(saver.writer.pid, resource.RLIMIT_FSIZE, (50_000, -1))
+
+    if rank == 0:
+        _on_write(2, shrink)
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_row_10_no_space_in_the_background_goes_on_or_stops_as_asked(prefix, tmp_path, policy):
+    more = f"{EIGHT} --train-iters 7 --async-save --save {tmp_path} --on-failed-save {policy}"
+    found, logs = run_with(plant_small_disk, flags(prefix, more))
+    text = "".join(logs)
+    assert "saving at iteration 4 failed (1 so far): rank 0: cannot write" in text
+    assert list(tmp_path.glob("*.tmp-*")) == []
+    if policy == "stop":
+        assert [o.exit_code for o in found] == [ExitCode.SAVE_FAILED] * 2, logs
+        assert "--on-failed-save stop ends the run" in text
+        assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000002"
+    else:
+        assert [o.exit_code for o in found] == [0, 0], logs
+        assert "saving at iteration 6 failed (2 so far)" in text
+        # The last save is not the writer's: it is on disk when the run ends.
+        assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000007"
+        assert read_extra(tmp_path / "iter_0000007")["progress"]["failed_saves"] == 2

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints written in the background hold the bits of those that training waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.monitoring.metrics import read_metrics
+from tests.functional_tests.small_run import digests, flags, run_on, timeless, write_tokens
+
+CUT = "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"
+EXPERTS = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        f"{CUT} --bf16 --optimizer muon",
+        f"{EXPERTS} --use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce",
+        pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
+        pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param("--context-parallel-size 2 --seq-length 24", marks=pytest.mark.slow),
+        pytest.param(
+            f"{CUT} --fsdp-all-gather-in-start-param-sync --exp-avg-dtype bf16 --bf16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--data-parallel-sharding-strategy optim_grads --optimizer-cpu-offload",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("--fp16 --initial-loss-scale 4e6 --optimizer sgd", marks=pytest.mark.slow),
+    ],
+)
+def test_every_state_is_caught_between_two_updates(tmp_path, more):
+    """A save at every step: each is copied while the next step computes."""
+    prefix = write_tokens(tmp_path / "tokens")
+    common = f"--train-iters 5 --save-interval 1 --eval-interval 0 {more}"
+    run_on(2, flags(prefix, f"{common} --save {tmp_path / 'waits'}"))
+    run_on(2, flags(prefix, f"{common} --async-save --save {tmp_path / 'goes_on'}"))
+    for iteration in range(1, 6):
+        name = f"iter_{iteration:07d}"
+        found = digests(tmp_path / "goes_on" / name)
+        assert found == digests(tmp_path / "waits" / name), name
+        assert len(found) > 30
+    assert timeless(tmp_path / "goes_on/metrics.jsonl") == timeless(
+        tmp_path / "waits/metrics.jsonl"
+    )
+    events = [e for e in read_metrics(tmp_path / "goes_on/metrics.jsonl") if e["kind"] == "save"]
+    assert sorted(e["iteration"] for e in events if "seconds" in e) == [1, 2, 3, 4]

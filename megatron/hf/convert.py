@@ -104,21 +104,25 @@ def import_model(config: ImportConfig) -> None:
 def export_model(config: ExportConfig) -> None:
     """Write a folder of a checkpoint. Raises ValueError."""
     from megatron.core.dist_checkpointing import Solo
-    from megatron.hf.export_folder import export_folder
+    from megatron.hf.export_folder import Exported, export_folder
     from megatron.hf.model_config import DTYPES
-    from megatron.training.checkpoint_io import find_checkpoint
+    from megatron.training.newest_checkpoint import load_newest
 
-    checkpoint = find_checkpoint(config.load, Solo())
-    if checkpoint is None:
-        raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
     dtype = None if config.dtype is None else DTYPES[config.dtype]
-    exported = export_folder(
-        checkpoint,
-        config.save,
-        like=config.like,
-        dtype=dtype,
-        max_shard_bytes=shard_bytes(config.max_shard_size),
-    )
+
+    def export(checkpoint: Path) -> Exported:
+        return export_folder(
+            checkpoint,
+            config.save,
+            like=config.like,
+            dtype=dtype,
+            max_shard_bytes=shard_bytes(config.max_shard_size),
+        )
+
+    found = load_newest(config.load, export, Solo())
+    if found is None:
+        raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
+    checkpoint, exported = found
     files = f"{len(exported.files)} file{'s' * (len(exported.files) > 1)}"
     print(f"exported {checkpoint} to {exported.folder} ({files} of weights)", flush=True)
     if config.verify:

@@ -74,7 +74,8 @@ def export_folder(
         max_shard_bytes: size at which a new file begins.
 
     Raises:
-        ValueError: the checkpoint is damaged or no transformers model, or nothing can be written.
+        CheckpointError: the checkpoint is damaged or lacks a weight.
+        ValueError: it is no transformers model, or nothing can be written.
     """
     target = Path(save)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -94,8 +95,6 @@ def export_folder(
                 target.rmdir()
             os.rename(temporary, target)
             return Exported(folder=target, files=files, bytes_read=reader.bytes_read)
-    except CheckpointError as error:
-        raise ValueError(f"--load {checkpoint}: {error}") from error
     except OSError as error:
         raise ValueError(f"--save {save}: {error.strerror}: {error.filename}") from error
     finally:

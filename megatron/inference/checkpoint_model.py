@@ -17,12 +17,10 @@ import torch.distributed as dist
 
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
-    CheckpointError,
     Coordinator,
     Solo,
     StoreCoordinator,
     load_checkpoint,
-    read_extra,
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
@@ -32,9 +30,10 @@ from megatron.hf.export_folder import carried_folder
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.inference.config import ModelSource
-from megatron.training.checkpoint_io import find_checkpoint, weight_chunks
+from megatron.training.checkpoint_io import weight_chunks
 from megatron.training.data.tokenizers import Tokenizer, build_tokenizer, guess_type
 from megatron.training.launch import Launch
+from megatron.training.newest_checkpoint import load_newest, read_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,29 +118,30 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
 
 
 def _from_checkpoint(source: ModelSource, place: _Place) -> CheckpointModel:
-    """Load this rank's part of a checkpoint of any layout."""
-    folder = find_checkpoint(source.load, place.coordinator)
-    if folder is None:
+    """Load this rank's part of a checkpoint of any layout, if need be of an older one."""
+    found = load_newest(source.load, lambda folder: _load(folder, source, place), place.coordinator)
+    if found is None:
         raise ValueError(
             f"--load {source.load}: there is no checkpoint: name the folder that --save wrote "
             "to, one iter_ folder in it, or a Hugging Face folder"
         )
-    try:
-        extra = read_extra(folder)
-        config, options = _described(folder, extra)
-        tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
-        dtype = weight_dtype(options)
-        model = GPTModel(
-            generating(config),
-            place.groups,
-            dtype=dtype,
-            device=place.device,
-            storage=Storage(initialize=False),
-        )
-        chunks = weight_chunks(model.store)
-        load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)
-    except CheckpointError as error:
-        raise ValueError(f"--load {folder}: {error}") from error
+    return found[1]
+
+
+def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
+    """Load this rank's part of one checkpoint."""
+    extra = read_together(folder, place.coordinator).extra
+    config, options = _described(folder, extra)
+    tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
+    model = GPTModel(
+        generating(config),
+        place.groups,
+        dtype=weight_dtype(options),
+        device=place.device,
+        storage=Storage(initialize=False),
+    )
+    chunks = weight_chunks(model.store)
+    load_checkpoint(folder, chunks, coordinator=place.coordinator, convert_dtype=True)
     origin = carried_folder(folder, extra, None)
     ends = set(end_tokens(origin)) if origin is not None else set()
     if tokenizer.eod is not None:

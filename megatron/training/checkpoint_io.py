@@ -23,14 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import (
-    CheckpointError,
     Coordinator,
+    Manifest,
     TensorChunk,
     compare_architecture,
-    latest_checkpoint,
     load_checkpoint,
-    read_extra,
-    read_manifest,
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import Optimizer
@@ -38,6 +35,7 @@ from megatron.core.weight_gather import WeightStore
 from megatron.hf.config_json import function_of
 from megatron.training.data.data_sets import compare_identity
 from megatron.training.monitoring.step_window import StepWindow
+from megatron.training.newest_checkpoint import read_together
 from megatron.training.progress_state import Progress
 
 #: Meaning of `extra`; raised when a reader of the old one would misread it.
@@ -105,44 +103,6 @@ def optimizer_chunks(optimizer: Optimizer) -> list[TensorChunk]:
     ]
 
 
-def find_checkpoint(load: str, coordinator: Coordinator, *, flag: str = "--load") -> Path | None:
-    """Return the `iter_` folder that `--load` means, the same on every rank; None for a new run.
-
-    Args:
-        load: a folder of checkpoints, of which the latest undamaged counts, or one checkpoint.
-        flag: which option named it.
-
-    Raises:
-        ValueError: it names one checkpoint that is absent, or there are only damaged ones.
-    """
-    path = Path(load)
-
-    def find() -> str | None:
-        if coordinator.rank:
-            return None
-        if path.name.startswith("iter_"):
-            if not path.is_dir():
-                raise CheckpointError(f"{flag} {path}: there is no such checkpoint")
-            return str(path)
-        found = latest_checkpoint(path, say=coordinator.say)
-        return None if found is None else str(found)
-
-    coordinator.begin(f"looking for a checkpoint in {path}")
-    try:
-        name = coordinator.agree("find", find, lambda found: found[0])
-    except CheckpointError as error:
-        raise ValueError(str(error)) from error
-    return None if name is None else Path(name)
-
-
-def holds_weights_only(folder: Path) -> bool:
-    """Tell whether a checkpoint was imported and holds no state of a run. Raises ValueError."""
-    try:
-        return read_extra(folder).get("weights_only") is True
-    except CheckpointError as error:
-        raise ValueError(f"--load {folder}: {error}") from error
-
-
 def run_extra(
     *, optimizer: Optimizer, progress: Progress, window: StepWindow, facts: RunFacts
 ) -> dict[str, Any]:
@@ -173,44 +133,51 @@ def load_run(
     coordinator: Coordinator,
     with_optimizer: bool = True,
     with_progress: bool = True,
-) -> Progress:
+) -> Progress | None:
     """Fill a run's state from a checkpoint of any layout. Every rank calls this.
+
+    After a DamagedCheckpointError it may be called again with another checkpoint: every element
+    that the first call may have touched is loaded again or, moments without optimizer state, set
+    to zero. All else is only changed once all tensors have been loaded.
 
     Args:
         folder: an `iter_` folder.
-        with_optimizer: also load optimizer state; else its masters are the loaded weights.
+        with_optimizer: also load optimizer state; else its masters are the loaded weights. An
+            imported checkpoint has none.
         with_progress: go on from the checkpoint's iteration and sample; else start at the first.
+            An imported checkpoint has none.
 
     Returns:
-        Where the run goes on.
+        Where the run goes on; None: at the first iteration, without progress.
 
     Raises:
-        ValueError: the checkpoint is damaged, or of another model, optimizer or data.
+        CheckpointError: the checkpoint is damaged, or another rank failed.
+        ValueError: it is of another model, optimizer or data.
     """
-    try:
-        extra = read_extra(folder)
-        _check_extra(folder, extra, facts, with_optimizer=with_optimizer)
-        if with_progress:
-            _check_data(folder, extra["data"], facts, coordinator)
-        chunks = weight_chunks(store)
-        if with_optimizer:
-            state = optimizer_chunks(optimizer)
-            _check_state(folder, state, coordinator)
-            chunks += state
-        moved = _other_state_dtypes(extra, facts) if with_optimizer else []
-        if moved:
-            coordinator.say(f"converting optimizer state of {folder}: {'; '.join(moved)}")
-        # weights keep theirs where there is optimizer state: --bf16 and --fp16 were compared
-        convert = bool(moved) or not with_optimizer
-        load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=convert)
-    except CheckpointError as error:
-        raise ValueError(f"{folder}: {error}") from error
+    manifest = read_together(folder, coordinator)
+    extra = manifest.extra
+    if extra.get("weights_only") is True:
+        with_optimizer = with_progress = False
+    _check_extra(folder, extra, facts, with_optimizer=with_optimizer)
+    if with_progress:
+        _check_data(folder, extra["data"], facts, coordinator)
+    chunks = weight_chunks(store)
+    if with_optimizer:
+        state = optimizer_chunks(optimizer)
+        _check_state(folder, manifest, state, coordinator)
+        chunks += state
+    moved = _other_state_dtypes(extra, facts) if with_optimizer else []
+    if moved:
+        coordinator.say(f"converting optimizer state of {folder}: {'; '.join(moved)}")
+    # weights keep theirs where there is optimizer state: --bf16 and --fp16 were compared
+    convert = bool(moved) or not with_optimizer
+    load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=convert)
     if with_optimizer:
         optimizer.steps = int(extra["optimizer"]["steps"])
         optimizer.scaler.load_state_dict(extra["optimizer"]["scaler"])
     optimizer.after_load(with_state=with_optimizer)
     if not with_progress:
-        return Progress()
+        return None
     window.restore(extra["window"])
     return Progress.from_json(extra["progress"])
 
@@ -255,11 +222,13 @@ def _check_extra(
             )
 
 
-def _check_state(folder: Path, state: list[TensorChunk], coordinator: Coordinator) -> None:
+def _check_state(
+    folder: Path, manifest: Manifest, state: list[TensorChunk], coordinator: Coordinator
+) -> None:
     """See that a checkpoint holds all state that any rank's optimizer has. Raises ValueError."""
 
     def absent() -> list[str]:
-        return sorted({chunk.name for chunk in state} - read_manifest(folder).tensors.keys())
+        return sorted({chunk.name for chunk in state} - manifest.tensors.keys())
 
     coordinator.begin(f"comparing optimizer state with {folder.name}")
     found = coordinator.agree(

@@ -47,8 +47,8 @@ from megatron.training.gpt_options import (
 from megatron.training.graph_recorder import CudaRecorder
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
-from megatron.training.options.schema import flatten
 from megatron.training.newest_checkpoint import clear_the_way, load_newest
+from megatron.training.options.schema import flatten
 from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
@@ -222,7 +222,8 @@ def restore(session: Session) -> tuple[Progress, str]:
             fall_back=chosen.load_fallback,
         )
         if found is not None:
-            return _clear(session, source, *found)
+            newest = flag == "--load" and not first and _is_saved_in(source, chosen.save)
+            return _clear(session, *found, from_the_newest=newest)
         if flag == "--pretrained-checkpoint":
             raise ValueError(f"{flag} {source}: there is no checkpoint: name another")
     if chosen.save is not None:
@@ -248,18 +249,21 @@ def _load(session: Session, folder: Path, *, first: bool) -> Progress | None:
     )
 
 
+def _is_saved_in(source: str, save: str | None) -> bool:
+    return save is not None and Path(source).resolve() == Path(save).resolve()
+
+
 def _clear(
-    session: Session, source: str, folder: Path, progress: Progress | None
+    session: Session, folder: Path, progress: Progress | None, *, from_the_newest: bool
 ) -> tuple[Progress, str]:
     """See that the save folder holds nothing later than what has been loaded, and return where the
     run starts, and a line that says so. Raises ValueError."""
     save, start = session.run.config.checkpoint.save, progress or Progress()
     if save is not None:
-        same = Path(source).resolve() == Path(save).resolve()
         clear_the_way(
             save,
             start.iteration,
-            from_the_newest=same and progress is not None,
+            from_the_newest=from_the_newest,
             coordinator=session.place.coordinator,
         )
     if progress is None:

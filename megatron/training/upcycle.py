@@ -106,22 +106,19 @@ def upcycle(config: UpcycleConfig) -> Path:
         ValueError: the dense one is damaged or cannot have experts, or nothing can be written.
     """
     from megatron.core.dist_checkpointing import (
-        CheckpointError,
         CheckpointReader,
         Solo,
         list_checkpoints,
         save_checkpoint,
     )
     from megatron.core.models.gpt import GPTConfig, logical_weights
-    from megatron.training.checkpoint_io import find_checkpoint
+    from megatron.training.newest_checkpoint import load_newest
 
-    source = find_checkpoint(config.load, Solo())
-    if source is None:
-        raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
     # Not even others: a run would go on from the new one instead of its own last.
     if found := list_checkpoints(config.save):
         raise ValueError(f"--save {config.save} holds {found[0].name} already: name another folder")
-    try:
+
+    def convert(source: Path) -> Path:
         with CheckpointReader(source) as reader:
             extra = reader.manifest.extra
             if "model" not in extra or "config" not in extra:
@@ -133,10 +130,14 @@ def upcycle(config: UpcycleConfig) -> Path:
             ]
             described = _extra(extra, model, config)
             return save_checkpoint(Path(config.save), 0, chunks, described, coordinator=Solo())
-    except CheckpointError as error:
-        raise ValueError(f"--load {source}: {error}") from error
+
+    try:
+        made = load_newest(config.load, convert, Solo())
     except OSError as error:
         raise ValueError(f"--save {config.save}: {error}") from error
+    if made is None:
+        raise ValueError(f"--load {config.load}: there is no checkpoint: name another folder")
+    return made[1]
 
 
 def _extra(dense: Mapping[str, Any], model: GPTConfig, config: UpcycleConfig) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from megatron.core.process_groups import DENSE_AXES, RankGrid
-from megatron.training.checkpoint_io import find_checkpoint, load_run
+from megatron.training.checkpoint_io import load_run
 from megatron.training.config.planted_fault import PlantedFault
 from megatron.training.failures.fault_log import FaultLog, FaultRecord
 from megatron.training.failures.faults import Faults
@@ -17,6 +18,7 @@ from megatron.training.failures.straggler import StragglerReport, WaitClock
 from megatron.training.failures.suspect_step import Suspect, SuspectStep
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome
+from megatron.training.newest_checkpoint import load_newest
 from megatron.training.progress_state import Progress
 from megatron.training.saves import Saves
 from megatron.training.session import Session
@@ -143,19 +145,27 @@ def roll_back(session: Session, saves: Saves | None) -> Progress | None:
     place, folder = session.place, session.run.config.checkpoint.save
     if saves is not None:
         saves.wait()
-    found = None if folder is None else find_checkpoint(folder, place.coordinator)
+    if folder is None:
+        return None
+
+    def load(checkpoint: Path) -> Progress | None:
+        # What is under way would write over what is loaded.
+        session.step.engine.complete_weights()
+        return load_run(
+            checkpoint,
+            store=session.model.store,
+            optimizer=session.optimizer,
+            window=session.window,
+            facts=session.facts,
+            coordinator=place.coordinator,
+        )
+
+    window = session.window.to_json()
+    found = load_newest(
+        folder, load, place.coordinator, fall_back=session.run.config.checkpoint.load_fallback
+    )
     if found is None:
         return None
-    window = session.window.to_json()
-    session.step.engine.complete_weights()  # what is under way would write over what is loaded
-    progress = load_run(
-        found,
-        store=session.model.store,
-        optimizer=session.optimizer,
-        window=session.window,
-        facts=session.facts,
-        coordinator=place.coordinator,
-    )
     session.step.engine.start_param_sync()
     session.window.restore(window)
-    return progress
+    return found[1] or Progress()

@@ -139,8 +139,12 @@ class Optimizer:
 
     def after_load(self, *, with_state: bool) -> None:
         """Bring masters up to date after weights, and with or without them optimizer state, have
-        been loaded into the tensors."""
+        been loaded into the tensors. Without state the optimizer starts anew."""
+        if not with_state:
+            self.steps = 0
         for state in self.ranges:
+            if not with_state:
+                state.forget()
             if not (with_state and state.saves_master):
                 state.reload_master()
 

@@ -68,6 +68,11 @@ class RangeState:
         if self.writes_back:
             self.master.copy_(self.owned.weights)
 
+    def forget(self) -> None:
+        """Set the moments to zero, as they are before the first step."""
+        for moment in self.moments.values():
+            moment.zero_()
+
     def state_bytes(self) -> int:
         """Return the bytes of the moments and, where it is a copy, of the master."""
         own = [self.master] if self.writes_back else []

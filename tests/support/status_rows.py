@@ -94,7 +94,9 @@ CLAIMS: Mapping[str, Claim] = {
     "saved asynchronously": Claim(says="training goes on while a checkpoint is written"),
     "retention": Claim(says="old checkpoints go, never one that is read or the newest good one"),
     "stopped with a save": Claim(says="a signal, Ctrl-C or a time limit ends all ranks in order"),
-    "bad step computed again": Claim(says="NaN and Inf: repeated or once, skipped, exit 16 or 17"),
+    "bad step computed again": Claim(
+        says="NaN, Inf, spikes and flipped bits: computed again and used, or skipped, exit 16 or 17"
+    ),
     "replica digests": Claim(says="weights that differ between replicas are found"),
     "dead or stuck rank named": Claim(
         says="rank, step, collective and stacks are told", needs=True

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 from megatron.training.checkpoints.options import (
     CompareConfig,
+    ConvertConfig,
+    ConvertToNativeConfig,
     InspectConfig,
     ListConfig,
     VerifyConfig,
@@ -67,12 +69,19 @@ def _compare(config: CompareConfig) -> int:
     return compare_folders(config)
 
 
+def _convert(config: ConvertConfig | ConvertToNativeConfig) -> int:
+    from megatron.training.checkpoints.conversion import convert
+
+    return convert(config)
+
+
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "list": Command(ListConfig, ("root",), _list),
         "inspect": Command(InspectConfig, ("folder",), _inspect),
         "verify": Command(VerifyConfig, ("folder",), _verify),
         "compare": Command(CompareConfig, ("first", "second"), _compare),
+        "convert": Command(ConvertToNativeConfig, ("source", "target"), _convert),
     }
 )
 
@@ -85,6 +94,8 @@ def run(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(f"{name or 'nothing'!r} is no command: use {', '.join(COMMANDS)}")
     command = COMMANDS[name]
+    if name == "convert" and _value_of("--to", rest) == "single-file":
+        command = command._replace(schema=ConvertConfig)  # of which no flag says what the model is
     line = parse_command_line(
         command.schema,
         _named(name, command, rest),
@@ -121,6 +132,16 @@ def _named(name: str, command: Command, words: Sequence[str]) -> list[str]:
         if word == "--tensors" and command.schema is InspectConfig and last:
             found.append("*")
     return found
+
+
+def _value_of(flag: str, words: Sequence[str]) -> str | None:
+    """Return the value of a flag before the arguments are parsed; None if it has none."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word == flag:
+            return after
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}=")
+    return None
 
 
 def _overview() -> str:

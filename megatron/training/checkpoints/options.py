@@ -6,7 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config.values import not_negative
+from megatron.training.config import (
+    AttentionOptions,
+    ExpertConfig,
+    ModelConfig,
+    PositionConfig,
+    TokenizerConfig,
+)
+from megatron.training.config.values import not_negative, require, require_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +79,29 @@ class ConvertConfig:
     """What to make: a checkpoint of weights, or one safetensors file of whole tensors."""
     with_optimizer: bool = False
     """Put optimizer state into the file too."""
+    checksums: bool = True
+    """Compare the checksums that torch has written into a foreign folder."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: require(
+                (self.from_, self.to) != ("native", "native"),
+                "--from native --to native: a checkpoint is loaded on any layout as it is",
+            ),
+            lambda: require(
+                not self.with_optimizer or self.to == "single-file",
+                "--with-optimizer has an effect with --to single-file only: leave it out",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertToNativeConfig:
+    """Checkpoint to another format; with --to native, flags say what the model is."""
+
+    conversion: ConvertConfig
+    model: ModelConfig
+    attention: AttentionOptions
+    position: PositionConfig
+    experts: ExpertConfig
+    tokenizer: TokenizerConfig

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of torch.distributed.checkpoint become checkpoints and files, bit for bit.
+
+The folders are written by torch itself, in upstream's layout by rules written out again here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+
+from megatron.core.dist_checkpointing import verify_checkpoint
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from megatron.training import checkpoint
+from tests.functional_tests.small_run import losses, run_here
+from tests.functional_tests.test_upcycle import loaded, saved, stored
+from tests.functional_tests.upstream_folder import (
+    CHANNELS,
+    GROUPS,
+    LAYERS,
+    PADDING,
+    QUERIES,
+    Tensors,
+    save_upstream,
+    upstream_ends,
+    upstream_layer,
+)
+from tests.support.inputs import generator
+from tests.support.ranks import run_ranks
+
+#: Gated, grouped queries, no biases, an own head.
+MODERN = GPTConfig(
+    num_layers=LAYERS,
+    hidden_size=22,
+    vocab_size=37,
+    attention=AttentionConfig(
+        num_attention_heads=GROUPS * QUERIES,
+        num_query_groups=GROUPS,
+        kv_channels=CHANNELS,
+        qk_norm=True,
+    ),
+    mlp=MLPConfig(ffn_hidden_size=20),
+    norm=NormConfig(epsilon=1e-5),
+    rope=RopeConfig(base=10000.0),
+    init_std=0.2,
+)
+#: With every bias, and the embedding for a head.
+CLASSIC = dataclasses.replace(
+    MODERN,
+    attention=dataclasses.replace(MODERN.attention, qkv_bias=True, output_bias=True, qk_norm=False),
+    mlp=MLPConfig(ffn_hidden_size=20, gated=False, activation="gelu", bias=True),
+    norm=NormConfig(kind="LayerNorm", epsilon=1e-5),
+    tied=True,
+)
+SIZES = (
+    "--num-layers 3 --hidden-size 22 --ffn-hidden-size 20 --num-attention-heads 4 --vocab-size 37 "
+    "--group-query-attention --num-query-groups 2 --kv-channels 6 --max-position-embeddings 32"
+)
+MODERN_FLAGS = (
+    f"{SIZES} --swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm "
+    "--untie-embeddings-and-output-weights"
+)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+UPSTREAM = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+
+@pytest.fixture(scope="module")
+def modern(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a checkpoint of ours, `native`, and the same of upstream, `run`."""
+    root = tmp_path_factory.mktemp("modern")
+    saved(root / "native", MODERN, dtype=torch.bfloat16)
+    folder = root / "run" / "iter_0000007"
+    folder.mkdir(parents=True)
+    run_ranks(save_upstream, 2, stored(root / "native" / "iter_0000007"), folder)
+    (folder / "metadata.json").write_text(json.dumps(UPSTREAM))
+    (folder / "common.pt").write_bytes(b"never read")
+    (root / "run" / "latest_checkpointed_iteration.txt").write_text("7")
+    return root
+
+
+def command(capsys: Any, words: str) -> tuple[int, str, str]:
+    """Run a command and return its exit code and what it printed."""
+    capsys.readouterr()
+    code = checkpoint.main(words.split(), {})
+    return code, *capsys.readouterr()
+
+
+def logits(root: Path, **more: Any) -> torch.Tensor:
+    """Return what the model in a folder computes."""
+    tokens = torch.randint(0, 37, (2, 9), generator=generator(4))
+    with torch.no_grad():
+        return loaded(root, **more).full_logits(tokens)
+
+
+def test_a_torch_dist_folder_becomes_the_model_that_it_is_of(modern, tmp_path, capsys):
+    metadata = (modern / "run" / "iter_0000007" / "__1_0.distcp").stat().st_size
+    assert metadata > 0, "one rank has saved everything"
+    words = f"convert {modern / 'run'} {tmp_path / 'out'} --from torch_dist --to native"
+    code, out, err = command(capsys, f"{words} {MODERN_FLAGS}")
+    assert (code, err) == (0, "")
+    assert "left out 1 tensors, of an optimizer or derived: optimizer.state.exp_avg." in out
+    assert "left out 2 items that are no tensors" in out
+    assert f"took the last {PADDING} rows of embedding.word_embeddings.weight for padding" in out
+    verify_checkpoint(tmp_path / "out" / "iter_0000000")
+    ours, found = (
+        stored(modern / "native" / "iter_0000007"),
+        stored(tmp_path / "out" / "iter_0000000"),
+    )
+    assert found.keys() == ours.keys()
+    for name, value in ours.items():
+        assert found[name].dtype is torch.bfloat16
+        assert torch.equal(found[name], value), name
+    shutil.copytree(modern / "native" / "iter_0000007", tmp_path / "same" / "iter_0000000")
+    before = logits(tmp_path / "same", dtype=torch.bfloat16)
+    assert torch.equal(logits(tmp_path / "out", dtype=torch.bfloat16), before)
+
+
+@pytest.mark.slow
+def test_training_starts_from_a_converted_folder(modern, tmp_path, capsys):
+    words = f"convert {modern / 'run'} {tmp_path / 'out'} --from torch_dist --to native"
+    assert command(capsys, f"{words} {MODERN_FLAGS}")[0] == 0
+    run = "--mock-data --seq-length 16 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --bf16"
+    run += " --log-interval 1"
+    run += f" --eval-interval 0 --metrics-file {tmp_path / 'm.jsonl'} --progress plain"
+    run += f" --load {tmp_path / 'out'} --use-checkpoint-args"
+    assert run_here(run.split()) == 0
+    assert f"loaded the weights of {tmp_path / 'out' / 'iter_0000000'}" in capsys.readouterr().out
+    assert set(losses(tmp_path / "m.jsonl")) == {1, 2}
+
+
+def test_layers_of_their_own_norms_before_layers_and_biases(tmp_path, capsys):
+    saved(tmp_path / "native", CLASSIC)
+    ours = stored(tmp_path / "native" / "iter_0000007")
+    state = upstream_ends(ours)
+    for layer in range(CLASSIC.num_layers):
+        for name, value in upstream_layer(ours, layer, gated=False, fused=False).items():
+            state[f"decoder.layers.{layer}.{name}"] = value
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    words = f"convert {tmp_path / 'theirs'} {tmp_path / 'out'} --from torch_dist --to native"
+    assert command(capsys, f"{words} {SIZES}")[0] == 0
+    shutil.copytree(tmp_path / "native" / "iter_0000007", tmp_path / "same" / "iter_0000000")
+    assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "same"))
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ("--num-layers 2", "num-layers is 3 there, 2 by the flags"),
+        ("--hidden-size 24", "hidden-size is 22 there, 24 by the flags"),
+        ("--no-swiglu", "swiglu is True there, False by the flags"),
+        ("--no-qk-layernorm", "qk-layernorm is True there, False by the flags"),
+        ("--no-untie-embeddings-and-output-weights", "untie-embeddings-and-output-weights is True"),
+        ("--no-disable-bias-linear", "bias of the MLP is False there, True by the flags"),
+        ("--normalization LayerNorm", "normalization is RMSNorm there, LayerNorm by the flags"),
+        ("--num-query-groups 4", "linear_qkv.weight is [3, 48, 22], the flags make it [3, 72, 22]"),
+        ("--vocab-size 50", "word_embeddings.weight is [44, 22], the flags make it [50, 22]"),
+        ("--num-experts 2", "mixtures of experts and layers of further prediction are not read"),
+        ("--vocab-size none", "missing --vocab-size: give it without padding"),
+    ],
+)
+def test_flags_of_another_model_are_answered_field_by_field(modern, tmp_path, capsys, more, text):
+    name = more.split()[0].replace("--no-", "--")
+    kept = MODERN_FLAGS.split()
+    if name in kept:
+        at = kept.index(name)
+        takes = at + 1 < len(kept) and not kept[at + 1].startswith("--")
+        del kept[at : at + 1 + takes]
+    words = f"convert {modern / 'run'} {tmp_path / 'out'} --from torch_dist --to native"
+    code, out, err = command(capsys, f"{words} {' '.join(kept)} {more}")
+    assert (code, out) == (2, "")
+    assert text in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def transformers_names(ours: Tensors) -> Tensors:
+    """Return the tensors of MODERN by the names of transformers' Qwen3."""
+    found = {
+        "model.embed_tokens.weight": ours["embedding.weight"],
+        "model.norm.weight": ours["decoder.final_norm.weight"],
+        "lm_head.weight": ours["head.weight"],
+    }
+    for layer in range(MODERN.num_layers):
+        mixer, ffn = f"decoder.blocks.{2 * layer}", f"decoder.blocks.{2 * layer + 1}"
+        theirs = {
+            "input_layernorm": f"{mixer}.norm",
+            "post_attention_layernorm": f"{ffn}.norm",
+            "self_attn.q_norm": f"{mixer}.attention.query_norm",
+            "self_attn.k_norm": f"{mixer}.attention.key_norm",
+            "self_attn.q_proj": f"{mixer}.attention.query",
+            "self_attn.k_proj": f"{mixer}.attention.key",
+            "self_attn.v_proj": f"{mixer}.attention.value",
+            "self_attn.o_proj": f"{mixer}.attention.output",
+            "mlp.gate_proj": f"{ffn}.mlp.gate",
+            "mlp.up_proj": f"{ffn}.mlp.up",
+            "mlp.down_proj": f"{ffn}.mlp.down",
+        }
+        for name, own in theirs.items():
+            found[f"model.layers.{layer}.{name}.weight"] = ours[f"{own}.weight"]
+    return found
+
+
+@pytest.mark.parametrize("names", ["ours", "transformers"])
+def test_a_plain_folder_with_known_names_becomes_a_checkpoint(names, modern, tmp_path, capsys):
+    ours = stored(modern / "native" / "iter_0000007")
+    weights = ours if names == "ours" else transformers_names(ours)
+    state = {"model": weights, "optim": {"exp_avg": torch.zeros(3)}, "step": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    words = f"convert {tmp_path / 'plain'} {tmp_path / 'out'} --from dcp --to native"
+    code, out, _ = command(capsys, f"{words} {MODERN_FLAGS}")
+    assert code == 0
+    assert "left out 1 tensors, of an optimizer or derived: optim.exp_avg" in out
+    found = stored(tmp_path / "out" / "iter_0000000")
+    assert found.keys() == ours.keys()
+    assert all(torch.equal(found[name], value) for name, value in ours.items())
+    # What has no place is no optimizer's only because of its name.
+    state["model"] = {**weights, "more.weight": torch.zeros(3)}
+    dcp.save(state, checkpoint_id=tmp_path / "more", no_dist=True)
+    words = f"convert {tmp_path / 'more'} {tmp_path / 'other'} --from dcp --to native"
+    code, _, err = command(capsys, f"{words} {MODERN_FLAGS}")
+    assert code == 2
+    assert "model.more.weight has no place in the model of the flags" in err
+
+
+def test_one_file_holds_whole_tensors_under_their_own_names(modern, tmp_path, capsys):
+    ours = stored(modern / "native" / "iter_0000007")
+    for source, kind in (("native", "native"), ("run", "torch_dist")):
+        target = tmp_path / f"{kind}.safetensors"
+        words = f"convert {modern / source} {target} --from {kind} --to single-file"
+        code, out, err = command(capsys, words)
+        assert (code, err) == (0, "")
+        assert f"{target}: " in out
+        code, _, err = command(capsys, words)
+        assert code == 2
+        assert "is there already: name another file" in err
+    with safe_open(tmp_path / "native.safetensors", "pt") as file:
+        assert set(file.keys()) == set(ours)
+        assert all(torch.equal(file.get_tensor(name), value) for name, value in ours.items())
+    with safe_open(tmp_path / "torch_dist.safetensors", "pt") as file:
+        names = set(file.keys())
+        assert "optimizer.state.exp_avg.decoder.final_layernorm.weight" not in names
+        qkv = file.get_tensor("decoder.layers.self_attention.linear_qkv.weight")
+        fc1 = file.get_tensor("decoder.layers.mlp.linear_fc1.weight")
+    for layer in range(MODERN.num_layers):
+        theirs = upstream_layer(ours, layer, gated=True, fused=True)
+        assert torch.equal(qkv[layer], theirs["self_attention.linear_qkv.weight"])
+        assert torch.equal(fc1[layer], theirs["mlp.linear_fc1.weight"])
+
+
+def test_every_dtype_and_order_of_elements_that_torch_saves(tmp_path, capsys):
+    random = generator(5)
+    values = torch.randn(6, 8, generator=random)
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    eight = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+    more = (torch.int64, torch.int32, torch.int16, torch.bool)
+    state = {str(dtype): values.to(dtype) for dtype in (*floats, *eight, *more)}
+    state |= {"turned": values.t(), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}
+    state |= {"part": values[1:4, 2:5], "one": torch.randn(1, 5, 1, generator=random)}
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    words = f"convert {tmp_path / 'plain'} {tmp_path / 'a.safetensors'} --from dcp --to single-file"
+    assert command(capsys, words)[0] == 0
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        assert set(file.keys()) == set(state)
+        for name, value in state.items():
+            found = file.get_tensor(name)
+            assert found.dtype == value.dtype
+            assert torch.equal(found.double(), value.double()), name
+    # The same with optimizer state of ours: left out unless asked for.
+    state = {"optimizer.exp_avg/a": values, "a": values}
+    dcp.save(state, checkpoint_id=tmp_path / "state", no_dist=True)
+    for more, count in (("", 1), ("--with-optimizer", 2)):
+        target = tmp_path / f"{count}.safetensors"
+        words = f"convert {tmp_path / 'state'} {target} --from dcp --to single-file {more}"
+        assert f"{count} tensors" in command(capsys, words)[1]
+
+
+def convert_only(rank: int, world: int, root: Path) -> int:
+    """Return by how many bytes memory peaks above what a small conversion takes."""
+    peaks = []
+    for name in ("small", "large"):
+        words = f"convert {root / name} {root / name}.safetensors --from dcp --to single-file"
+        assert checkpoint.main(words.split(), {}) == 0
+        peaks.append(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return peaks[1] - peaks[0]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_folder(tmp_path):
+    random = generator(3)
+    for name, size in (("small", (3, 5)), ("large", (60_000, 1024))):
+        state = {"embedding.weight": torch.randn(size, generator=random)}
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    (found,) = run_ranks(convert_only, 1, tmp_path)
+    assert (tmp_path / "large.safetensors").stat().st_size > 240_000_000
+    assert found < 48_000_000, found

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoint is loaded where some are damaged, edited, removed or of later iterations."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import (
+    Solo,
+    TensorChunk,
+    list_checkpoints,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
+from megatron.core.dist_checkpointing import manifest as manifest_module
+from megatron.core.dist_checkpointing import retention as retention_module
+from megatron.training import newest_checkpoint
+from megatron.training.newest_checkpoint import clear_the_way, load_newest
+
+SHARD = "shard-00000.safetensors"
+NAMES = tuple(f"layer.{i}" for i in range(4))
+
+
+def chunks(tensors: dict[str, torch.Tensor]) -> list[TensorChunk]:
+    return [
+        TensorChunk(name=name, shape=(100,), offsets=(0,), tensor=t, replica_ranks=(0,))
+        for name, t in tensors.items()
+    ]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Checkpoints of iterations 1, 2 and 3, whose tensors hold that number."""
+    for i in (1, 2, 3):
+        tensors = {name: torch.full((100,), float(i)) for name in NAMES}
+        save_checkpoint(tmp_path, i, chunks(tensors), {}, coordinator=Solo())
+    return tmp_path
+
+
+def flip_bit(folder: Path) -> None:
+    """Flip a bit in the last tensor but one of the file."""
+    begin = sorted(t.chunks[0].begin for t in read_manifest(folder).tensors.values())[-2]
+    with (folder / SHARD).open("r+b") as file:
+        file.seek(begin + 7)
+        (byte,) = file.read(1)
+        file.seek(begin + 7)
+        file.write(bytes([byte ^ 16]))
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / SHARD, 900)
+
+
+def delete(folder: Path) -> None:
+    (folder / SHARD).unlink()
+
+
+def edit(old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "manifest.json"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def edit_digest(folder: Path) -> None:
+    """Edit a digest of the tensors in the manifest."""
+    digest = read_manifest(folder).tensors[NAMES[1]].chunks[0].xxh3[0]
+    edit(digest, "0" * len(digest))(folder)
+
+
+DAMAGES = {
+    "row 7, a flipped bit": (flip_bit, rf"{SHARD} is damaged: layer\.2\[0:100\] does not match"),
+    "row 8, cut short": (truncate, rf"{SHARD} has 900 bytes, the manifest says \d+"),
+    "row 8, deleted": (delete, f"cannot read .*{SHARD}: No such file"),
+    "row 9, a size": (edit('"bytes":', '"bytes": '), r"manifest\.json has changed"),
+    "row 9, a digest": (edit_digest, r"manifest\.json has changed"),
+}
+
+
+class Loading:
+    """Loads all tensors, and notes what was loaded from where and said."""
+
+    def __init__(self) -> None:
+        self.tensors = {name: torch.full((100,), -1.0) for name in NAMES}
+        self.folders: list[str] = []
+        self.lines: list[str] = []
+
+    def use(self, folder: Path) -> str:
+        self.folders.append(folder.name)
+        load_checkpoint(folder, chunks(self.tensors))
+        return folder.name
+
+    def run(self, load: Path | str, **options):
+        return load_newest(str(load), self.use, Solo(self.lines.append), **options)
+
+    @property
+    def loaded(self) -> set[float]:
+        return {float(x) for t in self.tensors.values() for x in t}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_rows_7_to_9_a_damaged_newest_checkpoint_is_passed_over_loudly(root, damage):
+    plant, text = DAMAGES[damage]
+    newest = root / "iter_0000003"
+    plant(newest)
+    loading = Loading()
+    assert loading.run(root) == (root / "iter_0000002", "iter_0000002")
+    assert loading.loaded == {2.0}
+    assert len(loading.lines) == 1
+    assert re.search(f"WARNING: falling back to .*iter_0000002: .*{text}", loading.lines[0])
+    assert "iter_0000003" in loading.lines[0]
+    # The tracker still names the damaged one; once it is gone nothing is left to be said of it.
+    for refused in ({"fall_back": False}, {}):
+        load = root if refused else newest
+        with pytest.raises(ValueError, match=text):
+            Loading().run(load, **refused)
+
+
+def test_what_a_failed_load_has_filled_is_loaded_again(root):
+    """Two newest ones with a flipped bit: each has filled tensors before it fails."""
+    for i in (2, 3):
+        flip_bit(root / f"iter_000000{i}")
+    loading = Loading()
+    assert loading.run(root)[1] == "iter_0000001"
+    assert loading.folders == ["iter_0000003", "iter_0000002", "iter_0000001"]
+    assert loading.loaded == {1.0}
+    assert len(loading.lines) == 2
+    assert "falling back to" in loading.lines[1]
+    flip_bit(root / "iter_0000001")
+    with pytest.raises(ValueError, match=r"no undamaged checkpoint .*0003.*0002.*0001"):
+        Loading().run(root)
+
+
+def test_row_8_a_foreign_file_is_named_and_ignored(root):
+    newest = root / "iter_0000003"
+    shutil.copy(newest / SHARD, newest / "shard-00001.safetensors")
+    for load in (root, newest):
+        loading = Loading()
+        assert loading.run(load)[1] == "iter_0000003"
+        assert loading.lines == [
+            f"WARNING: {newest} holds files that do not belong to it and are ignored: "
+            "shard-00001.safetensors"
+        ]
+
+
+@pytest.mark.parametrize("tracker", ["", "garbage", "77", None])
+def test_row_6_only_damaged_checkpoints_are_an_error_whatever_the_tracker_says(root, tracker):
+    for folder in list_checkpoints(root):
+        (folder / "manifest.json").unlink()
+    path = root / "latest_checkpointed_iteration.txt"
+    path.unlink() if tracker is None else path.write_text(tracker)
+    with pytest.raises(ValueError, match="no undamaged checkpoint in"):
+        Loading().run(root)
+
+
+def test_another_error_is_not_answered_with_an_older_checkpoint(root):
+    def use(folder: Path) -> None:
+        load_checkpoint(folder, chunks({"other": torch.zeros(100)}))
+
+    with pytest.raises(ValueError, match=r"iter_0000003: .*other is not in it"):
+        load_newest(str(root), use, Solo())
+    assert load_newest(str(root / "nowhere"), use, Solo()) is None
+
+
+def test_row_13_what_is_being_loaded_is_not_removed(root):
+    """Retention runs between what is found and what is read, and again at every step."""
+
+    def use(folder: Path) -> str:
+        lines: list[str] = []
+        # Rank 0 of another job saves a newer one and keeps only that.
+        if folder.name == "iter_0000003":
+            tensors = {name: torch.full((100,), 4.0) for name in NAMES}
+            save_checkpoint(root, 4, chunks(tensors), {}, coordinator=Solo())
+        gone = retention_module.prune_checkpoints(root, keep_last=1, say=lines.append)
+        assert [path.name for path in gone] == ["iter_0000002", "iter_0000001"]
+        assert any("iter_0000003 is being read" in line for line in lines)
+        return loading.use(folder)
+
+    loading = Loading()
+    assert load_newest(str(root), use, Solo()) == (root / "iter_0000003", "iter_0000003")
+    assert loading.loaded == {3.0}
+    removed = retention_module.prune_checkpoints(root, keep_last=1)
+    assert removed == [root / "iter_0000003"], "it is not held for ever"
+
+
+def test_row_13_what_went_before_it_was_held_is_looked_for_again(root, monkeypatch):
+    find = newest_checkpoint.latest_checkpoint
+    removed = threading.Event()
+
+    def late(*arguments, **options):
+        found = find(*arguments, **options)
+        if not removed.is_set():
+            removed.set()
+            shutil.rmtree(found)
+        return found
+
+    monkeypatch.setattr(newest_checkpoint, "latest_checkpoint", late)
+    loading = Loading()
+    assert loading.run(root)[1] == "iter_0000002"
+    assert removed.is_set()
+
+
+def test_a_start_among_later_checkpoints_is_refused_with_their_names(root):
+    clear_the_way(str(root), 3, from_the_newest=False, coordinator=Solo())
+    for start, named in (
+        (2, "it holds iter_0000003, later than iteration 2"),
+        (0, "it holds 3 checkpoints from iter_0000001 to iter_0000003, later"),
+    ):
+        with pytest.raises(ValueError, match=f"--save {root}: {named}.*move what is later away"):
+            clear_the_way(str(root), start, from_the_newest=False, coordinator=Solo())
+    assert list_checkpoints(root)[0].name == "iter_0000003"
+    clear_the_way(str(root / "new"), 0, from_the_newest=False, coordinator=Solo())
+
+
+def test_damaged_later_checkpoints_lose_their_names_so_that_their_steps_can_be_saved(root):
+    truncate(root / "iter_0000003")
+    lines: list[str] = []
+    clear_the_way(str(root), 2, from_the_newest=True, coordinator=Solo(lines.append))
+    assert [f.name for f in list_checkpoints(root)] == ["iter_0000002", "iter_0000001"]
+    (aside,) = root.glob("iter_0000003.damaged-*")
+    assert (aside / SHARD).stat().st_size == 900
+    assert lines == [f"WARNING: {root / 'iter_0000003'} is damaged and is now {aside.name}"]
+
+
+def test_a_checkpoint_of_a_newer_format_is_not_taken_for_a_damaged_one(root, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(manifest_module, "VERSION", 2)
+        tensors = {name: torch.full((100,), 4.0) for name in NAMES}
+        save_checkpoint(root, 4, chunks(tensors), {}, coordinator=Solo())
+    with pytest.raises(ValueError, match="version 2, this library reads"):
+        Loading().run(root)

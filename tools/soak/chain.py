@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is killed and started again, until it has come to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.functional_tests import small_run
+from tools.soak.checks import Ledger, Reference
+from tools.soak.choices import Flavour, Kill, choose
+from tools.soak.folder import iteration_of_temporary
+from tools.soak.job import Job, Measured, SoakFailure, Struck, job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all chains of a soak share.
+
+    Args:
+        seed: of all choices.
+        ranks: processes of a run.
+        iterations: length of a run.
+        disk_seconds: what every operation on a checkpoint takes longer.
+        plant: "module:function", called in every rank before it starts; None plants nothing.
+        data: prefix of the token files.
+        folder: for everything that is written.
+    """
+
+    seed: int
+    ranks: int
+    iterations: int
+    disk_seconds: float
+    plant: str | None
+    data: Path
+    folder: Path
+
+    def argv(self, flavour: Flavour, root: Path, saving: str) -> list[str]:
+        """Return the arguments of a run."""
+        more = (
+            f"{flavour.layout} {saving} --train-iters {self.iterations} --save {root} "
+            f"--load {root} --exit-grace-seconds 25"
+        )
+        if "--eval-interval" not in more:
+            more += " --eval-interval 0"
+        return small_run.flags(self.data, more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One kill and what it met."""
+
+    chain: int
+    number: int
+    flavour: Flavour
+    kill: Kill
+    struck: Struck
+
+
+def measure(setting: Setting, flavour: Flavour, measured: Measured) -> Reference:
+    """Let a run of a flavour be, saving at every iteration; its durations are the first measured.
+
+    Raises:
+        SoakFailure: it fails.
+    """
+    root = setting.folder / f"reference_{flavour.name.replace(' ', '_')}"
+    saving = " ".join(word for word in flavour.saving.split() if word == "--async-save")
+    argv = setting.argv(flavour, root, f"{saving} --save-interval 1")
+    with job(
+        argv,
+        ranks=setting.ranks,
+        root=root,
+        measured=measured,
+        disk_seconds=setting.disk_seconds,
+        plant=None,
+        logs=setting.folder / root.name,
+    ) as started:
+        started.finish()
+    reference = Reference.of(root)
+    if sorted(reference.tensors) != list(range(1, setting.iterations + 1)):
+        raise SoakFailure("hung", f"the reference has saved at {sorted(reference.tensors)}")
+    return reference
+
+
+@dataclass(kw_only=True)
+class Chain:
+    """One save folder and the starts of one run on it.
+
+    Args:
+        setting: of the soak.
+        number: of this chain; with the seed it determines every choice.
+        flavour: of the run.
+        reference: the run that was let be.
+        measured: durations of this flavour.
+    """
+
+    setting: Setting
+    number: int
+    flavour: Flavour
+    reference: Reference
+    measured: Measured
+    kills: int = 0
+    starts: int = 0
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        root = self.setting.folder / f"chain_{self.number}"
+        words = self.flavour.saving.split()
+        keep = (
+            int(words[words.index("--save-keep-last") + 1]) if "keep-last" in str(words) else None
+        )
+        self.ledger = Ledger(root=root, reference=self.reference, keep_last=keep)
+
+    def run(self, most: int) -> Iterator[Result]:
+        """Kill up to `most` times, then let the run come to its end.
+
+        Raises:
+            SoakFailure: something was lost, differs, or does not end.
+        """
+        argv = self.setting.argv(
+            self.flavour, self.ledger.root, f"{self.flavour.saving} --save-interval 2"
+        )
+        ended = False
+        while not ended:
+            self.starts += 1
+            with job(
+                argv,
+                ranks=self.setting.ranks,
+                root=self.ledger.root,
+                measured=self.measured,
+                disk_seconds=self.setting.disk_seconds,
+                plant=self.setting.plant,
+                logs=self.setting.folder / f"chain_{self.number}_start_{self.starts}",
+            ) as started:
+                results = list(self._kills(started, most))
+                ended = not results or results[-1].kill.of_writer
+                if ended:
+                    started.finish()
+                log = started.log()
+            self.ledger.check_start(started.start, log)
+            self.ledger.check()
+            yield from results
+        self.ledger.check_end(self.setting.iterations)
+
+    def _kills(self, started: Job, most: int) -> Iterator[Result]:
+        """Kill writers until trainers are killed; end early if the run ends before."""
+        while self.kills < most:
+            kill = choose(
+                f"{self.setting.seed}/{self.number}/{self.kills + 1}",
+                ranks=self.setting.ranks,
+                asynchronous=self.flavour.asynchronous,
+            )
+            if not started.wait_for(kill):
+                return
+            struck = started.strike(kill)
+            if struck is None:
+                return
+            self.ledger.note(struck.before)
+            self.kills += 1
+            if kill.of_writer:
+                self._see_retry(started, struck)
+            yield Result(
+                chain=self.number,
+                number=self.kills,
+                flavour=self.flavour,
+                kill=kill,
+                struck=struck,
+            )
+            if not kill.of_writer:
+                return
+
+    def _see_retry(self, started: Job, struck: Struck) -> None:
+        """See that trainers live, that no save is lost without a word, and that there is a next.
+
+        Raises:
+            SoakFailure: one of these is not so.
+        """
+        newest = struck.after.newest
+        if not started.wait(lambda: started.now.newest > newest, "a save by a new writer process"):
+            return
+        for name in struck.before.temporary - started.start.temporary:
+            iteration = iteration_of_temporary(name)
+            told = f"WARNING: saving at iteration {iteration} failed"
+            started.wait(
+                lambda: iteration in self._seen(started) or told in started.log(),  # noqa: B023
+                f"the checkpoint of iteration {iteration}, or a line that it failed,",
+            )
+
+    def _seen(self, started: Job) -> set[int]:
+        """Return which checkpoints have been there so far."""
+        self.ledger.note(started.now)
+        return self.ledger.committed

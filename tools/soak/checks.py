@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has to hold after every kill: nothing lost, and every bit as in a run that was let be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import CheckpointError, list_checkpoints, verify_checkpoint
+from megatron.core.dist_checkpointing.commit import checkpoint_folder, iteration_of
+from tests.functional_tests.small_run import digests, timeless
+from tools.soak.folder import Snapshot, look
+from tools.soak.job import SoakFailure
+
+_GOES_ON = re.compile(r"(?:going on|starting) at iteration (\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A run that nothing happened to.
+
+    Args:
+        tensors: the digest of every tensor, by iteration.
+        events: of metrics.jsonl, in order, without what a clock measured.
+    """
+
+    tensors: Mapping[int, Mapping[str, str]]
+    events: list[dict[str, Any]]
+
+    @staticmethod
+    def of(root: Path) -> Reference:
+        """Read it from its save folder."""
+        tensors = {iteration_of(f) or 0: digests(f) for f in list_checkpoints(root)}
+        return Reference(tensors=tensors, events=timeless(root / "metrics.jsonl"))
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """What is known of one save folder over all kills.
+
+    Args:
+        root: the folder.
+        reference: what it is compared with.
+        keep_last: how many checkpoints are kept; None removes none.
+    """
+
+    root: Path
+    reference: Reference
+    keep_last: int | None
+    committed: set[int] = field(default_factory=set)
+    compared: set[int] = field(default_factory=set)
+
+    def note(self, seen: Snapshot) -> None:
+        """Remember which checkpoints have been there."""
+        self.committed |= seen.complete
+
+    def check(self) -> Snapshot:
+        """Check the folder while nothing runs, and return what is in it.
+
+        Raises:
+            SoakFailure: a checkpoint is missing or damaged, or something differs.
+        """
+        now = look(self.root)
+        self._check_names(now)
+        for iteration in sorted(now.complete):
+            folder = checkpoint_folder(self.root, iteration)
+            try:
+                report = verify_checkpoint(folder)
+            except CheckpointError as error:
+                raise SoakFailure("lost", str(error)) from error
+            if report.unexpected_files:
+                raise SoakFailure("hung", f"{folder} holds {report.unexpected_files}")
+            if iteration not in self.compared:
+                self._check_tensors(iteration, digests(folder))
+        self._check_events(now.newest)
+        return now
+
+    def _check_names(self, now: Snapshot) -> None:
+        """See that what has been committed is there, unless it is too old to be kept."""
+        self.note(now)
+        keep = len(self.committed) if self.keep_last is None else self.keep_last
+        missing = sorted(set(sorted(self.committed)[-keep:]) - now.complete)
+        if missing:
+            raise SoakFailure("lost", f"of {sorted(self.committed)} those of {missing} are gone")
+        if now.tracked is not None and now.tracked not in now.complete:
+            raise SoakFailure("lost", f"the tracker names {now.tracked} of {sorted(now.complete)}")
+
+    def _check_tensors(self, iteration: int, found: Mapping[str, str]) -> None:
+        expected = self.reference.tensors.get(iteration)
+        if expected is None:
+            raise SoakFailure("inexact", f"nothing else has saved at iteration {iteration}")
+        differing = sorted(
+            name for name in {*expected, *found} if expected.get(name) != found.get(name)
+        )
+        if differing:
+            raise SoakFailure(
+                "inexact",
+                f"iteration {iteration}: {len(differing)} of {len(expected)} tensors differ, "
+                f"such as {differing[0]}",
+            )
+        self.compared.add(iteration)
+
+    def _check_events(self, newest: int) -> None:
+        """See that the metrics are the beginning of the reference's, up to the newest checkpoint at
+        least."""
+        path = self.root / "metrics.jsonl"
+        found = timeless(path) if path.exists() else []
+        expected = self.reference.events
+        for ours, theirs in zip_longest(found, expected[: len(found)]):
+            if ours != theirs:
+                raise SoakFailure("inexact", f"metrics.jsonl has {ours}, expected {theirs}")
+        reached = max((e["iteration"] for e in found), default=0)
+        if reached < newest:
+            raise SoakFailure("inexact", f"metrics end at {reached}, the checkpoint is of {newest}")
+
+    def check_start(self, start: Snapshot, log: str) -> None:
+        """See that processes went on from the newest checkpoint, with nothing left over.
+
+        Raises:
+            SoakFailure: they did not.
+        """
+        told = {int(number) for number in _GOES_ON.findall(log)}
+        if told and told != {max(start.newest, 0)}:
+            raise SoakFailure(
+                "inexact", f"the run went on at {sorted(told)}, the newest is {start.newest}"
+            )
+        if told and (left := look(self.root).temporary & start.temporary):
+            raise SoakFailure("hung", f"{sorted(left)} were not swept")
+
+    def check_end(self, iterations: int) -> None:
+        """See that the run has come to the end that the reference has.
+
+        Raises:
+            SoakFailure: it has not.
+        """
+        now = self.check()
+        if now.newest != iterations or now.tracked != iterations:
+            raise SoakFailure("inexact", f"the run ended at {now.newest} of {iterations}")
+        if timeless(self.root / "metrics.jsonl") != self.reference.events:
+            raise SoakFailure("inexact", "metrics.jsonl lacks events")
+        if now.temporary:
+            raise SoakFailure("hung", f"{sorted(now.temporary)} were left behind")

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is run and how it is killed, drawn from a seed; nothing here looks at a clock or a disk."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+How = Literal["KILL", "TERM", "TERM+KILL", "STOP+KILL"]
+Moment = Literal["start", "training", "save"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flavour:
+    """A kind of run.
+
+    Args:
+        name: short.
+        layout: flags that its numbers depend on.
+        saving: flags that they do not depend on.
+    """
+
+    name: str
+    layout: str
+    saving: str
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it saves in the background."""
+        return "--async-save" in self.saving
+
+
+ZERO3 = (
+    "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce "
+    "--overlap-param-gather --bf16"
+)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+#: One half saves in the background; each half once with and once without retention.
+FLAVOURS = (
+    Flavour(name="dp", layout="--eval-interval 5 --eval-iters 1", saving="--save-keep-last 2"),
+    Flavour(name="zero3 async", layout=ZERO3, saving="--async-save"),
+    Flavour(name="tp2", layout=TP2, saving=""),
+    Flavour(
+        name="dp async",
+        layout="--use-distributed-optimizer --eval-interval 5 --eval-iters 1",
+        saving="--async-save --save-keep-last 2",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One kill, before it meets a run.
+
+    Args:
+        victim: "all", "rank 1", or "writer 1": the process that writes that rank's saves.
+        how: signals, in order.
+        moment: what it is timed from: the start of the processes, the first step behind that, or
+            the begin of a save.
+        skip: that many saves, or as many times between saves, are let pass before.
+        offset: when, as a part of the measured duration of a start, of the time between saves,
+            or of a save.
+        delay: between two signals, as a part of the longest.
+    """
+
+    victim: str
+    how: How
+    moment: Moment
+    skip: int
+    offset: float
+    delay: float
+
+    @property
+    def of_writer(self) -> bool:
+        """Whether trainers live on."""
+        return self.victim.startswith("writer")
+
+
+def choose(seed: str, *, ranks: int, asynchronous: bool) -> Kill:
+    """Return the kill that belongs to a seed.
+
+    Args:
+        ranks: how many there are.
+        asynchronous: whether there are writer processes to kill.
+    """
+    draw = random.Random(seed)
+    victims = ["all", "rank 0", f"rank {draw.randrange(ranks)}"]
+    if asynchronous:
+        victims.append(f"writer {draw.randrange(ranks)}")
+    victim = draw.choice(victims)
+    hows: list[How] = ["KILL", "TERM", "TERM+KILL", "STOP+KILL"]
+    (how,) = draw.choices(hows, weights=[76, 6, 9, 9])
+    moments: list[Moment] = ["start", "training", "save"]
+    (moment,) = draw.choices(moments, weights=[8, 40, 52])
+    kill = Kill(
+        victim=victim,
+        how=how,
+        moment=moment,
+        skip=draw.choice([0, 0, 1, 2]),
+        offset=draw.random(),
+        delay=draw.random(),
+    )
+    if kill.of_writer:  # it ignores SIGTERM, and is not there before the first step
+        return Kill(**{**vars(kill), "how": "KILL", "moment": "save"})
+    return kill

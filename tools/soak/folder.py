@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the disk says about a save folder at one moment, and whether a save was under way then."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.commit import TRACKER_NAME, is_temporary, iteration_of
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A save folder.
+
+    Args:
+        complete: iterations of the folders under their final names.
+        temporary: folders that saves and removals work on: their names.
+        with_manifest: those of them that have a manifest.
+        tracked: what the tracker names; None if there is none, -1 if it cannot be read.
+    """
+
+    complete: frozenset[int] = frozenset()
+    temporary: frozenset[str] = frozenset()
+    with_manifest: frozenset[str] = frozenset()
+    tracked: int | None = None
+
+    @property
+    def newest(self) -> int:
+        """The newest iteration that is complete, -1 if there is none."""
+        return max(self.complete, default=-1)
+
+
+def look(root: Path) -> Snapshot:
+    """Return what is in a save folder now."""
+    if not root.is_dir():
+        return Snapshot()
+    tracked: int | None = None
+    # First the tracker: what it names has its final name already.
+    with contextlib.suppress(FileNotFoundError):
+        text = (root / TRACKER_NAME).read_text().strip()
+        tracked = int(text) if text.isdigit() else -1
+    found = sorted(path for path in root.iterdir() if path.name.startswith("iter_"))
+    temporary = [path for path in found if is_temporary(path)]
+    numbers = (iteration_of(path) for path in found)
+    return Snapshot(
+        complete=frozenset(number for number in numbers if number is not None),
+        temporary=frozenset(path.name for path in temporary),
+        with_manifest=frozenset(p.name for p in temporary if (p / MANIFEST_NAME).exists()),
+        tracked=tracked,
+    )
+
+
+def under_way(now: Snapshot, start: Snapshot) -> str:
+    """Return what stage a save is in: "writing", "manifest", "renamed", "removing" or "".
+
+    Args:
+        now: the folder.
+        start: the folder before the processes started: what was left then is no evidence.
+    """
+    temporary = now.temporary - start.temporary
+    # a removal's folder is older than the newest, a save's is newer than all
+    saves = {name for name in temporary if iteration_of_temporary(name) > now.newest}
+    if saves:
+        return "manifest" if saves & now.with_manifest else "writing"
+    if now.newest not in start.complete and now.newest > (now.tracked or -1):
+        return "renamed"
+    return "removing" if temporary else ""
+
+
+def iteration_of_temporary(name: str) -> int:
+    """Return the iteration that a temporary folder's name stands for."""
+    return int(name.removeprefix("iter_").split(".")[0])

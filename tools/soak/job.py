@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One start of the run: wait for a moment, kill, end what is left as a launcher does."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.training.exit_codes import ExitCode
+from megatron.training.monitoring.metrics import read_metrics
+from tests.functional_tests import small_run
+from tests.support.ranks import Outcome, RankSet
+from tools.soak.choices import Kill
+from tools.soak.folder import Snapshot, look, under_way
+from tools.soak.slow_disk import slow_down, slow_down_writers
+
+#: Seconds that a start may take, or a run until its next save, on a busy machine.
+PATIENCE_SECONDS = 120.0
+#: Seconds within which processes that lost a peer or their trainer have to be gone.
+GRACE_SECONDS = 30.0
+#: How often a launcher looks at its processes, in seconds.
+LAUNCHER_SECONDS = 0.1
+#: How ranks may end that were told to; before they listen, the signal itself ends them.
+ENDS = frozenset({ExitCode.OK, ExitCode.PEER_LOST, ExitCode.TERMINATED, -signal.SIGTERM})
+#: How they may if another one is dead.
+ENDS_OF_SURVIVORS = ENDS | {ExitCode.SAVE_FAILED, -signal.SIGKILL}
+
+
+class SoakFailure(Exception):
+    """The program broke a promise.
+
+    Args:
+        kind: "lost" a checkpoint, "inexact" resume, or "hung" or failed otherwise.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+@dataclass
+class Measured:
+    """Durations seen so far, in seconds, of what no kill has cut short."""
+
+    start: list[float] = field(default_factory=list)
+    save: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+
+    def of(self, kind: str) -> float:
+        """Return the median of the latest, or a guess."""
+        guesses = {"start": 1.0, "save": 0.3, "between": 0.5}
+        latest: list[float] = vars(self)[kind][-15:]
+        return statistics.median(latest) if latest else guesses[kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    """A kill that has met a run.
+
+    Args:
+        before, after: the folder when the last signal was sent, and when it had worked.
+        stage: of the save that was under way both times; "" if none was.
+        iteration: the last that was logged.
+    """
+
+    before: Snapshot
+    after: Snapshot
+    stage: str
+    iteration: int
+
+
+def _soak_rank(
+    rank: int,
+    world: int,
+    port: int,
+    argv: list[str],
+    *,
+    root: str,
+    disk_seconds: float,
+    plant: str | None,
+) -> NoReturn:
+    """Be a rank on a slow disk, with a defect if one is to be planted."""
+    slow_down(root, disk_seconds)
+    slow_down_writers(root, disk_seconds)
+    if plant is not None:
+        module, function = plant.split(":")
+        getattr(importlib.import_module(module), function)(rank)
+    small_run.rank_process(rank, world, port, argv)
+
+
+@contextlib.contextmanager
+def job(
+    argv: list[str],
+    *,
+    ranks: int,
+    root: Path,
+    measured: Measured,
+    disk_seconds: float,
+    plant: str | None,
+    logs: Path,
+) -> Iterator[Job]:
+    """Start the ranks; whatever happens they are ended and their logs kept."""
+    start = look(root)
+    process = partial(_soak_rank, root=str(root), disk_seconds=disk_seconds, plant=plant)
+    with small_run.running(ranks, argv, process=process) as started:
+        found = Job(started, root, start=start, measured=measured)
+        try:
+            yield found
+        finally:
+            for rank in range(ranks):
+                logs.with_name(f"{logs.name}_rank_{rank}.txt").write_text(started.log(rank))
+
+
+class Job:
+    """Ranks that run.
+
+    Args:
+        ranks: the processes.
+        root: their save folder.
+        start: what was in it before.
+        measured: is added to.
+    """
+
+    def __init__(self, ranks: RankSet, root: Path, *, start: Snapshot, measured: Measured) -> None:
+        self._ranks, self.root, self.start, self._measured = ranks, root, start, measured
+        self._began = time.monotonic()
+        self._first_step: float | None = None
+        self._saves: list[tuple[str, float]] = []
+        self._saving = False
+        self._family: set[int] = set()
+        self.now = start
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def log(self) -> str:
+        """Return what all ranks have printed."""
+        return "".join(self._ranks.log(rank) for rank in range(len(self._ranks.processes)))
+
+    def iteration(self) -> int:
+        """Return the last iteration that is in the metrics, 0 if none is."""
+        path = self.root / "metrics.jsonl"
+        events = read_metrics(path) if path.exists() else []
+        return max((e["iteration"] for e in events if e["kind"] == "train"), default=0)
+
+    def running(self) -> bool:
+        """Tell whether any rank is there. Raises SoakFailure if one ended badly by itself."""
+        codes = [process.exitcode for process in self._ranks.processes]
+        if bad := {rank: code for rank, code in enumerate(codes) if code}:
+            raise SoakFailure(
+                "hung", f"ranks ended by themselves, with {bad}\n{self.log()[-3000:]}"
+            )
+        return None in codes
+
+    def observe(self) -> None:
+        """Look at the folder, and measure saves that begin and end."""
+        self.now = look(self.root)
+        saving = under_way(self.now, self.start) in ("writing", "manifest", "renamed")
+        if saving and not self._saving:
+            if self._saves:
+                self._measured.between.append(time.monotonic() - self._saves[-1][1])
+            self._saves.append(("", time.monotonic()))
+        elif self._saving and not saving:
+            self._measured.save.append(time.monotonic() - self._saves[-1][1])
+        self._saving = saving
+        if self._first_step is None and self.iteration() > max(self.start.newest, 0):
+            self._first_step = time.monotonic()
+            self._measured.start.append(self._first_step - self._began)
+
+    def wait(self, arrived: Callable[[], bool], what: str) -> bool:
+        """Wait for something; return whether it came, and not the end of the run.
+
+        Raises:
+            SoakFailure: neither came in time.
+        """
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            self.observe()
+            if arrived():
+                return True
+            if not self.running():
+                return False
+            if time.monotonic() > deadline:
+                raise SoakFailure("hung", f"{what} never came\n{self.log()[-3000:]}")
+            time.sleep(0.002)
+
+    def wait_for(self, kill: Kill) -> bool:
+        """Wait for the moment of a kill; return whether it came before the end of the run."""
+        if kill.moment == "start":
+            base, span = self._began, self._measured.of("start")
+        elif kill.moment == "training":
+            if not self.wait(lambda: self._first_step is not None, "the first step"):
+                return False
+            assert self._first_step is not None
+            base = self._first_step
+            span = self._measured.of("between") * (1 + kill.skip)
+        else:
+            seen = len(self._saves) + kill.skip
+            if not self.wait(lambda: len(self._saves) > seen, "a save"):
+                return False
+            base, span = self._saves[-1][1], self._measured.of("save")
+        return self.wait(lambda: time.monotonic() >= base + kill.offset * span, "the moment")
+
+    # --- killing ----------------------------------------------------------------------------------
+
+    def strike(self, kill: Kill) -> Struck | None:
+        """Send a kill's signals; return how it met the run, or None if the victim is not there.
+
+        Raises:
+            SoakFailure: survivors or writer processes stay, or a rank ends in a wrong way.
+        """
+        processes = self._ranks.processes
+        self._family |= _children([process.pid for process in processes])
+        if kill.of_writer:
+            rank = int(kill.victim.split()[1])
+            victims = sorted(_children([processes[rank].pid]))
+        elif kill.victim == "all":
+            victims = [process.pid for process in processes]
+        else:
+            victims = [processes[int(kill.victim.split()[1])].pid]
+        if not victims:
+            return None
+        if kill.how in ("TERM+KILL", "STOP+KILL"):
+            _send(victims, signal.SIGTERM if kill.how == "TERM+KILL" else signal.SIGSTOP)
+            longest = self._measured.of("save") + 0.5 * self._measured.of("between")
+            time.sleep(kill.delay * (longest if kill.how == "TERM+KILL" else 0.3))
+        before = look(self.root)
+        _send(victims, signal.SIGTERM if kill.how == "TERM" else signal.SIGKILL)
+        if kill.how != "TERM":
+            _wait_for_end(victims, "victims of SIGKILL")
+        after = look(self.root)
+        iteration = self.iteration()
+        if not kill.of_writer:
+            self._end_the_others(kill)
+        stage = under_way(before, self.start)
+        inside = stage if kill.of_writer or under_way(after, self.start) else ""
+        return Struck(before=before, after=after, stage=inside, iteration=iteration)
+
+    def _end_the_others(self, kill: Kill) -> None:
+        """Wait for the ends that follow, as the launcher does: it tells survivors to end."""
+        if kill.how != "TERM":
+            time.sleep(LAUNCHER_SECONDS)
+            _send([p.pid for p in self._ranks.processes if p.exitcode is None], signal.SIGTERM)
+        outcomes = self._ranks.outcomes(timeout=GRACE_SECONDS)
+        for process in self._ranks.processes:
+            process.join(2.0)
+        codes = [process.exitcode for process in self._ranks.processes]
+        if None in codes:
+            raise SoakFailure("hung", f"{_told(outcomes)} do not end\n{self.log()[-3000:]}")
+        fine = ENDS if kill.how == "TERM" else ENDS_OF_SURVIVORS
+        if wrong := {rank: code for rank, code in enumerate(codes) if code not in fine}:
+            raise SoakFailure("hung", f"ranks ended with {wrong}\n{self.log()[-3000:]}")
+        _wait_for_end(sorted(self._family), "writer processes of dead trainers")
+
+    def finish(self) -> None:
+        """Wait for the run's own end. Raises SoakFailure if it is not a good one."""
+        self.wait(lambda: False, "the end of the run")
+        _wait_for_end(sorted(self._family), "writer processes of finished trainers")
+
+
+def _told(outcomes: Sequence[Outcome]) -> str:
+    return f"ranks {[o.rank for o in outcomes if o.exit_code is None]}"
+
+
+def _send(pids: Sequence[int | None], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            assert pid is not None
+            os.kill(pid, number)
+
+
+def _children(parents: Sequence[int | None]) -> set[int]:
+    """Return the children of processes, of whatever thread."""
+    found: set[int] = set()
+    for parent in parents:
+        for file in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found |= {int(word) for word in file.read_text().split()}
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def _wait_for_end(pids: Sequence[int], what: str) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    while left := [pid for pid in pids if _alive(pid)]:
+        if time.monotonic() > deadline:
+            raise SoakFailure("hung", f"{what} are still there: {left}")
+        time.sleep(0.002)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports all that a rank needs, once, in the server that ranks are forked from: a start then costs
+tenths of a second."""
+
+import importlib
+
+#: torch imports its compiler when it is told to be deterministic, or not to be: more than a second.
+for name in (
+    "torch._dynamo",
+    "torch._inductor",
+    "megatron.core.datasets.indexed_writer",
+    "megatron.training.config.check",
+    "megatron.training.failures.peers",
+    "megatron.training.failures.restart",
+    "megatron.training.failures.stack_dump",
+    "megatron.training.options.help_pages",
+    "megatron.training.pretrain_gpt",
+    "megatron.training.pretraining",
+    "megatron.training.run_groups",
+    "tests.functional_tests.small_run",
+    "tools.soak.slow_disk",
+):
+    importlib.import_module(name)

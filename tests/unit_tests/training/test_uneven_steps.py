@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps whose samples lanes do not share evenly: losses and every gradient are those of one lane
+that computes the blocks of the step one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.division import Division
+from megatron.core.datasets.samplers import GPTBatches
+from megatron.core.datasets.token_rows import TokenRows
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.stages import StageSplit
+from megatron.core.moe import Balance, MoEConfig, RouterConfig, routers_of
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.training.layouts import Layouts
+from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.pretraining import take
+from megatron.training.step import Microbatch, TrainStep
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import generator, one_thread
+from tests.support.ranks import run_ranks
+
+SEQUENCE, VOCABULARY, MICRO, STEPS = 12, 37, 2, 2
+DENSE = GPTConfig(
+    num_layers=2,
+    hidden_size=24,
+    vocab_size=VOCABULARY,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
+    mlp=MLPConfig(ffn_hidden_size=40),
+    tied=True,
+    hidden_dropout=0.1,
+)
+EXPERTS = dataclasses.replace(
+    DENSE,
+    tied=False,
+    moe=MoEConfig(
+        num_experts=4,
+        ffn_hidden_size=20,
+        capacity_factor=1.25,
+        router=RouterConfig(
+            topk=2,
+            balance="aux_loss",
+            aux_loss_coeff=0.05,
+            z_loss_coeff=0.01,
+            expert_bias=True,
+            score_function="sigmoid",
+        ),
+    ),
+    ffn_pattern="-E",
+)
+MODELS = {"dense": DENSE, "experts": EXPERTS}
+
+
+class Rows:
+    """A data set whose samples and masks are a function of their number."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def read(self, indices: np.ndarray) -> TokenRows:
+        """Return tokens, and a mask that counts another number of them in every sample."""
+        found, masks = [], []
+        for index in indices.tolist():
+            source = generator(4, index)
+            found.append(torch.randint(0, VOCABULARY, (SEQUENCE + 1,), generator=source))
+            masks.append(torch.rand(SEQUENCE, generator=source) < 0.3 + 0.06 * (index % 11))
+        tokens, mask = torch.stack(found).numpy(), torch.stack(masks).float().numpy()
+        return TokenRows(tokens=tokens, loss_mask=mask)
+
+
+class Seen(Optimizer):
+    """An optimizer that keeps the gradients it was given."""
+
+    def step(self, *arguments, **more):
+        """Note them and move on."""
+        self.seen = [owned.gradients.clone() for owned in self.owned]
+        return super().step(*arguments, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step to divide.
+
+    Args:
+        world, cp, pp: the grid; lanes are what is left.
+        samples: of a step.
+        strategy: of data parallelism.
+        schedule: of stages.
+    """
+
+    world: int
+    samples: int
+    cp: int = 1
+    pp: int = 1
+    model: str = "dense"
+    per_token: bool = False
+    strategy: str = "no_shard"
+    schedule: str = "1f1b"
+
+
+#: Fillers on one lane and on several, a smaller last block, and both; at last two kinds of rank
+#: that share a lane.
+CASES = (
+    Case(3, 10),
+    Case(3, 7),
+    Case(3, 7, per_token=True),
+    Case(3, 8, strategy="optim_grads_params"),
+    Case(3, 10, model="experts"),
+    Case(4, 13),
+    Case(4, 10, per_token=True),
+    Case(4, 10, model="experts"),
+    Case(4, 9, cp=2),
+    Case(4, 9, pp=2),
+    Case(4, 10, pp=2, schedule="zb-h1"),
+)
+
+
+def step_of(groups: ProcessGroupCollection, case: Case) -> TrainStep:
+    """Return a step of plain SGD that keeps its gradients."""
+    config = DataParallelConfig(strategy=case.strategy)
+    split = StageSplit.from_pattern("*-*|-", 2) if case.pp > 1 else None
+    model = GPTModel(MODELS[case.model], groups, seed=3, storage=config.storage(), split=split)
+    engine = DataParallel(model.store, groups, config=config)
+    optimizer = Seen(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
+    optimizer.owned = engine.owned()
+    run = None
+    if case.pp > 1:
+        run = PipelineForwardBackward(model, engine, groups=groups, schedule=case.schedule)
+    return TrainStep(
+        model,
+        engine,
+        optimizer=optimizer,
+        groups=groups,
+        forward_backward=run,
+        per_token_loss=case.per_token,
+    )
+
+
+def gradients_of(step: TrainStep) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
+    """Return what this rank holds of the last step's gradients."""
+    optimizer = step.optimizer
+    return {
+        placed.box.name: placed.of(seen).clone()
+        for seen, owned in zip(optimizer.seen, optimizer.owned, strict=True)
+        for placed in owned.boxes
+    }
+
+
+def balance_of(step: TrainStep, groups: ProcessGroupCollection) -> Balance | None:
+    """Return what moves the biases of experts, if there are any."""
+    model = step.model
+    if model.config.moe is None:
+        return None
+    names = model.config.router_names
+    return Balance(routers_of(model), names, config=model.config.moe, world=groups["world"])
+
+
+def lane(rank: int, world: int, cases: tuple[Case, ...]) -> list[dict]:
+    """Train as one rank of each case."""
+    return [_divided(rank, case) for case in cases]
+
+
+def _divided(rank: int, case: Case) -> dict:
+    grid = RankGrid(world_size=case.world, cp=case.cp, pp=case.pp)
+    groups = ProcessGroupCollection.create(grid, rank=rank)
+    step, lanes = step_of(groups, case), groups["samples"]
+    division = Division(samples=case.samples, micro_batch_size=MICRO, lanes=lanes.size)
+
+    def fresh() -> GPTBatches:
+        return GPTBatches(
+            Rows(),
+            micro_batch_size=MICRO,
+            lanes_rank=lanes.rank,
+            lanes_size=lanes.size,
+            step_samples=case.samples,
+        )
+
+    layouts = Layouts(groups["cp"], torch.device("cpu"))
+    batches, balance = fresh(), balance_of(step, groups)
+    losses, loads, fillers = [], [], 0
+    for _ in range(STEPS):
+        made = take(
+            batches,
+            division.rounds,
+            torch.device("cpu"),
+            layouts=layouts,
+            step_samples=case.samples,
+        )
+        fillers += sum(batch.share == 0.0 for batch in made)
+        report = step(made, lr=0.3, weight_decay=0.0)
+        losses.append(report.loss)
+        if balance is not None:
+            balance.finish(applied=report.applied)
+            loads.append(balance.report())
+    gradients = gradients_of(step)
+    evaluated = take(fresh(), division.rounds, torch.device("cpu"), layouts=layouts)
+    losses.append(step.evaluate(evaluated, at_a_time=division.rounds))
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "loads": loads,
+        "fillers": fillers,
+        "wanted": STEPS * sum(not division.places(lanes.rank, i) for i in range(division.rounds)),
+    }
+
+
+def one_lane(case: Case) -> dict:
+    """Compute the blocks of each step one after the other, cut by hand."""
+    groups = ProcessGroupCollection.single()
+    step = step_of(groups, dataclasses.replace(case, pp=1, strategy="no_shard"))
+    balance, losses, loads = balance_of(step, groups), [], []
+
+    def blocks(first: int) -> list[Microbatch]:
+        found = []
+        for start in range(first, first + case.samples, MICRO):
+            ids = np.arange(start, min(start + MICRO, first + case.samples))
+            rows = Rows().read(ids)
+            tokens = torch.from_numpy(rows.tokens)
+            found.append(
+                Microbatch(
+                    tokens[:, :-1],
+                    tokens[:, 1:],
+                    torch.from_numpy(rows.loss_mask),
+                    torch.from_numpy(ids),
+                    share=len(ids) / case.samples,
+                )
+            )
+        return found
+
+    for i in range(STEPS):
+        losses.append(step(blocks(i * case.samples), lr=0.3, weight_decay=0.0).loss)
+        if balance is not None:
+            balance.finish(applied=True)
+            loads.append(balance.report())
+    gradients = gradients_of(step)
+    losses.append(step.evaluate(blocks(0)))
+    return {"losses": losses, "gradients": gradients, "loads": loads}
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.covers("numbers of one process", runs="ranks")
+def test_uneven_lanes_have_the_losses_and_gradients_of_one(world):
+    cases = tuple(case for case in CASES if case.world == world)
+    ranks = run_ranks(lane, world, cases)
+    for index, case in enumerate(cases):
+        with one_thread():
+            wanted = one_lane(case)
+        found = [rank[index] for rank in ranks]
+        assert [one["fillers"] for one in found] == [one["wanted"] for one in found]
+        assert case.samples % MICRO or sum(one["fillers"] for one in found) > 0, case
+        together: dict[str, torch.Tensor] = {}
+        for one in found:
+            assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-6), case
+            together.update(one["gradients"])
+            assert len(one["loads"]) == len(wanted["loads"])
+            for loads, expected in zip(one["loads"], wanted["loads"], strict=True):
+                for load, other in zip(loads, expected, strict=True):
+                    assert load.tokens == other.tokens, case
+                    assert load.dropped == other.dropped > 0, case
+                    for name in ("entropy", "balance_loss", "z_loss"):
+                        assert math.isclose(getattr(load, name), getattr(other, name), rel_tol=1e-5)
+        if case.strategy == "no_shard":
+            assert together.keys() == wanted["gradients"].keys()
+            assert_all_close(together, wanted["gradients"])
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_smaller_block_counts_by_its_samples(per_token):
+    """Of equal masks, every sample of a step then counts alike, whatever the blocks are."""
+    losses = []
+    for samples in (5, 10):
+        case = Case(1, samples, per_token=per_token)
+        step = step_of(ProcessGroupCollection.single(), case)
+        rows = torch.randint(0, VOCABULARY, (5, SEQUENCE + 1), generator=generator(6))
+        mask, ids = torch.ones(5, SEQUENCE), torch.zeros(5, dtype=torch.int64)
+        parts = [slice(0, 2), slice(2, 4), slice(4, 5)] if samples == 5 else [slice(0, 5)]
+        made = [
+            Microbatch(rows[p, :-1], rows[p, 1:], mask[p], ids[p], share=len(ids[p]) / 5)
+            for p in parts
+        ]
+        losses.append(step(made, lr=0.1, weight_decay=0.0).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -102,13 +102,15 @@ def run(argv: Sequence[str]) -> int:
         prog=" ".join([PROG, name, *(place.upper() for place in command.places)]),
         description=str(command.schema.__doc__),
     )
-    from megatron.core.dist_checkpointing import CheckpointError
+    from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 
     try:
         return command.work(line.config)
-    except CheckpointError as error:
+    except DamagedCheckpointError as error:
         print(f"{PROG}: {one_line(error)}", file=sys.stderr, flush=True)
         return 1
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
 
 
 def _named(name: str, command: Command, words: Sequence[str]) -> list[str]:

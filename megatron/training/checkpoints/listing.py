@@ -22,7 +22,12 @@ from megatron.core.dist_checkpointing.claim import LOCK_NAME
 from megatron.core.dist_checkpointing.commit import TRACKER_NAME, is_temporary, iteration_of
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, VERSION
 from megatron.training.checkpoints.options import ListConfig
-from megatron.training.checkpoints.places import existing_folder, is_checkpoint, size_text
+from megatron.training.checkpoints.places import (
+    existing_folder,
+    is_checkpoint,
+    problem_of,
+    size_text,
+)
 
 _HEAD = ("iteration", "size", "ranks", "saved", "format", "state")
 
@@ -39,7 +44,7 @@ class Listed:
         num_bytes: of all files in the folder.
         saved: when its manifest was written, in seconds since 1970; None without one.
         world_size: ranks that saved it; None if that cannot be read.
-        problem: what is wrong with it, on one line; "" if nothing is.
+        problem: what is wrong with it, see `problem_of`; "" if nothing is.
     """
 
     iteration: int
@@ -76,9 +81,9 @@ def _look_at(folder: Path, *, digests: bool) -> Listed:
         world_size = read_manifest(folder).world_size
         verify_checkpoint(folder, digests=digests)
     except FileNotFoundError:
-        problem = f"{folder / MANIFEST_NAME} does not exist"
+        problem = f"DAMAGED: {folder / MANIFEST_NAME} does not exist"
     except CheckpointError as error:
-        problem = " ".join(str(error).split())
+        problem = problem_of(error)
     return Listed(
         iteration=iteration,
         num_bytes=folder_bytes(folder),
@@ -110,7 +115,7 @@ def _row(listed: Listed) -> tuple[str, ...]:
         str(listed.world_size) if known else "-",
         when,
         str(VERSION) if known else "-",
-        f"DAMAGED: {listed.problem}" if listed.problem else "whole",
+        listed.problem or "whole",
     )
 
 

@@ -8,6 +8,11 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.core.dist_checkpointing.commit import iteration_of
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    describe,
+)
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
@@ -40,6 +45,12 @@ def one_checkpoint(text: str) -> Path:
     if found is None:
         raise ValueError(f"{path} holds no checkpoint: name another folder")
     return found
+
+
+def problem_of(error: CheckpointError) -> str:
+    """Return what is wrong with a checkpoint on one line: damage, or why it cannot be judged."""
+    what = "DAMAGED" if isinstance(error, DamagedCheckpointError) else "UNREADABLE"
+    return f"{what}: {describe(error)}"
 
 
 def size_text(size: int) -> str:

@@ -13,7 +13,12 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
 )
 from megatron.training.checkpoints.options import VerifyConfig
-from megatron.training.checkpoints.places import existing_folder, is_checkpoint, size_text
+from megatron.training.checkpoints.places import (
+    existing_folder,
+    is_checkpoint,
+    problem_of,
+    size_text,
+)
 
 
 def verify_folders(config: VerifyConfig) -> int:
@@ -32,7 +37,7 @@ def _verify(folder: Path) -> bool:
         manifest = read_manifest(folder)
         report = verify_checkpoint(folder)
     except CheckpointError as error:
-        print(f"DAMAGED {folder}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(problem_of(error), file=sys.stderr, flush=True)
         return False
     print(
         f"whole {folder}: {size_text(report.bytes_verified)} of {len(manifest.tensors)} tensors "

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron.core import __version__
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.digests import BLAKE2B, XXH3, digest
 from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
@@ -208,7 +209,8 @@ class _Decoder:
         if fields["format"] != FORMAT or fields["version"] != VERSION:
             raise CheckpointError(
                 f"{self._path} cannot be used: it is of format {fields['format']!r} version "
-                f"{fields['version']!r}, this library reads {FORMAT!r} version {VERSION}"
+                f"{fields['version']!r}, this library reads {FORMAT!r} version {VERSION}: use the "
+                f"megatron-core that wrote it or a later one, this is {__version__}"
             )
         digests = fields["digests"] is True
         block_bytes = self._count(fields["block_bytes"], "block_bytes")

@@ -100,7 +100,7 @@ class GradientBits:
         self.largest.zero_()
 
     @torch.no_grad()
-    def __call__(self, flat: torch.Tensor) -> None:
+    def show(self, flat: torch.Tensor) -> None:
         """Look at one more flat tensor of gradients."""
         per_word = 8 // flat.element_size()
         whole = flat.numel() // per_word * per_word
@@ -162,14 +162,15 @@ class Replayer:
     Attributes:
         compared, differed: how many steps were computed twice without a suspicion, and in how many
             of them bits differed.
+        bits: of this rank's gradients in the last computation.
     """
 
     def __init__(self, reruns: Reruns, *, engine: DataParallel, world: Group) -> None:
         self.reruns, self._world = reruns, world
         self.compared = self.differed = self._steps = 0
-        self._bits = GradientBits(engine.store.device)
+        self.bits = GradientBits(engine.store.device)
         if reruns.mode != "disabled":
-            engine.observe_gradients(self._bits)
+            engine.observe_gradients(self.bits)
 
     def run(
         self, compute: Callable[[], Computed], *, share: float = math.inf
@@ -184,7 +185,7 @@ class Replayer:
         kept = [counter.clone() for counter in self.reruns.counters] if mode != "disabled" else []
         self._steps += 1
         compares = mode == "report_determinism_stats" and self._steps % self.reruns.interval == 0
-        first = self._computed(compute)
+        first = compute()
         if not compares and first.kind is None:
             return first, None
         tries, seen = [first], [self._evidence(first)]
@@ -194,7 +195,7 @@ class Replayer:
         def again() -> None:
             for counter, before in zip(self.reruns.counters, kept, strict=True):
                 counter.copy_(before)
-            tries.append(self._computed(compute))
+            tries.append(compute())
             seen.append(self._evidence(tries[-1]))
 
         again()
@@ -214,14 +215,10 @@ class Replayer:
         line = f"{self.compared} steps were computed twice, {self.differed} differed"
         return numbers, f"determinism: {line}"
 
-    def _computed(self, compute: Callable[[], Computed]) -> Computed:
-        self._bits.begin()
-        return compute()
-
     def _evidence(self, found: Computed) -> list[Evidence]:
         """Return what every rank of the world has of the last computation."""
-        high, low = self._bits.sum >> 32, self._bits.sum & 0xFFFFFFFF  # fp64 holds either
-        numbers = torch.stack([found.own, high.double(), low.double(), self._bits.largest.double()])
+        high, low = self.bits.sum >> 32, self.bits.sum & 0xFFFFFFFF  # fp64 holds either
+        numbers = torch.stack([found.own, high.double(), low.double(), self.bits.largest.double()])
         rows = all_gather(numbers.view(1, 4), self._world).tolist()
         return [
             Evidence(loss, (int(high) << 32) + int(low), largest)

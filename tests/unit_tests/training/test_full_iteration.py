@@ -16,9 +16,10 @@ from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
 from megatron.core.models.multi_token import Ahead, shifted
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.training.failures.replay import Replayer, Reruns
 from megatron.training.full_iteration import PATIENCE, StepInputs
 from megatron.training.graph_recorder import CudaRecorder
-from megatron.training.step import Microbatch
+from megatron.training.step import Microbatch, TrainStep
 from tests.support.capture_rules import CaptureError, CaptureRules
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
@@ -218,6 +219,31 @@ def laid_out(batches: list[Microbatch], *, by_blocks: bool = False) -> list[Micr
         layout = layout.with_samples(b.sample_ids)
         found.append(dataclasses.replace(b, layout=layout, positions=None, document_ids=None))
     return found
+
+
+def test_replays_show_their_gradients_to_what_compares_computations():
+    def shown(step: TrainStep) -> list[tuple[int, float]]:
+        world = step.groups["world"]
+        reruns = Reruns("report_determinism_stats")
+        step.replayer = replayer = Replayer(reruns, engine=step.engine, world=world)
+        found = []
+        for i in (0, 1, 3, 6, 7):
+            report = step(data(0, i), lr=1e-2, weight_decay=0.0)
+            assert report.doubt is None
+            found.append((int(replayer.bits.sum), float(replayer.bits.largest)))
+        assert (replayer.compared, replayer.differed) == (5, 0)
+        return found
+
+    with one_thread():
+        single = ProcessGroupCollection.single()
+        eager = shown(step_of(single, DataParallelConfig()))
+        rules, recorder = pretended()
+        with rules.enforced():
+            step = step_of(single, DataParallelConfig(), graph=recorder)
+            recorded = shown(step)
+    assert recorded == eager
+    assert len(set(eager)) == 5
+    assert step.forward_backward.replays == 10 - WARMUP
 
 
 def test_inputs_in_a_layout_keep_their_addresses_and_take_the_new_ones():

@@ -26,7 +26,7 @@ NAN, INF = math.nan, math.inf
 def bits_of(*flats: torch.Tensor) -> tuple[int, float]:
     bits = GradientBits(torch.device("cpu"))
     for flat in flats:
-        bits(flat)
+        bits.show(flat)
     return int(bits.sum), float(bits.largest)
 
 
@@ -55,9 +55,9 @@ def test_gradients_of_several_buckets_count_together_and_are_forgotten():
     both = bits_of(one)[0] + bits_of(other)[0]
     assert (bits_of(one, other)[0] - both) % 2**64 == 0
     bits = GradientBits(torch.device("cpu"))
-    bits(one)
+    bits.show(one)
     bits.begin()
-    bits(other)
+    bits.show(other)
     assert (int(bits.sum), float(bits.largest)) == bits_of(other)
 
 
@@ -173,10 +173,10 @@ class Shown:
 
     def __init__(self) -> None:
         self.store = SimpleNamespace(device=torch.device("cpu"))
-        self.observe = None
+        self.observer = None
 
-    def observe_gradients(self, observe) -> None:
-        self.observe = observe
+    def observe_gradients(self, observer) -> None:
+        self.observer = observer
 
 
 class Steps:
@@ -199,8 +199,9 @@ class Steps:
         def compute() -> Computed:
             kind, loss = left.pop(0)
             self.counter += torch.tensor([1.0, loss])
-            if self.engine.observe is not None:
-                self.engine.observe(torch.full((3,), loss))
+            if self.engine.observer is not None:
+                self.engine.observer.begin()
+                self.engine.observer.show(torch.full((3,), loss))
             return Computed(loss, (), torch.tensor(loss, dtype=torch.float64), kind)
 
         used, doubt = self.replayer.run(compute)
@@ -223,7 +224,7 @@ def test_only_suspicious_steps_are_computed_again_and_count_once():
 
 def test_switched_off_nothing_is_looked_at_or_computed_again():
     steps = Steps("disabled")
-    assert steps.engine.observe is None
+    assert steps.engine.observer is None
     doubt, times, _ = steps.run(BAD, SOUND)
     assert (doubt.verdict, times) == ("unchecked", 1)
 

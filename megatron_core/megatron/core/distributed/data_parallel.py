@@ -29,9 +29,10 @@ tokens or heads, weights of two stages).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -62,6 +63,16 @@ class _Phase(Enum):
     BETWEEN = "no step"
     STEP = "a step"
     EVALUATION = "an evaluation"
+
+
+class GradientObserver(Protocol):
+    """Who looks at gradients; a CUDA graph records what it does, so it reads none on the host."""
+
+    def begin(self) -> None:
+        """Take note that a step begins."""
+
+    def show(self, flat: torch.Tensor) -> None:
+        """Look at some gradients of the step, without changing them."""
 
 
 class DataParallel:
@@ -125,6 +136,7 @@ class DataParallel:
         ]
         self._sums = ModelSums(store, self.buckets)
         self._phase = _Phase.BETWEEN
+        self._observer: GradientObserver | None = None
         self._last: set[int] = set()
         self._under_way: deque[GradientBucket] = deque()
 
@@ -139,13 +151,11 @@ class DataParallel:
         found = [owned_range(self.store, b.bucket, b.gradients) for b in self.buckets]
         return found or [empty_range(self.store)]
 
-    def observe_gradients(self, observe: Callable[[torch.Tensor], object] | None) -> None:
-        """Have this rank's own gradients shown, flat and a bucket at a time, before each sum.
-
-        A CUDA graph records what is done with them, so it must not read on the host.
-        """
+    def observe_gradients(self, observer: GradientObserver | None) -> None:
+        """Have this rank's own gradients shown, flat and a bucket at a time, before each sum."""
+        self._observer = observer
         for bucket in self.buckets:
-            bucket.observe = observe
+            bucket.observe = None if observer is None else observer.show
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -159,6 +169,8 @@ class DataParallel:
         """
         self._phase, self.launched_in_backward = _Phase.STEP, 0
         self._last.clear()
+        if self._observer is not None:
+            self._observer.begin()
         for bucket in self.buckets:
             bucket.begin_step()
         if self.gatherer is not None:

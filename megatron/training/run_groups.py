@@ -117,14 +117,6 @@ def join_run(
         launch.world_size,
         timeout_seconds=seconds,
     )
-    background = None
-    if run.config.checkpoint.async_save:
-        background = StoreCoordinator(
-            dist.PrefixStore("background", launch.open_store(timeout_seconds=seconds)),
-            launch.rank,
-            launch.world_size,
-            timeout_seconds=seconds,
-        )
     groups.observers.append(watch.collectives)
     if run.config.pipeline.pipeline_model_parallel_size > 1:
         stage = groups.coordinates["pp"]
@@ -142,11 +134,19 @@ def join_run(
         stop=stop,
         restarts=restarts,
         attempt=launch.attempt,
-        background=background,
+        background=_background(run, launch, seconds),
     )
     # Only after a good end: with a dead peer, leaving would wait for it.
     dist.destroy_process_group()
     watch.close()
+
+
+def _background(run: Run, launch: Launch, seconds: float) -> Coordinator | None:
+    """Return how ranks agree on saves in the background: through a client of its own."""
+    if not run.config.checkpoint.async_save:
+        return None
+    store = dist.PrefixStore("background", launch.open_store(timeout_seconds=seconds))
+    return StoreCoordinator(store, launch.rank, launch.world_size, timeout_seconds=seconds)
 
 
 @contextlib.contextmanager

@@ -45,8 +45,9 @@ def test_every_state_is_caught_between_two_updates(tmp_path, more):
         found = digests(tmp_path / "goes_on" / name)
         assert found == digests(tmp_path / "waits" / name), name
         assert len(found) > 30
-    assert timeless(tmp_path / "goes_on/metrics.jsonl") == timeless(
-        tmp_path / "waits/metrics.jsonl"
+    # As text: a gradient norm may be NaN, which equals nothing.
+    assert str(timeless(tmp_path / "goes_on/metrics.jsonl")) == str(
+        timeless(tmp_path / "waits/metrics.jsonl")
     )
     events = [e for e in read_metrics(tmp_path / "goes_on/metrics.jsonl") if e["kind"] == "save"]
     assert sorted(e["iteration"] for e in events if "seconds" in e) == [1, 2, 3, 4]

@@ -17,6 +17,7 @@ from tools.bench.table import Row, format_table
 BENCHES = (
     "data",
     "checkpoint",
+    "background_save",
     "ops",
     "startup",
     "train",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron.core.distributed import DataParallel
@@ -42,6 +44,22 @@ def training_step(shape: Shape, *, bf16: bool, device: torch.device | None = Non
         bf16: bf16 weights and activations with fp32 masters, else fp32.
         device: where; None is the CPU.
     """
+    step, _, _ = training_parts(shape, bf16=bf16, device=device)
+    return step
+
+
+def training_parts(
+    shape: Shape,
+    *,
+    bf16: bool,
+    device: torch.device | None = None,
+    before_update: Callable[[], None] = lambda: None,
+) -> tuple[Step, GPTModel, Optimizer]:
+    """Build a step, see `training_step`, with what it trains and updates.
+
+    Args:
+        before_update: called in every step before a weight changes.
+    """
     groups = ProcessGroupCollection.single()
     dtype = torch.bfloat16 if bf16 else torch.float32
     device = device or torch.device("cpu")
@@ -67,8 +85,9 @@ def training_step(shape: Shape, *, bf16: bool, device: torch.device | None = Non
         loss, _ = model.loss(inputs, labels, weights)
         engine.backward(loss, last=True)
         engine.finish()
+        before_update()
         optimizer.step(shapes.LEARNING_RATE, shapes.WEIGHT_DECAY)
         engine.start_param_sync()
         return loss.item()
 
-    return step
+    return step, model, optimizer

@@ -36,7 +36,6 @@ from megatron.core.dist_checkpointing.save import BLOCK_BYTES
 from megatron.core.dist_checkpointing.staging import Staging
 from megatron.core.dist_checkpointing.writer_client import WriterProcess
 
-
 #: How far a writer process steps back behind trainers where both want a core, 0 to 19: this is a
 #: thirtieth of one.
 NICENESS = 15

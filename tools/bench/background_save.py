@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what saving in the background costs a run that trains.
+
+    python -m tools.bench.background_save [--repeats 7] [--folder DIR]
+
+Each repeat does three things, in an order that turns: train some steps, save as training waits for
+it, and save in the background while steps go on until it has committed. Held up is training while
+it is in `save` and `settle`; its speed meanwhile is that of whole steps against those without a
+save, so copying, digesting and writing all count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron.core.dist_checkpointing import AsyncSaver, Solo, TensorChunk, save_checkpoint
+from megatron.training.checkpoint_io import optimizer_chunks, weight_chunks
+from tools.bench.ours import training_parts
+from tools.bench.shapes import SHAPES
+from tools.bench.table import Row, format_table
+
+#: Steps that are timed without a save, in every repeat.
+STEPS = 4
+
+#: 43 million weights: with the moments of Adam 516 MB.
+SHAPE = replace(SHAPES["M"], layers=11, batch=2, sequence=256)
+
+SMALL_CHUNKS = 5000
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each way")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    options = parser.parse_args()
+    print(format_table(measure(options.repeats, options.folder)))
+
+
+def rows(quick: bool) -> list[Row]:
+    """Measure for the common table."""
+    return measure(2 if quick else 7, None)
+
+
+class Trained:
+    """Something that trains and is saved.
+
+    Args:
+        chunks: what there is to save.
+        step: trains one step; calls `before_update` of this object before anything changes.
+    """
+
+    def __init__(self) -> None:
+        self.settle: Callable[[], None] = lambda: None
+        self.held_seconds = 0.0
+
+    def before_update(self) -> None:
+        """Wait until the state may change, and count how long."""
+        start = time.perf_counter()
+        self.settle()
+        self.held_seconds += time.perf_counter() - start
+
+
+def large(trained: Trained) -> tuple[Callable[[], object], list[TensorChunk]]:
+    """Return the step and the state of a model of some 500 MB."""
+    step, model, optimizer = training_parts(SHAPE, bf16=False, before_update=trained.before_update)
+    return step, weight_chunks(model.store) + optimizer_chunks(optimizer)
+
+
+def many(trained: Trained) -> tuple[Callable[[], object], list[TensorChunk]]:
+    """Return a step of matrix products beside thousands of chunks of four numbers."""
+    a = torch.randn(1024, 1024)
+    tensors = [torch.randn(4) for _ in range(SMALL_CHUNKS)]
+
+    def step() -> None:
+        for _ in range(12):
+            a @ a
+        trained.before_update()
+        tensors[0].add_(1.0)
+
+    chunks = [
+        TensorChunk(
+            name=f"decoder.blocks.{i}.mlp.gate.weight",
+            shape=(4,),
+            offsets=(0,),
+            tensor=tensor,
+            replica_ranks=(0,),
+        )
+        for i, tensor in enumerate(tensors)
+    ]
+    return step, chunks
+
+
+def measure(repeats: int, folder: Path | None) -> list[Row]:
+    """Measure a large state and one of many small chunks."""
+    found: list[Row] = []
+    for make, what in ((large, "500 MB"), (many, f"{SMALL_CHUNKS} chunks of 16 bytes")):
+        with tempfile.TemporaryDirectory(dir=folder, prefix="background-save-") as root:
+            seconds = _race(make, Path(root), repeats)
+        held = [h / s for h, s in zip(seconds["held"], seconds["sync"], strict=True)]
+        speed = [p / d for p, d in zip(seconds["step"], seconds["during"], strict=True)]
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        found += [
+            _row(f"{what}: held up, ms / saving at once", medians, ("held", "sync"), held),
+            _row(f"{what}: step meanwhile, ms / without", medians, ("during", "step"), speed),
+            _row(f"{what}: from begin to commit, ms / at once", medians, ("commit", "sync"), None),
+        ]
+    return found
+
+
+def _row(
+    what: str, medians: dict[str, float], names: tuple[str, str], ratios: Sequence[float] | None
+) -> Row:
+    ours, peer = (1000.0 * medians[name] for name in names)
+    if ratios is None:
+        return Row(
+            bench="background_save", what=what, ours=ours, peer=peer, ratio=ours / peer, target=""
+        )
+    target = "<= 0.1" if names[0] == "held" else ">= 0.9"
+    if names[0] == "during":
+        what = f"{what} (ratio of speeds)"
+    ratio = statistics.median(ratios)
+    return Row(bench="background_save", what=what, ours=ours, peer=peer, ratio=ratio, target=target)
+
+
+def _race(
+    make: Callable[[Trained], tuple[Callable[[], object], list[TensorChunk]]],
+    root: Path,
+    repeats: int,
+) -> dict[str, list[float]]:
+    """Return seconds of each repeat: of a step, of saving at once, and of the background."""
+    trained = Trained()
+    step, chunks = make(trained)
+    saver = AsyncSaver(root / "background", chunks, coordinator=Solo())
+    saver.wait()
+    trained.settle = saver.settle
+    found: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(repeats + 1):  # the first round warms up
+        seconds: dict[str, float] = {}
+
+        def plain(seconds: dict[str, float] = seconds) -> None:
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            seconds["step"] = (time.perf_counter() - start) / STEPS
+
+        def at_once(seconds: dict[str, float] = seconds, repeat: int = repeat) -> None:
+            start = time.perf_counter()
+            save_checkpoint(root / "sync", repeat, chunks, {}, coordinator=Solo())
+            seconds["sync"] = time.perf_counter() - start
+
+        def background(seconds: dict[str, float] = seconds, repeat: int = repeat) -> None:
+            trained.held_seconds, count = 0.0, 0
+            start = time.perf_counter()
+            saver.save(repeat, {})
+            held = time.perf_counter() - start
+            while not (reports := saver.finished()):
+                step()
+                count += 1
+            seconds["during"] = (time.perf_counter() - start) / count
+            seconds["held"] = held + trained.held_seconds
+            seconds["commit"] = reports[0].seconds
+            if reports[0].error is not None:
+                raise RuntimeError(reports[0].error)
+
+        ways = [plain, at_once, background]
+        for way in ways[repeat % 3 :] + ways[: repeat % 3]:
+            way()
+        for name in ("sync", "background"):
+            shutil.rmtree(root / name / f"iter_{repeat:07d}")
+        if repeat:
+            for name, value in seconds.items():
+                found[name].append(value)
+    saver.close()
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -34,6 +34,7 @@ EXPERTS = (
         pytest.param("--fp16 --initial-loss-scale 4e6 --optimizer sgd", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.covers("saved asynchronously", runs="async")
 def test_every_state_is_caught_between_two_updates(tmp_path, more):
     """A save at every step: each is copied while the next step computes."""
     prefix = write_tokens(tmp_path / "tokens")

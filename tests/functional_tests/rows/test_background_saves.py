@@ -60,6 +60,8 @@ def plant_hold(rank: int) -> None:
         _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGSTOP))
 
 
+@pytest.mark.covers("saved asynchronously", runs="async")
+@pytest.mark.covers("killed and resumed to the same bits", runs="loads ranks")
 def test_row_3_a_trainer_killed_in_a_background_save_loses_that_save_alone(prefix, tmp_path, whole):
     save = tmp_path / "cut"
     argv = flags(prefix, f"{EIGHT} --async-save --save {save} --load {save}")
@@ -88,6 +90,7 @@ def plant_kill(rank: int) -> None:
         _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGKILL))
 
 
+@pytest.mark.covers("saved asynchronously", runs="async")
 def test_row_4_a_writer_that_is_killed_costs_a_checkpoint_and_no_step(prefix, tmp_path, whole):
     save = tmp_path / "save"
     found, logs = run_with(plant_kill, flags(prefix, f"{EIGHT} --async-save --save {save}"))

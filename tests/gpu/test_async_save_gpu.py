@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves in the background of state on a GPU: pinned copies on a stream of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import AsyncSaver, CheckpointReader, Solo, save_checkpoint
+from tests.functional_tests.small_run import digests, flags, run_on, write_tokens
+from tests.unit_tests.core.dist_checkpointing.layouts import same_bits, whole
+
+pytestmark = pytest.mark.gpu
+
+
+def test_what_changes_behind_settle_is_not_saved(tmp_path):
+    device = torch.device("cuda")
+    tensors = {f"w{i}": torch.randn(1 << 22, device=device) for i in range(8)}
+    tensors["strided"] = torch.randn(512, 512, device=device)[:, ::2]
+    tensors["on_host"] = torch.randn(1000)
+    before = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    chunks = whole(tensors)
+    save_checkpoint(tmp_path / "sync", 1, chunks, {}, coordinator=Solo())
+    saver = AsyncSaver(tmp_path / "async", chunks, coordinator=Solo())
+    busy = torch.randn(4096, 4096, device=device)
+    for _ in range(20):  # the copies are put behind work that has not run yet
+        busy = busy @ busy * 1e-3
+    saver.save(1, {})
+    saver.settle()
+    for tensor in tensors.values():
+        tensor.zero_()
+    saver.wait()
+    (report,) = saver.finished()
+    saver.close()
+    assert report.error is None
+    for name in ("manifest.json", "shard-00000.safetensors"):
+        files = [tmp_path / way / "iter_0000001" / name for way in ("sync", "async")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    found = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    with CheckpointReader(tmp_path / "async" / "iter_0000001") as reader:
+        reader.read(whole(found))
+    assert all(same_bits(found[name], before[name]) for name in before)
+
+
+def test_the_memory_is_pinned(tmp_path):
+    saver = AsyncSaver(tmp_path, whole({"w": torch.ones(9, device="cuda")}), coordinator=Solo())
+    assert saver.staging._memory.is_pinned()
+    saver.close()
+
+
+def test_a_run_on_a_gpu_saves_the_same_in_the_background(tmp_path):
+    prefix = write_tokens(tmp_path / "tokens")
+    common = "--device cuda --bf16 --train-iters 5 --save-interval 1 --eval-interval 0"
+    run_on(1, flags(prefix, f"{common} --save {tmp_path / 'waits'}"))
+    run_on(1, flags(prefix, f"{common} --async-save --save {tmp_path / 'goes_on'}"))
+    for iteration in range(1, 6):
+        name = f"iter_{iteration:07d}"
+        assert digests(tmp_path / "goes_on" / name) == digests(tmp_path / "waits" / name)

@@ -54,6 +54,11 @@ class StatusRecord:
         self.tests: dict[str, dict[str, Any]] = {}
         witness.install()
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Refuse an unknown claim before anything runs."""
+        for item in items:
+            claims_of(item)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Have a test's processes write to a file of its own."""

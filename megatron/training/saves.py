@@ -29,6 +29,9 @@ from megatron.training.monitoring.metrics import Metrics
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session
 
+#: A wait for the save before that is worth a line, in seconds.
+LONG_SECONDS = 1.0
+
 
 class Saves:
     """Saves the state of a session.
@@ -68,6 +71,11 @@ class Saves:
         else:
             start = time.perf_counter()
             self.wait()
+            if (waited := time.perf_counter() - start) > LONG_SECONDS:
+                self._say(
+                    f"waited {waited:.1f} s for the save before this one: saves take longer than "
+                    "--save-interval"
+                )
             self.poll(progress)
             self._session.step.engine.complete_weights()
             self._saver.save(progress.iteration, self._extra(progress))

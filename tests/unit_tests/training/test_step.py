@@ -12,10 +12,15 @@ import torch.nn.functional as F
 from megatron.core.distributed import DataParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
+from megatron.core.optimizer.loss_scaler import (
+    ConstantLossScaler,
+    DynamicLossScaler,
+    DynamicLossScalerConfig,
+)
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage, WeightStore
 from megatron.core.weight_sharding import WeightSharding
+from megatron.training.failures.replay import Reruns
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import microbatch
@@ -207,6 +212,27 @@ def test_a_loss_that_overflows_lowers_the_loss_scale_and_the_scale_leaves_no_tra
     assert report.loss == pytest.approx(wanted.loss, rel=1e-6)
     assert report.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
     assert_all_close(weights_of(step), weights_of(plain), bound=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("scaler", "kind"),
+    [
+        (DynamicLossScaler(DynamicLossScalerConfig(initial_scale=4.0, min_scale=2.0)), None),
+        (DynamicLossScaler(DynamicLossScalerConfig(initial_scale=2.0, min_scale=2.0)), "inf_norm"),
+        (ConstantLossScaler(4.0), "inf_norm"),
+    ],
+)
+def test_a_norm_that_overflows_is_suspicious_only_where_the_scale_is_not_sought(
+    scaler, kind, monkeypatch
+):
+    groups, samples = ProcessGroupCollection.single(), [batch_of(0, 0)]
+    step = trainer(groups, reruns=Reruns("validate_results"))
+    step.optimizer.scaler = scaler
+    monkeypatch.setattr(step.optimizer, "grad_norm", lambda: math.inf)
+    report = step(samples, lr=LEARNING_RATE, weight_decay=0.0)
+    assert (report.applied, report.grad_norm) == (False, math.inf)
+    assert len(step.model.samples) == (1 if kind is None else 2)
+    assert (report.doubt.kind if report.doubt else None) == kind
 
 
 def test_an_error_in_a_microbatch_leaves_the_next_step_clean():

@@ -33,6 +33,7 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
 from megatron.hf.config_json import function_of
+from megatron.training.config.values import require_all
 from megatron.training.data.data_sets import compare_identity
 from megatron.training.monitoring.step_window import StepWindow
 from megatron.training.newest_checkpoint import read_together
@@ -158,9 +159,12 @@ def load_run(
     extra = manifest.extra
     if extra.get("weights_only") is True:
         with_optimizer = with_progress = False
-    _check_extra(folder, extra, facts, with_optimizer=with_optimizer)
-    if with_progress:
-        _check_data(folder, extra["data"], facts, coordinator)
+    _check_parts(folder, extra)
+    require_all(
+        lambda: _check_model(folder, extra, facts),
+        lambda: _check_options(folder, extra, facts) if with_optimizer else None,
+        lambda: _check_data(folder, extra["data"], facts, coordinator) if with_progress else None,
+    )
     chunks = weight_chunks(store)
     if with_optimizer:
         state = optimizer_chunks(optimizer)
@@ -191,14 +195,8 @@ def _shape(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{folder} is of another model: {error}") from None
 
 
-def _check_extra(
-    folder: Path,
-    extra: Mapping[str, Any],
-    facts: RunFacts,
-    *,
-    with_optimizer: bool,
-) -> None:
-    """Compare what a checkpoint says about itself with this run. Raises ValueError."""
+def _check_parts(folder: Path, extra: Mapping[str, Any]) -> None:
+    """See that a checkpoint is of a run, or imported, and can be read. Raises ValueError."""
     needed = {"format", "model", "config"}
     if extra.get("weights_only") is not True:
         needed |= {"progress", "optimizer", "data", "window"}
@@ -208,18 +206,25 @@ def _check_extra(
         )
     if extra["format"] != FORMAT:
         raise ValueError(f"{folder} has format {extra['format']}, this program reads {FORMAT}")
+
+
+def _check_model(folder: Path, extra: Mapping[str, Any], facts: RunFacts) -> None:
+    """Compare the model of a checkpoint with this run's, field by field. Raises ValueError."""
     shapes = (_shape(folder, model) for model in (extra["model"], facts.model))
     if differences := compare_architecture(*shapes):
         raise ValueError(f"{folder} is of another model: {'; '.join(differences)}")
-    if with_optimizer:
-        names = ("optimizer", "bf16", "fp16")
-        saved = {name: extra["config"].get(name) for name in names}
-        now = {name: facts.config[name] for name in names}
-        if differences := compare_architecture(saved, now):
-            raise ValueError(
-                f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
-                "or leave its optimizer state with --no-load-optim"
-            )
+
+
+def _check_options(folder: Path, extra: Mapping[str, Any], facts: RunFacts) -> None:
+    """Compare what optimizer state depends on with this run's. Raises ValueError."""
+    names = ("optimizer", "bf16", "fp16")
+    saved = {name: extra["config"].get(name) for name in names}
+    now = {name: facts.config[name] for name in names}
+    if differences := compare_architecture(saved, now):
+        raise ValueError(
+            f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
+            "or leave its optimizer state with --no-load-optim"
+        )
 
 
 def _check_state(

@@ -77,6 +77,8 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
     def claim() -> None:
         if coordinator.rank == 0 and save is not None:
             claims.append(SaveFolderClaim(save))
+            if swept := [path.name for path in claims[0].swept]:
+                coordinator.say(f"{save}: removed what was never finished: {', '.join(swept)}")
 
     if save is not None:
         coordinator.begin("claiming the save folder")

@@ -6,6 +6,7 @@
 #   TORCH_INDEX=URL              where to look for torch besides the registry, e.g. for its CPU builds
 #   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -n 2"   how
 #   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
+#   SOAK_FLAGS="--kills 20 --seed 7"   how many kills, and which
 
 PYTHON ?=
 TORCH_VERSION ?= 2.13.0
@@ -14,13 +15,14 @@ TESTS ?= tests experimental
 PYTEST_FLAGS ?= -q
 PRETRAIN_FLAGS ?=
 BENCH_FLAGS ?=
+SOAK_FLAGS ?=
 
 PY := .venv/bin/python
 STAMP := .venv/.installed-torch-$(TORCH_VERSION)
 SOURCES := megatron_core megatron tests tools experimental
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint format test test-all status parity gpu bench coverage
+.PHONY: help venv pretrain lint format test test-all status parity gpu bench soak coverage
 
 help: ## list the targets
 	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
@@ -74,6 +76,9 @@ gpu: ## the tests marked gpu and a training benchmark, by the machine's own Pyth
 
 bench: $(STAMP) ## every benchmark, in one table
 	@$(PY) -m tools.bench $(BENCH_FLAGS)
+
+soak: $(STAMP) ## kill a small run 200 times at random moments: nothing lost, nothing different
+	@$(PY) -m tools.soak $(SOAK_FLAGS)
 
 coverage: $(STAMP) ## line and branch coverage of make test
 	@$(PY) -m coverage erase

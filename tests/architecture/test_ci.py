@@ -65,7 +65,7 @@ def test_gpu_jobs_wait_for_the_queue_or_a_label() -> None:
 
 def test_every_night_runs_these_jobs() -> None:
     nightly = workflow("nightly.yml")
-    assert set(nightly["jobs"]) == {"test-all", "coverage", "torch-2-10"}
+    assert set(nightly["jobs"]) == {"test-all", "coverage", "soak", "torch-2-10"}
     assert "schedule" in nightly["on"]
 
 

@@ -128,4 +128,4 @@ def test_help_lists_every_public_target() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony is not None
     assert listed == set(phony[1].split())
-    assert {"pretrain", "test", "venv", "lint", "test-all", "bench", "help"} <= listed
+    assert {"pretrain", "test", "venv", "lint", "test-all", "bench", "soak", "help"} <= listed

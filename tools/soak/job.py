@@ -132,9 +132,11 @@ class Job:
 
     def __init__(self, ranks: RankSet, root: Path, *, start: Snapshot, measured: Measured) -> None:
         self._ranks, self.root, self.start, self._measured = ranks, root, start, measured
+        self._metrics = root / "metrics.jsonl"
+        self._old_metrics = self._metrics.stat().st_ino if self._metrics.exists() else 0
         self._began = time.monotonic()
         self._first_step: float | None = None
-        self._saves: list[tuple[str, float]] = []
+        self._saves: list[float] = []
         self._saving = False
         self._family: set[int] = set()
         self.now = start
@@ -147,8 +149,7 @@ class Job:
 
     def iteration(self) -> int:
         """Return the last iteration that is in the metrics, 0 if none is."""
-        path = self.root / "metrics.jsonl"
-        events = read_metrics(path) if path.exists() else []
+        events = read_metrics(self._metrics) if self._metrics.exists() else []
         return max((e["iteration"] for e in events if e["kind"] == "train"), default=0)
 
     def running(self) -> bool:
@@ -160,20 +161,30 @@ class Job:
             )
         return None in codes
 
+    def stage(self, now: Snapshot) -> str:
+        """Return what stage a save of this start is in; "" before the first step, when what earlier
+        starts have left is swept."""
+        return "" if self._first_step is None else under_way(now, self.start)
+
     def observe(self) -> None:
-        """Look at the folder, and measure saves that begin and end."""
-        self.now = look(self.root)
-        saving = under_way(self.now, self.start) in ("writing", "manifest", "renamed")
-        if saving and not self._saving:
-            if self._saves:
-                self._measured.between.append(time.monotonic() - self._saves[-1][1])
-            self._saves.append(("", time.monotonic()))
-        elif self._saving and not saving:
-            self._measured.save.append(time.monotonic() - self._saves[-1][1])
-        self._saving = saving
-        if self._first_step is None and self.iteration() > max(self.start.newest, 0):
+        """Look at the folder; measure the start, and saves that begin and end."""
+        if self._first_step is None and self._steps():
             self._first_step = time.monotonic()
             self._measured.start.append(self._first_step - self._began)
+        self.now = look(self.root)
+        saving = self.stage(self.now) in ("writing", "manifest", "renamed")
+        if saving and not self._saving:
+            if self._saves:
+                self._measured.between.append(time.monotonic() - self._saves[-1])
+            self._saves.append(time.monotonic())
+        elif self._saving and not saving:
+            self._measured.save.append(time.monotonic() - self._saves[-1])
+        self._saving = saving
+
+    def _steps(self) -> bool:
+        """Return whether this start has logged a step: it begins with a new metrics file."""
+        fresh = self._metrics.exists() and self._metrics.stat().st_ino != self._old_metrics
+        return fresh and self.iteration() > max(self.start.newest, 0)
 
     def wait(self, arrived: Callable[[], bool], what: str) -> bool:
         """Wait for something; return whether it came, and not the end of the run.
@@ -206,7 +217,7 @@ class Job:
             seen = len(self._saves) + kill.skip
             if not self.wait(lambda: len(self._saves) > seen, "a save"):
                 return False
-            base, span = self._saves[-1][1], self._measured.of("save")
+            base, span = self._saves[-1], self._measured.of("save")
         return self.wait(lambda: time.monotonic() >= base + kill.offset * span, "the moment")
 
     # --- killing ----------------------------------------------------------------------------------
@@ -240,19 +251,24 @@ class Job:
         iteration = self.iteration()
         if not kill.of_writer:
             self._end_the_others(kill)
-        stage = under_way(before, self.start)
-        inside = stage if kill.of_writer or under_way(after, self.start) else ""
+        stage = self.stage(before)
+        inside = stage if kill.of_writer or self.stage(after) else ""
         return Struck(before=before, after=after, stage=inside, iteration=iteration)
 
     def _end_the_others(self, kill: Kill) -> None:
         """Wait for the ends that follow, as the launcher does: it tells survivors to end."""
-        if kill.how != "TERM":
-            time.sleep(LAUNCHER_SECONDS)
-            _send([p.pid for p in self._ranks.processes if p.exitcode is None], signal.SIGTERM)
+        processes = self._ranks.processes
+        deadline = time.monotonic() + GRACE_SECONDS
+        while not any(p.exitcode for p in processes) and time.monotonic() < deadline:
+            if all(p.exitcode == 0 for p in processes):
+                break
+            time.sleep(0.002)
+        time.sleep(LAUNCHER_SECONDS)
+        _send([p.pid for p in processes if p.exitcode is None], signal.SIGTERM)
         outcomes = self._ranks.outcomes(timeout=GRACE_SECONDS)
-        for process in self._ranks.processes:
+        for process in processes:
             process.join(2.0)
-        codes = [process.exitcode for process in self._ranks.processes]
+        codes = [process.exitcode for process in processes]
         if None in codes:
             raise SoakFailure("hung", f"{_told(outcomes)} do not end\n{self.log()[-3000:]}")
         fine = ENDS if kill.how == "TERM" else ENDS_OF_SURVIVORS

@@ -22,7 +22,7 @@ class Launch:
         local_rank: position on this machine.
         address, port: of the store's server; None for a single process.
         launcher_serves: whether the launcher runs that server, else rank 0 does.
-        attempt: how often the launcher has restarted the processes.
+        attempt: how often the launcher has restarted the processes; see `agree_on_start`.
     """
 
     rank: int = 0
@@ -74,22 +74,40 @@ class Launch:
         Every thread needs a client of its own.
 
         Args:
+            timeout_seconds, first: see `connect`.
+            of_job: share keys with the launcher's other attempts.
+        """
+        store = self.connect(timeout_seconds=timeout_seconds, first=first)
+        return self.job_keys(store) if of_job else self.own_keys(store)
+
+    def connect(self, *, timeout_seconds: float, first: bool = False) -> dist.Store:
+        """Connect a client to the store, whose keys are everybody's.
+
+        Args:
             timeout_seconds: how long to wait for the server, and for a key by default.
             first: whether this is the process's first client; it starts the server where the
                 launcher does not serve.
-            of_job: share keys with the launcher's other attempts.
         """
         import torch.distributed as dist
 
-        timeout = timedelta(seconds=timeout_seconds)
         if self.address is None or self.port is None:
             return dist.HashStore()
-        serves = first and self.rank == 0 and not self.launcher_serves
-        store = dist.TCPStore(
-            self.address, self.port, is_master=serves, timeout=timeout, wait_for_workers=False
+        return dist.TCPStore(
+            self.address,
+            self.port,
+            is_master=first and self.rank == 0 and not self.launcher_serves,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
         )
-        return dist.PrefixStore("megatron/job" if of_job else self._prefix, store)
 
-    @property
-    def _prefix(self) -> str:
-        return f"megatron/attempt_{self.attempt}"
+    def own_keys(self, store: dist.Store) -> dist.Store:
+        """Return a client's view of this attempt's own keys."""
+        import torch.distributed as dist
+
+        return dist.PrefixStore(f"megatron/attempt_{self.attempt}", store)
+
+    def job_keys(self, store: dist.Store) -> dist.Store:
+        """Return a client's view of the keys that all attempts of the launcher share."""
+        import torch.distributed as dist
+
+        return dist.PrefixStore("megatron/job", store)

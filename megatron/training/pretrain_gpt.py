@@ -75,24 +75,30 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**checkpoint_defaults({**given, **found}), **found}
 
 
-def start_watch(run: Run, launch: Launch) -> PeerWatch | None:
-    """Make this process known to the others; a single process has none."""
+def start_watch(run: Run, launch: Launch) -> tuple[Launch, PeerWatch | None]:
+    """Make this process known to the others; a single process has none.
+
+    Returns the launch with the number of this start that all of them know it by, and the watch.
+    """
     if launch.world_size == 1:
-        return None
+        return launch, None
     from megatron.training.failures.peers import PeerWatch
+    from megatron.training.failures.restart import agree_on_start
     from megatron.training.failures.stack_dump import stack_file, write_stacks
 
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     save = run.config.checkpoint.save
+    # The server, where the launcher has none, lives as long as the watch.
+    server = launch.connect(timeout_seconds=seconds, first=True)
+    launch = agree_on_start(launch, server, timeout_seconds=seconds)
 
     def dump(reason: str, error: BaseException | None) -> None:
         if save is not None:
             path = stack_file(save, attempt=launch.attempt, rank=launch.rank)
             write_stacks(path, reason, error=error)
 
-    # The server, where the launcher has none, lives as long as the watch.
-    clients = iter([launch.open_store(timeout_seconds=seconds, first=True)])
-    return PeerWatch(
+    clients = iter([launch.own_keys(server)])
+    return launch, PeerWatch(
         lambda: next(clients, None) or launch.open_store(timeout_seconds=seconds),
         rank=launch.rank,
         world_size=launch.world_size,
@@ -155,7 +161,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         launch = Launch.from_environment(environment)
         launches.append(launch)
         run = read_run(argv, launch)
-        stop.watch = start_watch(run, launch)
+        launch, stop.watch = start_watch(run, launch)
         train(run, launch, watch=stop.watch, stop=stop)
 
     with signals_to_thread(stop.react, stop.on_main):

@@ -110,7 +110,7 @@ def _model_arguments(run: Run, vocab_size: int) -> Any:
 
 
 def _timeout(run: Run) -> Any:
-    launch: Any = SimpleNamespace(world_size=2, rank=0, attempt=0, open_store=_stop)
+    launch: Any = SimpleNamespace(world_size=2, rank=0, attempt=0, connect=_stop)
     try:
         start_watch(run, launch)
     except _Made as made:

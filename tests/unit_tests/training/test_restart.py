@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch.distributed as dist
 
 from megatron.training.config.resolve import resolve
-from megatron.training.failures.restart import RestartNote, going_on
+from megatron.training.failures.restart import RestartNote, agree_on_start, going_on
 from megatron.training.launch import Launch
 from tests.unit_tests.training.small_config import small_config
 
@@ -20,9 +23,10 @@ def test_only_a_later_start_of_a_job_that_has_saved_goes_on():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first = _note(server.port, 0)
     assert not first.going_on
+    assert not _note(server.port, 0).going_on
     assert not _note(server.port, 1).going_on, "it crashed before its first save"
     first.saved()
-    assert not _note(server.port, 0).going_on
+    assert _note(server.port, 0).going_on, "a machine came or went, which the launcher counts not"
     assert _note(server.port, 1).going_on
     assert _note(server.port, 2).going_on
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -39,3 +43,54 @@ def test_a_run_that_goes_on_loads_all_of_what_it_saved():
     run = resolve(small_config("--save s --load other --finetune --no-load-optim"), 1)
     chosen = going_on(run).config.checkpoint
     assert (chosen.load, chosen.finetune, chosen.load_optim) == ("s", False, True)
+
+
+def _started(port: int, counts: list[int], *, serves: bool = True) -> list[int]:
+    """Start ranks to whom their launchers tell these counts; return the numbers they agree on."""
+    found = [-1] * len(counts)
+
+    def start(rank: int) -> None:
+        launch = Launch(
+            rank=rank,
+            world_size=len(counts),
+            address="127.0.0.1",
+            port=port,
+            launcher_serves=serves,
+            attempt=counts[rank],
+        )
+        store = launch.connect(timeout_seconds=20.0)
+        found[rank] = agree_on_start(launch, store, timeout_seconds=20.0).attempt
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(len(counts))]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_start_has_a_number_of_its_own_whatever_its_launchers_count():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert _started(server.port, [0, 0, 0]) == [0, 0, 0]
+    # One machine saw the failure, the others only that it had left; then a new machine comes.
+    assert _started(server.port, [1, 0]) == [1, 1]
+    assert _started(server.port, [1, 0, 0, 0]) == [2] * 4
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert _started(other.port, [2, 1, 2], serves=False) == [2, 2, 2]
+
+
+def test_names_that_an_earlier_start_left_are_not_taken_for_those_of_this_one():
+    """Its rank 0 was killed before it had answered."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    left = dist.PrefixStore("megatron/starts", server)
+    left.add("count", 1)
+    for rank in (1, 2):
+        left.set(f"name/{rank}", f"stale {rank}")
+    assert _started(server.port, [0, 0, 0]) == [1, 1, 1]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launch = Launch(world_size=3, address="127.0.0.1", port=server.port, launcher_serves=True)
+    with pytest.raises(RuntimeError, match="2 of 3 ranks have not started"):
+        agree_on_start(launch, server, timeout_seconds=0.05)

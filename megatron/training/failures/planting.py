@@ -24,15 +24,19 @@ _INTEGERS = {4: torch.int32, 2: torch.int16}
 _BITS = {torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}
 
 
-def flip(flat: torch.Tensor) -> None:
-    """Flip the highest bit of the fraction of a flat tensor's largest element, in place."""
-    index = int(flat.abs().argmax())
-    flat.view(_INTEGERS[flat.element_size()])[index] ^= 1 << _BITS[flat.dtype]
+def flip(values: torch.Tensor) -> None:
+    """Flip the highest bit of the fraction of a tensor's largest element, in place."""
+    words = values.view(_INTEGERS[values.element_size()])
+    words[_largest(values)] ^= 1 << _BITS[values.dtype]
 
 
-def make_nan(flat: torch.Tensor) -> None:
-    """Make a flat tensor's largest element NaN, in place."""
-    flat[int(flat.abs().argmax())] = math.nan
+def make_nan(values: torch.Tensor) -> None:
+    """Make a tensor's largest element NaN, in place."""
+    values[_largest(values)] = math.nan
+
+
+def _largest(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.unravel_index(values.abs().argmax(), values.shape)
 
 
 def plant(fault: PlantedFault, model: GPTModel, *, rank: int) -> Callable[[int], None]:
@@ -50,7 +54,7 @@ def plant(fault: PlantedFault, model: GPTModel, *, rank: int) -> Callable[[int],
 
 def _hit_weight(fault: PlantedFault, store: WeightStore, iteration: int) -> None:
     if iteration == fault.iteration:
-        flip(store.buckets[0].weights.data.view(-1))
+        flip(store.buckets[0].weights.data)
 
 
 class _ActivationFault:
@@ -71,4 +75,4 @@ class _ActivationFault:
         if self._armed:
             self._armed = self._always
             # Not a change that autograd would see: a fault of the memory is none.
-            self._hit(made[0].data.view(-1))
+            self._hit(made[0].data)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that are planted on purpose: their words, and what they do to a tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.training.config.planted_fault import KINDS, PlantedFault
+from megatron.training.failures.planting import flip, make_nan
+from tests.unit_tests.training.small_config import small_config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_words_of_a_fault(kind):
+    fault = PlantedFault.of(f"{kind}@12:3")
+    assert fault == PlantedFault(kind, 12, 3)
+    assert fault.text == f"{kind}@12:3"
+
+
+@pytest.mark.parametrize(
+    "words", ["", "nan", "nan@1", "nan@0:1", "nan@1:-1", "heat@1:0", "nan@1:0:0", "always@1:0"]
+)
+def test_other_words_are_an_error(words):
+    with pytest.raises(ValueError, match=r"give KIND@ITERATION:RANK, KIND of activation, "):
+        small_config(f"--plant-fault={words}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_flip_changes_one_bit_of_the_largest_element_also_in_a_view(dtype):
+    whole = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(2)).to(dtype)
+    values, before = whole.transpose(0, 2)[1:], whole.clone()
+    flip(values)
+    (index,) = torch.nonzero(whole.flatten() != before.flatten()).flatten().tolist()
+    old, new = before.flatten()[index], whole.flatten()[index]
+    assert old.abs() == before.transpose(0, 2)[1:].abs().max()
+    assert 0.5 < float(new / old) < 1.6
+    integers = torch.int32 if dtype is torch.float32 else torch.int16
+    bits = int(old.view(integers)) ^ int(new.view(integers))
+    assert bin(bits).count("1") == 1
+
+
+def test_a_nan_is_put_into_one_element():
+    values = torch.randn(3, 4)
+    index = int(values.abs().argmax())
+    make_nan(values)
+    assert torch.nonzero(values.isnan().flatten()).flatten().tolist() == [index]

@@ -12,9 +12,16 @@ from pathlib import Path
 
 from megatron.hf.convert import ExportConfig, ImportConfig
 from megatron.inference.config import GenerateConfig
+from megatron.training.checkpoints.options import (
+    CompareConfig,
+    ConvertConfig,
+    InspectConfig,
+    ListConfig,
+    VerifyConfig,
+)
 from megatron.training.config import Config
 from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.inspect_data import InspectConfig
+from megatron.training.inspect_data import InspectConfig as InspectDataConfig
 from megatron.training.options.flags import Invocation
 from megatron.training.options.help_pages import default_text, value_text
 from megatron.training.options.megatron_names import VALUE_NAMES, answered, answered_prefixes
@@ -69,8 +76,13 @@ PROGRAMS: Mapping[str, type] = types.MappingProxyType(
         "megatron.training.pretrain_gpt": Config,
         "megatron.training.preprocess_data": PreprocessConfig,
         "megatron.training.train_tokenizer": TrainTokenizerConfig,
-        "megatron.training.inspect_data": InspectConfig,
+        "megatron.training.inspect_data": InspectDataConfig,
         "megatron.training.upcycle": UpcycleConfig,
+        "megatron.training.checkpoint list": ListConfig,
+        "megatron.training.checkpoint inspect": InspectConfig,
+        "megatron.training.checkpoint verify": VerifyConfig,
+        "megatron.training.checkpoint compare": CompareConfig,
+        "megatron.training.checkpoint convert": ConvertConfig,
         "megatron.inference.generate": GenerateConfig,
         "megatron.hf.convert import": ImportConfig,
         "megatron.hf.convert export": ExportConfig,

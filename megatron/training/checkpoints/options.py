@@ -76,7 +76,9 @@ class ConvertConfig:
     """What the source is: one of ours, one of upstream Megatron, or any of
     torch.distributed.checkpoint."""
     to: Literal["native", "single-file"]
-    """What to make: a checkpoint of weights, or one safetensors file of whole tensors."""
+    """What to make: a checkpoint of weights, for which the flags of pretrain_gpt say what the model
+    is (sections model, attention, position, experts and tokenizer), or one safetensors file of
+    whole tensors."""
     with_optimizer: bool = False
     """Put optimizer state into the file too."""
     checksums: bool = True

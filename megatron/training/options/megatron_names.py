@@ -208,8 +208,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("dataloader-type", "it says in which order samples come", "data-sharding dataloader-save"),
     # Checkpoints
     ("", _FORMAT,
-     "ckpt-format use-dist-ckpt dist-ckpt-format auto-detect-ckpt-format ckpt-convert-format "
-     "ckpt-convert-save dist-ckpt-strictness dist-ckpt-optim-fully-reshardable "
+     "ckpt-format use-dist-ckpt dist-ckpt-format auto-detect-ckpt-format "
+     "dist-ckpt-strictness dist-ckpt-optim-fully-reshardable "
      "ckpt-convert-update-legacy-dist-opt-format dist-ckpt-optim-memory-efficient "
      "load-main-params-from-ckpt strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 "
      "verify-integrity ckpt-assume-constant-structure"),
@@ -219,6 +219,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "ckpt-parallel-save ckpt-parallel-load ckpt-assume-constant-structure log-progress "
      "async-ckpt-use-cpu-shm ckpt-fully-parallel-load-exchange-algo async-ckpt-cpu-priority"),
     ("", _RNG, "no-load-rng no-save-rng"),
+    ("", "python -m megatron.training.checkpoint convert reads torch_dist and DCP folders",
+     "ckpt-convert-format ckpt-convert-save"),
     ("", "a checkpoint always holds optimizer state, so that a run can go on", "no-save-optim"),
     ("load", "name the iter_ folder itself to load one iteration",
      "ckpt-step exit-on-missing-checkpoint"),

@@ -113,6 +113,8 @@ ENTRY_POINTS = {
     "megatron.training.quickstart": "",
     "megatron.training.inspect_data": "--data-path absent",
     "megatron.training.train_tokenizer": "--input a.txt --output absent --vocab-size 300",
+    "megatron.training.checkpoint inspect": "absent",
+    "megatron.training.checkpoint convert": "absent a --from dcp --to single-file",
     "megatron.inference.generate": "--load absent --prompt a",
     "megatron.hf.convert import": "--hf absent --save absent",
     "megatron.hf.convert export": "--load absent --save absent",

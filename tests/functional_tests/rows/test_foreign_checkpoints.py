@@ -128,6 +128,15 @@ def cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-900])
 
 
+def call_it_packed(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    place = -1
+    while (place := data.find(b"PK\x01\x02", place + 1)) >= 0:
+        data[place + 10] = 8  # what is packed could unpack to anything
+    path.write_bytes(data)
+
+
 def flip(folder: Path) -> None:
     path = folder / "__0_0.distcp"
     wanted = torch.arange(24.0).numpy().tobytes()
@@ -144,6 +153,7 @@ def flip(folder: Path) -> None:
         (lie_about_the_shape, "a.weight[0:255, 0:255] of 260100 bytes cannot lie at bytes"),
         (lie_about_the_dtype, "it holds F32 [4, 6], .metadata says F64 [4, 6]"),
         (cut_short, "it was cut short"),
+        (call_it_packed, "it is no sound archive of torch.save"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "No such file or directory"),
         (flip, "do not match their checksum; if torch wrote none, give --no-checksums"),
     ],

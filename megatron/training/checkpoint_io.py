@@ -53,6 +53,7 @@ class RunFacts:
         tokenizer: how to make the tokenizer again.
         data: what the order of samples depends on.
         other_data_is_fine: resume on other data than the checkpoint's, and say so.
+        batch_follows_world: whether the global batch follows from the number of processes.
     """
 
     model: Mapping[str, Any]
@@ -60,6 +61,7 @@ class RunFacts:
     tokenizer: Mapping[str, Any]
     data: Mapping[str, Any]
     other_data_is_fine: bool = False
+    batch_follows_world: bool = False
 
 
 def weight_chunks(store: WeightStore) -> list[TensorChunk]:
@@ -163,6 +165,7 @@ def load_run(
     require_all(
         lambda: _check_model(folder, extra, facts),
         lambda: _check_options(folder, extra, facts) if with_optimizer else None,
+        lambda: _check_batch(extra, facts) if with_progress else None,
         lambda: _check_data(folder, extra["data"], facts, coordinator) if with_progress else None,
     )
     chunks = weight_chunks(store)
@@ -224,6 +227,18 @@ def _check_options(folder: Path, extra: Mapping[str, Any], facts: RunFacts) -> N
         raise ValueError(
             f"{folder} was trained differently: {'; '.join(differences)}: give the same flags, "
             "or leave its optimizer state with --no-load-optim"
+        )
+
+
+def _check_batch(extra: Mapping[str, Any], facts: RunFacts) -> None:
+    """See that a run with fewer or more processes keeps its global batch, unless it is told to
+    change it. Raises ValueError."""
+    saved, now = (c.get("global-batch-size") for c in (extra["config"], facts.config))
+    if facts.batch_follows_world and saved not in (None, now):
+        raise ValueError(
+            f"the checkpoint's global batch is {saved}, and this run's would be {now}, as it "
+            f"follows the number of processes: give --global-batch-size {saved} to go on, or "
+            f"{now} to change it"
         )
 
 

@@ -130,6 +130,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             tokenizer=vocabulary.tokenizer,
             data=data.identity,
             other_data_is_fine=config.data.allow_data_change,
+            batch_follows_world=run.batch_follows_world,
         ),
     )
 

@@ -7,7 +7,7 @@ have found nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.core.datasets.division import Division
@@ -41,6 +41,8 @@ class Run:
         decay_samples: samples until the learning rate reaches its minimum.
         warmup_samples: samples of warm-up.
         wsd_decay_samples: samples of WSD's last phase; 0 for other styles.
+        batch_follows_world: whether no global batch was given, so that it follows from the number
+            of processes.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Run:
     decay_samples: int
     warmup_samples: int
     wsd_decay_samples: int
+    batch_follows_world: bool = field(default=False, compare=False)
 
     @property
     def division(self) -> Division:
@@ -109,6 +112,7 @@ def resolve(config: Config, world_size: int) -> Run:
         warmup_samples=warmup,
         wsd_decay_samples=schedule.lr_wsd_decay_samples
         or (schedule.lr_wsd_decay_iters or 0) * batch,
+        batch_follows_world=config.training.global_batch_size is None,
     )
 
 

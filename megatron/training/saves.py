@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing import (
     prune_checkpoints,
     save_checkpoint,
 )
+from megatron.core.dist_checkpointing.claim import see_claim
 from megatron.training.checkpoint_io import optimizer_chunks, run_extra, weight_chunks
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
@@ -77,10 +78,15 @@ class Saves:
                     "--save-interval"
                 )
             self.poll(progress)
-            self._session.step.engine.complete_weights()
-            self._saver.save(progress.iteration, self._extra(progress))
-            blocked = time.perf_counter() - start
-            self._metrics.write("save", progress.iteration, {"blocked_seconds": blocked})
+            try:
+                self._see_claim()
+            except CheckpointError as error:
+                self._failed(progress, progress.iteration, str(error))
+            else:
+                self._session.step.engine.complete_weights()
+                self._saver.save(progress.iteration, self._extra(progress))
+                blocked = time.perf_counter() - start
+                self._metrics.write("save", progress.iteration, {"blocked_seconds": blocked})
         self._stop_on_failure()
 
     def finish(self, progress: Progress) -> None:
@@ -118,6 +124,7 @@ class Saves:
         self._session.step.engine.complete_weights()
         start = time.perf_counter()
         try:
+            self._see_claim()
             folder = save_checkpoint(
                 self._root,
                 progress.iteration,
@@ -136,6 +143,18 @@ class Saves:
         self._say(f"saved {folder}")
         if place.coordinator.rank == 0 and (keep := kept(self._session)) is not None:
             prune_checkpoints(self._root, say=place.coordinator.say, **keep)
+
+    def _see_claim(self) -> None:
+        """See that the folder is still the one that the run claimed. Raises CheckpointError on all
+        ranks alike."""
+        coordinator = self._session.place.coordinator
+
+        def see() -> None:
+            if coordinator.rank == 0:
+                see_claim(self._root)
+
+        coordinator.begin("looking at the save folder")
+        coordinator.agree("claim", see, lambda answers: None)
 
     def _extra(self, progress: Progress) -> dict[str, Any]:
         session = self._session

@@ -109,3 +109,17 @@ class SaveFolderClaim:
         return CheckpointError(
             f"cannot save under {self._root}: {error.strerror}; name a folder that can be written"
         )
+
+
+def see_claim(root: Path | str) -> None:
+    """See that a folder which this run has claimed is still there: a file system may have gone, or
+    somebody may have moved the folder, and a save would quietly begin another one in its place.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if not Path(root, LOCK_NAME).exists():
+        raise CheckpointError(
+            f"{root} is no longer the folder that this run claimed, as {LOCK_NAME} is not in it: "
+            "bring it back, what was saved is where it went"
+        )

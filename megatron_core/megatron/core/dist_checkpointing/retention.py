@@ -52,7 +52,7 @@ def prune_checkpoints(
             continue  # whether it is whole would change nothing
         try:
             verify_checkpoint(folder, digests=False)
-        except CheckpointError:
+        except (CheckpointError, OSError):
             continue
         undamaged += 1
         if undamaged <= keep_last or for_good or folder in kept:

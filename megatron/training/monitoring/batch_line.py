@@ -25,6 +25,9 @@ def batch_line(run: Run) -> str | None:
     if made.is_even:
         return None
     which = "none has a filler"
+    lanes_compute = (
+        "1 lane that computes" if made.lanes == 1 else f"{made.lanes} lanes that compute"
+    )
     if made.fillers:
         first = made.lanes - made.fillers
         lanes = f"lane {first}" if made.fillers == 1 else f"each of lanes {first}-{made.lanes - 1}"
@@ -33,6 +36,6 @@ def batch_line(run: Run) -> str | None:
     last = f", the last one of {rest}" if rest else ""
     return (
         f"uneven batch: {made.blocks} microbatches of {made.micro_batch_size}{last}, on "
-        f"{made.lanes} lanes that compute {made.rounds} each: {which}; "
+        f"{lanes_compute} {made.rounds} each: {which}; "
         f"{100.0 * made.wasted:.1f} % of the lanes' time is wasted"
     )

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said about a global batch that ranks do not share evenly, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.config.check import check
+from megatron.training.config.resolve import resolve
+from megatron.training.monitoring.batch_line import batch_line, batch_words
+from tests.unit_tests.training.small_config import small_config
+
+UNEVEN = "--allow-uneven-batch"
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "said"),
+    [
+        (
+            "--micro-batch-size 2 --global-batch-size 8",
+            3,
+            "--global-batch-size 8 is not a multiple of --micro-batch-size 2 x data parallel size "
+            "3 = 6: use 6, for example, or --allow-uneven-batch",
+        ),
+        (f"--micro-batch-size 2 --global-batch-size 8 {UNEVEN}", 3, None),
+        (f"--micro-batch-size 2 --global-batch-size 7 {UNEVEN}", 4, None),
+        (
+            f"--micro-batch-size 2 --global-batch-size 7 {UNEVEN}",
+            5,
+            "--global-batch-size 7 is 4 microbatches of 2, fewer than data parallel size 5: start "
+            "fewer processes, or lower --micro-batch-size",
+        ),
+        (f"--micro-batch-size 2 --global-batch-size 10 {EXPERTS} {UNEVEN}", 3, None),
+        (
+            f"--micro-batch-size 2 --global-batch-size 9 {EXPERTS} {UNEVEN}",
+            3,
+            "--global-batch-size 9 is not a multiple of --micro-batch-size 2, which --num-experts "
+            "needs with --allow-uneven-batch too: change one",
+        ),
+        (
+            f"--tensor-model-parallel-size 2 --global-batch-size 12 {UNEVEN}",
+            3,
+            "--tensor-model-parallel-size 2 does not divide the world of 3 processes: start a "
+            "multiple of 2 processes or lower it",
+        ),
+    ],
+)
+def test_an_uneven_batch_is_taken_where_it_is_asked_for(options, world, said):
+    assert check(small_config(options), world) == ([] if said is None else [said])
+
+
+def test_stages_have_as_many_microbatches_as_lanes_have_rounds():
+    options = (
+        "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule interleaved "
+        "--num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2 --allow-uneven-batch "
+    )
+    assert check(small_config(f"{options} --global-batch-size 14"), 4) == []
+    assert check(small_config(f"{options} --global-batch-size 10"), 4) == []
+    assert resolve(small_config(f"{options} --global-batch-size 10"), 4).num_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "world", "line"),
+    [
+        (12, 3, None),
+        (
+            1024,
+            3,
+            "uneven batch: 512 microbatches of 2, on 3 lanes that compute 171 each: lane 2 has 1 "
+            "filler a step; 0.2 % of the lanes' time is wasted",
+        ),
+        (
+            8,
+            3,
+            "uneven batch: 4 microbatches of 2, on 3 lanes that compute 2 each: each of lanes 1-2 "
+            "has 1 filler a step; 33.3 % of the lanes' time is wasted",
+        ),
+        (
+            11,
+            3,
+            "uneven batch: 6 microbatches of 2, the last one of 1, on 3 lanes that compute 2 each: "
+            "none has a filler; 8.3 % of the lanes' time is wasted",
+        ),
+        (
+            7,
+            1,
+            "uneven batch: 4 microbatches of 2, the last one of 1, on 1 lane that computes 4 each: "
+            "none has a filler; 0.0 % of the lanes' time is wasted",
+        ),
+    ],
+)
+def test_the_cost_is_said(samples, world, line):
+    options = f"--micro-batch-size 2 --global-batch-size {samples} {UNEVEN}"
+    run = resolve(small_config(options), world)
+    assert batch_line(run) == line
+    words = (
+        "global batch 12 = 3 x 2 x 2 microbatches" if line is None else f"global batch {samples}"
+    )
+    assert batch_words(run).startswith(words)
+    assert run.num_microbatches == -(-samples // (2 * world))

@@ -9,11 +9,10 @@ import re
 import resource
 import shutil
 import signal
-import time
 
 import pytest
 
-from megatron.core.dist_checkpointing import SaveFolderClaim, latest_checkpoint, verify_checkpoint
+from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.training import pretrain_gpt
 from megatron.training.exit_codes import ExitCode
 from tests.functional_tests.small_run import flags, run_here, write_tokens
@@ -104,18 +103,6 @@ def test_damaged_checkpoints(prefix, saved, tmp_path, capsys):
     refused(capsys, flags(prefix, f"--load {tmp_path / 'truncated'}"), "no undamaged checkpoint")
 
 
-def test_a_checkpoint_of_another_model_is_compared_field_by_field(prefix, saved, capsys):
-    more = "--hidden-size 32 --num-layers 3 --qk-layernorm"
-    refused(
-        capsys,
-        flags(prefix, f"{more} --load {saved}"),
-        "is of another model",
-        "hidden_size: 48 in the checkpoint, 32 in the model",
-        "num_layers: 2 in the checkpoint, 3 in the model",
-        "attention.qk_norm",
-    )
-
-
 def test_a_checkpoint_of_other_numbers_or_data(prefix, saved, tmp_path, capsys):
     refused(capsys, flags(prefix, f"--bf16 --load {saved}"), "bf16: False in", "--no-load-optim")
     other = write_tokens(tmp_path / "other", seed=6)
@@ -131,21 +118,6 @@ def test_a_save_folder_that_cannot_be_written_is_known_before_the_first_step(
     (tmp_path / "file").write_text("")
     argv = flags(prefix, f"{SHORT} --save {tmp_path / 'file' / 'save'}")
     refused(capsys, argv, "cannot save under", "name a folder that can be written")
-
-
-def _hold(rank: int, world: int, folder: str) -> None:
-    """Hold a save folder as a run does, until the end of the process."""
-    claim = SaveFolderClaim(folder)
-    print("held", flush=True)
-    while claim:
-        time.sleep(1.0)
-
-
-def test_two_runs_do_not_save_into_one_folder(prefix, tmp_path, capsys):
-    with start_ranks(_hold, 1, str(tmp_path / "save"), init=False) as ranks:
-        ranks.wait_for_line(0, "held")
-        argv = flags(prefix, f"{SHORT} --save {tmp_path / 'save'}")
-        refused(capsys, argv, f"is in use by another run (pid {ranks.processes[0].pid} on ")
 
 
 def _limited(rank: int, world: int, argv: list[str], bytes_left: int) -> int:

@@ -82,27 +82,29 @@ def start_watch(run: Run, launch: Launch) -> tuple[Launch, PeerWatch | None]:
     """
     if launch.world_size == 1:
         return launch, None
+    from megatron.training.failures.hang_files import HangFiles
     from megatron.training.failures.peers import PeerWatch
     from megatron.training.failures.restart import agree_on_start
-    from megatron.training.failures.stack_dump import stack_file, write_stacks
 
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
-    save = run.config.checkpoint.save
+    save, files = run.config.checkpoint.save, None
     # The server, where the launcher has none, lives as long as the watch.
     server = launch.connect(timeout_seconds=seconds, first=True)
     launch = agree_on_start(launch, server, timeout_seconds=seconds)
-
-    def dump(reason: str, error: BaseException | None) -> None:
-        if save is not None:
-            path = stack_file(save, attempt=launch.attempt, rank=launch.rank)
-            write_stacks(path, reason, error=error)
-
+    if save is not None:
+        files = HangFiles(
+            save,
+            attempt=launch.attempt,
+            rank=launch.rank,
+            # Before the others give up, and the launcher ends this process with theirs.
+            frozen_seconds=max(0.5 * seconds, 2.5),
+        )
     clients = iter([launch.own_keys(server)])
     return launch, PeerWatch(
         lambda: next(clients, None) or launch.open_store(timeout_seconds=seconds),
         rank=launch.rank,
         world_size=launch.world_size,
-        dump=dump,
+        files=files,
     )
 
 

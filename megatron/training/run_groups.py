@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, Ra
 from megatron.training.config.resolve import Run
 from megatron.training.errors import PeerLost
 from megatron.training.failures.collective_check import CollectiveCheck
+from megatron.training.failures.flight_recorder import ask_for_record
 from megatron.training.failures.peers import Diagnosis, PeerWatch
 from megatron.training.failures.restart import RestartNote
 from megatron.training.failures.stopping import StopRequests
@@ -101,13 +104,10 @@ def join_run(
             background=Solo() if run.config.checkpoint.async_save else None,
         )
         return
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("groups", launch.open_store(timeout_seconds=seconds)),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(seconds=seconds),
-    )
+    if device.type == "cuda":
+        # What hangs on a GPU raises nothing here; torch then ends the process without a word.
+        watch.guard(0.8 * seconds, stop.lose)
+    _meet(launch, device, seconds)
     groups = ProcessGroupCollection.create(
         rank_grid(run), rank=launch.rank, timeout_seconds=seconds, names=group_names(run)
     )
@@ -116,6 +116,7 @@ def join_run(
         launch.rank,
         launch.world_size,
         timeout_seconds=seconds,
+        missed=partial(_see_alive, watch),
     )
     groups.observers.append(watch.collectives)
     if run.config.pipeline.pipeline_model_parallel_size > 1:
@@ -149,6 +150,30 @@ def _background(run: Run, launch: Launch, seconds: float) -> Coordinator | None:
     return StoreCoordinator(store, launch.rank, launch.world_size, timeout_seconds=seconds)
 
 
+def _meet(launch: Launch, device: torch.device, seconds: float) -> None:
+    """Meet the other processes.
+
+    Args:
+        seconds: how long a collective may wait.
+    """
+    if device.type == "cuda":
+        ask_for_record(os.environ)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("groups", launch.open_store(timeout_seconds=seconds)),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def _see_alive(watch: PeerWatch, rank: int) -> None:
+    """Raise PeerLost if a rank is gone that this one waits for to agree on something."""
+    if found := watch.look_at(rank):
+        text = f"{found.text}; the others wait for it to agree on a save or a load"
+        raise PeerLost(f"{text}; this run cannot go on{watch.pointer}", told=found.told)
+
+
 @contextlib.contextmanager
 def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
     """Turn a collective's failure into the name of the rank that caused it.
@@ -164,16 +189,16 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
     try:
         yield
     except PeerLost as lost:
-        watch.write_stacks(str(lost), lost)
+        watch.leave_evidence(str(lost), lost, told=lost.told)
         raise
     except RuntimeError as error:
         found = _diagnose(watch) if _is_communication(error) else None
         if found is None:
             watch.report_failure(error)
             raise
-        watch.write_stacks(found.text, error)
+        watch.leave_evidence(found.text, error, told=found.told)
         where = f"the others wait in {watch.collectives.name} of iteration {watch.iteration}"
-        text = f"{found.text}; {where}; this run cannot go on"
+        text = f"{found.text}; {where}; this run cannot go on{watch.pointer}"
         raise PeerLost(text, told=found.told) from error
     except BaseException as error:
         watch.report_failure(error)

@@ -21,14 +21,11 @@ import torch.distributed as dist
 from megatron.core.comm import CollectiveRecord
 from megatron.training.errors import PeerLost, RunStopped
 from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.collective_log import describe
+from megatron.training.failures.collective_log import BETWEEN_TWO, describe
 from megatron.training.failures.peers import PeerWatch
 
 #: How long to wait for the others before looking whether they live, in seconds.
 SLICE_SECONDS = 1.0
-
-#: Kinds of records that only one other rank takes part in.
-_BETWEEN_TWO = ("send", "receive")
 
 
 class CollectiveCheck:
@@ -65,7 +62,7 @@ class CollectiveCheck:
             PeerLost: a rank of its group is gone, or has come to another group's collective.
         """
         assert isinstance(record, CollectiveRecord)
-        if record.kind in _BETWEEN_TWO:
+        if record.kind in BETWEEN_TWO:
             return
         group = f"{record.group}/{'-'.join(map(str, record.ranks))}"
         number = self._counts.get(group, 0) + 1

@@ -2,8 +2,7 @@
 """Which rank is to blame when a collective fails: dead, stopped, silent, or failed with a message.
 
 Every rank writes down who it is and beats in the launcher's store; that is read only when something
-has gone wrong. A rank of the same machine is also looked up in the process table, which tells at
-once; one elsewhere shows by its beat standing still.
+has gone wrong (`peer_states`).
 """
 
 from __future__ import annotations
@@ -16,20 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.training.errors import one_line
-from megatron.training.failures.collective_log import LastCollective
+from megatron.training.failures.collective_log import CollectiveLog
+from megatron.training.failures.hang_files import HangFiles
+from megatron.training.failures.hang_report import hang_report
+from megatron.training.failures.peer_states import Beat, Identity, Peers
 
-
-@dataclass(frozen=True)
-class Identity:
-    """Where a rank runs."""
-
-    host: str
-    pid: int
+#: How long the thread that beats looks for the rank to blame, in seconds.
+GUARD_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -45,29 +41,17 @@ class Diagnosis:
     told: bool = False
 
 
-def process_state(pid: int) -> str:
-    """Return `running`, `stopped` or `dead` for a process of this machine."""
-    try:
-        # The state is the first word behind the command's closing parenthesis.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        if Path("/proc/self").exists():
-            return "dead"
-        return _state_by_signal(pid)
-    except (OSError, IndexError):
-        return "running"
-    return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(state, "running")
+@dataclass(frozen=True)
+class Guard:
+    """What the thread that beats does if the others stand still.
 
+    Args:
+        seconds: without a new collective or iteration.
+        lose: ends the process because of other ranks.
+    """
 
-def _state_by_signal(pid: int) -> str:
-    """Return the state of a process where there is no /proc."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "dead"
-    except PermissionError:
-        pass
-    return "running"
+    seconds: float
+    lose: Callable[[Diagnosis], None]
 
 
 class PeerWatch:
@@ -78,7 +62,7 @@ class PeerWatch:
             that beats, as a client must not be shared.
         rank, world_size: of the run.
         beat_seconds: time between beats.
-        dump: writes this process's stacks somewhere, given a reason and the error that is one.
+        files: what this process leaves when a run is stuck; None for nothing.
     """
 
     def __init__(
@@ -88,42 +72,66 @@ class PeerWatch:
         rank: int,
         world_size: int,
         beat_seconds: float = 1.0,
-        dump: Callable[[str, BaseException | None], None] = lambda reason, error: None,
+        files: HangFiles | None = None,
     ) -> None:
-        self._store = open_store()
-        self._rank = rank
-        self._world_size = world_size
-        self._beat_seconds = beat_seconds
-        self._dump = dump
-        self._dumped = threading.Event()
-        self._stop = threading.Event()
+        self._rank, self._beat_seconds, self._files = rank, beat_seconds, files
+        me = Identity(socket.gethostname(), os.getpid())
+        mine, beating = (
+            Peers(
+                open_store(),
+                rank=rank,
+                world_size=world_size,
+                host=me.host,
+                beat_seconds=beat_seconds,
+            )
+            for _ in range(2)
+        )
+        self._peers = mine
+        self._left, self._stop = threading.Event(), threading.Event()
+        self._leaving = threading.Lock()
+        self._guard: Guard | None = None
         self.iteration = 0
         """The iteration this rank is working on; set by the loop, carried by the beat."""
-        self.collectives = LastCollective()
-        """The collective that it has come to; carried by the beat too."""
+        self.collectives = CollectiveLog(lambda: self.iteration)
+        """The collectives that it has come to; carried by the beat too."""
         self._alike: frozenset[int] = frozenset(range(world_size))
         self._pipeline: tuple[int, ...] = ()
-        me = Identity(socket.gethostname(), os.getpid())
-        self._store.set(f"peer/{rank}", json.dumps(asdict(me)))
-        self._host = me.host
+        mine.store.set(f"peer/{rank}", json.dumps(asdict(me)))
         self._thread = threading.Thread(
-            target=self._beat, args=(open_store(),), name="peer-watch", daemon=True
+            target=self._beat, args=(beating,), name="peer-watch", daemon=True
         )
         self._thread.start()
 
-    def _beat(self, store: dist.Store) -> None:
+    def _beat(self, peers: Peers) -> None:
         count = 0
+        seen, since, looked = (0, 0), time.monotonic(), False
         while True:
             count += 1
             try:
-                state = [count, self.iteration, self.collectives.count, self.collectives.name]
-                store.set(f"beat/{self._rank}", json.dumps(state))
-                if not self._dumped.is_set() and store.check(["stacks"]):
-                    self._write_stacks_once(store.get("stacks").decode(), None)
+                state = Beat.now(count, self.iteration, self.collectives)
+                peers.store.set(f"beat/{self._rank}", state.to_text())
+                if not self._left.is_set() and peers.store.check(["stacks"]):
+                    self._leave_once(peers.store.get("stacks").decode(), None)
+                if self.iteration and self._files is not None:
+                    self._files.beat()
+                if seen != (now := (state.iteration, state.collectives)):
+                    seen, since, looked = now, time.monotonic(), False
+                guard = self._guard
+                if guard is not None and not looked and time.monotonic() - since > guard.seconds:
+                    looked = True
+                    self._look_around(peers, guard)
             except Exception:  # the server is gone: the run is over, and the loop will notice
                 return
             if self._stop.wait(self._beat_seconds):
                 return
+
+    def _look_around(self, peers: Peers, guard: Guard) -> None:
+        """See who is to blame for a main thread that has come to nothing new for long."""
+        if found := self._diagnose(peers, GUARD_SECONDS):
+            self._leave_evidence(peers, found.text, None, told=found.told)
+            guard.lose(found)
+        elif found := self._behind(peers):
+            self._leave_evidence(peers, found.text, None)
 
     def join_pipeline(self, pipeline: Sequence[int], alike: Sequence[int]) -> None:
         """Take note that stages come to different collectives.
@@ -134,41 +142,85 @@ class PeerWatch:
         """
         self._pipeline, self._alike = tuple(pipeline), frozenset(alike)
 
+    def guard(self, seconds: float, lose: Callable[[Diagnosis], None]) -> None:
+        """Look for lost ranks from the thread that beats, too, where the main thread may wait in a
+        collective that never fails.
+
+        Args:
+            seconds: without a new collective or iteration, after which to look.
+            lose: called on that thread if a rank is lost; ends the process.
+        """
+        self._guard = Guard(seconds, lose)
+
     def close(self) -> None:
         """Leave in good order: stop beating, and be missed by nobody."""
         with contextlib.suppress(Exception):  # the others' store may have ended before this rank
-            self._store.set(f"left/{self._rank}", "1")
+            self._peers.store.set(f"left/{self._rank}", "1")
         self._stop.set()
         self._thread.join(timeout=5.0)
+        if self._files is not None:
+            self._files.close()
 
-    def write_stacks(self, reason: str, error: BaseException | None = None) -> None:
-        """Leave this rank's stacks in a file, and have every rank that still beats do so too."""
-        if not self._dumped.is_set():
-            self._write_stacks_once(reason, error)
-            with contextlib.suppress(Exception):
-                self._store.set("stacks", reason)
+    @property
+    def pointer(self) -> str:
+        """Return what a line about a lost rank ends with: where there is more."""
+        return "" if self._files is None else f"; see {self._files.report}"
 
-    def _write_stacks_once(self, reason: str, error: BaseException | None) -> None:
-        if not self._dumped.is_set():
-            self._dumped.set()
-            self._dump(reason, error)
+    def leave_evidence(
+        self, reason: str, error: BaseException | None = None, *, told: bool = False
+    ) -> None:
+        """Leave what this rank knows in files, and have every rank that still beats do so too; the
+        first of them also writes the report of all ranks.
+
+        Args:
+            reason: what is wrong, in one line.
+            error: what has brought the calling thread here.
+            told: the rank to blame has said itself what is wrong: no report is needed.
+        """
+        self._leave_evidence(self._peers, reason, error, told=told)
+
+    def _leave_evidence(
+        self, peers: Peers, reason: str, error: BaseException | None, *, told: bool = False
+    ) -> None:
+        with contextlib.suppress(Exception):
+            peers.store.set(f"gave_up/{self._rank}", reason)
+        if not self._leave_once(reason, error):
+            return
+        with contextlib.suppress(Exception):
+            peers.store.set("stacks", reason)
+            if self._files is not None and not told and peers.store.add("hang_report", 1) == 1:
+                own = Beat.now(0, self.iteration, self.collectives, final=True)
+                states = peers.states(own)
+                files = self._files.files
+                self._files.write_report(
+                    hang_report(reason, states, writer=self._rank, files=files)
+                )
+
+    def _leave_once(self, reason: str, error: BaseException | None) -> bool:
+        """Write this rank's files, the first time; return whether that was now."""
+        with self._leaving:
+            first = not self._left.is_set()
+            self._left.set()
+            if first and self._files is not None:
+                self._files.write(reason, error, self.collectives)
+        return first
 
     def report_failure(self, error: BaseException) -> None:
         """Leave the text of this rank's error for the others to quote; never fails itself."""
         try:
-            self._store.set(f"failure/{self._rank}", one_line(error)[:500])
+            self._peers.store.set(f"failure/{self._rank}", one_line(error)[:500])
         except Exception:  # nothing left to tell
             return
 
     def host_of(self, rank: int) -> str:
         """Return the machine that a rank runs on."""
-        text = self._get(f"peer/{rank}")
-        return "an unknown machine" if text is None else Identity(**json.loads(text)).host
+        peer = self._peers.identity(rank)
+        return "an unknown machine" if peer is None else peer.host
 
     def claim(self, text: str) -> bool:
         """Return True on the first rank that wants to print `text`, False on all later ones."""
         try:
-            return self._store.add(f"said/{text[:200]}", 1) == 1
+            return self._peers.store.add(f"said/{text[:200]}", 1) == 1
         except Exception:  # without a store better twice than never
             return True
 
@@ -177,16 +229,21 @@ class PeerWatch:
 
         Returns None if every rank is alive and going.
         """
+        return self._diagnose(self._peers, limit_seconds)
+
+    def _diagnose(self, peers: Peers, limit_seconds: float) -> Diagnosis | None:
         deadline = time.monotonic() + limit_seconds
         try:
-            before = self._beats()
+            before = peers.beats()
             since = time.monotonic()
             while True:
-                if failures := self._failures():
+                if failures := peers.failures():
                     return Diagnosis("; ".join(failures), told=True)
-                found = self._gone_here()
+                if text := peers.given_up():  # it has ended, but it is not to blame
+                    return Diagnosis(text, told=True)
+                found = peers.gone_here()
                 if not found and time.monotonic() - since > 3.0 * self._beat_seconds:
-                    found = self._silent(before)
+                    found = peers.silent(before)
                 if found:
                     return Diagnosis("; ".join(found))
                 if time.monotonic() > deadline:
@@ -196,6 +253,16 @@ class PeerWatch:
             text = f"the store that all ranks share is gone ({one_line(error)[:120]})"
             return Diagnosis(text)
 
+    def look_at(self, rank: int) -> Diagnosis | None:
+        """Return what is wrong with one rank; None if nothing is known to be."""
+        peers = self._peers
+        if failure := peers.get(f"failure/{rank}"):
+            return Diagnosis(f"rank {rank} failed: {failure}", told=True)
+        if text := peers.get(f"gave_up/{rank}"):
+            return Diagnosis(text, told=True)
+        state = peers.state_here(rank)
+        return Diagnosis(state) if state is not None and state.endswith(" is dead") else None
+
     def behind(self) -> Diagnosis | None:
         """Name the ranks that live but have not come to the collective that this rank waits in.
 
@@ -203,59 +270,29 @@ class PeerWatch:
         None if all have come as far as this rank. Of another pipeline stage only the iteration
         tells that; where it does not, it says where each stage of this rank's pipeline is.
         """
+        return self._behind(self._peers)
+
+    def _behind(self, peers: Peers) -> Diagnosis | None:
         mine = (self.iteration, self.collectives.count)
         try:
-            states = {rank: json.loads(text) for rank, text in self._beats().items() if text}
+            states = {rank: Beat.of(text) for rank, text in peers.beats().items() if text}
         except Exception:  # a store that is gone tells nothing
             return None
         late = [
-            f"rank {rank} is still in iteration {state[1]} behind its collective {state[2]} "
-            f"({state[3]})"
-            for rank, state in states.items()
-            if (tuple(state[1:3]) < mine if rank in self._alike else state[1] < mine[0])
+            f"rank {rank} is still in iteration {beat.iteration} behind its collective "
+            f"{beat.collectives} ({beat.last})"
+            for rank, beat in states.items()
+            if (
+                (beat.iteration, beat.collectives) < mine
+                if rank in self._alike
+                else beat.iteration < mine[0]
+            )
         ]
         if late:
             return Diagnosis("; ".join(late))
         stages = [
-            f"rank {rank} has come to {states[rank][3]}"
+            f"rank {rank} has come to {states[rank].last}"
             for rank in self._pipeline
             if rank in states
         ]
         return Diagnosis(f"stages wait for one another: {', '.join(stages)}") if stages else None
-
-    def _others(self) -> list[int]:
-        """Return the other ranks but those that have left in good order."""
-        ranks = (rank for rank in range(self._world_size) if rank != self._rank)
-        return [rank for rank in ranks if not self._store.check([f"left/{rank}"])]
-
-    def _get(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _beats(self) -> dict[int, str | None]:
-        return {rank: self._get(f"beat/{rank}") for rank in self._others()}
-
-    def _failures(self) -> list[str]:
-        texts = {rank: self._get(f"failure/{rank}") for rank in self._others()}
-        return [f"rank {rank} failed: {text}" for rank, text in texts.items() if text]
-
-    def _gone_here(self) -> list[str]:
-        """Name ranks of this machine whose process has ended or is stopped."""
-        found = []
-        for rank in self._others():
-            text = self._get(f"peer/{rank}")
-            if text is None:
-                continue
-            peer = Identity(**json.loads(text))
-            if peer.host == self._host:
-                state = process_state(peer.pid)
-                if state != "running":
-                    found.append(f"rank {rank} (process {peer.pid} on {peer.host}) is {state}")
-        return found
-
-    def _silent(self, before: dict[int, str | None]) -> list[str]:
-        """Name ranks whose beat has not moved."""
-        found = []
-        for rank, now in self._beats().items():
-            if now is not None and now == before.get(rank):
-                found.append(f"rank {rank} is silent since iteration {json.loads(now)[1]}")
-        return found

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from megatron.training.exit_codes import ExitCode
 from megatron.training.failures.termination import ENDING
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class StopRequests:
 
     def votes(self) -> tuple[float, float]:
         """Return this rank's part of what all ranks sum: (a signal has come, the time is up)."""
-        return float(self._number is not None), float(self._time_is_up())
+        asks = self._number is not None and self._grace is not None  # else it ends at once
+        return float(asks), float(self._time_is_up())
 
     def _time_is_up(self) -> bool:
         """Return whether the run might end too late if it goes on behind this step.
@@ -166,10 +168,20 @@ class StopRequests:
     def _give_up(self, found: Diagnosis) -> None:
         """End the process because another rank is gone."""
         if self.watch is not None:
-            self.watch.write_stacks(found.text)
-        if not found.told:
-            self._say(f"{found.text}; this run cannot go on")
+            self.watch.leave_evidence(found.text, told=found.told)
+        self._tell(found)
         self._leave_at_once()
+
+    def lose(self, found: Diagnosis) -> None:
+        """End the process because another rank is gone, without a signal that asks for it."""
+        self._tell(found)
+        self._end(ExitCode.PEER_LOST)
+
+    def _tell(self, found: Diagnosis) -> None:
+        """Say which rank is gone, unless it has done so itself."""
+        if not found.told:
+            pointer = "" if self.watch is None else self.watch.pointer
+            self._say(f"{found.text}; this run cannot go on{pointer}")
 
     def _leave_at_once(self) -> None:
         assert self._number is not None

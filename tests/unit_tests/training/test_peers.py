@@ -15,7 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.comm import CollectiveRecord
-from megatron.training.failures.peers import Diagnosis, Identity, PeerWatch, process_state
+from megatron.training.failures import peers
+from megatron.training.failures.hang_files import HangFiles
+from megatron.training.failures.peer_states import Identity, process_state
+from megatron.training.failures.peers import Diagnosis, PeerWatch
 from tests.support.ranks import start_ranks
 
 
@@ -178,24 +181,109 @@ def test_ranks_of_other_stages_are_behind_by_their_iteration_alone(server):
         watch.close()
 
 
-def test_all_ranks_that_beat_leave_their_stacks_once(server):
-    dumps = []
-    watches = [
+class Kept(HangFiles):
+    """HangFiles that is listed instead of written."""
+
+    def __init__(self, rank, kept):
+        super().__init__("save", attempt=0, rank=rank, frozen_seconds=9.0)
+        self.rank, self.kept = rank, kept
+
+    def write(self, reason, error, log):
+        self.kept.append((self.rank, reason))
+
+    def write_report(self, text):
+        self.kept.append(("report", text))
+
+    def beat(self):
+        pass
+
+
+def keeping(server, world, kept):
+    return [
         PeerWatch(
             lambda: _client(server.port),
             rank=rank,
-            world_size=3,
+            world_size=world,
             beat_seconds=0.05,
-            dump=lambda reason, error, rank=rank: dumps.append((rank, reason)),
+            files=Kept(rank, kept),
         )
-        for rank in range(3)
+        for rank in range(world)
     ]
-    watches[1].write_stacks("rank 5 is dead")
-    watches[1].write_stacks("rank 6 is dead")
+
+
+def until(condition):
     deadline = time.monotonic() + 5
-    while len(dumps) < 3 and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.2)
-    assert sorted(dumps) == [(0, "rank 5 is dead"), (1, "rank 5 is dead"), (2, "rank 5 is dead")]
+
+
+def test_all_ranks_that_beat_leave_their_evidence_once_and_the_first_the_report(server):
+    kept = []
+    watches = keeping(server, 3, kept)
+    watches[1].leave_evidence("rank 5 is dead")
+    watches[1].leave_evidence("rank 6 is dead")
+    until(lambda: len(kept) == 4)
+    watches[0].leave_evidence("rank 7 is dead")
+    reports = [text for kind, text in kept if kind == "report"]
+    assert sorted(k for k in kept if k[0] != "report") == [(r, "rank 5 is dead") for r in range(3)]
+    assert len(reports) == 1
+    assert "written by rank 1\nrank 5 is dead\n" in reports[0]
     for watch in watches:
         watch.close()
+
+
+def test_a_rank_that_has_given_up_is_not_to_blame(server):
+    watches = keeping(server, 2, [])
+    watches[1].leave_evidence("rank 7 is stopped")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
+    assert watches[0].diagnose(0.5) == Diagnosis("rank 7 is stopped", told=True)
+    for watch in watches:
+        watch.close()
+
+
+def test_what_a_rank_has_told_itself_needs_no_report(server):
+    kept = []
+    watches = keeping(server, 2, kept)
+    watches[1].leave_evidence("rank 0 failed: no such file", told=True)
+    until(lambda: len(kept) == 2)
+    assert sorted(kept) == [(r, "rank 0 failed: no such file") for r in range(2)]
+    for watch in watches:
+        watch.close()
+
+
+def test_a_guard_finds_the_lost_rank_while_the_main_thread_waits(server):
+    """As on a GPU, where nothing is raised: the thread that beats ends the process."""
+    kept, lost = [], []
+    watches = keeping(server, 3, kept)
+    watches[0].guard(0.4, lost.append)
+    record = CollectiveRecord("all_reduce", "world", 3, 8, (0, 1, 2), (2,), "float32", "sum")
+    for watch in watches[:2]:
+        watch.iteration = 3
+    for _ in range(12):  # as long as it comes to new ones nothing is looked up
+        watches[0].collectives(record)
+        time.sleep(0.05)
+    assert not kept
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    server.set("peer/2", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
+    until(lambda: lost)
+    assert f"rank 2 (process {gone.pid} on {socket.gethostname()}) is dead" in lost[0].text
+    assert kept[0] == (0, lost[0].text)
+    for watch in watches:
+        watch.close()
+
+
+def test_a_guard_tells_of_a_rank_that_lives_but_ends_nothing(server, monkeypatch):
+    monkeypatch.setattr(peers, "GUARD_SECONDS", 0.2)
+    kept, lost = [], []
+    watches = keeping(server, 2, kept)
+    watches[0].iteration = watches[1].iteration = 3
+    watches[0].guard(0.3, lost.append)
+    watches[0].collectives(CollectiveRecord("all_reduce", "tp", 2, 8, (0, 1), (2,), "int64", "sum"))
+    until(lambda: len(kept) == 3)
+    for watch in watches:
+        watch.close()
+    assert not lost
+    assert (0, "rank 1 is still in iteration 3 behind its collective 0 (no collective yet)") in kept

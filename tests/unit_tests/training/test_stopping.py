@@ -22,12 +22,12 @@ class Watch:
     """Peers as the test wants them."""
 
     found: Diagnosis | None = None
-    stacks = ""
+    stacks = pointer = ""
 
     def diagnose(self, limit_seconds: float) -> Diagnosis | None:
         return self.found
 
-    def write_stacks(self, reason: str) -> None:
+    def leave_evidence(self, reason: str, *, told: bool) -> None:
         self.stacks = reason
 
 
@@ -137,3 +137,10 @@ def test_without_a_limit_time_is_never_up():
     process = Process()
     process.time += 1e9
     assert process.stop.votes() == (0.0, 0.0)
+
+
+def test_a_lost_rank_ends_the_process_without_a_signal():
+    process = Process()
+    with pytest.raises(Ended):
+        process.stop.lose(Diagnosis("rank 3 is dead"))
+    assert process.said == ["rank 3 is dead; this run cannot go on"]

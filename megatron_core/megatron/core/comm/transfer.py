@@ -66,7 +66,10 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Block until the output is valid (on a GPU: until the current stream may read it)."""
         if self.work is not None:
-            if self.waits:
+            if len(self.waits) == 1:  # the usual number; a stack costs more than all the rest
+                with self.waits[0]:
+                    self.work.wait()
+            elif self.waits:
                 with ExitStack() as stack:
                     for context in self.waits:
                         stack.enter_context(context)

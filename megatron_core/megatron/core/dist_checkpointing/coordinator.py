@@ -27,6 +27,9 @@ from megatron.core.dist_checkpointing.say import print_to_stderr
 #: A TCPStore drops the connection of a client that sends more than 8 MiB at once.
 PIECE_BYTES = 4 << 20
 
+#: How long to wait for a rank before asking what has become of it, again and again, in seconds.
+SLICE_SECONDS = 1.0
+
 Decide = Callable[[list[Any]], Any]
 
 
@@ -134,6 +137,7 @@ class StoreCoordinator(Coordinator):
             its own arrival. The others wait half as long again for its answer, so that they
             hear which rank it missed.
         say: see `Coordinator`.
+        missed: called again and again with a rank that is waited for; raises if that is gone.
     """
 
     def __init__(
@@ -144,12 +148,13 @@ class StoreCoordinator(Coordinator):
         *,
         timeout_seconds: float,
         say: Callable[[str], None] = print_to_stderr,
+        missed: Callable[[int], None] = lambda rank: None,
     ) -> None:
         super().__init__(rank, world_size, say)
         if timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
         self._store = dist.PrefixStore("dist_checkpointing", store)
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._missed = timeout_seconds, missed
         self._sessions = 0
         self._label = ""
         self._answer_keys: list[str] = []
@@ -180,7 +185,7 @@ class StoreCoordinator(Coordinator):
             key = f"{prefix}/{rank}"
             # Once one rank is known to be late the others are only looked at, not waited for.
             left = 0.001 if silent else deadline - time.monotonic()
-            if self._wait(key, left):
+            if self._wait(key, left, of=rank):
                 messages.append(self._take(key))
             else:
                 silent.append(rank)
@@ -199,22 +204,25 @@ class StoreCoordinator(Coordinator):
 
     def _await_answer(self, stage: str, key: str) -> Any:
         limit = 1.5 * self._timeout_seconds
-        if not self._wait(key, limit):
+        if not self._wait(key, limit, of=0):
             return _failure(
                 f"{self._label}: rank {self.rank} had no answer from rank 0 about {stage!r} "
                 f"within {limit:g} s"
             )
         return self._read(key)[0]
 
-    def _wait(self, key: str, seconds: float) -> bool:
-        """Return whether `key` appeared in time."""
+    def _wait(self, key: str, seconds: float, *, of: int) -> bool:
+        """Return whether `key`, which is written by rank `of`, appeared in time."""
         if self._store.check([key]):
             return True
-        try:
-            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-        except dist.DistStoreError:
-            return False
-        return True
+        deadline = time.monotonic() + max(seconds, 0.001)
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                self._store.wait([key], timedelta(seconds=max(min(left, SLICE_SECONDS), 0.001)))
+                return True
+            except dist.DistStoreError:
+                self._missed(of)
+        return False
 
     def _put(self, key: str, message: Any) -> list[str]:
         """Write `message` under `key` and return the keys used: the head last, as it is awaited."""

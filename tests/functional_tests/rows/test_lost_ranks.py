@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way in which a rank can be lost: the others end, name it and leave evidence; nothing that
+was saved is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
+from megatron.training.exit_codes import ExitCode
+from megatron.training.failures.peers import PeerWatch
+from tests.functional_tests.planted_faults import on_microbatch, running_with
+from tests.functional_tests.small_run import flags, write_tokens
+
+LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0 --global-batch-size 12"
+SOON = "--distributed-timeout-minutes 0.05"
+BEAT_SECONDS = 0.3
+HOST = socket.gethostname()
+
+
+def hold_the_interpreter() -> None:
+    """Never give it back, as a library that waits with the lock held."""
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def fail_from_outside() -> None:
+    """Raise in the main thread what another thread asks for."""
+    main = threading.main_thread().ident
+    thread = threading.Thread(
+        target=ctypes.pythonapi.PyThreadState_SetAsyncExc,
+        args=(ctypes.c_ulong(main), ctypes.py_object(KeyError)),
+    )
+    thread.start()
+    thread.join()
+
+
+def fail() -> None:
+    raise KeyError("planted")
+
+
+def signalled(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+FAULTS = {
+    "error": fail,
+    "error from outside": fail_from_outside,
+    "abort": os.abort,
+    "bad address": functools.partial(ctypes.string_at, 0),
+    "held interpreter": hold_the_interpreter,
+    "SIGINT": functools.partial(signalled, signal.SIGINT),
+    "SIGTERM": functools.partial(signalled, signal.SIGTERM),
+    "SIGKILL": functools.partial(signalled, signal.SIGKILL),
+    "SIGSTOP": functools.partial(signalled, signal.SIGSTOP),
+}
+
+
+def plant(rank: int, *, kind: str) -> None:
+    """Have rank 1 go wrong in its fifth iteration, while torch keeps its own record."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "64"
+    PeerWatch.__init__.__kwdefaults__["beat_seconds"] = BEAT_SECONDS
+
+    def fault(made) -> None:
+        time.sleep(3.0 * BEAT_SECONDS)  # let a beat say that it is here
+        FAULTS[kind]()
+
+    if rank == 1:
+        on_microbatch(9, fault)
+
+
+def lose(tmp_path, kind: str, more: str = ""):
+    """Lose rank 1 of three; return the others' outcomes and logs, its own, and the save folder."""
+    save = tmp_path / "save"
+    argv = flags(
+        write_tokens(tmp_path / "tokens"), f"{LONG} --save {save} --save-interval 2 {more}"
+    )
+    with running_with(functools.partial(plant, kind=kind), argv, world=3) as ranks:
+        for rank in (0, 2):
+            ranks.processes[rank].join(60)
+        stands = ranks.processes[1].is_alive()
+        ranks.processes[1].join(0.0 if "STOP" in kind or "held" in kind else 10.0)
+        codes = [process.exitcode for process in ranks.processes]
+        logs = [ranks.log(rank) for rank in range(3)]
+    assert [codes[rank] for rank in (0, 2)] == [ExitCode.PEER_LOST] * 2, (stands, codes, logs)
+    # A signal ends a process a moment after it has come: another step may be done by then.
+    assert latest_checkpoint(save).name >= "iter_0000004"
+    verify_checkpoint(latest_checkpoint(save))
+    assert "Traceback" not in logs[0] + logs[2]
+    return codes[1], logs, save
+
+
+def test_row_33_a_rank_that_holds_the_interpreter_is_named_and_its_stacks_are_written(tmp_path):
+    code, logs, save = lose(tmp_path, "held interpreter", SOON)
+    assert code is None, "it stands where it stood"
+    text = logs[0] + logs[2]
+    assert "rank 1 is silent since iteration 5; the others wait in " in text
+    report = (save / "hang_report_attempt_0.txt").read_text()
+    (row,) = re.findall(r"^1 .*$", report, flags=re.MULTILINE)
+    assert re.match(rf"1 +{re.escape(HOST)} +\d+ +silent +5 +\d+\.\d s ago ", row), report
+    assert re.search(r"^Ranks? [02, ]+ waits? in .* and rank 1 had not come to it", report, re.M)
+    assert f"; see {save}/hang_report_attempt_0.txt" in text
+    frozen = (save / "stacks" / "attempt_0_rank_1_frozen.txt").read_text()
+    assert "in hold_the_interpreter" in frozen
+    for rank in (0, 2):
+        told = json.loads((save / "stacks" / f"attempt_0_rank_{rank}_collectives.json").read_text())
+        failed = [entry for entry in told["last"] if entry["state"] == "failed"]
+        assert failed[0]["iteration"] == 5
+        assert failed[0]["waited_seconds"] > 1.0, "what fails behind it has not waited"
+        assert told["last"][0]["state"] == "returned"
+        torch_record = save / "stacks" / f"attempt_0_rank_{rank}_torch.json"
+        entries = json.loads(torch_record.read_text())["entries"]
+        assert entries[-1]["profiling_name"] == "gloo:all_reduce"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "code", "told"),
+    [
+        ("error", ExitCode.CRASH, True),
+        ("error from outside", ExitCode.CRASH, True),
+        ("abort", -signal.SIGABRT, False),
+        ("bad address", -signal.SIGSEGV, False),
+        ("SIGKILL", -signal.SIGKILL, False),
+        ("SIGSTOP", None, False),
+        ("SIGINT", ExitCode.INTERRUPTED, False),
+        ("SIGTERM", ExitCode.TERMINATED, False),
+    ],
+)
+def test_row_33_every_way_to_lose_a_rank_ends_the_others(tmp_path, kind, code, told):
+    more = SOON if kind == "SIGSTOP" else "--no-exit-signal-handler"
+    found, logs, save = lose(tmp_path, kind, more)
+    assert found == code, logs
+    text = logs[0] + logs[2]
+    report = save / "hang_report_attempt_0.txt"
+    if told:
+        assert "Traceback" in logs[1]
+        assert "KeyError" in logs[1]
+        assert not report.exists(), "the traceback says all"
+    else:
+        assert "rank 1 " in text
+        assert "this run cannot go on" in text
+        assert re.search(r"^1 .* (dead|stopped|failed: .*) +5 ", report.read_text(), re.M)
+    assert (save / "stacks" / "attempt_0_rank_0.txt").exists()

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stuck rank leaves: the log of collectives, the report of all ranks, and its files."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+
+import pytest
+
+from megatron.core.comm import CollectiveRecord
+from megatron.training.failures import flight_recorder
+from megatron.training.failures.collective_log import KEPT, CollectiveLog
+from megatron.training.failures.flight_recorder import ask_for_record, is_kept, read_record
+from megatron.training.failures.hang_files import HangFiles
+from megatron.training.failures.hang_report import hang_report
+from megatron.training.failures.peer_states import Beat, RankState
+from tests.support.ranks import start_ranks
+
+
+def record(kind="all_reduce", group="tp", ranks=(0, 1), shape=(3, 2), how="sum"):
+    return CollectiveRecord(kind, group, len(ranks), 24, ranks, shape, "float32", how)
+
+
+def test_the_log_keeps_the_last_collectives_and_what_became_of_them():
+    iteration = [0]
+    log = CollectiveLog(lambda: iteration[0])
+    assert (log.name, log.stuck(), log.entries()) == ("no collective yet", None, [])
+    for number in range(KEPT + 5):
+        iteration[0] = number // 10
+        with log(record(shape=(number,))):
+            pass
+    log(record("send", "pp", how="to 1"))
+    stuck = log(record(group="world"))
+    stuck.__enter__()
+    with pytest.raises(ValueError, match="gone"), log(record()):
+        raise ValueError("gone")
+    assert log.count == KEPT + 8
+    assert log.in_group == {"tp": KEPT + 6, "world": 1}, "sends are no collectives of a group"
+    entries = [entry.to_json(time.monotonic()) for entry in log.entries()]
+    assert len(entries) == KEPT
+    assert [e["state"] for e in entries[-4:]] == ["returned", "started", "waiting", "failed"]
+    assert entries[0]["shape"] == [8]
+    assert entries[0]["iteration"] == 0
+    assert entries[-5]["number_in_group"] == KEPT + 4
+    assert "waited_seconds" not in entries[-3], "nobody waited for it"
+    assert log.stuck() is stuck
+
+
+def beating(iteration, counts, wait=None, count=9):
+    """Return a beat as it comes back from the store."""
+    log = CollectiveLog(lambda: iteration)
+    for group, number in counts.items():
+        for _ in range(number):
+            last = log(record(group=group, ranks=(0, 1, 2, 3)))
+    if wait:
+        last.__enter__()
+    return Beat.of(Beat.now(count, iteration, log, final=bool(wait)).to_text())
+
+
+def test_the_report_says_who_is_missing_in_which_collective():
+    beats = [
+        beating(7, {"tp": 4, "world": 3}, wait=True),
+        beating(7, {"tp": 4, "world": 2}),
+        beating(7, {"tp": 4, "world": 3}, wait=True),
+        beating(6, {"world": 2, "tp": 4}),
+    ]
+    states = [
+        RankState(rank=r, host=f"h{r}", pid=10 + r, state="running", beat=beat, age=0.5)
+        for r, beat in enumerate(beats)
+    ]
+    text = hang_report("rank 3 is stopped", states, writer=2, files="S/stacks/*")
+    lines = text.splitlines()
+    assert lines[0].endswith("written by rank 2")
+    assert lines[1] == "rank 3 is stopped"
+    assert " ".join(lines[3].split()) == "rank machine process state iteration last beat where"
+    assert lines[4].startswith(
+        "0     h0       10       running  7          0.5 s ago  0.0 s in all_"
+    )
+    assert lines[7].endswith("behind its collective 6: all_reduce (sum) of float32 [3 x 2] over tp")
+    assert (
+        "Ranks 0, 2 wait in all_reduce (sum) of float32 [3 x 2] over world, number 3 of that "
+        "group, and ranks 1, 3 had not come to it at the last beat."
+    ) in lines
+    assert lines[-1].endswith(": S/stacks/*")
+
+
+def test_the_report_knows_of_ranks_that_never_came_and_of_pairs():
+    log = CollectiveLog(lambda: 2)
+    log(record("receive", "pp", how="from 0")).__enter__()
+    own = Beat.now(1, 2, log, final=True)
+    states = [
+        RankState(rank=0, host="?", pid=None, state="never came", beat=None, age=None),
+        RankState(rank=1, host="h", pid=5, state="running", beat=own, age=0.0),
+    ]
+    text = hang_report("why", states, writer=1, files="f")
+    assert "\n0     ?        ?        never came  ?          none       ?\n" in text
+    assert "\nRank 1 waits in receive (from 0) of float32 [3 x 2] over pp.\n" in text
+
+
+def test_evidence_is_stacks_and_collectives_and_nothing_where_all_was_well(tmp_path):
+    log = CollectiveLog(lambda: 3)
+    log(record()).__enter__()
+    evidence = HangFiles(str(tmp_path), attempt=1, rank=2, frozen_seconds=9.0, environment={})
+    evidence.beat()
+    assert [p.name for p in (tmp_path / "stacks").iterdir()] == ["attempt_1_rank_2_frozen.txt"]
+    evidence.close()
+    assert not list(tmp_path.iterdir())
+    evidence.write("rank 0 is dead", None, log)
+    evidence.write_report("text")
+    names = {p.name for p in tmp_path.rglob("*.*")}
+    assert names == {
+        "attempt_1_rank_2.txt",
+        "attempt_1_rank_2_collectives.json",
+        "hang_report_attempt_1.txt",
+    }
+    told = json.loads((tmp_path / "stacks" / "attempt_1_rank_2_collectives.json").read_text())
+    assert told["reason"] == "rank 0 is dead"
+    assert told["last"][-1]["state"] == "waiting"
+    assert told["last"][-1]["iteration"] == 3
+
+
+def freeze(rank: int, world: int, save: str) -> None:
+    """Beat twice, and hold the interpreter's lock until the end."""
+    evidence = HangFiles(save, attempt=0, rank=rank, frozen_seconds=0.3)
+    evidence.beat()
+    evidence.beat()
+    print("frozen", flush=True)
+    ctypes.PyDLL(None).sleep(60)
+
+
+def test_a_rank_that_holds_the_interpreter_leaves_its_stacks_all_the_same(tmp_path):
+    with start_ranks(freeze, 1, str(tmp_path), init=False) as ranks:
+        ranks.wait_for_line(0, "frozen")
+        path = tmp_path / "stacks" / "attempt_0_rank_0_frozen.txt"
+        deadline = time.monotonic() + 10
+        while "in freeze" not in path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "in freeze" in path.read_text()
+
+
+def test_torch_is_asked_for_its_record_unless_the_user_was():
+    for given in ({}, {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}):
+        environment = dict(given)
+        ask_for_record(environment)
+        assert environment == (given or {"TORCH_FR_BUFFER_SIZE": str(flight_recorder.SIZE)})
+        assert is_kept(environment) == (environment != {"TORCH_FR_BUFFER_SIZE": "0"})
+
+
+class Bindings:
+    """torch's bindings as older versions have them."""
+
+    @staticmethod
+    def _dump_nccl_trace_json():
+        return '{"entries": []}'
+
+
+def test_torchs_record_is_read_as_json(tmp_path, monkeypatch):
+    assert read_record(object()) is None
+    assert read_record(Bindings()) == b'{"entries": []}'
+    import torch
+
+    found = read_record(torch._C._distributed_c10d)
+    assert found is not None
+    assert "version" in json.loads(found)
+    environment = {"TORCH_FR_BUFFER_SIZE": "9"}
+    evidence = HangFiles(
+        str(tmp_path), attempt=0, rank=0, frozen_seconds=9.0, environment=environment
+    )
+    evidence.write("why", None, CollectiveLog())
+    assert json.loads((tmp_path / "stacks" / "attempt_0_rank_0_torch.json").read_text())

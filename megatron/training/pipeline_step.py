@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.runtime import Executor
 from megatron.core.pipeline_parallel.stage import AutogradWorker, program
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_sharding import Placement
+from megatron.training.failures.evidence import StageBits
 from megatron.training.step import Microbatch, auxiliary_factors
 
 
@@ -41,6 +42,7 @@ class PipelineForwardBackward:
         weight_delay: how many microbatches "zb-h1" puts weight gradients off at most; the same on
             all stages. Take 0 if layers are recomputed: what W needs is kept, recomputed or not.
         observe: told every action of this rank before it is carried out.
+        shown: shown what each chunk of this rank receives and sends in the forward of a step.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class PipelineForwardBackward:
         group_size: int | None = None,
         weight_delay: int | None = None,
         observe: Callable[[Action], None] | None = None,
+        shown: StageBits | None = None,
     ) -> None:
         self.model, self.engine, self.group = model, engine, groups["pp"]
         self.backward_group = groups["pp_backward"]
         self.name, self.group_size, self.observe = schedule, group_size, observe
-        self.weight_delay = weight_delay
+        self.weight_delay, self.shown = weight_delay, shown
         self._made = lru_cache(maxsize=8)(self._make)
         model.store.splits = schedule == "zb-h1"
 
@@ -77,6 +80,12 @@ class PipelineForwardBackward:
         auxiliary = auxiliary_factors(self.model, microbatches, factors, cp=cp)
 
         def run(chunk: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            made = compute(chunk, index, hidden)
+            if self.shown is not None:
+                self.shown.show(chunk, hidden, made)
+            return made
+
+        def compute(chunk: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
             batch = microbatches[index]
             if not self._is_last(chunk):
                 also = {"sample_ids": batch.sample_ids, **auxiliary[index]}

@@ -31,6 +31,7 @@ from megatron.training.data.data_sets import (
     DataSets,
 )
 from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.failures.evidence import StageBits
 from megatron.training.failures.replay import Reruns
 from megatron.training.full_iteration import FullIterationGraph
 from megatron.training.gpt_options import (
@@ -110,15 +111,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         model=model,
         optimizer=optimizer,
         balance=_balance(model, place),
-        step=TrainStep(
-            model,
-            engine,
-            optimizer=optimizer,
-            groups=place.groups,
-            forward_backward=_step_runner(run, place, model, engine),
-            per_token_loss=config.training.calculate_per_token_loss,
-            reruns=_reruns(config, model),
-        ),
+        step=_train_step(run, place, model, engine=engine, optimizer=optimizer),
         window=StepWindow(
             run,
             Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(gpu)),
@@ -135,13 +128,31 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     )
 
 
+def _train_step(
+    run: Run, place: RunGroups, model: GPTModel, *, engine: DataParallel, optimizer: Optimizer
+) -> TrainStep:
+    """Return what carries out steps."""
+    reruns = _reruns(run.config, model)
+    return TrainStep(
+        model,
+        engine,
+        optimizer=optimizer,
+        groups=place.groups,
+        forward_backward=_step_runner(run, place, model, engine, reruns=reruns),
+        per_token_loss=run.config.training.calculate_per_token_loss,
+        reruns=reruns,
+    )
+
+
 def _reruns(config: Config, model: GPTModel) -> Reruns:
     """Return when steps are computed again, and what their forwards count."""
     counters = [router.counted for router in routers_of(model)]
     if model.multi_token is not None:
         counters.append(model.multi_token.sums)
-    chosen = config.failures
-    return Reruns(chosen.rerun_mode, chosen.rerun_interval, counters)
+    mode, stage = config.failures.rerun_mode, None
+    if mode != "disabled" and model.groups["pp"].size > 1:
+        stage = StageBits(model.store.device, model.num_chunks)
+    return Reruns(mode, config.failures.rerun_interval, counters, stage)
 
 
 def _balance(model: GPTModel, place: RunGroups) -> Balance | None:
@@ -181,11 +192,14 @@ def _saved_options(config: Config) -> dict[str, object]:
     return options
 
 
-def _step_runner(run: Run, place: RunGroups, model: GPTModel, engine: DataParallel) -> StepRunner:
+def _step_runner(
+    run: Run, place: RunGroups, model: GPTModel, engine: DataParallel, *, reruns: Reruns
+) -> StepRunner:
     """Return what carries out the first part of a step."""
     if place.groups["pp"].size > 1:
+        order = pipeline_order(run.config)
         return PipelineForwardBackward(
-            model, engine, groups=place.groups, **pipeline_order(run.config)
+            model, engine, groups=place.groups, shown=reruns.stage, **order
         )
     eager, chosen = ForwardBackward(model, engine), run.config.cuda_graphs
     if chosen.cuda_graph_impl == "none":

@@ -236,7 +236,12 @@ class TrainStep:
         self.groups, self.per_token_loss = groups, per_token_loss
         self.before_update: Callable[[], None] = lambda: None
         """Called before weights and optimizer state change: a copy of them may be under way."""
-        self.replayer = Replayer(reruns or Reruns(), engine=engine, world=groups["world"])
+        self.replayer = Replayer(
+            reruns or Reruns(),
+            engine=engine,
+            world=groups["world"],
+            pipelines=groups.grid.ranks(("pp",)),
+        )
 
     def __call__(
         self,

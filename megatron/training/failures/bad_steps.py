@@ -32,16 +32,6 @@ def remember_loss(config: Config, recent_losses: list[float], loss: float) -> No
         del recent_losses[: -config.failures.loss_spike_window]
 
 
-def in_pipelines(ranks: Sequence[int], pipelines: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all ranks of the pipelines that some ranks belong to: any stage may have begun it.
-
-    Args:
-        pipelines: the ranks of each pipeline, by stage; none if there is one stage.
-    """
-    bad = set(ranks)
-    return tuple(sorted(bad.union(*(stages for stages in pipelines if bad & {*stages}))))
-
-
 def doubt_text(iteration: int, doubt: Doubt, where: str, *, limit: float) -> str:
     """Say what was wrong with a step and what came of it.
 
@@ -72,13 +62,8 @@ def doubt_text(iteration: int, doubt: Doubt, where: str, *, limit: float) -> str
     return f"iteration {iteration}: {what} {where}; {end}"
 
 
-def where_text(hosts: Mapping[int, str], *, stages: int = 1) -> str:
-    """Name ranks with their machines.
-
-    Args:
-        hosts: by rank.
-        stages: of a pipeline.
-    """
+def where_text(hosts: Mapping[int, str]) -> str:
+    """Name ranks with their machines."""
     shown = ", ".join(f"rank {rank} on {host}" for rank, host in list(hosts.items())[:8])
     shown += f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
-    return f"of {'a pipeline of ' if stages > 1 else ''}{shown}"
+    return f"of {shown}"

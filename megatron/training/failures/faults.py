@@ -6,13 +6,13 @@ Every rank calls it with the same outcome, so all of them do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.training.config import Config
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.bad_steps import doubt_text, in_pipelines, where_text
+from megatron.training.failures.bad_steps import doubt_text, where_text
 from megatron.training.failures.fault_log import FaultLog, FaultRecord
 from megatron.training.failures.suspect_step import Suspect
 from megatron.training.monitoring.step_window import StepOutcome
@@ -28,7 +28,6 @@ class Faults:
         say: shows one line.
         log: keeps faults.
         host_of: returns the machine of a rank.
-        pipelines: the ranks of each pipeline; none if there is one stage.
         save: writes a checkpoint of the current progress; None without --save.
         judge: returns how a run with a suspect step ends, the same on every rank.
         acquit: called with every sound step and its loss.
@@ -40,7 +39,6 @@ class Faults:
     say: Callable[[str], None]
     log: FaultLog
     host_of: Callable[[int], str]
-    pipelines: Sequence[Sequence[int]] = ()
     save: Callable[[Progress], object] | None = None
     judge: Callable[[Suspect], RunStopped] | None = None
     acquit: Callable[[int, float], None] = lambda iteration, loss: None
@@ -59,10 +57,8 @@ class Faults:
         if doubt is None:
             self.acquit(iteration, outcome.loss)
             return
-        hosts = {r: self.host_of(r) for r in in_pipelines(doubt.ranks, self.pipelines)}
-        stages = len(self.pipelines[0]) if self.pipelines else 1
-        where = where_text(hosts, stages=stages)
-        self.say(doubt_text(iteration, doubt, where, limit=limit))
+        hosts = {rank: self.host_of(rank) for rank in doubt.ranks}
+        self.say(doubt_text(iteration, doubt, where_text(hosts), limit=limit))
         numbers = {"loss": doubt.values[0], "limit": limit} if doubt.kind == "spike" else {}
         self.log.add(
             FaultRecord(

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A suspicious step is computed once more from the same weights and data, and the bits compared.
 
-Of each computation every rank keeps its part of the loss, and of its own gradients, before they are
-summed with others', a sum of their bits and the largest element. These few numbers are gathered
-only when something is wrong, or when steps are compared anyway. Dropout has no state and weights
-have not changed, so equal hardware gives equal bits; what forwards count is put back before.
+What every rank keeps of each computation (`Evidence`) is gathered only when something is wrong, or
+when steps are compared anyway. Dropout has no state and weights have not changed, so equal hardware
+gives equal bits; what forwards count is put back before.
 """
 
 from __future__ import annotations
@@ -19,6 +18,14 @@ import torch
 from megatron.core.comm import all_gather
 from megatron.core.distributed import DataParallel
 from megatron.core.process_groups import Group
+from megatron.training.failures.evidence import (
+    Bits,
+    Evidence,
+    Rows,
+    StageBits,
+    differing,
+    showing,
+)
 
 Kind = Literal["nan", "spike", "inf_norm", "determinism"]
 Verdict = Literal["transient", "reproduced", "unchecked", "undecided"]
@@ -32,11 +39,13 @@ class Reruns:
         mode: never; if it is suspicious; or then and every few steps anyway.
         interval: of the latter, counted from the start of the process.
         counters: tensors that training forwards add to: a step counts once.
+        stage: what looks at the activations of a pipeline's stage; None if there is one stage.
     """
 
     mode: Literal["disabled", "validate_results", "report_determinism_stats"] = "disabled"
     interval: int = 1
     counters: Sequence[torch.Tensor] = ()
+    stage: StageBits | None = None
 
 
 @dataclass(frozen=True)
@@ -84,73 +93,6 @@ class Doubt:
     same: bool = False
 
 
-class GradientBits:
-    """Sums the bits of what it is shown, and keeps the largest element; it reads no number back.
-
-    Any single flipped bit changes the sum, as it is taken modulo 2⁶⁴ over integers.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.sum = torch.zeros((), dtype=torch.int64, device=device)
-        self.largest = torch.zeros((), dtype=torch.float32, device=device)
-
-    def begin(self) -> None:
-        """Forget what was shown."""
-        self.sum.zero_()
-        self.largest.zero_()
-
-    @torch.no_grad()
-    def show(self, flat: torch.Tensor) -> None:
-        """Look at one more flat tensor of gradients."""
-        per_word = 8 // flat.element_size()
-        whole = flat.numel() // per_word * per_word
-        # As 64-bit words no wider copy is made; the last ones have nothing to pair with.
-        words = flat[:whole].view(torch.int64)
-        rest = flat[whole:].view({4: torch.int32, 2: torch.int16}[flat.element_size()])
-        self.sum += words.sum() + rest.sum()
-        largest = torch.linalg.vector_norm(flat, math.inf).float()  # NaN if one is
-        self.largest.copy_(torch.maximum(self.largest, largest))
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What one rank has of one computation: its part of the loss, and its own gradients."""
-
-    loss: float
-    bits: int
-    largest: float
-
-    def equals(self, other: Evidence) -> bool:
-        """Return whether both are the same, NaN being NaN."""
-        return self.bits == other.bits and _same(self.loss, other.loss)
-
-
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
-
-
-def differing(one: Sequence[Evidence], other: Sequence[Evidence]) -> tuple[int, ...]:
-    """Return the ranks whose part of two computations differs: those with other losses, or if
-    there are none, those with other gradients."""
-    both = list(zip(one, other, strict=True))
-    losses = tuple(r for r, (a, b) in enumerate(both) if not _same(a.loss, b.loss))
-    return losses or tuple(r for r, (a, b) in enumerate(both) if not a.equals(b))
-
-
-def showing(found: Sequence[Evidence], share: float) -> tuple[int, ...]:
-    """Return the ranks where a suspicious computation shows: a part of the loss that is not
-    finite, or else gradients that are not, or else a part of the loss above `share`, or else, as it
-    may be in a sum over ranks, all."""
-    for bad in (
-        lambda one: not math.isfinite(one.loss),
-        lambda one: not math.isfinite(one.largest),
-        lambda one: one.loss > share,
-    ):
-        if ranks := tuple(rank for rank, one in enumerate(found) if bad(one)):
-            return ranks
-    return tuple(range(len(found)))
-
-
 class Replayer:
     """Computes steps, some of them again.
 
@@ -158,6 +100,7 @@ class Replayer:
         reruns: when.
         engine: whose gradients are looked at.
         world: all ranks.
+        pipelines: the ranks of each pipeline, by stage; none if there is one stage.
 
     Attributes:
         compared, differed: how many steps were computed twice without a suspicion, and in how many
@@ -165,10 +108,18 @@ class Replayer:
         bits: of this rank's gradients in the last computation.
     """
 
-    def __init__(self, reruns: Reruns, *, engine: DataParallel, world: Group) -> None:
+    def __init__(
+        self,
+        reruns: Reruns,
+        *,
+        engine: DataParallel,
+        world: Group,
+        pipelines: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.reruns, self._world = reruns, world
+        self._pipelines = pipelines if reruns.stage is not None else ()
         self.compared = self.differed = self._steps = 0
-        self.bits = GradientBits(engine.store.device)
+        self.bits = Bits(engine.store.device)
         if reruns.mode != "disabled":
             engine.observe_gradients(self.bits)
 
@@ -185,17 +136,17 @@ class Replayer:
         kept = [counter.clone() for counter in self.reruns.counters] if mode != "disabled" else []
         self._steps += 1
         compares = mode == "report_determinism_stats" and self._steps % self.reruns.interval == 0
-        first = compute()
-        if not compares and first.kind is None:
-            return first, None
-        tries, seen = [first], [self._evidence(first)]
+        tries, seen = [self._computed(compute)], []
+        if not compares and tries[0].kind is None:
+            return tries[0], None
+        seen.append(self._evidence(tries[0]))
         if mode == "disabled":
-            return first, doubt_of(tries, seen, share)
+            return tries[0], self._doubt(tries, seen, share)
 
         def again() -> None:
             for counter, before in zip(self.reruns.counters, kept, strict=True):
                 counter.copy_(before)
-            tries.append(compute())
+            tries.append(self._computed(compute))
             seen.append(self._evidence(tries[-1]))
 
         again()
@@ -204,7 +155,7 @@ class Replayer:
         if compares:
             self.compared += 1
             self.differed += len(tries) > 2
-        return tries[-1], doubt_of(tries, seen, share)
+        return tries[-1], self._doubt(tries, seen, share)
 
     def stats(self) -> tuple[dict[str, float], str | None]:
         """Return how many steps were compared and differed, as numbers and as a line, if any
@@ -215,34 +166,51 @@ class Replayer:
         line = f"{self.compared} steps were computed twice, {self.differed} differed"
         return numbers, f"determinism: {line}"
 
+    def _computed(self, compute: Callable[[], Computed]) -> Computed:
+        if self.reruns.stage is not None:
+            self.reruns.stage.begin()
+        return compute()
+
     def _evidence(self, found: Computed) -> list[Evidence]:
         """Return what every rank of the world has of the last computation."""
-        high, low = self.bits.sum >> 32, self.bits.sum & 0xFFFFFFFF  # fp64 holds either
-        numbers = torch.stack([found.own, high.double(), low.double(), self.bits.largest.double()])
-        rows = all_gather(numbers.view(1, 4), self._world).tolist()
-        return [
-            Evidence(loss, (int(high) << 32) + int(low), largest)
-            for loss, high, low, largest in rows
-        ]
+        more = [] if self.reruns.stage is None else self.reruns.stage.numbers()
+        numbers = torch.stack([found.own, *self.bits.numbers(), *more])
+        return [Evidence.of(row) for row in all_gather(numbers[None], self._world).tolist()]
+
+    def _doubt(self, tries: Sequence[Computed], seen: Sequence[Rows], share: float) -> Doubt | None:
+        return doubt_of(tries, seen, share=share, pipelines=self._pipelines)
 
 
 def doubt_of(
-    tries: Sequence[Computed], seen: Sequence[Sequence[Evidence]], share: float
+    tries: Sequence[Computed],
+    seen: Sequence[Rows],
+    *,
+    share: float,
+    pipelines: Sequence[Sequence[int]] = (),
 ) -> Doubt | None:
-    """Return what the computations of a step say of it, the last one being that to go on with."""
+    """Return what the computations of a step say of it, the last one being that to go on with.
+
+    Args:
+        seen: what every rank has of each.
+        share: of the loss above which a rank's part is large.
+        pipelines: the ranks of each pipeline, by stage; none if there is one stage.
+    """
     last, values = tries[-1], tuple(one.value for one in tries)
     kinds = [one.kind for one in tries if one.kind is not None]
     if len(tries) == 1:
         assert last.kind is not None
-        return Doubt(last.kind, "unchecked", showing(seen[0], share), values)
+        return Doubt(last.kind, "unchecked", showing(seen[0], share, pipelines=pipelines), values)
     agrees = not differing(seen[-2], seen[-1])
     if last.kind is not None:
         first = next(i for i, one in enumerate(tries) if one.kind is not None)
-        return Doubt(kinds[0], "reproduced", showing(seen[first], share), values, same=agrees)
+        ranks = showing(seen[first], share, pipelines=pipelines)
+        return Doubt(kinds[0], "reproduced", ranks, values, same=agrees)
     if not kinds and len(tries) == 2:
         return None  # compared, and equal
     odd = next((i for i, one in enumerate(seen[:-1]) if differing(one, seen[-1])), 0)
-    ranks = differing(seen[odd], seen[-1]) or showing(seen[odd], share)
+    ranks = differing(seen[odd], seen[-1], pipelines=pipelines) or showing(
+        seen[odd], share, pipelines=pipelines
+    )
     settled = len(tries) == 2 or any(not differing(one, seen[-1]) for one in seen[:-1])
     verdict: Verdict = "transient" if settled else "undecided"
     return Doubt(kinds[0] if kinds else "determinism", verdict, ranks, values, same=agrees)

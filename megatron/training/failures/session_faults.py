@@ -67,7 +67,6 @@ def session_faults(
         say=say,
         log=log,
         host_of=host_names(session),
-        pipelines=place.groups.grid.ranks(("pp",)) if place.groups["pp"].size > 1 else (),
         save=None if saves is None else saves.finish,
         judge=None if suspect is None else suspect.judge,
         acquit=(lambda iteration, loss: None) if suspect is None else suspect.acquit,

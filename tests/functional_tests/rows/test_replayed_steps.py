@@ -86,7 +86,9 @@ def logged(argv: list[str], world: int = 2) -> str:
         pytest.param("--bf16", {1}, marks=pytest.mark.slow),
         pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", {0, 1},
                      marks=pytest.mark.slow),
-        pytest.param(f"--pipeline-model-parallel-size 2 {EXPERTS}", {0, 1}, marks=pytest.mark.slow),
+        pytest.param(f"--pipeline-model-parallel-size 2 {EXPERTS}", {1}, marks=pytest.mark.slow),
+        pytest.param("--pipeline-model-parallel-size 2 --num-layers 4 "
+                     "--num-virtual-stages-per-pipeline-rank 2", {1}, marks=pytest.mark.slow),
         pytest.param("--context-parallel-size 2", {0, 1}, marks=pytest.mark.slow),
         pytest.param(f"--expert-model-parallel-size 2 {EXPERTS}", {1}, marks=pytest.mark.slow),
     ],

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import socket
@@ -16,7 +15,6 @@ from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
 from megatron.training.failures.bad_steps import (
     doubt_text,
-    in_pipelines,
     remember_loss,
     spike_limit,
     where_text,
@@ -94,17 +92,6 @@ def test_a_line_says_what_was_wrong_and_what_came_of_it(found, said):
     text = doubt_text(7, found, where_text(HOSTS), limit=4.0)
     assert text.startswith("iteration 7: ")
     assert said in text
-
-
-def test_all_stages_of_a_pipeline_may_have_begun_it():
-    pipelines = [[0, 2], [1, 3]]
-    assert in_pipelines((3,), pipelines) == (1, 3)
-    assert in_pipelines((3,), ()) == (3,)
-    played = Played("--on-reproduced-fault restart")
-    faults = dataclasses.replace(played.faults, pipelines=pipelines)
-    with pytest.raises(RunStopped, match="'0': 'host0', '2': 'host2'"):
-        faults.after_step(Progress(), Outcome(doubt(ranks=(2,))), math.inf)
-    assert "of a pipeline of rank 0 on host0, rank 2 on host2; " in played.said[0]
 
 
 def test_many_ranks_make_a_short_line():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What computations of a step are compared by, and what they say of it."""
+"""What the computations of a step say of it, and which of them is used."""
 
 from __future__ import annotations
 
@@ -10,63 +10,10 @@ import pytest
 import torch
 
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.training.failures.replay import (
-    Computed,
-    Doubt,
-    Evidence,
-    GradientBits,
-    Replayer,
-    Reruns,
-    doubt_of,
-)
+from megatron.training.failures.evidence import Digest, Evidence
+from megatron.training.failures.replay import Computed, Doubt, Replayer, Reruns, doubt_of
 
 NAN, INF = math.nan, math.inf
-
-
-def bits_of(*flats: torch.Tensor) -> tuple[int, float]:
-    bits = GradientBits(torch.device("cpu"))
-    for flat in flats:
-        bits.show(flat)
-    return int(bits.sum), float(bits.largest)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 7, 12])
-def test_every_flipped_bit_of_every_gradient_changes_the_sum(dtype, size):
-    flat = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(dtype)
-    before, largest = bits_of(flat)
-    assert largest == float(flat.abs().max())
-    words = flat.view(torch.int32 if dtype is torch.float32 else torch.int16)
-    width = 8 * flat.element_size()
-    seen = {before}
-    for index in range(size):
-        for bit in range(width):
-            mask = 1 << bit if bit < width - 1 else -(1 << bit)
-            words[index] ^= mask
-            seen.add(bits_of(flat)[0])
-            words[index] ^= mask
-            assert bits_of(flat)[0] == before
-    # Some flips of equal weight in two elements have equal sums: none has that of the whole.
-    assert len(seen) > width
-
-
-def test_gradients_of_several_buckets_count_together_and_are_forgotten():
-    one, other = torch.randn(5), torch.randn(8)
-    both = bits_of(one)[0] + bits_of(other)[0]
-    assert (bits_of(one, other)[0] - both) % 2**64 == 0
-    bits = GradientBits(torch.device("cpu"))
-    bits.show(one)
-    bits.begin()
-    bits.show(other)
-    assert (int(bits.sum), float(bits.largest)) == bits_of(other)
-
-
-@pytest.mark.parametrize(("bad", "shown"), [(NAN, NAN), (INF, INF), (-INF, INF)])
-def test_a_gradient_that_is_not_finite_shows(bad, shown):
-    flat = torch.ones(9)
-    flat[4] = bad
-    largest = bits_of(torch.ones(3), flat, torch.ones(3))[1]
-    assert largest == shown or (math.isnan(largest) and math.isnan(shown))
 
 
 def tried(kind=None, loss=1.0, norm=2.0) -> Computed:
@@ -76,7 +23,8 @@ def tried(kind=None, loss=1.0, norm=2.0) -> Computed:
 def of_ranks(*losses: float, bits=(), largest=()) -> list[Evidence]:
     found = list(bits) or [5] * len(losses)
     most = list(largest) or [1.0] * len(losses)
-    return [Evidence(*row) for row in zip(losses, found, most, strict=True)]
+    both = (Digest(*pair) for pair in zip(found, most, strict=True))
+    return [Evidence(*row) for row in zip(losses, both, strict=True)]
 
 
 NANS, GOOD = tried("nan", NAN, NAN), tried()

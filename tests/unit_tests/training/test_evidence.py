@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks keep of a computation: bits that see every flip, and the stage that began it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.training.failures.evidence import (
+    Bits,
+    Digest,
+    Evidence,
+    StageBits,
+    differing,
+    showing,
+)
+
+NAN, INF = math.nan, math.inf
+CPU = torch.device("cpu")
+
+
+def bits_of(*flats: torch.Tensor) -> tuple[int, float]:
+    bits = Bits(CPU)
+    for flat in flats:
+        bits.show(flat)
+    return int(bits.sum), float(bits.largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 12])
+def test_every_flipped_bit_of_every_gradient_changes_the_sum(dtype, size):
+    flat = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(dtype)
+    before, largest = bits_of(flat)
+    assert largest == float(flat.abs().max())
+    words = flat.view(torch.int32 if dtype is torch.float32 else torch.int16)
+    width = 8 * flat.element_size()
+    seen = {before}
+    for index in range(size):
+        for bit in range(width):
+            mask = 1 << bit if bit < width - 1 else -(1 << bit)
+            words[index] ^= mask
+            seen.add(bits_of(flat)[0])
+            words[index] ^= mask
+            assert bits_of(flat)[0] == before
+    # Some flips of equal weight in two elements have equal sums: none has that of the whole.
+    assert len(seen) > width
+
+
+def test_gradients_of_several_buckets_count_together_and_are_forgotten():
+    one, other = torch.randn(5), torch.randn(8)
+    both = bits_of(one)[0] + bits_of(other)[0]
+    assert (bits_of(one, other)[0] - both) % 2**64 == 0
+    bits = Bits(CPU)
+    bits.show(one)
+    bits.begin()
+    bits.show(other)
+    assert (int(bits.sum), float(bits.largest)) == bits_of(other)
+
+
+@pytest.mark.parametrize(("bad", "shown"), [(NAN, NAN), (INF, INF), (-INF, INF)])
+def test_a_gradient_that_is_not_finite_shows(bad, shown):
+    flat = torch.ones(9)
+    flat[4] = bad
+    largest = bits_of(torch.ones(3), flat, torch.ones(3))[1]
+    assert largest == shown or (math.isnan(largest) and math.isnan(shown))
+
+
+def test_what_is_gathered_is_read_again():
+    bits, stage = Bits(CPU), StageBits(CPU, 2)
+    bits.show(torch.tensor([-1.5, 2.5, 0.1]))
+    stage.show(0, None, torch.full((2, 2), -3.0))
+    stage.show(1, torch.ones(3), torch.tensor(7.0))
+    row = torch.stack([torch.tensor(0.5).double(), *bits.numbers(), *stage.numbers()]).tolist()
+    found = Evidence.of(row)
+    assert found.loss == 0.5
+    assert found.gradients == Digest(int(bits.sum), 2.5)
+    assert [(a.largest, b.largest) for a, b in found.chunks] == [(0.0, 3.0), (1.0, 7.0)]
+    assert found.chunks[0][0] == Digest()
+    stage.begin()
+    assert not any(float(number) for number in stage.numbers())
+
+
+def chain(*ends: tuple[float, float], stages: int, loss: float = 1.0) -> list[Evidence]:
+    """Return what the ranks of one pipeline have of its parts, given (received, sent) by part."""
+    parts = [(Digest(hash(a), a), Digest(hash(b), b)) for a, b in ends]
+    return [
+        Evidence(loss if rank == stages - 1 else 0.0, Digest(5), tuple(parts[rank::stages]))
+        for rank in range(stages)
+    ]
+
+
+GOOD = ((0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0))
+
+
+@pytest.mark.parametrize("stages", [4, 2])
+@pytest.mark.parametrize(
+    ("bad", "part"),
+    [
+        (((0.0, 9.0), (9.0, 8.0), (8.0, 7.0), (7.0, 6.0)), 0),
+        (((0.0, 1.0), (1.0, 9.0), (9.0, 7.0), (7.0, 6.0)), 1),
+        (((0.0, 1.0), (1.0, 2.0), (2.0, 9.0), (9.0, 6.0)), 2),
+        (((0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 6.0)), 3),
+    ],
+)
+def test_the_stage_that_sent_other_activations_than_before_is_named(bad, part, stages):
+    """Also one that comes again with its second chunk, whose input is wrong by then."""
+    one, other = chain(*bad, stages=stages, loss=6.0), chain(*GOOD, stages=stages, loss=4.0)
+    assert differing(one, other, pipelines=[range(stages)]) == (part % stages,)
+    assert differing(one, other) == (stages - 1,), "the loss alone names the last"
+    assert differing(one, one, pipelines=[range(stages)]) == ()
+
+
+def test_an_error_on_the_way_names_both_ends_and_one_of_the_backward_all_stages():
+    other = chain(*GOOD, stages=4)
+    lost = chain((0.0, 1.0), (1.0, 2.0), (9.0, 8.0), (8.0, 6.0), stages=4, loss=6.0)
+    assert differing(lost, other, pipelines=[range(4)]) == (1, 2)
+    backward = [*other[:1], Evidence(0.0, Digest(6), other[1].chunks), *other[2:]]
+    assert differing(backward, other, pipelines=[range(4)]) == (0, 1, 2, 3)
+
+
+def test_the_first_stage_that_sends_a_nan_is_named_and_other_pipelines_are_not():
+    ranks = [[0, 2, 4], [1, 3, 5]]
+    sound = chain((0.0, 1.0), (1.0, 2.0), (2.0, 3.0), stages=3)
+    nan = chain((0.0, 1.0), (1.0, NAN), (NAN, NAN), stages=3, loss=NAN)
+    rows = [row for pair in zip(sound, nan, strict=True) for row in pair]
+    assert showing(rows, INF, pipelines=ranks) == (3,)
+    assert showing(rows, INF) == (5,)

@@ -64,6 +64,7 @@ def found_flip(argv, *, world, victim=1, name=NORM, step):
     return line
 
 
+@pytest.mark.covers("replica digests")
 def test_row_32_of_three_replicas_the_one_that_differs_is_named_within_n_steps(prefix, tmp_path):
     save = tmp_path / "save"
     more = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {EVERY} 2"
@@ -82,6 +83,7 @@ def test_row_32_of_three_replicas_the_one_that_differs_is_named_within_n_steps(p
     assert latest_checkpoint(save).name == "iter_0000006"
 
 
+@pytest.mark.covers("replica digests")
 def test_row_32_of_two_replicas_both_are_named(prefix):
     more = f"{SHORT} --overlap-param-gather {ZERO} optim {EVERY} 3"
     line = found_flip(flags(prefix, more), world=2, victim=0, step=3)
@@ -103,6 +105,7 @@ def test_row_32_of_two_replicas_both_are_named(prefix):
         (4, f"{MOE} {BIAS}", 1, "decoder.blocks.1.moe.router.expert_bias"),
     ],
 )
+@pytest.mark.covers("replica digests")
 def test_row_32_every_kind_of_replica_is_compared(prefix, world, more, victim, name):
     argv = flags(prefix, f"{SHORT} {EVERY} 1 {more}")
     if "pipeline" in more:
@@ -124,5 +127,6 @@ def test_row_32_every_kind_of_replica_is_compared(prefix, world, more, victim, n
         (4, f"{MOE} {ZERO} optim"),
     ],
 )
+@pytest.mark.covers("replica digests")
 def test_row_32_sound_replicas_stay_alike(prefix, world, more):
     run_on(world, flags(prefix, f"{SHORT} {EVERY} 1 {more}"))

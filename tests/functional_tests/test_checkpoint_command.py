@@ -54,7 +54,9 @@ def save(root: Path, step: int, values: dict[str, torch.Tensor], **extra: Any) -
         )
         for name, value in values.items()
     ]
-    return save_checkpoint(root, step, chunks, {**EXTRA, **extra}, coordinator=Solo())
+    return save_checkpoint(
+        root, step, chunks, {**EXTRA, **extra}, coordinator=Solo(), block_bytes=1 << 20
+    )
 
 
 def save_in_columns(rank: int, world: int, root: Path, port: int) -> None:
@@ -216,6 +218,17 @@ def test_compare_sees_through_layouts_and_names_what_differs(tmp_path, capsys):
     assert "different: 3 of 4 common tensors are equal, 0 fields differ" in out
     assert command(capsys, f"compare {cut} {changed} --tolerance {0.51 / largest:.4f}")[0] == 0
     assert command(capsys, f"compare {cut} {changed} --tolerance {0.49 / largest:.4f}")[0] == 1
+
+
+def test_compare_reads_large_tensors_to_their_end(tmp_path, capsys):
+    whole = torch.randn(3000, 400, generator=generator(8))  # two pieces of 4 MB
+    save(tmp_path / "a", 5, {"a.weight": whole})
+    for row, count in ((2999, 1), (1500, 2)):
+        whole[row, 399] += 1.0
+        save(tmp_path / f"b{row}", 5, {"a.weight": whole})
+        code, out, _ = command(capsys, f"compare {tmp_path / 'a'} {tmp_path / f'b{row}'}")
+        assert code == 1
+        assert f"a.weight: {count} of 1200000 elements differ, by at most 1, " in out
 
 
 @pytest.mark.parametrize(

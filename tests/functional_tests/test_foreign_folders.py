@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from megatron.core.dist_checkpointing import verify_checkpoint
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from megatron.training import checkpoint
 from tests.functional_tests.small_run import losses, run_here
@@ -230,6 +231,24 @@ def test_a_plain_folder_with_known_names_becomes_a_checkpoint(names, modern, tmp
     code, _, err = command(capsys, f"{words} {MODERN_FLAGS}")
     assert code == 2
     assert "model.more.weight has no place in the model of the flags" in err
+
+
+def test_experts_and_their_biases_come_by_our_names(tmp_path, capsys):
+    router = RouterConfig(topk=2, score_function="sigmoid", expert_bias=True)
+    moe = MoEConfig(num_experts=4, ffn_hidden_size=14, router=router)
+    config = dataclasses.replace(MODERN, moe=moe, ffn_pattern="EEE")
+    saved(tmp_path / "native", config)
+    ours = stored(tmp_path / "native" / "iter_0000007")
+    assert "decoder.blocks.1.moe.router.expert_bias" in ours
+    dcp.save(dict(ours), checkpoint_id=tmp_path / "plain", no_dist=True)
+    words = f"convert {tmp_path / 'plain'} {tmp_path / 'out'} --from dcp --to native {MODERN_FLAGS}"
+    words += " --num-experts 4 --moe-ffn-hidden-size 14 --moe-router-topk 2"
+    words += " --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    code, _, err = command(capsys, words)
+    assert (code, err) == (0, "")
+    found = stored(tmp_path / "out" / "iter_0000000")
+    assert found.keys() == ours.keys()
+    assert all(torch.equal(found[name], value) for name, value in ours.items())
 
 
 def test_one_file_holds_whole_tensors_under_their_own_names(modern, tmp_path, capsys):

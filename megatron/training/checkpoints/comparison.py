@@ -4,23 +4,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointReader, Manifest, TensorChunk
-from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.dtypes import DTYPES
-from megatron.hf.safetensors_file import bands
+from megatron.core.dist_checkpointing import CheckpointReader, Manifest
+from megatron.core.dist_checkpointing.shard_header import ITEM_BYTES
 from megatron.training.checkpoints.inspection import flat
 from megatron.training.checkpoints.options import CompareConfig
 from megatron.training.checkpoints.places import one_checkpoint
+from megatron.training.checkpoints.reading import read_box, row_boxes
 
 #: Lines of one kind that are printed without --all.
 MAX_LINES = 20
+
+#: Elements that are compared at a time: in fp64 they take several times their memory.
+MAX_ELEMENTS = 1 << 20
 
 #: Parts of `extra` that may differ between equal checkpoints: how it was run, and sums of a log
 #: line that is being gathered.
@@ -138,14 +140,11 @@ def _compare(
     if a.shape != b.shape:
         return False, f"{name}: {list(a.shape)} and {list(b.shape)}"
     found = Difference()
-    for box in _boxes(a.shape, max(DTYPES[t.dtype].itemsize for t in (a, b))):
-        pieces = []
-        for reader, stored in ((first, a), (second, b)):
-            piece = torch.empty(box.sizes, dtype=DTYPES[stored.dtype])
-            where = {"shape": a.shape, "offsets": box.offsets, "replica_ranks": (0,)}
-            reader.read([TensorChunk(name=name, tensor=piece, **where)])
-            pieces.append(piece)
-        found.add(*pieces)
+    wider = max((a.dtype, b.dtype), key=lambda dtype: ITEM_BYTES[dtype])
+    for box in row_boxes(a.shape, wider, first.manifest, second.manifest):
+        pieces = (read_box(reader, name, box).flatten() for reader in (first, second))
+        for one, other in zip(*(piece.split(MAX_ELEMENTS) for piece in pieces), strict=True):
+            found.add(one, other)
     dtypes = f"{a.dtype} and {b.dtype}, " if a.dtype != b.dtype else ""
     if not found.differing:
         equal = not dtypes or tolerance > 0
@@ -156,8 +155,3 @@ def _compare(
         f"{found.largest:.3g}, {found.relative:.3g} of the largest element"
     )
     return bool(tolerance) and found.relative <= tolerance, text
-
-
-def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Yield boxes that cover a tensor and take little memory; none of an empty one."""
-    return bands(shape, itemsize) if math.prod(shape) else iter(())

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.stream import Output
 from megatron.hf.parts import MappedTensor, Part
 from megatron.hf.safetensors_file import bands
 from megatron.training.checkpoints.dcp_folder import DcpFolder
+from megatron.training.checkpoints.reading import read_box, row_boxes
 
 #: Fills a tensor with a box of another.
 ReadBox = Callable[[Box, torch.Tensor], None]
@@ -41,11 +42,10 @@ def of_checkpoint(reader: CheckpointReader, name: str) -> WholeTensor:
     """Return a tensor of one of our checkpoints."""
     stored = reader.manifest.tensors[name]
 
-    def read(box: Box, piece: torch.Tensor) -> None:
-        where = {"shape": stored.shape, "offsets": box.offsets, "replica_ranks": (0,)}
-        reader.read([TensorChunk(name=name, tensor=piece, **where)])
+    def pieces() -> Iterator[memoryview]:
+        for box in row_boxes(stored.shape, stored.dtype, reader.manifest):
+            yield as_bytes(read_box(reader, name, box))
 
-    pieces = partial(_bands, stored.shape, stored.dtype, read)
     return WholeTensor(name, stored.dtype, stored.shape, pieces)
 
 

@@ -25,7 +25,7 @@ from tests.functional_tests.small_run import (
 from tests.functional_tests.torchrun_job import torchrun
 from tests.support.ranks import Outcome, start_ranks
 
-COMMON = "--train-iters 8 --eval-interval 4 --eval-iters 3"
+COMMON = "--train-iters 6 --eval-interval 3 --eval-iters 2"
 UNEVEN = "--allow-uneven-batch"
 PAIRS = "--tensor-model-parallel-size 2 --sequence-parallel"
 
@@ -63,19 +63,18 @@ PARTS = (
         "1 filler a step; 33.3 % of the lanes' time is wasted",
     ),
     (4, f"{UNEVEN} {PAIRS}", 6, "global batch 8 = 2 x 2 x 2 microbatches"),
-    (4, "", 8, "data parallel 4 (no_shard)"),
 )
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
-def test_row_40_a_run_goes_on_as_three_as_pairs_and_as_four_again(prefix, tmp_path):
+def test_row_40_a_run_of_four_goes_on_as_three_and_as_two_pairs(prefix, tmp_path):
     """With dropout, Adam, clipping, and validation on each number of processes."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts"
     assert run_here(flags(prefix, f"{COMMON} --metrics-file {whole}")) == 0
     expected = losses(whole)
-    assert expected[8] < expected[2] - 0.1, "the model has not learnt anything"
+    assert expected[6] < expected[2] - 0.1, "the model has not learnt anything"
     for world, options, last, said in PARTS:
         more = f"{COMMON} {options} --save {parts} --load {parts} --exit-interval {last}"
         with running(world, flags(prefix, more)) as ranks:
@@ -128,7 +127,7 @@ def _start(
 def test_row_40_a_launcher_that_loses_and_wins_machines_goes_on_by_itself(prefix, tmp_path):
     """Without --load, although the launchers of machines count restarts differently."""
     whole, save = tmp_path / "whole.jsonl", tmp_path / "save"
-    plain = "--train-iters 6 --eval-interval 0"
+    plain = "--train-iters 4 --eval-interval 0"
     assert run_here(flags(prefix, f"{plain} --metrics-file {whole}")) == 0
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     argv = flags(prefix, f"{plain} {UNEVEN} --save {save} --save-interval 1")
@@ -136,13 +135,13 @@ def test_row_40_a_launcher_that_loses_and_wins_machines_goes_on_by_itself(prefix
     assert found[1].exit_code == 9
     assert latest_checkpoint(save) == save / "iter_0000002"
     # The first machine saw the failure; the other was restarted as a third one had left.
-    found, logs = _start(server.port, argv, [1, 0], 3)
+    found, logs = _start(server.port, argv, [1, 0], 2)
     assert f"loaded {save / 'iter_0000002'}; going on at iteration 2" in logs
     assert "restart 1 by the launcher" in logs
     assert found[1].exit_code == 9
     found, logs = _start(server.port, argv, [1, 1, 0], 0)
     assert [o.exit_code for o in found] == [0, 0, 0], logs
-    assert f"loaded {save / 'iter_0000004'}; going on at iteration 4" in logs
+    assert f"loaded {save / 'iter_0000003'}; going on at iteration 3" in logs
     assert "restart 2 by the launcher" in logs
     _assert_same(save / "metrics.jsonl", whole)
 

@@ -29,8 +29,9 @@ from tests.support import ranks
 from tools.soak.chain import Chain, Result, Setting, measure
 from tools.soak.checks import Reference
 from tools.soak.choices import FLAVOURS
-from tools.soak.job import Measured, SoakFailure
-from tools.soak.report import INSIDE, inside, line, table
+from tools.soak.job import SoakFailure
+from tools.soak.pace import Measured
+from tools.soak.report import complaint, inside, line, table
 
 WARM = "tools.soak.warm"
 
@@ -84,8 +85,8 @@ class Soak:
             self.starts += chain.starts
             print(f"      chain {chain.number} ended exactly after {chain.starts} starts")
         self.chain = None
-        if inside(self.results) < INSIDE * len(self.results):
-            raise SoakFailure("late", f"less than {INSIDE:.0%} of kills came inside a save")
+        if (short := complaint(self.results)) is not None:
+            raise SoakFailure("late", short)
 
     def _chains_to_run(self) -> Iterator[Chain]:
         wanted = [f for f in FLAVOURS if f.name in (self.options.flavour or [f.name])]

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.functional_tests import small_run
 from tools.soak.checks import Ledger, Reference
 from tools.soak.choices import Flavour, Kill, choose
 from tools.soak.folder import iteration_of_temporary
-from tools.soak.job import Job, Measured, SoakFailure, Struck, job
+from tools.soak.job import Job, SoakFailure, Struck, job
+from tools.soak.pace import Measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +50,18 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One kill and what it met."""
+    """One kill and what it met.
+
+    Args:
+        newest: iteration of the checkpoint that there is to go on from, -1 if there is none.
+    """
 
     chain: int
     number: int
     flavour: Flavour
     kill: Kill
     struck: Struck
+    newest: int = -1
 
 
 def measure(setting: Setting, flavour: Flavour, measured: Measured) -> Reference:
@@ -138,10 +144,13 @@ class Chain:
                 if ended:
                     started.finish()
                 log = started.log()
-            self.ledger.check_start(started.start, log)
-            self.ledger.check()
-            yield from results
-        self.ledger.check_end(self.setting.iterations)
+            if started.power_fails:
+                self.ledger.forget_unsynced(started.start, log)
+            else:
+                self.ledger.check_start(started.start, log)
+            now = self.ledger.check()
+            yield from (replace(result, newest=now.newest) for result in results)
+        self.ledger.check_end(self.setting.iterations, started.start)
 
     def _kills(self, started: Job, most: int) -> Iterator[Result]:
         """Kill writers until trainers are killed; end early if the run ends before."""

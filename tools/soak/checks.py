@@ -16,6 +16,7 @@ from tests.functional_tests.small_run import digests, timeless
 from tools.soak.folder import Snapshot, look
 from tools.soak.job import SoakFailure
 
+_SAVED = re.compile(r"^saved \S+/iter_(\d+)", re.MULTILINE)
 _GOES_ON = re.compile(r"(?:going on|starting) at iteration (\d+)")
 
 
@@ -57,6 +58,14 @@ class Ledger:
     def note(self, seen: Snapshot) -> None:
         """Remember which checkpoints have been there."""
         self.committed |= seen.complete
+
+    def forget_unsynced(self, start: Snapshot, log: str) -> None:
+        """After a power cut: only those checkpoints have to be there that were there before this
+        start, or that the log says are saved."""
+        told = {int(number) for number in _SAVED.findall(log)}
+        must = (self.committed & start.complete) | told
+        self.committed = must | (self.committed & look(self.root).complete)
+        self.compared.clear()
 
     def check(self) -> Snapshot:
         """Check the folder while nothing runs, and return what is in it.
@@ -131,15 +140,21 @@ class Ledger:
         if told and (left := look(self.root).temporary & start.temporary):
             raise SoakFailure("hung", f"{sorted(left)} were not swept")
 
-    def check_end(self, iterations: int) -> None:
+    def check_end(self, iterations: int, last: Snapshot) -> None:
         """See that the run has come to the end that the reference has.
+
+        Args:
+            iterations: of the run.
+            last: the folder before the last start, which had no save to make if it was complete.
 
         Raises:
             SoakFailure: it has not.
         """
         now = self.check()
-        if now.newest != iterations or now.tracked != iterations:
-            raise SoakFailure("inexact", f"the run ended at {now.newest} of {iterations}")
+        if now.newest != iterations:
+            raise SoakFailure("lost", f"the run ended, the newest is {now.newest} of {iterations}")
+        if now.tracked != iterations and last.newest != iterations:
+            raise SoakFailure("lost", f"the tracker names {now.tracked} of {iterations}")
         if timeless(self.root / "metrics.jsonl") != self.reference.events:
             raise SoakFailure("inexact", "metrics.jsonl lacks events")
         if now.temporary:

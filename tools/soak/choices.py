@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 How = Literal["KILL", "TERM", "TERM+KILL", "STOP+KILL"]
-Moment = Literal["start", "training", "save"]
+Moment = Literal["start", "training", "save", "commit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,14 @@ class Kill:
     """One kill, before it meets a run.
 
     Args:
-        victim: "all", "rank 1", or "writer 1": the process that writes that rank's saves.
+        victim: "all", "rank 1", "writer 1" (the process that writes that rank's saves), or
+            "machine": all processes, and what they have not synced is lost.
         how: signals, in order.
-        moment: what it is timed from: the start of the processes, the first step behind that, or
-            the begin of a save.
+        moment: what it is timed from: the start of the processes, the first step behind that, the
+            begin of a save, or its manifest.
         skip: that many saves, or as many times between saves, are let pass before.
         offset: when, as a part of the measured duration of a start, of the time between saves,
-            or of a save.
+            of a save, or of what follows its manifest.
         delay: between two signals, as a part of the longest.
     """
 
@@ -77,6 +78,11 @@ class Kill:
         """Whether trainers live on."""
         return self.victim.startswith("writer")
 
+    @property
+    def of_machine(self) -> bool:
+        """Whether it is a power cut."""
+        return self.victim == "machine"
+
 
 def choose(seed: str, *, ranks: int, asynchronous: bool) -> Kill:
     """Return the kill that belongs to a seed.
@@ -86,14 +92,14 @@ def choose(seed: str, *, ranks: int, asynchronous: bool) -> Kill:
         asynchronous: whether there are writer processes to kill.
     """
     draw = random.Random(seed)
-    victims = ["all", "rank 0", f"rank {draw.randrange(ranks)}"]
+    victims = ["all", "machine", "rank 0", f"rank {draw.randrange(ranks)}"]
     if asynchronous:
         victims.append(f"writer {draw.randrange(ranks)}")
     victim = draw.choice(victims)
     hows: list[How] = ["KILL", "TERM", "TERM+KILL", "STOP+KILL"]
     (how,) = draw.choices(hows, weights=[76, 6, 9, 9])
-    moments: list[Moment] = ["start", "training", "save"]
-    (moment,) = draw.choices(moments, weights=[8, 40, 52])
+    moments: list[Moment] = ["start", "training", "save", "commit"]
+    (moment,) = draw.choices(moments, weights=[8, 37, 40, 15])
     kill = Kill(
         victim=victim,
         how=how,
@@ -103,5 +109,7 @@ def choose(seed: str, *, ranks: int, asynchronous: bool) -> Kill:
         delay=draw.random(),
     )
     if kill.of_writer:  # it ignores SIGTERM, and is not there before the first step
-        return Kill(**{**vars(kill), "how": "KILL", "moment": "save"})
+        return replace(kill, how="KILL", moment="save")
+    if kill.of_machine:
+        return replace(kill, how="KILL")
     return kill

@@ -32,6 +32,15 @@ class Snapshot:
         """The newest iteration that is complete, -1 if there is none."""
         return max(self.complete, default=-1)
 
+    def saves(self, start: Snapshot) -> frozenset[str]:
+        """Return the temporary folders of saves: newer than all that is complete.
+
+        Args:
+            start: the folder before the processes started: what was left then is of no save.
+        """
+        made = self.temporary - start.temporary
+        return frozenset(name for name in made if iteration_of_temporary(name) > self.newest)
+
 
 def look(root: Path) -> Snapshot:
     """Return what is in a save folder now."""
@@ -60,14 +69,11 @@ def under_way(now: Snapshot, start: Snapshot) -> str:
         now: the folder.
         start: the folder before the processes started: what was left then is no evidence.
     """
-    temporary = now.temporary - start.temporary
-    # a removal's folder is older than the newest, a save's is newer than all
-    saves = {name for name in temporary if iteration_of_temporary(name) > now.newest}
-    if saves:
+    if saves := now.saves(start):
         return "manifest" if saves & now.with_manifest else "writing"
     if now.newest not in start.complete and now.newest > (now.tracked or -1):
         return "renamed"
-    return "removing" if temporary else ""
+    return "removing" if now.temporary - start.temporary else ""
 
 
 def iteration_of_temporary(name: str) -> int:

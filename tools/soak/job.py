@@ -7,10 +7,9 @@ import contextlib
 import importlib
 import os
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +20,9 @@ from tests.functional_tests import small_run
 from tests.support.ranks import Outcome, RankSet
 from tools.soak.choices import Kill
 from tools.soak.folder import Snapshot, look, under_way
-from tools.soak.slow_disk import slow_down, slow_down_writers
+from tools.soak.pace import Measured, SaveClock
+from tools.soak.power_cut import Durable, cut_power
+from tools.soak.slow_disk import plant as plant_disk
 
 #: Seconds that a start may take, or a run until its next save, on a busy machine.
 PATIENCE_SECONDS = 120.0
@@ -45,21 +46,6 @@ class SoakFailure(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
         self.kind = kind
-
-
-@dataclass
-class Measured:
-    """Durations seen so far, in seconds, of what no kill has cut short."""
-
-    start: list[float] = field(default_factory=list)
-    save: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-
-    def of(self, kind: str) -> float:
-        """Return the median of the latest, or a guess."""
-        guesses = {"start": 1.0, "save": 0.3, "between": 0.5}
-        latest: list[float] = vars(self)[kind][-15:]
-        return statistics.median(latest) if latest else guesses[kind]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +72,11 @@ def _soak_rank(
     *,
     root: str,
     disk_seconds: float,
+    journal: str,
     plant: str | None,
 ) -> NoReturn:
     """Be a rank on a slow disk, with a defect if one is to be planted."""
-    slow_down(root, disk_seconds)
-    slow_down_writers(root, disk_seconds)
+    plant_disk(root, disk_seconds, journal=journal)
     if plant is not None:
         module, function = plant.split(":")
         getattr(importlib.import_module(module), function)(rank)
@@ -109,12 +95,22 @@ def job(
     logs: Path,
 ) -> Iterator[Job]:
     """Start the ranks; whatever happens they are ended and their logs kept."""
-    start = look(root)
-    process = partial(_soak_rank, root=str(root), disk_seconds=disk_seconds, plant=plant)
+    start, durable = look(root), Durable.everything(root)
+    journal = logs.with_name(f"{logs.name}_syncs.jsonl")
+    process = partial(
+        _soak_rank,
+        root=str(root),
+        disk_seconds=disk_seconds,
+        journal=str(journal),
+        plant=plant,
+    )
     with small_run.running(ranks, argv, process=process) as started:
         found = Job(started, root, start=start, measured=measured)
         try:
             yield found
+            if found.power_fails:
+                durable.read(journal)
+                cut_power(root, durable)
         finally:
             for rank in range(ranks):
                 logs.with_name(f"{logs.name}_rank_{rank}.txt").write_text(started.log(rank))
@@ -136,9 +132,9 @@ class Job:
         self._old_metrics = self._metrics.stat().st_ino if self._metrics.exists() else 0
         self._began = time.monotonic()
         self._first_step: float | None = None
-        self._saves: list[float] = []
-        self._saving = False
+        self._clock = SaveClock(measured)
         self._family: set[int] = set()
+        self.power_fails = False
         self.now = start
 
     # --- looking ----------------------------------------------------------------------------------
@@ -172,14 +168,9 @@ class Job:
             self._first_step = time.monotonic()
             self._measured.start.append(self._first_step - self._began)
         self.now = look(self.root)
-        saving = self.stage(self.now) in ("writing", "manifest", "renamed")
-        if saving and not self._saving:
-            if self._saves:
-                self._measured.between.append(time.monotonic() - self._saves[-1])
-            self._saves.append(time.monotonic())
-        elif self._saving and not saving:
-            self._measured.save.append(time.monotonic() - self._saves[-1])
-        self._saving = saving
+        if self._first_step is not None:
+            folders = self.now.saves(self.start)
+            self._clock.observe(folders, self.stage(self.now), time.monotonic())
 
     def _steps(self) -> bool:
         """Return whether this start has logged a step: it begins with a new metrics file."""
@@ -214,10 +205,11 @@ class Job:
             base = self._first_step
             span = self._measured.of("between") * (1 + kill.skip)
         else:
-            seen = len(self._saves) + kill.skip
-            if not self.wait(lambda: len(self._saves) > seen, "a save"):
+            times = self._clock.begins if kill.moment == "save" else self._clock.commits
+            seen = len(times) + kill.skip
+            if not self.wait(lambda: len(times) > seen, f"a {kill.moment}"):
                 return False
-            base, span = self._saves[-1], self._measured.of("save")
+            base, span = times[-1], self._measured.of(kill.moment)
         return self.wait(lambda: time.monotonic() >= base + kill.offset * span, "the moment")
 
     # --- killing ----------------------------------------------------------------------------------
@@ -233,8 +225,10 @@ class Job:
         if kill.of_writer:
             rank = int(kill.victim.split()[1])
             victims = sorted(_children([processes[rank].pid]))
-        elif kill.victim == "all":
+        elif kill.victim in ("all", "machine"):
             victims = [process.pid for process in processes]
+            if kill.of_machine:
+                victims += sorted(self._family)
         else:
             victims = [processes[int(kill.victim.split()[1])].pid]
         if not victims:
@@ -251,6 +245,7 @@ class Job:
         iteration = self.iteration()
         if not kill.of_writer:
             self._end_the_others(kill)
+        self.power_fails = kill.of_machine
         stage = self.stage(before)
         inside = stage if kill.of_writer or self.stage(after) else ""
         return Struck(before=before, after=after, stage=inside, iteration=iteration)

@@ -16,7 +16,7 @@ def line(count: int, result: Result) -> str:
     """Return the line of one kill."""
     kill, struck = result.kill, result.struck
     stage = f"in a save: {struck.stage}" if struck.stage else "between saves"
-    newest = f"{_named(struck.before.newest)} -> {_named(struck.after.newest)}"
+    newest = f"{_named(struck.before.newest)} -> {_named(result.newest)}"
     return (
         f"{count:4d}  chain {result.chain}/{result.number:<3d} {result.flavour.name:12s} "
         f"{kill.victim:8s} {kill.how:9s} timed from {kill.moment:8s} "
@@ -29,9 +29,17 @@ def inside(results: Sequence[Result]) -> int:
     return sum(bool(result.struck.stage) for result in results)
 
 
+def complaint(results: Sequence[Result]) -> str | None:
+    """Return why these kills prove too little, None if they prove enough."""
+    found = inside(results)
+    if found >= INSIDE * len(results):
+        return None
+    return f"{found} of {len(results)} kills came while a save was under way, {INSIDE:.0%} are due"
+
+
 def table(results: Sequence[Result]) -> str:
     """Return how many kills met what."""
-    counts = {
+    counts: dict[str, Counter[str]] = {
         "run": Counter(r.flavour.name for r in results),
         "victim": Counter(r.kill.victim for r in results),
         "signals": Counter(r.kill.how for r in results),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk on which every operation of a save takes longer, so that there is time to kill in it.
+"""A disk on which every operation of a save takes longer, so that there is time to kill in it, and
+that notes what has been synced.
 
 Nothing else is changed: the program calls what it always calls. Writer processes get it too.
 """
@@ -15,24 +16,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.soak.power_cut import note_syncs
+
 CALLS = ("write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def slow_down(root: str, seconds: float) -> None:
-    """Let this process wait in every operation on a checkpoint below `root`."""
-    for name in CALLS:
-        setattr(os, name, _slowed(getattr(os, name), root, seconds))
+def plant(root: str, seconds: float, *, journal: str) -> None:
+    """Let this process, and the writer processes that it starts, use such a disk.
 
-
-def slow_down_writers(root: str, seconds: float) -> None:
-    """Let the writer processes that this process starts do so."""
+    Args:
+        root: save folder.
+        seconds: what each operation on a checkpoint takes longer.
+        journal: file for the notes.
+    """
+    slow_down(root, seconds, journal)
     from megatron.core.dist_checkpointing import writer_client
 
     start = subprocess.Popen
     first = (
         f"import sys; sys.path.append({str(REPOSITORY)!r}); "
-        f"from tools.soak.slow_disk import slow_down; slow_down({root!r}, {seconds}); "
+        "from tools.soak import slow_disk; "
+        f"slow_disk.slow_down({root!r}, {seconds}, {journal!r}); "
     )
 
     def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -40,6 +45,13 @@ def slow_down_writers(root: str, seconds: float) -> None:
         return start([*command[:2], first + command[2]], **options)
 
     writer_client.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": started})
+
+
+def slow_down(root: str, seconds: float, journal: str) -> None:
+    """Let this process alone use such a disk; see `plant`."""
+    note_syncs(root, journal)
+    for name in CALLS:
+        setattr(os, name, _slowed(getattr(os, name), root, seconds))
 
 
 def _slowed(call: Callable[..., Any], root: str, seconds: float) -> Callable[..., Any]:

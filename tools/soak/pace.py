@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long things take: kills are spread over what has been measured."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Measured:
+    """Durations seen so far, in seconds, of what no kill has cut short.
+
+    Args:
+        start: from the start of the processes to the first step.
+        between: from the begin of a save to the begin of the next.
+        save: from a save's folder to the tracker and the last removal.
+        commit: of that, from the manifest on.
+    """
+
+    start: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    save: list[float] = field(default_factory=list)
+    commit: list[float] = field(default_factory=list)
+
+    def of(self, kind: str) -> float:
+        """Return the median of the latest, or a guess."""
+        guesses = {"start": 1.0, "between": 0.5, "save": 0.3, "commit": 0.1}
+        latest: list[float] = vars(self)[kind][-15:]
+        return statistics.median(latest) if latest else guesses[kind]
+
+
+@dataclass
+class SaveClock:
+    """The saves of one start, as the folder shows them.
+
+    Args:
+        measured: is added to.
+        begins: when each began.
+        commits: when those that came so far had a manifest.
+    """
+
+    measured: Measured
+    begins: list[float] = field(default_factory=list)
+    commits: list[float] = field(default_factory=list)
+    _known: frozenset[str] = frozenset()
+    _committing: bool = False
+    _busy: float = 0.0
+
+    def observe(self, folders: frozenset[str], stage: str, now: float) -> None:
+        """Take note of what a save is doing.
+
+        Args:
+            folders: that saves write to.
+            stage: see `under_way`.
+            now: seconds on any clock.
+        """
+        if folders - self._known:
+            if self._committing:  # the one before came to its end
+                self.measured.between.append(now - self.begins[-1])
+                self.measured.save.append(self._busy - self.begins[-1])
+                self.measured.commit.append(self._busy - self.commits[-1])
+            self._known |= folders
+            self._committing = False
+            self.begins.append(now)
+        if self.begins and not self._committing and stage not in ("", "writing"):
+            self._committing = True
+            self.commits.append(now)
+        if stage:
+            self._busy = now

@@ -334,7 +334,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             metrics.write("start", progress.iteration, {"restarts": place.attempt})
         arm_stop(session)
         steps.plant(plant_in(session, say=display.log))
-        take_step, on_logged = timed_steps(session, steps.take_step, say=display.log)
+        take_step, logged = timed_steps(session, steps.take_step, say=display.log, metrics=metrics)
         parts = LoopParts(
             run=run,
             take_step=take_step,
@@ -351,7 +351,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             stop=place.stop,
             faults=session_faults(session, say=display.log, metrics=metrics, saves=saves),
             on_iteration=steps.on_iteration,
-            on_logged=on_logged,
+            on_logged=logged,
             more=steps.more_to_log,
             compare=compare_replicas(session, say=display.log, metrics=metrics),
         )

@@ -11,6 +11,7 @@ A line of faults.jsonl is one JSON object:
     ranks       {rank: machine} where it showed, by rank
     values      of each computation, as decimal numbers or "nan", "inf", "-inf"
     bits        the same numbers, exact: Python's float.hex
+    tensors     replicas: what differs
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class FaultRecord:
         kind, verdict: see above.
         hosts: the machine of every rank where it showed.
         values: what came out, once per computation.
+        tensors: what differs, of replicas.
         numbers: more of it, for metrics.jsonl alone.
     """
 
@@ -43,6 +45,7 @@ class FaultRecord:
     verdict: str
     hosts: Mapping[int, str]
     values: Sequence[float] = ()
+    tensors: Sequence[str] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -86,7 +89,7 @@ class FaultLog:
 def _line(fault: FaultRecord) -> str:
     now = datetime.datetime.now(datetime.UTC)
     values = [value if math.isfinite(value) else str(value) for value in fault.values]
-    found = {
+    found: dict[str, object] = {
         "time": now.isoformat(timespec="seconds"),
         "iteration": fault.iteration,
         "kind": fault.kind,
@@ -95,4 +98,6 @@ def _line(fault: FaultRecord) -> str:
         "values": values,
         "bits": [value.hex() for value in fault.values],
     }
+    if fault.tensors:
+        found["tensors"] = list(fault.tensors)
     return json.dumps(found)

@@ -163,7 +163,7 @@ class ReplicaCheck:
         coordinator: how ranks agree at the start, and what they say of a difference.
         host_of: returns a rank's machine.
         complete: has all updates arrive in what is stored.
-        record: keeps a difference: the iteration, its text, the ranks to blame and the tensors.
+        record: keeps what differs behind an iteration.
 
     Raises:
         ValueError: digests of ranks cannot be compared.
@@ -178,7 +178,7 @@ class ReplicaCheck:
         coordinator: Coordinator,
         host_of: Callable[[int], str],
         complete: Callable[[], None],
-        record: Callable[[int, str, Sequence[Difference]], None],
+        record: Callable[[int, Sequence[Difference]], None],
     ) -> None:
         self._chunks, self._world, self._device = chunks, world, device
         self._coordinator, self._host_of = coordinator, host_of
@@ -271,7 +271,7 @@ class ReplicaCheck:
             f"replicas differ behind iteration {iteration}: {shown}{more}; nothing was saved: "
             "start again from the last checkpoint, without the machine to blame"
         )
-        self._record(iteration, text, told)
+        self._record(iteration, told)
         return RunStopped(ExitCode.REPLICAS_DIFFER, text)
 
 

@@ -100,13 +100,14 @@ def host_names(session: Session) -> Callable[[int], str]:
 
 
 def timed_steps(
-    session: Session, take_step: TakeStep, *, say: Callable[[str], None]
+    session: Session, take_step: TakeStep, *, say: Callable[[str], None], metrics: Metrics
 ) -> tuple[TakeStep, Callable[[], None]]:
     """Return how to take steps, and what to do at a log line, so that slow ranks are named.
 
     Args:
         take_step: as it is without that; returned as it is if the options do not ask for it.
         say: shows one line.
+        metrics: where slow ranks are kept.
     """
     failures, place = session.run.config.failures, session.place
     if not failures.log_straggler or session.run.world_size == 1:
@@ -118,6 +119,12 @@ def timed_steps(
         with clock.step():
             return take_step(lr, weight_decay, loss_limit)
 
+    def record(slow: dict[str, list[float]]) -> None:
+        assert place.watch is not None
+        count = float(len(slow))
+        numbers = {"slow_ranks": count, "seconds_and_median_by_rank": slow}
+        metrics.write("straggler", place.watch.iteration, numbers)
+
     report = StragglerReport(
         clock,
         place.groups["world"],
@@ -125,6 +132,7 @@ def timed_steps(
         factor=failures.straggler_factor,
         host_of=host_names(session),
         say=say,
+        record=record,
         alike=_alike(place.groups.grid),
     )
     return timed, report

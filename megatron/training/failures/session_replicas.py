@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron.training.checkpoint_io import optimizer_chunks, weight_chunks
+from megatron.training.failures.fault_log import FaultRecord
 from megatron.training.failures.replica_check import Difference, ReplicaCheck
-from megatron.training.failures.session_faults import host_names
+from megatron.training.failures.session_faults import fault_log, host_names
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.session import Session
 
@@ -26,13 +27,19 @@ def compare_replicas(
         return lambda iteration: None
     place = session.place
 
-    def record(iteration: int, text: str, found: Sequence[Difference]) -> None:
-        ranks = [rank for one in found for rank in one.blamed]
-        tensors = sum(len(one.tensors) for one in found)
-        metrics.write(
-            "fault",
-            iteration,
-            {"replicas_differ": float(tensors), "first_rank": float(min(ranks))},
+    log, host_of = fault_log(session, say=say, metrics=metrics), host_names(session)
+
+    def record(iteration: int, found: Sequence[Difference]) -> None:
+        tensors = [name for one in found for name in one.tensors]
+        log.add(
+            FaultRecord(
+                iteration,
+                "replicas",
+                "persistent" if all(one.is_clear for one in found) else "undecided",
+                {rank: host_of(rank) for one in found for rank in one.blamed},
+                tensors=tensors,
+                numbers={"tensors": float(len(tensors))},
+            )
         )
 
     check = ReplicaCheck(
@@ -40,7 +47,7 @@ def compare_replicas(
         place.groups["world"],
         device=place.device,
         coordinator=place.coordinator,
-        host_of=host_names(session),
+        host_of=host_of,
         complete=session.step.engine.complete_weights,
         record=record,
     )

@@ -92,14 +92,10 @@ class WaitClock:
         return max(0.0, steps - waits) / 1000.0 / count if count else 0.0
 
 
-def straggler_text(
-    seconds: Sequence[float],
-    factor: float,
-    host_of: Callable[[int], str],
-    *,
-    alike: Sequence[Sequence[int]] | None = None,
-) -> str | None:
-    """Name the ranks whose time is above `factor` medians; None if there are none.
+def slow_ranks(
+    seconds: Sequence[float], factor: float, *, alike: Sequence[Sequence[int]] | None = None
+) -> dict[int, float]:
+    """Return the medians of the ranks whose time is above `factor` of them, the slowest first.
 
     The lower median, so that of two ranks one can be slow.
 
@@ -110,9 +106,22 @@ def straggler_text(
     for ranks in [range(len(seconds))] if alike is None else alike:
         middle = statistics.median_low([seconds[rank] for rank in ranks])
         medians.update({rank: middle for rank in ranks if 0.0 < factor * middle < seconds[rank]})
+    slow = sorted(medians, key=lambda rank: -seconds[rank] / medians[rank])
+    return {rank: medians[rank] for rank in slow}
+
+
+def straggler_text(
+    seconds: Sequence[float],
+    factor: float,
+    host_of: Callable[[int], str],
+    *,
+    alike: Sequence[Sequence[int]] | None = None,
+) -> str | None:
+    """Name the ranks that `slow_ranks` returns; None if there are none."""
+    medians = slow_ranks(seconds, factor, alike=alike)
     if not medians:
         return None
-    slow = sorted(medians, key=lambda rank: -seconds[rank] / medians[rank])
+    slow = list(medians)
     of = "of its stage " if alike is not None and len(alike) > 1 else ""
     shown = ", ".join(
         f"rank {rank} on {host_of(rank)} computes {seconds[rank] / medians[rank]:.1f} times as "
@@ -133,6 +142,7 @@ class StragglerReport:
         factor: how many medians make a rank slow.
         host_of: returns a rank's machine.
         say: shows one line.
+        record: keeps, by rank, its seconds a step and the median's.
         alike: ranks that compute the same; None is all.
     """
 
@@ -145,9 +155,10 @@ class StragglerReport:
         factor: float,
         host_of: Callable[[int], str],
         say: Callable[[str], None],
+        record: Callable[[dict[str, list[float]]], None],
         alike: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._alike = alike
+        self._alike, self._record = alike, record
         self._clock, self._world, self._device, self._factor = clock, world, device, factor
         self._host_of, self._say = host_of, say
 
@@ -159,3 +170,5 @@ class StragglerReport:
         seconds = all_gather(own, self._world).tolist()
         if text := straggler_text(seconds, self._factor, self._host_of, alike=self._alike):
             self._say(text)
+            medians = slow_ranks(seconds, self._factor, alike=self._alike)
+            self._record({str(rank): [seconds[rank], middle] for rank, middle in medians.items()})

@@ -12,6 +12,7 @@ import pytest
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.training import pretraining
 from megatron.training.exit_codes import ExitCode
+from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
     flags,
@@ -163,12 +164,20 @@ def plant_slow_rank(rank: int) -> None:
 
 
 @pytest.mark.covers("slow rank named", runs="ranks")
-def test_row_36_a_slow_rank_is_named(prefix):
+def test_row_36_a_slow_rank_is_named(prefix, tmp_path):
     more = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"
-    argv = flags(prefix, f"{more} --log-straggler --straggler-factor 3")
+    metrics = tmp_path / "metrics.jsonl"
+    more += f" --metrics-file {metrics} --log-straggler --straggler-factor 2"
+    argv = flags(prefix, more)
     found, logs = run_with(plant_slow_rank, argv)
     assert [o.exit_code for o in found] == [0, 0], logs
     told = [line for line in logs[1].splitlines() if line.startswith("straggler: ")]
     assert len(told) == 2, logs[1]
     assert all(f"rank 1 on {socket.gethostname()} computes " in line for line in told)
     assert "straggler" not in logs[0]
+    events = [event for event in read_metrics(metrics) if event["kind"] == "straggler"]
+    assert [(event["iteration"], event["slow_ranks"]) for event in events] == [(3, 1.0), (6, 1.0)]
+    for event in events:
+        ((rank, (seconds, median)),) = event["seconds_and_median_by_rank"].items()
+        assert rank == "1"
+        assert seconds > 2.0 * median > 0.0

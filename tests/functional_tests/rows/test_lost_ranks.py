@@ -17,9 +17,10 @@ import time
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
+from megatron.core.dist_checkpointing import save as save_module
 from megatron.training.exit_codes import ExitCode
 from megatron.training.failures.peers import PeerWatch
-from tests.functional_tests.planted_faults import on_microbatch, running_with
+from tests.functional_tests.planted_faults import on_microbatch, run_with, running_with
 from tests.functional_tests.small_run import flags, write_tokens
 
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0 --global-batch-size 12"
@@ -151,3 +152,30 @@ def test_row_33_every_way_to_lose_a_rank_ends_the_others(tmp_path, kind, code, t
         assert "this run cannot go on" in text
         assert re.search(r"^1 .* (dead|stopped|failed: .*) +5 ", report.read_text(), re.M)
     assert (save / "stacks" / "attempt_0_rank_0.txt").exists()
+
+
+def plant_in_save(rank: int) -> None:
+    """Have rank 1 die in its third save."""
+    whole, count = save_module.write_shard, [0]
+
+    def dying(*arguments, **more):
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*arguments, **more)
+
+    if rank == 1:
+        save_module.write_shard = dying
+
+
+@pytest.mark.slow
+def test_row_33_a_death_while_the_others_wait_for_its_part_of_a_save_is_seen_at_once(tmp_path):
+    """Ranks agree through the store then, not in a collective that fails."""
+    folder = tmp_path / "save"
+    more = f"{LONG} --save {folder} --save-interval 2"
+    found, logs = run_with(plant_in_save, flags(write_tokens(tmp_path / "tokens"), more), world=3)
+    assert [o.exit_code for o in found] == [4, -signal.SIGKILL, 4], logs
+    (line,) = re.findall("pretrain_gpt: .*", logs[0] + logs[2])
+    assert re.search(r"rank 1 \(process \d+ on .*\) is dead; the others wait for it to agree", line)
+    assert latest_checkpoint(folder).name == "iter_0000004"
+    verify_checkpoint(latest_checkpoint(folder))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import socket
 
@@ -73,7 +74,12 @@ def test_row_32_of_three_replicas_the_one_that_differs_is_named_within_n_steps(p
     assert line.startswith(f"{start}rank 2 on {HOST} differs from ranks 0, 1 in {NORM}; "), line
     assert latest_checkpoint(save).name == "iter_0000002", "what differs is not saved"
     events = [e for e in read_metrics(save / "metrics.jsonl") if e["kind"] == "fault"]
-    assert events == [{"kind": "fault", "iteration": 4, "replicas_differ": 1.0, "first_rank": 2.0}]
+    told = {"replicas": 1.0, "persistent": 1.0, "first_rank": 2.0, "tensors": 1.0}
+    assert events == [{"kind": "fault", "iteration": 4, **told}]
+    (line,) = (save / "faults.jsonl").read_text().splitlines()
+    fault = json.loads(line)
+    assert (fault["kind"], fault["verdict"], fault["iteration"]) == ("replicas", "persistent", 4)
+    assert (fault["ranks"], fault["tensors"]) == ({"2": HOST}, [NORM])
     # The same line goes on from the checkpoint before, and nothing is left of the fault.
     with running(3, flags(prefix, f"{more} --load {save}")) as ranks:
         found = ranks.outcomes(timeout=60)

@@ -185,6 +185,24 @@ def test_a_message_larger_than_a_store_takes_at_once():
     assert raise_errors(on_threads(2, talk)) == [[9 << 20] * 2] * 2
 
 
+@pytest.mark.parametrize(("rank", "awaited"), [(0, 1), (1, 0)])
+def test_a_rank_that_is_gone_is_not_waited_for(monkeypatch, rank, awaited):
+    monkeypatch.setattr(coordinator_module, "SLICE_SECONDS", 0.05)
+    asked = []
+
+    def missed(of):
+        asked.append(of)
+        if len(asked) == 3:
+            raise ProcessLookupError(f"rank {of} is dead")
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    coordinator = StoreCoordinator(server, rank, 2, timeout_seconds=60, missed=missed)
+    coordinator.begin("talk")
+    with pytest.raises(ProcessLookupError, match=f"rank {awaited} is dead"):
+        coordinator.agree("a", lambda: 1, lambda m: m)
+    assert asked == [awaited] * 3
+
+
 def die_or_save(rank: int, world: int, root: str, port: int, victim: int, stage: str) -> str:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     coordinator = StoreCoordinator(store, rank, world, timeout_seconds=1.0)

@@ -304,7 +304,11 @@ class _Watch:
         self.nll.append(nll.clone())
         return (loss if scale == 1.0 else loss * scale), nll
 
-    def step(self, lr: float, weight_decay: float) -> StepResult:
+    def grad_norm(self) -> float:
+        """Ask the optimizer, not the model."""
+        return self.optimizer.grad_norm()
+
+    def step(self, lr: float, weight_decay: float, *, norm: float | None = None) -> StepResult:
         """Keep the gradients, without the loss scale.
 
         Raises:
@@ -323,7 +327,7 @@ class _Watch:
             for owned in self.engine.owned()
             for p in owned.boxes
         ]
-        return self.optimizer.step(lr, weight_decay)
+        return self.optimizer.step(lr, weight_decay, norm=norm)
 
 
 def rank_of_row(

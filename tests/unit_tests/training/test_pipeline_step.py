@@ -50,10 +50,10 @@ def batches(packed: bool) -> list[Microbatch]:
 class Seen(Optimizer):
     """An optimizer that keeps the gradients it was given."""
 
-    def step(self, lr: float, weight_decay: float):
+    def step(self, lr: float, weight_decay: float, **more: float | None):
         """Note them and move on."""
         self.seen = [owned.gradients.clone() for owned in self.owned]
-        return super().step(lr, weight_decay)
+        return super().step(lr, weight_decay, **more)
 
 
 def trained(groups: ProcessGroupCollection, schedule: str, cuts: str, packed: bool, frozen: str):

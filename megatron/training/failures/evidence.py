@@ -16,19 +16,19 @@ import torch
 
 
 class Bits:
-    """Sums the bits of what it is shown, and keeps the largest element; it reads no number back.
+    """Sums the bits of what it is shown, and its norms; it reads no number back.
 
     Any single flipped bit changes the sum, as it is taken modulo 2⁶⁴ over integers.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.sum = torch.zeros((), dtype=torch.int64, device=device)
-        self.largest = torch.zeros((), dtype=torch.float32, device=device)
+        self.norm = torch.zeros((), dtype=torch.float32, device=device)
 
     def begin(self) -> None:
         """Forget what was shown."""
         self.sum.zero_()
-        self.largest.zero_()
+        self.norm.zero_()
 
     @torch.no_grad()
     def show(self, flat: torch.Tensor) -> None:
@@ -39,12 +39,12 @@ class Bits:
         words = flat[:whole].view(torch.int64)
         rest = flat[whole:].view({4: torch.int32, 2: torch.int16}[flat.element_size()])
         self.sum += words.sum() + rest.sum()
-        largest = torch.linalg.vector_norm(flat, math.inf).float()  # NaN if one is
-        self.largest.copy_(torch.maximum(self.largest, largest))
+        # Not the largest element: NaN or Inf shows as well, in an eighth of the time on a CPU.
+        self.norm += torch.linalg.vector_norm(flat, dtype=torch.float32)
 
     def numbers(self) -> list[torch.Tensor]:
         """Return what `Digest.of` reads, as fp64 scalars, which hold half a sum exactly."""
-        parts = (self.sum >> 32, self.sum & 0xFFFFFFFF, self.largest)
+        parts = (self.sum >> 32, self.sum & 0xFFFFFFFF, self.norm)
         return [part.double() for part in parts]
 
 
@@ -78,10 +78,10 @@ class StageBits:
 
 @dataclass(frozen=True)
 class Digest:
-    """What became of some tensors: the sum of their bits, and the largest element."""
+    """What became of some tensors: the sum of their bits, and of their norms."""
 
     bits: int = 0
-    largest: float = 0.0
+    norm: float = 0.0
 
     @staticmethod
     def of(numbers: Iterator[float]) -> Digest:
@@ -91,7 +91,7 @@ class Digest:
     @property
     def sound(self) -> bool:
         """Whether all elements are finite."""
-        return math.isfinite(self.largest)
+        return math.isfinite(self.norm)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def judge(noted: Suspect | None, now: Suspect) -> RunStopped:
     return RunStopped(
         ExitCode.FAILED_VALIDATION,
         f"{step} on {hosts} and before that on {before}, {'with' if same else 'not with'} the same "
-        "bits: the data or the settings are to blame",
+        "bits: the data or the settings are to blame; --on-reproduced-fault skip passes over it",
     )
 
 

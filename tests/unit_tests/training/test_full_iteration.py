@@ -230,7 +230,7 @@ def test_replays_show_their_gradients_to_what_compares_computations():
         for i in (0, 1, 3, 6, 7):
             report = step(data(0, i), lr=1e-2, weight_decay=0.0)
             assert report.doubt is None
-            found.append((int(replayer.bits.sum), float(replayer.bits.largest)))
+            found.append((int(replayer.bits.sum), float(replayer.bits.norm)))
         assert (replayer.compared, replayer.differed) == (5, 0)
         return found
 

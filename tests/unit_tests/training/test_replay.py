@@ -20,9 +20,9 @@ def tried(kind=None, loss=1.0, norm=2.0) -> Computed:
     return Computed(loss, (), torch.tensor(0.0), kind, norm)
 
 
-def of_ranks(*losses: float, bits=(), largest=()) -> list[Evidence]:
+def of_ranks(*losses: float, bits=(), norms=()) -> list[Evidence]:
     found = list(bits) or [5] * len(losses)
-    most = list(largest) or [1.0] * len(losses)
+    most = list(norms) or [1.0] * len(losses)
     both = (Digest(*pair) for pair in zip(found, most, strict=True))
     return [Evidence(*row) for row in zip(losses, both, strict=True)]
 
@@ -56,12 +56,12 @@ BIG = tried("inf_norm", 1.0, INF)
         # The losses are equal; the gradients of rank 2 are not, which every rank's norm shows.
         (
             [BIG, GOOD],
-            [of_ranks(1.0, 2.0, 3.0, bits=(5, 5, 6), largest=(1.0, 1.0, INF)), ALL_GOOD],
+            [of_ranks(1.0, 2.0, 3.0, bits=(5, 5, 6), norms=(1.0, 1.0, INF)), ALL_GOOD],
             Doubt("inf_norm", "transient", (2,), (INF, 1.0)),
         ),
         (
             [BIG, BIG],
-            [of_ranks(1.0, 2.0, 3.0, largest=(1.0, NAN, 1.0))] * 2,
+            [of_ranks(1.0, 2.0, 3.0, norms=(1.0, NAN, 1.0))] * 2,
             Doubt("inf_norm", "reproduced", (1,), (INF, INF), same=True),
         ),
         # All parts are sound: it is in a sum over ranks.

@@ -124,7 +124,7 @@ def _start(
 
 
 @pytest.mark.timeout(300)
-def test_row_40_a_launcher_that_loses_and_wins_machines_goes_on_by_itself(prefix, tmp_path):
+def test_row_40_a_launcher_that_loses_a_machine_goes_on_by_itself(prefix, tmp_path):
     """Without --load, although the launchers of machines count restarts differently."""
     whole, save = tmp_path / "whole.jsonl", tmp_path / "save"
     plain = "--train-iters 4 --eval-interval 0"
@@ -135,14 +135,10 @@ def test_row_40_a_launcher_that_loses_and_wins_machines_goes_on_by_itself(prefix
     assert found[1].exit_code == 9
     assert latest_checkpoint(save) == save / "iter_0000002"
     # The first machine saw the failure; the other was restarted as a third one had left.
-    found, logs = _start(server.port, argv, [1, 0], 2)
+    found, logs = _start(server.port, argv, [1, 0], 0)
+    assert [o.exit_code for o in found] == [0, 0], logs
     assert f"loaded {save / 'iter_0000002'}; going on at iteration 2" in logs
     assert "restart 1 by the launcher" in logs
-    assert found[1].exit_code == 9
-    found, logs = _start(server.port, argv, [1, 1, 0], 0)
-    assert [o.exit_code for o in found] == [0, 0, 0], logs
-    assert f"loaded {save / 'iter_0000003'}; going on at iteration 3" in logs
-    assert "restart 2 by the launcher" in logs
     _assert_same(save / "metrics.jsonl", whole)
 
 

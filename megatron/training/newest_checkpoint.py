@@ -33,21 +33,6 @@ T = TypeVar("T")
 ATTEMPTS = 5
 
 
-def find_checkpoint(load: str, coordinator: Coordinator, *, flag: str = "--load") -> Path | None:
-    """Return the `iter_` folder that `--load` means, the same on every rank; None for a new run.
-
-    Args:
-        load: a folder of checkpoints, of which the newest undamaged counts, or one checkpoint.
-        flag: which option named it.
-
-    Raises:
-        ValueError: it names one checkpoint that is absent, or there are only damaged ones.
-    """
-    search = _Search(load, coordinator, flag=flag, fall_back=True)
-    with contextlib.ExitStack() as held:
-        return search.find(held)
-
-
 def load_newest(
     load: str,
     use: Callable[[Path], T],

@@ -26,7 +26,8 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
 )
 from megatron.core.dist_checkpointing.dtypes import DTYPES
-from megatron.training import pretraining
+from megatron.hf import convert
+from megatron.training import pretraining, upcycle
 from megatron.training.exit_codes import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.held_run import hold
@@ -147,6 +148,31 @@ def test_row_7_moments_of_a_failed_load_are_forgotten(prefix, whole, cut, tmp_pa
     assert len(list(cut.glob("iter_0000004.damaged-*"))) == 1
     assert digests(cut / "iter_0000002") == digests(clean / "iter_0000002")
     assert digests(cut / "iter_0000002") != digests(whole / "iter_0000002")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (upcycle.main, ["--num-experts", "4", "--moe-layer-freq", "1"]),
+        (convert.main, []),
+    ],
+    ids=["upcycle", "export"],
+)
+def test_row_7_other_programs_fall_back_and_leave_nothing_half_done(
+    whole, cut, tmp_path, capsys, command, words
+):
+    flip_bit(cut / "iter_0000004", SHARDS[1], part=0.2)
+    made = []
+    for name, load in (("expected", whole / "iter_0000002"), ("found", cut)):
+        export = ["export"] if command is convert.main else []
+        target = tmp_path / name
+        argv = [*export, "--load", str(load), "--save", str(target), *words]
+        assert command(argv, {}) == 0
+        made.append({p.name: p.read_bytes() for p in target.rglob("*.safetensors")})
+    assert made[0] == made[1] != {}
+    assert f"WARNING: falling back to {cut / 'iter_0000002'}: " in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"cut", "expected", "found"}
+    assert not list(tmp_path.rglob("*.tmp-*"))
 
 
 @pytest.mark.parametrize("tracker", ["2", "garbage"])

@@ -4,6 +4,7 @@
 import contextlib
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,22 @@ def test_a_missing_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     code, _, err = run(*arguments(tmp_path))
     assert code == 2
     assert shard.name in err
+
+
+def test_a_newest_checkpoint_that_turns_out_damaged_is_passed_over(
+    root: Path, tmp_path: Path
+) -> None:
+    expected = run(*arguments(root))
+    older = save(tmp_path, make_model())
+    newest = older.with_name("iter_0000009")
+    shutil.copytree(older, newest)
+    shard = newest / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 64
+    shard.write_bytes(content)
+    code, out, err = run(*arguments(tmp_path))
+    assert (code, out) == (0, expected[1])
+    assert f"WARNING: falling back to {older}: {shard} is damaged" in err
 
 
 @pytest.mark.parametrize("words", [["--prompt", "a b", "--prompt", "null"], ["--top-k", "7"]])

@@ -311,7 +311,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
     )
     with (
         closing_reads(batches),
-        observing(session, iteration=progress.iteration) as watching,
+        observing(session, progress) as watching,
         saving(session, say=watching.display.log, metrics=watching.metrics) as saves,
     ):
         display, metrics = watching.display, watching.metrics

@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,25 @@ Table = Mapping[str, Sequence[float]]
 
 
 class JsonLines:
-    """Appends to metrics.jsonl, one flushed line per event."""
+    """Appends to metrics.jsonl, one flushed line per event.
 
-    def __init__(self, path: str | Path, *, resume_iteration: int) -> None:
+    Args:
+        path: of the file; what it holds of a run that goes on is kept.
+        resume_iteration: after which lines are removed; 0 removes all.
+        again: kinds of events of that iteration that the run is about to write once more.
+    """
+
+    def __init__(
+        self, path: str | Path, *, resume_iteration: int, again: Collection[str] = ()
+    ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if line["iteration"] <= resume_iteration]
+        kept = [
+            line
+            for line in _lines(path)
+            if line["iteration"] < resume_iteration
+            or (line["iteration"] == resume_iteration and line.get("kind") not in again)
+        ]
         if resume_iteration == 0:
             kept = []
         text = "".join(json.dumps(line) + "\n" for line in kept)
@@ -185,6 +198,7 @@ def open_metrics(
     tensorboard_dir: str | None,
     resume_iteration: int,
     warn: Callable[[str], None],
+    again: Collection[str] = (),
     trackers: Mapping[str, Callable[[], Callable[[], MetricsWriter]]] | None = None,
 ) -> Metrics:
     """Open the writers that the options name. All but the metrics file get a thread of their own.
@@ -193,6 +207,7 @@ def open_metrics(
         metrics_file: path of metrics.jsonl, or None.
         tensorboard_dir: folder for TensorBoard, or None.
         resume_iteration: iteration the run goes on from; 0 starts the files anew.
+        again: see `JsonLines`.
         warn: prints one line about a writer that fails.
         trackers: by name, what imports a library here and returns what connects on the thread.
     """
@@ -203,7 +218,9 @@ def open_metrics(
         )
     makers: dict[str, Callable[[], MetricsWriter]] = {}
     if metrics_file is not None:
-        makers["metrics file"] = lambda: JsonLines(metrics_file, resume_iteration=resume_iteration)
+        makers["metrics file"] = lambda: JsonLines(
+            metrics_file, resume_iteration=resume_iteration, again=again
+        )
     for name, ready in prepare.items():
         # Imported here, not on the thread: two threads that import at once can trip each other.
         makers[name] = lambda name=name, ready=ready: Background(name, ready(), warn=warn)

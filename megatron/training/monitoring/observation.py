@@ -14,6 +14,7 @@ from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.profiling import profiling
 from megatron.training.monitoring.progress import Display, open_display
 from megatron.training.monitoring.run_metrics import run_metrics
+from megatron.training.progress_state import Progress
 from megatron.training.session import Session
 
 
@@ -33,8 +34,8 @@ class Observation:
 
 
 @contextlib.contextmanager
-def observing(session: Session, *, iteration: int) -> Iterator[Observation]:
-    """Open what watches a run that goes on from `iteration`, and close it at the end.
+def observing(session: Session, progress: Progress) -> Iterator[Observation]:
+    """Open what watches a run that goes on from `progress`, and close it at the end.
 
     Raises:
         ValueError: an option that cannot take effect here.
@@ -43,7 +44,7 @@ def observing(session: Session, *, iteration: int) -> Iterator[Observation]:
     # The last rank shows and records, as readers of Megatron's logs expect.
     shows = place.groups.rank == session.run.world_size - 1
     display = open_display(
-        config.logging.progress, shows=shows, total=session.run.train_iters, done=iteration
+        config.logging.progress, shows=shows, total=session.run.train_iters, done=progress.iteration
     )
     training = config.training
     collection = scheduled_collection(training.manual_gc, training.manual_gc_interval)
@@ -66,7 +67,9 @@ def observing(session: Session, *, iteration: int) -> Iterator[Observation]:
             metrics, path = run_metrics(
                 config.logging,
                 options=session.facts.config,
-                resume_iteration=iteration,
+                resume_iteration=progress.iteration,
+                # one that is pending may have been made by a start that did not come to a save
+                again=("validation",) if progress.validation_pending else (),
                 warn=warn,
                 now=datetime.datetime.now(),
             )

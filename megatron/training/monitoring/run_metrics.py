@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ def run_metrics(
     resume_iteration: int,
     warn: Callable[[str], None],
     now: datetime.datetime,
+    again: Collection[str] = (),
 ) -> tuple[Metrics, str]:
     """Open every writer that a run's options ask for; the metrics file always.
 
@@ -38,6 +39,7 @@ def run_metrics(
         resume_iteration: iteration the run goes on from.
         warn: prints one line; secrets are taken out of what it is given.
         now: names the folder of a run that has none.
+        again: kinds of events of that iteration that the run is about to write once more.
 
     Returns:
         The writers, and the path of the metrics file.
@@ -56,6 +58,7 @@ def run_metrics(
         tensorboard_dir=config.tensorboard_dir,
         resume_iteration=resume_iteration,
         warn=without_secrets(warn),
+        again=again,
         trackers=trackers,
     )
     return metrics, path

@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from megatron.training.monitoring.metrics import Metrics, open_metrics, read_metrics
+from megatron.training.monitoring.metrics import JsonLines, Metrics, open_metrics, read_metrics
 
 
 def _write(path, iterations, resume=0, **values):
@@ -38,6 +38,19 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path):
     assert [e["iteration"] for e in read_metrics(path)] == [1, 2, 3, 4, 5]
     _write(path, [1], resume=0)
     assert [e["iteration"] for e in read_metrics(path)] == [1]
+
+
+def test_a_validation_that_is_made_again_is_there_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path, resume_iteration=0)
+    for kind, iteration in (("train", 1), ("validation", 1), ("train", 2), ("validation", 2)):
+        first.write(kind, iteration, {})
+    first.close()
+    JsonLines(path, resume_iteration=2, again=("validation",)).close()
+    kept = [(e["kind"], e["iteration"]) for e in read_metrics(path)]
+    assert kept == [("train", 1), ("validation", 1), ("train", 2)]
+    JsonLines(path, resume_iteration=1).close()
+    assert [e["kind"] for e in read_metrics(path)] == ["train", "validation"]
 
 
 def test_a_failing_writer_is_dropped_with_one_line_and_the_others_go_on():

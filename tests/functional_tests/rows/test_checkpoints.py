@@ -175,7 +175,7 @@ def test_row_7_other_programs_fall_back_and_leave_nothing_half_done(
     assert not list(tmp_path.rglob("*.tmp-*"))
 
 
-@pytest.mark.parametrize("tracker", ["2", "garbage"])
+@pytest.mark.parametrize("tracker", ["2", pytest.param("garbage", marks=pytest.mark.slow)])
 def test_rows_5_and_6_the_newest_checkpoint_counts_and_a_line_says_so(prefix, cut, capsys, tracker):
     (cut / TRACKER).write_text(tracker)
     argv = flags(prefix, f"{PLAIN} --load {cut}")
@@ -221,7 +221,7 @@ def plant_full_disk(rank: int) -> None:
     pretraining.SessionSteps.take_step = step
 
 
-@pytest.mark.parametrize("policy", ["continue", "stop"])
+@pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
 def test_row_10_a_full_disk_costs_a_save_or_ends_the_run(prefix, whole, tmp_path, policy):
     save = tmp_path / "save"
     argv = flags(prefix, f"{FOUR} {TENSOR} --save {save} --on-failed-save {policy}")

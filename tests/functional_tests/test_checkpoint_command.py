@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing import (
     Solo,
     StoreCoordinator,
     TensorChunk,
+    manifest,
     read_manifest,
     save_checkpoint,
 )
@@ -292,6 +293,25 @@ def test_what_cannot_be_carried_out_is_one_line(tmp_path, capsys, words, text):
     assert (code, out) == (2, "")
     assert text in err
     assert err.count("\n") == 1
+
+
+def test_a_checkpoint_of_a_later_program_is_no_damage(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(manifest, "VERSION", 2)
+    folder = save(tmp_path / "run", 5, tensors())
+    monkeypatch.undo()
+    text = "version 2, this library reads 'megatron.core.dist_checkpointing' version 1: use the "
+    text += "megatron-core that wrote it or a later one, this is "
+    for words in (f"inspect {folder}", f"compare {folder} {folder}"):
+        code, _, err = command(capsys, words)
+        assert code == 2
+        assert text in err
+        assert err.count("\n") == 1
+    for words in (f"list {tmp_path / 'run'}", f"verify {folder}"):
+        code, out, err = command(capsys, words)
+        assert code == 1
+        assert f"UNREADABLE: {folder / 'manifest.json'} cannot be used: " in out + err
+        assert text in out + err
+        assert "DAMAGED" not in out + err
 
 
 def test_a_damaged_manifest_is_named(tmp_path, capsys):

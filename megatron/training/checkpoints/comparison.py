@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointReader, Manifest
+from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.shard_header import ITEM_BYTES
 from megatron.training.checkpoints.inspection import flat
 from megatron.training.checkpoints.options import CompareConfig
@@ -22,7 +23,7 @@ from megatron.training.checkpoints.reading import read_box, row_boxes
 MAX_LINES = 20
 
 #: Elements that are compared at a time: in fp64 they take several times their memory.
-MAX_ELEMENTS = 1 << 20
+MAX_ELEMENTS = 1 << 18
 
 #: Parts of `extra` that may differ between equal checkpoints: how it was run, and sums of a log
 #: line that is being gathered.
@@ -142,9 +143,7 @@ def _compare(
     found = Difference()
     wider = max((a.dtype, b.dtype), key=lambda dtype: ITEM_BYTES[dtype])
     for box in row_boxes(a.shape, wider, first.manifest, second.manifest):
-        pieces = (read_box(reader, name, box).flatten() for reader in (first, second))
-        for one, other in zip(*(piece.split(MAX_ELEMENTS) for piece in pieces), strict=True):
-            found.add(one, other)
+        _add_box(found, first, second, name=name, box=box)
     dtypes = f"{a.dtype} and {b.dtype}, " if a.dtype != b.dtype else ""
     if not found.differing:
         equal = not dtypes or tolerance > 0
@@ -155,3 +154,12 @@ def _compare(
         f"{found.largest:.3g}, {found.relative:.3g} of the largest element"
     )
     return bool(tolerance) and found.relative <= tolerance, text
+
+
+def _add_box(
+    found: Difference, first: CheckpointReader, second: CheckpointReader, *, name: str, box: Box
+) -> None:
+    """Take in a box of both tensors; what has been read is gone before the next is."""
+    pieces = [read_box(reader, name, box).flatten() for reader in (first, second)]
+    for one, other in zip(*(piece.split(MAX_ELEMENTS) for piece in pieces), strict=True):
+        found.add(one, other)

@@ -27,7 +27,9 @@ from megatron.training.pretraining import take
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
+from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
+from tests.unit_tests.training.graphed_runs import step_of as graphed_step
 
 SEQUENCE, VOCABULARY, MICRO, STEPS = 12, 37, 2, 2
 DENSE = GPTConfig(
@@ -299,3 +301,31 @@ def test_a_smaller_block_counts_by_its_samples(per_token):
         ]
         losses.append(step(made, lr=0.1, weight_decay=0.0).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def of_one_lane(step: TrainStep, lane: int) -> list[float]:
+    """Take steps on the microbatches of one lane of three."""
+    division = Division(samples=7, micro_batch_size=MICRO, lanes=3)
+    batches = GPTBatches(
+        Rows(), micro_batch_size=MICRO, lanes_rank=lane, lanes_size=3, step_samples=7
+    )
+    layouts = Layouts(step.groups["cp"], torch.device("cpu"))
+    losses = []
+    for _ in range(7):
+        made = take(batches, division.rounds, torch.device("cpu"), layouts=layouts, step_samples=7)
+        assert [len(batch.tokens) for batch in made] == [2, 1]
+        assert made[1].share == (1 / 7 if lane == 0 else 0.0)
+        losses.append(step(made, lr=1e-2, weight_decay=0.0).loss)
+    return losses
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+@pytest.mark.covers("numbers of eager steps", runs="replays")
+def test_a_graph_replays_smaller_blocks_and_fillers(lane):
+    """They have the same form in every step."""
+    with one_thread():
+        single, config = ProcessGroupCollection.single(), DataParallelConfig()
+        eager = of_one_lane(graphed_step(single, config), lane)
+        step = graphed_step(single, config, graph=TapeRecorder(OpTape()))
+        assert of_one_lane(step, lane) == eager
+    assert (step.forward_backward.eager_steps, step.forward_backward.replays) == (3, 4)

@@ -167,7 +167,10 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         train(run, launch, watch=stop.watch, stop=stop)
 
     with signals_to_thread(stop.react, stop.on_main):
-        return run_entry_point(work, prog=PROG, claim=claim, speaking=behind_rank_0())
+        code = run_entry_point(work, prog=PROG, claim=claim, speaking=behind_rank_0())
+    if stop.watch is not None:
+        stop.watch.tidy()
+    return code
 
 
 if __name__ == "__main__":

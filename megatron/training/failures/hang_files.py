@@ -16,6 +16,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +55,7 @@ class HangFiles:
         """What all ranks leave."""
         self._frozen: TextIO | None = None
         self._closed = False
+        self._timer = threading.Lock()
 
     def write(self, reason: str, error: BaseException | None, log: CollectiveLog) -> None:
         """Leave stacks and collectives.
@@ -63,6 +65,7 @@ class HangFiles:
             error: what has brought the calling thread here.
             log: of this rank's collectives.
         """
+        self.close()  # this rank is not the one that stands still
         write_stacks(self._stacks, reason, error=error)
         with contextlib.suppress(Exception):
             now = time.monotonic()
@@ -89,20 +92,21 @@ class HangFiles:
 
     def beat(self) -> None:
         """Set the timer anew that writes the stacks if no further beat comes in time."""
-        with contextlib.suppress(Exception):
-            if self._frozen is None and not self._closed:
+        with contextlib.suppress(Exception), self._timer:
+            if self._closed:
+                return
+            if self._frozen is None:
                 path = self._beside("frozen.txt")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._frozen = path.open("w", encoding="utf-8")
-            if self._frozen is not None:
-                faulthandler.dump_traceback_later(self._frozen_seconds, file=self._frozen)
+            faulthandler.dump_traceback_later(self._frozen_seconds, file=self._frozen)
 
     def close(self) -> None:
         """Stop the timer, and leave nothing behind if it has written nothing."""
-        self._closed = True
-        if self._frozen is None:
-            return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._timer:
+            self._closed = True
+            if self._frozen is None:
+                return
             faulthandler.cancel_dump_traceback_later()
             frozen, self._frozen = self._frozen, None
             frozen.close()

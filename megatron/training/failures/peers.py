@@ -158,6 +158,10 @@ class PeerWatch:
             self._peers.store.set(f"left/{self._rank}", "1")
         self._stop.set()
         self._thread.join(timeout=5.0)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what is only of use while this process runs, however it ends."""
         if self._files is not None:
             self._files.close()
 

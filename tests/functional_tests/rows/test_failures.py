@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import time
@@ -63,6 +64,9 @@ def test_row_33_the_others_name_rank_step_and_collective_and_leave_their_stacks(
         stacks = (save / "stacks" / f"attempt_0_rank_{rank}.txt").read_text()
         assert "transfer.py" in stacks, "where it waited"
         assert "in _beat" in stacks, "every thread"
+    report = (save / "hang_report_attempt_0.txt").read_text()
+    assert f"\nrank 0 (process {pid} on " in report
+    assert re.search(rf"^0 +\S+ +{pid} +{state.split()[-1]} ", report, re.M), report
     verify_checkpoint(latest_checkpoint(save))
 
 

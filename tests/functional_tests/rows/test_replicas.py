@@ -73,6 +73,7 @@ def test_row_32_of_three_replicas_the_one_that_differs_is_named_within_n_steps(p
     start = "pretrain_gpt: replicas differ behind iteration 4: "
     assert line.startswith(f"{start}rank 2 on {HOST} differs from ranks 0, 1 in {NORM}; "), line
     assert latest_checkpoint(save).name == "iter_0000002", "what differs is not saved"
+    assert not (save / "stacks").exists(), "nobody was stuck"
     events = [e for e in read_metrics(save / "metrics.jsonl") if e["kind"] == "fault"]
     told = {"replicas": 1.0, "persistent": 1.0, "first_rank": 2.0, "tensors": 1.0}
     assert events == [{"kind": "fault", "iteration": 4, **told}]

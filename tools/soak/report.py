@@ -10,6 +10,8 @@ from tools.soak.chain import Result
 
 #: Part of all kills that has to come while a save is under way.
 INSIDE = 0.30
+#: Fewer kills than these are not held to it: chance decides.
+FEW = 40
 
 
 def line(count: int, result: Result) -> str:
@@ -32,7 +34,7 @@ def inside(results: Sequence[Result]) -> int:
 def complaint(results: Sequence[Result]) -> str | None:
     """Return why these kills prove too little, None if they prove enough."""
     found = inside(results)
-    if found >= INSIDE * len(results):
+    if len(results) < FEW or found >= INSIDE * len(results):
         return None
     return f"{found} of {len(results)} kills came while a save was under way, {INSIDE:.0%} are due"
 

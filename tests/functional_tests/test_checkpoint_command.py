@@ -123,12 +123,17 @@ def test_list_tells_whole_from_damaged_and_what_a_run_would_load(tmp_path, capsy
     (root / "iter_0000010" / "shard-00000.safetensors").unlink()
     shutil.rmtree(root / "iter_0000015")
     (root / "iter_0000020.tmp-0123456789abcdef").mkdir()
+    (root / "iter_0000015.damaged-01234567").mkdir()
+    (root / "iter_0000030").mkdir()
+    (root / "iter_0000030" / ".metadata").touch()
     code, out, _ = command(capsys, f"list {root}")
     assert code == 1
     assert out.count("DAMAGED") == 1
     assert "a run would load: iter_0000005" in out
     assert "  WARNING: falling back to" in out
     assert "temporary: iter_0000020.tmp-0123456789abcdef" in out
+    assert "put aside: iter_0000015.damaged-01234567" in out
+    assert "FOREIGN: of torch.distributed.checkpoint, see convert" in out
 
 
 def test_list_names_who_writes_and_leaves_the_lock_alone(tmp_path, capsys):

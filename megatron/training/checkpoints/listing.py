@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,11 @@ from megatron.training.checkpoints.places import (
 )
 
 _HEAD = ("iteration", "size", "ranks", "saved", "format", "state")
+
+#: What folders of torch.distributed.checkpoint hold instead of a manifest.
+FOREIGN_NAME = ".metadata"
+
+_ASIDE = re.compile(r"iter_\d{7,}\.damaged-[0-9a-f]+")
 
 #: `struct flock` of Linux: type, whence, start, length, process.
 _FLOCK = "hhqqi4x"
@@ -82,6 +88,8 @@ def _look_at(folder: Path, *, digests: bool) -> Listed:
         verify_checkpoint(folder, digests=digests)
     except FileNotFoundError:
         problem = f"DAMAGED: {folder / MANIFEST_NAME} does not exist"
+        if (folder / FOREIGN_NAME).exists():
+            problem = "FOREIGN: of torch.distributed.checkpoint, see convert"
     except CheckpointError as error:
         problem = problem_of(error)
     return Listed(
@@ -150,11 +158,13 @@ def _chosen(root: Path, *, digests: bool) -> Iterator[str]:
 
 
 def _remains(root: Path) -> Iterator[str]:
-    """Name what a save or a removal is working on, or has left behind when it was interrupted."""
+    """Name what a save is working on or has left behind, and what a run has put aside."""
     for path in sorted(root.iterdir()):
         if is_temporary(path):
             size = size_text(folder_bytes(path))
             yield f"temporary: {path.name}, {size}: of a save that runs or was interrupted"
+        elif _ASIDE.fullmatch(path.name):
+            yield f"put aside: {path.name}, {size_text(folder_bytes(path))}: it was damaged"
 
 
 def _owner(root: Path) -> str:

@@ -32,12 +32,15 @@ def remember_loss(config: Config, recent_losses: list[float], loss: float) -> No
         del recent_losses[: -config.failures.loss_spike_window]
 
 
-def doubt_text(iteration: int, doubt: Doubt, where: str, *, limit: float) -> str:
+def doubt_text(
+    iteration: int, doubt: Doubt, where: str, *, limit: float, stops: bool = False
+) -> str:
     """Say what was wrong with a step and what came of it.
 
     Args:
         where: the ranks and their machines, in words.
         limit: of the loss.
+        stops: whether the run ends here; otherwise it skips a step that it cannot use.
     """
     what = {
         "nan": "NaN or Inf loss",
@@ -50,7 +53,8 @@ def doubt_text(iteration: int, doubt: Doubt, where: str, *, limit: float) -> str
     end = {
         "transient": "the step computed once more is sound and was used: transient, watch that "
         "machine",
-        "reproduced": f"the step computed once more {again}: reproduced, the step was skipped",
+        "reproduced": f"the step computed once more {again}: reproduced"
+        + ("" if stops else ", the step was skipped"),
         "unchecked": "the step was skipped",
         "undecided": "no two of three computations are equal, the last one was used: undecided; "
         "--deterministic-mode leaves out kernels that add in a changing order",

@@ -58,7 +58,10 @@ class Faults:
             self.acquit(iteration, outcome.loss)
             return
         hosts = {rank: self.host_of(rank) for rank in doubt.ranks}
-        self.say(doubt_text(iteration, doubt, where_text(hosts), limit=limit))
+        wants = self.config.failures.on_reproduced_fault == "restart"
+        judge = self.judge if wants and doubt.verdict == "reproduced" else None
+        where, stops = where_text(hosts), judge is not None
+        self.say(doubt_text(iteration, doubt, where, limit=limit, stops=stops))
         numbers = {"loss": doubt.values[0], "limit": limit} if doubt.kind == "spike" else {}
         self.log.add(
             FaultRecord(
@@ -67,13 +70,12 @@ class Faults:
         )
         if doubt.verdict == "transient":
             self.acquit(iteration, outcome.loss)
-        wants = self.config.failures.on_reproduced_fault == "restart"
-        if doubt.verdict != "reproduced" or not wants or self.judge is None:
+        if judge is None:
             return
         if self.save is not None:
             self.save(progress)  # of the state before this step
         named = {str(rank): host for rank, host in hosts.items()}
-        raise self.judge(Suspect(iteration, named, doubt.kind, doubt.values))
+        raise judge(Suspect(iteration, named, doubt.kind, doubt.values))
 
     def after_count(self, progress: Progress, outcome: StepOutcome) -> None:
         """Look at the number of bad steps in a row.

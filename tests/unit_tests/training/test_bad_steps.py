@@ -243,6 +243,7 @@ def test_only_a_reproduced_fault_stops_and_only_if_asked(kind, verdict, flags, s
     else:
         played.faults.after_step(Progress(iteration=4), outcome, 4.0)
     assert played.saves == ([4] if stops else []), "the state before the step"
+    assert ("the step was skipped" in played.said[0]) == (verdict == "reproduced" and not stops)
     more = {"loss": 8.0, "limit": 4.0} if kind == "spike" else {}
     assert played.events == [("fault", 5, {kind: 1.0, verdict: 1.0, "first_rank": 1.0, **more})]
     assert played.acquitted == ([(5, 2.0)] if verdict == "transient" else [])

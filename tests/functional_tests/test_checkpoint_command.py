@@ -300,6 +300,19 @@ def test_what_cannot_be_carried_out_is_one_line(tmp_path, capsys, words, text):
     assert err.count("\n") == 1
 
 
+def test_every_command_explains_itself(capsys):
+    code, out, _ = command(capsys, "--help")
+    assert code == 0
+    for name in checkpoint.COMMANDS:
+        assert f"  {name} " in out
+        code, text, _ = command(capsys, f"{name} --help")
+        assert code == 0
+        assert f"checkpoint {name} " in text
+    assert "--from " in text
+    assert "--from_" not in text
+    assert "--num-layers" in text
+
+
 def test_a_checkpoint_of_a_later_program_is_no_damage(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(manifest, "VERSION", 2)
     folder = save(tmp_path / "run", 5, tensors())

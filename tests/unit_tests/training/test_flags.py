@@ -47,6 +47,7 @@ grad-reduce-in-bf16 reduce-scatter-with-fp32-accumulation
 #: Flags without which a section refuses another.
 NEEDS = {
     "save-interval": "--save folder",
+    "async-save": "--save folder",
     "save-keep-last": "--save folder",
     "save-retain-interval": "--save folder",
     "load-fallback": "--load folder",
@@ -83,6 +84,8 @@ def _other_value(option) -> list[str]:
         value = "7.5"
     if option.name.endswith("-group"):
         value = "norm=0.5"
+    if option.name == "plant-fault":
+        value = "nan@3:0"
     return [f"--{option.name}", value]
 
 

@@ -60,9 +60,15 @@ def slow_down(root: str, seconds: float, journal: str) -> None:
 def _slowed(call: Callable[..., Any], root: str, seconds: float) -> Callable[..., Any]:
     def slow(target: Any, *more: Any, **named: Any) -> Any:
         place = _place(target, named.get("dir_fd"))
-        if place.startswith(root) and ("/iter_" in place or "/latest_" in place or place == root):
-            time.sleep(seconds)
-        return call(target, *more, **named)
+        inside = place.startswith(root) and (
+            "/iter_" in place or "/latest_" in place or place == root
+        )
+        # half of it behind the call: what a process does next comes later, and may not come
+        time.sleep(0.5 * seconds * inside)
+        try:
+            return call(target, *more, **named)
+        finally:
+            time.sleep(0.5 * seconds * inside)
 
     return slow
 

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import read_extra
-from tests.functional_tests.small_run import digests, flags, run_on, timeless, write_tokens
+from megatron.training.exit_codes import ExitCode
+from megatron.training.failures.stopping import StopRequests
+from megatron.training.pretraining import SessionSteps
+from tests.functional_tests.small_run import (
+    digests,
+    flags,
+    run_here,
+    run_on,
+    timeless,
+    write_tokens,
+)
 from tests.functional_tests.torchrun_job import torchrun, wait_for_iteration
 
 #: tp2 x dp2, everything cut, bf16, dropout, two microbatches per step; the first epoch ends in step
@@ -89,3 +99,29 @@ def test_every_state_goes_through_a_checkpoint(tmp_path, more):
     first, second = (read_extra(folder / "iter_0000008") for folder in (whole, cut))
     for part in ("progress", "optimizer", "window", "data", "model"):
         assert first[part] == second[part], part
+
+
+def test_a_validation_that_two_starts_make_is_written_once(tmp_path, monkeypatch):
+    """A signal leaves a due validation to the next start, which dies behind it and before a
+    save."""
+    prefix = write_tokens(tmp_path / "tokens")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    common = "--train-iters 6 --save-interval 6 --eval-interval 3 --eval-iters 1"
+    run_on(1, flags(prefix, f"{common} --save {whole}"))
+    argv = flags(prefix, f"{common} --save {cut} --load {cut}")
+    with monkeypatch.context() as patch:
+        asked = iter([None, None, "a signal asks"])
+        patch.setattr(StopRequests, "reason", staticmethod(lambda sums: next(asked)))
+        run_on(1, argv)
+    assert read_extra(cut / "iter_0000003")["progress"]["validation_pending"] == 1
+    assert [e["iteration"] for e in timeless(cut / "metrics.jsonl")][-1] == 3
+    with monkeypatch.context() as patch:
+
+        def dies(*arguments):
+            raise KeyError("in step 4")
+
+        patch.setattr(SessionSteps, "take_step", dies)
+        assert run_here(argv) == ExitCode.CRASH
+    assert timeless(cut / "metrics.jsonl")[-1]["kind"] == "validation"
+    run_on(1, argv)
+    assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")

@@ -269,3 +269,14 @@ def test_row_31_a_machine_that_is_always_wrong_is_found_and_left_out_from_then_o
     assert "iteration" not in shown.out, "not a step was taken"
     (save / "faulty_hosts.json").write_text('{"hosts": []}')
     assert on_machine(monkeypatch, "bad", again) == 0
+
+
+@pytest.mark.slow
+def test_row_31_every_rank_ends_if_one_is_on_a_listed_machine(prefix, tmp_path):
+    (tmp_path / "faulty_hosts.json").write_text(json.dumps({"hosts": [{"host": HOST, "rank": 7}]}))
+    with running(2, flags(prefix, f"{SIX} --save {tmp_path}")) as ranks:
+        found = ranks.outcomes(timeout=100)
+        text = "".join(ranks.log(rank) for rank in range(2))
+    assert [outcome.exit_code for outcome in found] == [ExitCode.RESTART_ELSEWHERE] * 2
+    assert text.count(f"rank 0 is on {HOST}, which gave a wrong iteration") == 1
+    assert not list(tmp_path.glob("iter_*"))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets.division import Division
 from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.datasets.token_rows import TokenRows
@@ -18,6 +19,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.stages import StageSplit
 from megatron.core.moe import Balance, MoEConfig, RouterConfig, routers_of
+from megatron.core.moe.experts import ExpertMLPs
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
@@ -301,6 +303,25 @@ def test_a_smaller_block_counts_by_its_samples(per_token):
         ]
         losses.append(step(made, lr=0.1, weight_decay=0.0).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_experts_take_no_token_of_a_filler(monkeypatch):
+    taken, whole = [], ExpertMLPs.forward
+
+    def counted(self, rows, *others):
+        taken.append(len(rows))
+        return whole(self, rows, *others)
+
+    monkeypatch.setattr(ExpertMLPs, "forward", counted)
+    model = step_of(ProcessGroupCollection.single(), Case(1, 4, model="experts")).model
+    tokens = torch.from_numpy(Rows().read(np.arange(2)).tokens)[:, :-1]
+    layout = SequenceLayout.dense(SEQUENCE)
+    for one in (layout, layout.as_filler()):
+        model.hidden(tokens, layout=one)
+    assert taken[0] > 0 == taken[1]
+    counts = routers_of(model)[0].counted.tolist()
+    model.hidden(tokens, layout=layout.as_filler())
+    assert routers_of(model)[0].counted.tolist() == counts
 
 
 def of_one_lane(step: TrainStep, lane: int) -> list[float]:

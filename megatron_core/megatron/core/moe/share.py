@@ -88,8 +88,6 @@ class Share:
         return torch.arange(first, first + self.count, device=self._device)
 
     def _real(self) -> torch.Tensor | None:
-        if self.filler:
-            return torch.zeros(self.count, dtype=torch.bool, device=self._device)
         found = None
         if self._missing:
             found = self._numbers < self.shape[0] * self.batch

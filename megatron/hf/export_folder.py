@@ -18,6 +18,7 @@ import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, TensorChunk
 from megatron.core.dist_checkpointing.dtypes import DTYPE_NAMES, DTYPES
+from megatron.core.dist_checkpointing.save import BLOCK_BYTES
 from megatron.core.dist_checkpointing.shard_header import encode_header
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
 from megatron.core.models.gpt import GPTConfig
@@ -26,11 +27,11 @@ from megatron.hf.folder import CARRIED, CONFIG, GENERATION_CONFIG, INDEX, SINGLE
 from megatron.hf.import_folder import CARRIED_FOLDER
 from megatron.hf.model_config import DTYPES as MODEL_DTYPES
 from megatron.hf.parts import MappedTensor
-from megatron.hf.safetensors_file import PIECE_BYTES, bands
+from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
 
-#: Bytes that are read together: a checkpoint's blocks of 1 MB are read whole.
-GROUP_BYTES = 2 * PIECE_BYTES
+#: Bytes that are read together: a checkpoint's digested blocks are read whole.
+GROUP_BYTES = 2 * BLOCK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,8 +130,8 @@ class PeerWatch:
         if found := self._diagnose(peers, GUARD_SECONDS):
             self._leave_evidence(peers, found.text, None, told=found.told)
             guard.lose(found)
-        elif found := self._behind(peers):
-            self._leave_evidence(peers, found.text, None)
+        elif found := self._behind(peers):  # it may come yet
+            self._leave_evidence(peers, found.text, None, ends=False)
 
     def join_pipeline(self, pipeline: Sequence[int], alike: Sequence[int]) -> None:
         """Take note that stages come to different collectives.
@@ -184,10 +184,17 @@ class PeerWatch:
         self._leave_evidence(self._peers, reason, error, told=told)
 
     def _leave_evidence(
-        self, peers: Peers, reason: str, error: BaseException | None, *, told: bool = False
+        self,
+        peers: Peers,
+        reason: str,
+        error: BaseException | None,
+        *,
+        told: bool = False,
+        ends: bool = True,
     ) -> None:
         with contextlib.suppress(Exception):
-            peers.store.set(f"gave_up/{self._rank}", reason)
+            if ends:  # so that the others do not blame this one
+                peers.store.set(f"gave_up/{self._rank}", reason)
         if not self._leave_once(reason, error):
             return
         with contextlib.suppress(Exception):

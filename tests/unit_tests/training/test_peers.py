@@ -283,6 +283,7 @@ def test_a_guard_tells_of_a_rank_that_lives_but_ends_nothing(server, monkeypatch
     watches[0].guard(0.3, lost.append)
     watches[0].collectives(CollectiveRecord("all_reduce", "tp", 2, 8, (0, 1), (2,), "int64", "sum"))
     until(lambda: len(kept) == 3)
+    assert watches[1].diagnose(0.2) is None, "nobody has given up"
     for watch in watches:
         watch.close()
     assert not lost

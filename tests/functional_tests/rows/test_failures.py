@@ -31,6 +31,7 @@ def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
+@pytest.mark.covers("dead or stuck rank named")
 @pytest.mark.parametrize(
     ("number", "minutes", "state"),
     [(signal.SIGSTOP, 0.05, "is stopped"), (signal.SIGKILL, 10.0, "is dead")],
@@ -168,6 +169,7 @@ def plant_slow_rank(rank: int) -> None:
 
 
 @pytest.mark.covers("slow rank named", runs="ranks")
+@pytest.mark.covers("slow rank named")
 def test_row_36_a_slow_rank_is_named(prefix, tmp_path):
     more = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"
     metrics = tmp_path / "metrics.jsonl"

@@ -25,7 +25,7 @@ from tests.functional_tests.planted_faults import on_microbatch, run_with, runni
 from tests.functional_tests.small_run import flags, write_tokens
 
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0 --global-batch-size 12"
-SOON = "--distributed-timeout-minutes 0.05"
+SOON = "--distributed-timeout-minutes 0.08"
 BEAT_SECONDS = 0.3
 HOST = socket.gethostname()
 
@@ -112,6 +112,7 @@ def lose(tmp_path, kind: str, more: str = ""):
     return codes[1], logs, save
 
 
+@pytest.mark.covers("dead or stuck rank named")
 def test_row_33_a_rank_that_holds_the_interpreter_is_named_and_its_stacks_are_written(tmp_path):
     code, logs, save = lose(tmp_path, "held interpreter", SOON)
     assert code is None, "it stands where it stood"
@@ -135,6 +136,7 @@ def test_row_33_a_rank_that_holds_the_interpreter_is_named_and_its_stacks_are_wr
         assert entries[-1]["profiling_name"] == "gloo:all_reduce"
 
 
+@pytest.mark.covers("dead or stuck rank named")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code", "told"),  # told: the rank's own words, None where it has none
@@ -181,6 +183,7 @@ def plant_in_save(rank: int) -> None:
         save_module.write_shard = dying
 
 
+@pytest.mark.covers("dead or stuck rank named")
 @pytest.mark.slow
 def test_row_33_a_death_while_the_others_wait_for_its_part_of_a_save_is_seen_at_once(tmp_path):
     """Ranks agree through the store then, not in a collective that fails."""

@@ -30,8 +30,8 @@ from megatron.hf.parts import MappedTensor
 from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
 
-#: Bytes that are read together: a checkpoint's digested blocks are read whole.
-GROUP_BYTES = 2 * BLOCK_BYTES
+#: Bytes that are read together: digested blocks are read whole, so each about one and a half times.
+GROUP_BYTES = BLOCK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

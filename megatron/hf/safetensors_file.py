@@ -44,12 +44,14 @@ class FoundTensor(NamedTuple):
     end: int
 
 
-def bands(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows that take about `PIECE_BYTES` each."""
+def bands(
+    shape: tuple[int, ...], itemsize: int, *, piece_bytes: int = PIECE_BYTES
+) -> Iterator[Box]:
+    """Cut a tensor into boxes of whole rows that take about `piece_bytes` each."""
     if not shape:
         yield Box((), ())
         return
-    rows = max(1, PIECE_BYTES // max(1, itemsize * math.prod(shape[1:])))
+    rows = max(1, piece_bytes // max(1, itemsize * math.prod(shape[1:])))
     rest = (0,) * (len(shape) - 1)
     for first in range(0, shape[0], rows):
         yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))

@@ -203,10 +203,10 @@ def _copies(
 
     from megatron.core.dist_checkpointing import TensorChunk
     from megatron.core.dist_checkpointing.shard_writer import as_bytes
-    from megatron.training.checkpoints.reading import row_boxes
+    from megatron.hf.safetensors_file import bands
 
     for _ in range(times):
-        for box in row_boxes(shape, reader.manifest.tensors[name].dtype, reader.manifest):
+        for box in bands(shape, dtype.itemsize, piece_bytes=reader.manifest.block_bytes):
             piece = torch.empty(box.sizes, dtype=dtype)
             where = {"shape": shape, "offsets": box.offsets, "replica_ranks": (0,)}
             reader.read([TensorChunk(name=name, tensor=piece, **where)])

@@ -196,7 +196,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     with CheckpointReader(tmp_path / "out" / "large" / "iter_0000000") as reader:
         size = sum(file.bytes for file in reader.manifest.files.values())
     assert size > 240_000_000
-    assert found < 100_000_000, found  # two digested blocks, read into a third one
+    assert found < 80_000_000, found
 
 
 @pytest.mark.covers("upcycled experts")

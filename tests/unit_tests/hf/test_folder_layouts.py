@@ -173,7 +173,7 @@ def check_stream(path: Path, out: Path) -> None:
     assert imported <= 64 * MB, imported
     assert exported <= 64 * MB, exported
     manifest = read_manifest(out / "checkpoints/iter_0000000")
-    assert bytes_read <= sum(file.bytes for file in manifest.files.values()) + 64 * MB
+    assert bytes_read <= 1.75 * sum(file.bytes for file in manifest.files.values())
     again = sum(file.stat().st_size for file in (out / "again").glob("*.safetensors"))
     assert abs(again - size) < 64 << 10
 

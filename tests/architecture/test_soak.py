@@ -61,6 +61,7 @@ def test_a_seed_is_a_kill_and_many_seeds_are_all_kinds_of_them():
         assert len(tenths) == 10
         assert max(tenths.values()) < 2 * min(tenths.values()), tenths
     assert all(k.how == "KILL" for k in kills if k.of_writer or k.of_machine)
+    assert 0.6 < sum(k.launcher for k in kills) / len(kills) < 0.8
     sync = [choose(f"7/1/{k}", ranks=2, asynchronous=False) for k in range(300)]
     assert not any(kill.of_writer for kill in sync)
 

@@ -78,6 +78,7 @@ class Kill:
         offset: when, as a part of the measured duration of a start, of the time between saves,
             of a save, or of what follows its manifest.
         delay: between two signals, as a part of the longest.
+        launcher: whether somebody tells survivors to end; else they find out by themselves.
     """
 
     victim: str
@@ -86,6 +87,7 @@ class Kill:
     skip: int
     offset: float
     delay: float
+    launcher: bool = True
 
     @property
     def of_writer(self) -> bool:
@@ -121,6 +123,7 @@ def choose(seed: str, *, ranks: int, asynchronous: bool) -> Kill:
         skip=draw.choice([0, 0, 1, 2]),
         offset=draw.random(),
         delay=draw.random(),
+        launcher=draw.random() < 0.7,
     )
     if kill.of_writer:  # it ignores SIGTERM, and is not there before the first step
         return replace(kill, how="KILL", moment="save")

@@ -259,7 +259,8 @@ class Job:
                 break
             time.sleep(0.002)
         time.sleep(LAUNCHER_SECONDS)
-        _send([p.pid for p in processes if p.exitcode is None], signal.SIGTERM)
+        if kill.launcher or kill.how == "TERM" or self._first_step is None:
+            _send([p.pid for p in processes if p.exitcode is None], signal.SIGTERM)
         outcomes = self._ranks.outcomes(timeout=GRACE_SECONDS)
         for process in processes:
             process.join(2.0)

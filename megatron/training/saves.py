@@ -24,11 +24,14 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.claim import see_claim
 from megatron.training.checkpoint_io import optimizer_chunks, run_extra, weight_chunks
-from megatron.training.errors import RunStopped
+from megatron.training.errors import PeerLost, RunStopped
 from megatron.training.exit_codes import ExitCode
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session
+
+#: How long a run that stops for a fault waits for the save that is under way, in seconds.
+LAST_WAIT_SECONDS = 60.0
 
 #: A wait for the save before that is worth a line, in seconds.
 LONG_SECONDS = 1.0
@@ -229,6 +232,11 @@ def saving(
     session.step.before_update = saver.settle
     try:
         yield saves(saver)
+    except RunStopped as stopped:
+        # All ranks stop here together: what they have begun to save before is worth a while.
+        lost = isinstance(stopped, PeerLost)
+        saver.abandon() if lost or not saver.wait(LAST_WAIT_SECONDS) else saver.close()
+        raise
     except BaseException:
         saver.abandon()
         raise

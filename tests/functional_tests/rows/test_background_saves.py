@@ -19,6 +19,7 @@ from tests.functional_tests.small_run import (
     digests,
     flags,
     losses,
+    run_here,
     run_on,
     timeless,
     write_tokens,
@@ -137,3 +138,23 @@ def test_row_10_no_space_in_the_background_goes_on_or_stops_as_asked(prefix, tmp
         # The last save is not the writer's: it is on disk when the run ends.
         assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000007"
         assert read_extra(tmp_path / "iter_0000007")["progress"]["failed_saves"] == 2
+
+
+def test_a_run_that_stops_for_bad_steps_completes_the_save_before(prefix, tmp_path, monkeypatch):
+    from megatron.core.models.gpt import GPTModel
+
+    whole, count = GPTModel.loss, [0]
+
+    def nan_from_the_third_step(self, *arguments, **named):
+        loss, nll = whole(self, *arguments, **named)
+        count[0] += 1
+        return loss * (float("nan") if count[0] > 4 else 1.0), nll
+
+    write = AsyncSaver._write
+    monkeypatch.setattr(
+        AsyncSaver, "_write", lambda self, name: (time.sleep(1), write(self, name))[1]
+    )
+    monkeypatch.setattr(GPTModel, "loss", nan_from_the_third_step)
+    more = "--global-batch-size 4 --max-consecutive-bad-steps 1 --save-interval 2 --eval-interval 0"
+    assert run_here(flags(prefix, f"{more} --async-save --save {tmp_path}")) == ExitCode.BAD_STEPS
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000002"

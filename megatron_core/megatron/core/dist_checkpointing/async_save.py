@@ -141,9 +141,12 @@ class AsyncSaver:
         """Wait until the state has been copied: call it before anything changes a tensor."""
         self.staging.settle()
 
-    def wait(self) -> None:
-        """Wait for the save that is under way, if one is, however it ends."""
-        self._idle.wait()
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for the save that is under way, if one is, however it ends.
+
+        Returns whether none is under way any more.
+        """
+        return self._idle.wait(timeout_seconds)
 
     def finished(self) -> list[SaveReport]:
         """Return what became of saves since this was last asked."""

@@ -327,7 +327,6 @@ def test_a_short_soak_loses_nothing(tmp_path):
     [
         ("resume_reads_a_batch_twice", "inexact"),
         ("makes_room_first", "lost"),
-        ("named_before_it_is_whole", "lost"),
         ("manifest_is_not_synced", "lost"),
     ],
 )

@@ -81,15 +81,10 @@ class Saves:
                     "--save-interval"
                 )
             self.poll(progress)
-            try:
-                self._see_claim()
-            except CheckpointError as error:
-                self._failed(progress, progress.iteration, str(error))
-            else:
-                self._session.step.engine.complete_weights()
-                self._saver.save(progress.iteration, self._extra(progress))
-                blocked = time.perf_counter() - start
-                self._metrics.write("save", progress.iteration, {"blocked_seconds": blocked})
+            self._session.step.engine.complete_weights()
+            self._saver.save(progress.iteration, self._extra(progress))
+            blocked = time.perf_counter() - start
+            self._metrics.write("save", progress.iteration, {"blocked_seconds": blocked})
         self._stop_on_failure()
 
     def finish(self, progress: Progress) -> None:
@@ -223,6 +218,7 @@ def saving(
         held_chunks(session),
         coordinator=place.background,
         keep=kept(session),
+        claimed=True,
         on_commit=place.restarts.saved,
     )
     say(

@@ -78,6 +78,7 @@ class AsyncSaver:
         coordinator: connects the ranks; used by a thread of this saver, and by nobody else.
         block_bytes: bytes under one digest, a multiple of 16.
         keep: what `prune_checkpoints` is to keep after each save; None removes nothing.
+        claimed: the run has a `SaveFolderClaim` on `root`; a save fails if that is gone.
         on_commit: called on every rank, by a thread of this saver, when a checkpoint is there.
         timeout_seconds: after which a writer process that gives no answer is killed.
 
@@ -93,6 +94,7 @@ class AsyncSaver:
         coordinator: Coordinator,
         block_bytes: int = BLOCK_BYTES,
         keep: Mapping[str, Any] | None = None,
+        claimed: bool = False,
         on_commit: Callable[[], object] = lambda: None,
         timeout_seconds: float = 3600.0,
     ) -> None:
@@ -100,6 +102,7 @@ class AsyncSaver:
             raise ValueError(f"{unready} comes in pieces: save it with save_checkpoint")
         self._root, self._coordinator = Path(root), coordinator
         self._block_bytes, self._keep, self._on_commit = block_bytes, keep, on_commit
+        self._claimed = claimed
         plan = plan_shard(chunks, coordinator.rank)
         self._shard = (plan.file, len(plan.header), [chunk.end for chunk in plan.chunks])
         self._plan = json.dumps(encode_plan(plan), separators=(",", ":"))
@@ -247,7 +250,9 @@ class AsyncSaver:
             plans = [new or old for new, old in zip(told, known, strict=True)]
             self.writer.call("plans", texts=plans)
             self._plans = plans
-        opened = self.writer.call("open", iteration=job.iteration, name=temporary)
+        opened = self.writer.call(
+            "open", iteration=job.iteration, name=temporary, claimed=self._claimed
+        )
         return {"name": temporary, **opened}
 
     def _write(self, name: str) -> str:

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron.core.dist_checkpointing.claim import see_claim
 from megatron.core.dist_checkpointing.commit import (
     checkpoint_folder,
     open_temporary,
@@ -126,8 +127,10 @@ class Writer:
         check_coverage(group_by_tensor([c for plan in plans for c in decode_chunks(plan)]))
         self._plans = plans
 
-    def open(self, iteration: int, name: str) -> dict[str, str]:
+    def open(self, iteration: int, name: str, *, claimed: bool) -> dict[str, str]:
         """Create the temporary folder `name`; answer with why not if the step is there already."""
+        if claimed:
+            see_claim(self._root)
         folder = checkpoint_folder(self._root, iteration)
         if folder.is_dir():
             return {"exists": f"{folder} exists already{damage_of(folder)}; it is not saved again"}

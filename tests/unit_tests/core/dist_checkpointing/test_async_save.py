@@ -18,6 +18,7 @@ import torch
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointReader,
+    SaveFolderClaim,
     SaveReport,
     Solo,
     TensorChunk,
@@ -184,6 +185,20 @@ def test_a_step_that_has_been_saved_is_left_as_it_is(tmp_path):
         (line,) = outcome(saver).lines
         assert line.endswith("iter_0000001 exists already and is kept; it is not saved again")
     assert read(tmp_path / "iter_0000001", {"a": tensor})["a"].tolist() == [0.0] * 3
+
+
+def test_a_claimed_folder_that_has_gone_is_not_made_anew(tmp_path):
+    root = tmp_path / "root"
+    with (
+        SaveFolderClaim(root),
+        saver_of(root, whole({"a": torch.ones(3)}), claimed=True) as saver,
+    ):
+        saver.save(1, {})
+        assert outcome(saver).error is None
+        root.rename(tmp_path / "away")
+        saver.save(2, {})
+        assert "is no longer the folder that this run claimed" in outcome(saver).error
+        assert not root.exists()
 
 
 def test_older_checkpoints_are_removed_behind_each_save(tmp_path):

@@ -28,7 +28,7 @@ def resume_reads_a_batch_twice(rank: int) -> None:
 
 
 def named_before_it_is_whole(rank: int) -> None:
-    """Give a folder its name, and write the manifest then: milliseconds that not every soak hits."""
+    """Give a folder its name, and write the manifest then: not every soak hits the milliseconds."""
 
     def publish(temporary: Path, manifest: Manifest) -> Path:
         folder = commit.checkpoint_folder(temporary.parent, manifest.iteration)

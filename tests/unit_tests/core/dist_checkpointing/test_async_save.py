@@ -304,6 +304,7 @@ def test_a_writer_ends_with_its_trainer_and_commits_nothing(tmp_path):
         ranks.wait_for_line(0, "writer ", timeout=30)
         pid = int(ranks.log(0).split("writer ")[1].split()[0])
         ranks.kill(0, signal.SIGKILL)
+        ranks.processes[0].join(10)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)  # were it still there, it would go on
         deadline = time.monotonic() + 5.0

@@ -135,19 +135,26 @@ def join_run(
         stop=stop,
         restarts=restarts,
         attempt=launch.attempt,
-        background=_background(run, launch, seconds),
+        background=_background(run, launch, seconds, watch),
     )
     # Only after a good end: with a dead peer, leaving would wait for it.
     dist.destroy_process_group()
     watch.close()
 
 
-def _background(run: Run, launch: Launch, seconds: float) -> Coordinator | None:
+def _background(run: Run, launch: Launch, seconds: float, watch: PeerWatch) -> Coordinator | None:
     """Return how ranks agree on saves in the background: through a client of its own."""
     if not run.config.checkpoint.async_save:
         return None
     store = dist.PrefixStore("background", launch.open_store(timeout_seconds=seconds))
-    return StoreCoordinator(store, launch.rank, launch.world_size, timeout_seconds=seconds)
+    return StoreCoordinator(
+        store,
+        launch.rank,
+        launch.world_size,
+        timeout_seconds=seconds,
+        # the trainer may be waiting for this save; then it is the save that has to notice
+        missed=partial(_see_alive, watch),
+    )
 
 
 def _meet(launch: Launch, device: torch.device, seconds: float) -> None:

@@ -52,6 +52,17 @@ PRELOAD = (
     "pytest",
     "tests.support.ranks",
     "megatron.core.models.gpt",
+    # torch imports its compiler when it is told to be deterministic, or not to be.
+    "torch._dynamo",
+    "torch._inductor",
+    "megatron.training.pretrain_gpt",
+    "megatron.training.pretraining",
+    "megatron.training.run_groups",
+    "megatron.training.options.help_pages",
+    "megatron.training.failures.restart",
+    "megatron.training.failures.stack_dump",
+    "megatron.core.datasets.indexed_writer",
+    "tests.functional_tests.small_run",
 )
 
 #: How long after the first failure the other ranks may still report theirs, in seconds.

@@ -19,7 +19,10 @@ EXPERTS = (
     "more",
     [
         f"{CUT} --bf16 --optimizer muon",
-        f"{EXPERTS} --use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce",
+        pytest.param(
+            f"{EXPERTS} --use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
         pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("--context-parallel-size 2 --seq-length 24", marks=pytest.mark.slow),

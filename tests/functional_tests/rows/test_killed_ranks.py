@@ -69,10 +69,7 @@ def go_on(argv: list[str], save: Path, whole: Path) -> str:
 @pytest.mark.covers("killed and resumed to the same bits", runs="loads ranks")
 @pytest.mark.parametrize(
     "step",
-    [
-        step if step in (2, 5) else pytest.param(step, marks=pytest.mark.slow)
-        for step in range(1, 7)
-    ],
+    [step if step == 2 else pytest.param(step, marks=pytest.mark.slow) for step in range(1, 7)],
 )
 def test_row_1_a_rank_killed_in_any_step_costs_what_was_not_saved(prefix, tmp_path, whole, step):
     save = tmp_path / "cut"
@@ -141,10 +138,10 @@ def plant_kill_in_save(moment: float, rank: int) -> None:
 
 
 def moments() -> list[object]:
-    """Return twenty moments, each chosen evenly from its twentieth; three are fast tests."""
+    """Return twenty moments, each chosen evenly from its twentieth; two are fast tests."""
     chosen = random.Random(8)
     found = [(i + chosen.random()) / 20 for i in range(20)]
-    fast = (3, 12, 19)
+    fast = (3, 19)
     return [
         pytest.param(moment, marks=() if i in fast else pytest.mark.slow, id=f"{moment:.3f}")
         for i, moment in enumerate(found)

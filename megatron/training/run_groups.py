@@ -25,6 +25,9 @@ from megatron.training.failures.restart import RestartNote
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.launch import Launch
 
+#: How long ranks wait for one another at least in a save in the background, in seconds.
+BACKGROUND_SECONDS = 3600.0
+
 #: How long to look for the rank to blame after a collective has failed.
 DIAGNOSIS_SECONDS = 5.0
 
@@ -151,7 +154,8 @@ def _background(run: Run, launch: Launch, seconds: float, watch: PeerWatch) -> C
         store,
         launch.rank,
         launch.world_size,
-        timeout_seconds=seconds,
+        # a shard may take long to write, and nobody waits for it in a collective
+        timeout_seconds=max(seconds, BACKGROUND_SECONDS),
         # the trainer may be waiting for this save; then it is the save that has to notice
         missed=partial(_see_alive, watch),
     )

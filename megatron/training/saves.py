@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
     TensorChunk,
+    checkpoint_folder,
     prune_checkpoints,
     save_checkpoint,
 )
@@ -32,6 +33,10 @@ from megatron.training.session import Session
 
 #: How long a run that stops for a fault waits for the save that is under way, in seconds.
 LAST_WAIT_SECONDS = 60.0
+
+#: How long a writer process may give no sign of life, in seconds; at most half the time that ranks
+#: wait for each other.
+SILENT_SECONDS = 120.0
 
 #: A wait for the save before that is worth a line, in seconds.
 LONG_SECONDS = 1.0
@@ -74,12 +79,12 @@ class Saves:
             self._write(progress)
         else:
             start = time.perf_counter()
-            self.wait()
-            if (waited := time.perf_counter() - start) > LONG_SECONDS:
+            if not self._saver.wait(LONG_SECONDS):
                 self._say(
-                    f"waited {waited:.1f} s for the save before this one: saves take longer than "
-                    "--save-interval"
+                    f"iteration {progress.iteration} is to be saved, but the save before it is "
+                    "still under way: waiting for it, as saves take longer than --save-interval"
                 )
+                self.wait()
             self.poll(progress)
             self._session.step.engine.complete_weights()
             self._saver.save(progress.iteration, self._extra(progress))
@@ -114,7 +119,8 @@ class Saves:
                 continue
             self._session.place.stop.note("save", report.seconds)
             self._metrics.write("save", report.iteration, {"seconds": report.seconds})
-            self._say(f"saved {report.folder} in the background within {report.seconds:.1f} s")
+            if report.written:
+                self._say(f"saved {report.folder} in the background within {report.seconds:.1f} s")
 
     def _write(self, progress: Progress, *, last: bool = False) -> None:
         """Save at once."""
@@ -123,6 +129,7 @@ class Saves:
         start = time.perf_counter()
         try:
             self._see_claim()
+            was_there = checkpoint_folder(self._root, progress.iteration).is_dir()
             folder = save_checkpoint(
                 self._root,
                 progress.iteration,
@@ -138,7 +145,8 @@ class Saves:
             return
         place.stop.note("save", time.perf_counter() - start)
         place.restarts.saved()
-        self._say(f"saved {folder}")
+        if not was_there:
+            self._say(f"saved {folder}")
         if place.coordinator.rank == 0 and (keep := kept(self._session)) is not None:
             prune_checkpoints(self._root, say=place.coordinator.say, **keep)
 
@@ -169,9 +177,10 @@ class Saves:
         self._failure = text
         count = progress.failed_saves
         self._metrics.write("save", iteration, {"failed_saves": float(count)})
+        goes_on = "; the next save is tried at --save-interval"
         self._say(
-            f"WARNING: saving at iteration {iteration} failed ({count} so far): {text}; the next "
-            "save is tried at --save-interval"
+            f"WARNING: saving at iteration {iteration} failed ({count} so far): {text}"
+            f"{goes_on if self._on_failure == 'continue' else ''}"
         )
 
     def _stop_on_failure(self) -> None:
@@ -213,12 +222,14 @@ def saving(
         yield saves(None)
         return
     assert place.background is not None
+    minutes = session.run.config.parallel.distributed_timeout_minutes
     saver = AsyncSaver(
         Path(chosen.save),
         held_chunks(session),
         coordinator=place.background,
         keep=kept(session),
         claimed=True,
+        timeout_seconds=min(SILENT_SECONDS, 30.0 * minutes),
         on_commit=place.restarts.saved,
     )
     say(

@@ -111,6 +111,20 @@ def test_row_4_a_writer_that_is_killed_costs_a_checkpoint_and_no_step(prefix, tm
     assert list(save.glob("*.tmp-*")) == []
 
 
+@pytest.mark.slow
+def test_row_4_a_writer_that_hangs_is_ended_and_training_goes_on(prefix, tmp_path, whole):
+    save = tmp_path / "save"
+    more = f"{EIGHT} --async-save --save {save} --distributed-timeout-minutes 0.3"
+    found, logs = run_with(plant_hold, flags(prefix, more))
+    assert [o.exit_code for o in found] == [0, 0], logs
+    text = "".join(logs)
+    assert "iteration 6 is to be saved, but the save before it is still under way" in text
+    assert "saving at iteration 4 failed (1 so far): rank 1: the writer process " in text
+    assert "gave no sign of life for 9 s in 'write' and was ended" in text
+    assert digests(save / "iter_0000006") == digests(whole / "iter_0000006")
+    assert digests(save / "iter_0000008") == digests(whole / "iter_0000008")
+
+
 def plant_small_disk(rank: int) -> None:
     """From its second shard on rank 0's writer may write small files only."""
 

@@ -50,6 +50,7 @@ class SaveReport:
         folder: where it is, or would be.
         error: why it failed; None if it did not.
         lines: what else to tell the user.
+        written: whether there is a new checkpoint; else it failed or the step was there already.
         seconds: from its begin to its commit.
     """
 
@@ -57,6 +58,7 @@ class SaveReport:
     folder: Path
     error: str | None
     lines: tuple[str, ...]
+    written: bool
     seconds: float
 
 
@@ -80,7 +82,7 @@ class AsyncSaver:
         keep: what `prune_checkpoints` is to keep after each save; None removes nothing.
         claimed: the run has a `SaveFolderClaim` on `root`; a save fails if that is gone.
         on_commit: called on every rank, by a thread of this saver, when a checkpoint is there.
-        timeout_seconds: after which a writer process that gives no answer is killed.
+        timeout_seconds: after which a writer process that gives no sign of life is killed.
 
     Raises:
         ValueError: chunks that cannot be saved.
@@ -96,7 +98,7 @@ class AsyncSaver:
         keep: Mapping[str, Any] | None = None,
         claimed: bool = False,
         on_commit: Callable[[], object] = lambda: None,
-        timeout_seconds: float = 3600.0,
+        timeout_seconds: float = 120.0,
     ) -> None:
         if unready := next((c.name for c in chunks if c.pieces is not None), None):
             raise ValueError(f"{unready} comes in pieces: save it with save_checkpoint")
@@ -187,34 +189,45 @@ class AsyncSaver:
     def _carry_out(self, job: _Job) -> SaveReport:
         """Save, and say how it went."""
         folder = checkpoint_folder(self._root, job.iteration)
-        lines, error = [], None
+        lines: list[str] = []
+        error, written = None, False
         try:
-            self.staging.carry_out()
-            lines = self._save(job, folder)
-            self._on_commit()
+            written = self._save(job, folder, lines)
         except CheckpointError as failed:
             error = str(failed)
         except Exception as failed:  # never fatal for the run, whatever it is
             error = describe(failed)
+        finally:
+            self.staging.release()
         return SaveReport(
             iteration=job.iteration,
             folder=folder,
             error=error,
             lines=tuple(lines),
+            written=written,
             seconds=time.perf_counter() - job.begun,
         )
 
-    def _save(self, job: _Job, folder: Path) -> list[str]:
-        """Agree, write and commit; return what to tell the user. Raises CheckpointError."""
+    def _save(self, job: _Job, folder: Path, lines: list[str]) -> bool:
+        """Agree, write and commit; return whether there is a new checkpoint.
+
+        Args:
+            lines: take what to tell the user.
+
+        Raises:
+            CheckpointError: on all ranks alike.
+        """
         ranks = self._coordinator
         temporary = temporary_folder(folder).name
         ranks.begin(f"saving {folder.name}")
-        opened = ranks.agree("plan", self._tell_plan, lambda told: self._open(told, job, temporary))
+        opened = ranks.agree("plan", self._begin, lambda told: self._open(told, job, temporary))
         self._told = True
+        lines += opened["notes"]
         if "exists" in opened:
-            return [opened["exists"]]
+            lines.append(opened["exists"])
+            return False
         try:
-            return ranks.agree(
+            ranks.agree(
                 "write",
                 lambda: self._write(opened["name"]),
                 lambda written: self._commit(job, temporary, written),
@@ -224,11 +237,23 @@ class AsyncSaver:
                 # If only the tracker failed, this has its final name by now and stays.
                 shutil.rmtree(self._root / temporary, ignore_errors=True)
             raise
+        try:
+            self._on_commit()
+            if ranks.rank == 0 and self._keep is not None:
+                for line in self.writer.call("prune", keep=self._keep):
+                    ranks.say(line)
+        except Exception as error:  # the checkpoint is there all the same
+            lines.append(f"{folder.name} is saved, but: {describe(error)}")
+        return True
 
-    def _tell_plan(self) -> str:
-        """Return this rank's plan, or nothing if rank 0 has it from an earlier save."""
+    def _begin(self) -> list[str]:
+        """Complete the copy; return this rank's plan, or nothing if rank 0 has it from an earlier
+        save, and what is to be told of its writer."""
+        self.staging.carry_out()
+        lost = self.writer.end_of_last()
         self._ensure_writer()
-        return "" if self._told else self._plan
+        note = "" if lost is None else f"rank {self._coordinator.rank}: {lost}; there is a new one"
+        return ["" if self._told else self._plan, note]
 
     def _ensure_writer(self) -> None:
         """See that there is a writer that knows this rank's shard and, on rank 0, all plans."""
@@ -243,17 +268,17 @@ class AsyncSaver:
             self.writer.close()
             raise
 
-    def _open(self, told: list[str], job: _Job, temporary: str) -> dict[str, str]:
+    def _open(self, told: list[list[str]], job: _Job, temporary: str) -> dict[str, Any]:
         """Compare the plans if they are new, and make the temporary folder; on rank 0."""
-        if any(told):
+        if any(plan for plan, _ in told):
             known = self._plans or [""] * len(told)
-            plans = [new or old for new, old in zip(told, known, strict=True)]
+            plans = [new or old for (new, _), old in zip(told, known, strict=True)]
             self.writer.call("plans", texts=plans)
             self._plans = plans
         opened = self.writer.call(
             "open", iteration=job.iteration, name=temporary, claimed=self._claimed
         )
-        return {"name": temporary, **opened}
+        return {"name": temporary, "notes": [note for _, note in told if note], **opened}
 
     def _write(self, name: str) -> str:
         """Write this rank's shard."""
@@ -263,14 +288,13 @@ class AsyncSaver:
         path = str(self._root / name / file)
         return self.writer.call("write", path=path, block_bytes=self._block_bytes)
 
-    def _commit(self, job: _Job, temporary: str, written: list[str]) -> list[str]:
+    def _commit(self, job: _Job, temporary: str, written: list[str]) -> None:
         """Make the checkpoint appear; on rank 0."""
-        return self.writer.call(
+        self.writer.call(
             "commit",
             temporary=temporary,
             iteration=job.iteration,
             written=written,
             block_bytes=self._block_bytes,
             extra=job.extra,
-            keep=self._keep,
         )

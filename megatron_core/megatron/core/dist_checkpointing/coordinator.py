@@ -28,7 +28,8 @@ from megatron.core.dist_checkpointing.say import print_to_stderr
 PIECE_BYTES = 4 << 20
 
 #: How long to wait for a rank before asking what has become of it, again and again, in seconds.
-SLICE_SECONDS = 1.0
+#: At first; then twice as long each time, up to the latter.
+SLICE_SECONDS, MOST_SLICE_SECONDS = 1.0, 30.0
 
 Decide = Callable[[list[Any]], Any]
 
@@ -215,13 +216,15 @@ class StoreCoordinator(Coordinator):
         """Return whether `key`, which is written by rank `of`, appeared in time."""
         if self._store.check([key]):
             return True
-        deadline = time.monotonic() + max(seconds, 0.001)
+        deadline, piece = time.monotonic() + max(seconds, 0.001), SLICE_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             try:
-                self._store.wait([key], timedelta(seconds=max(min(left, SLICE_SECONDS), 0.001)))
+                self._store.wait([key], timedelta(seconds=max(min(left, piece), 0.001)))
                 return True
             except dist.DistStoreError:
                 self._missed(of)
+            # torch prints two lines for each wait that ends without an answer.
+            piece = min(2.0 * piece, MOST_SLICE_SECONDS)
         return False
 
     def _put(self, key: str, message: Any) -> list[str]:

@@ -48,8 +48,14 @@ class Staging:
     def __init__(self, plan: ShardPlan) -> None:
         self.bytes, self._header_bytes = plan.total_bytes, len(plan.header)
         self.fd = _shared_memory()
-        os.ftruncate(self.fd, self.bytes)
-        self._map = mmap.mmap(self.fd, self.bytes)
+        try:
+            os.ftruncate(self.fd, self.bytes)
+            self._map = mmap.mmap(self.fd, self.bytes)
+        except OSError as error:
+            raise ValueError(
+                f"saving in the background needs {self.bytes} bytes of shared memory, which the "
+                f"machine refuses ({error.strerror}): raise its limits, or save at once"
+            ) from error
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         os.pwrite(self.fd, plan.header, 0)
         devices = {chunk.tensor.device for chunk in plan.held} - {torch.device("cpu")}
@@ -92,6 +98,10 @@ class Staging:
             self._settled.set()
         if self._on_gpu:
             self._copied.synchronize()
+
+    def release(self) -> None:
+        """Hold nobody up any longer, whatever became of the copy."""
+        self._settled.set()
 
     def settle(self) -> None:
         """Return when the tensors may change: on a GPU, by work that is put on the current stream

@@ -28,7 +28,7 @@ class WriterProcess:
     Args:
         memory_fd: shared memory that holds the shard.
         root: folder of all checkpoints.
-        timeout_seconds: after which a writer that gives no answer is killed.
+        timeout_seconds: after which a writer that gives no sign of life is killed.
         niceness: how far it steps back behind the trainer, 0 to 19.
     """
 
@@ -99,13 +99,14 @@ class WriterProcess:
         assert self._end is not None
         self._end.settimeout(seconds)
         try:
-            answer = receive(self._end)
+            while "beat" in (answer := receive(self._end)):
+                pass  # a slow disk is no dead one
         except TimeoutError:
             pid = self.pid
             self.close()
             raise CheckpointError(
-                f"the writer process {pid} gave no answer to {do!r} within {seconds:g} s and was "
-                "ended"
+                f"the writer process {pid} gave no sign of life for {seconds:g} s in {do!r} and "
+                "was ended"
             ) from None
         except (OSError, EOFError):
             raise CheckpointError(self._death(do)) from None
@@ -113,8 +114,14 @@ class WriterProcess:
             raise CheckpointError(answer["error"])
         return answer["value"]
 
-    def _death(self, do: str) -> str:
-        """Say how the writer ended."""
+    def end_of_last(self) -> str | None:
+        """Say how the writer ended if it has since its last order; None if it has not."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        return self._death(None)
+
+    def _death(self, do: str | None) -> str:
+        """Say how the writer ended, during an order or between two."""
         assert self._process is not None
         pid, code = self._process.pid, self._process.wait()
         self.close()
@@ -122,7 +129,8 @@ class WriterProcess:
         if code < 0:
             with contextlib.suppress(ValueError):
                 how = f"by {signal.Signals(-code).name}"
-        return f"the writer process {pid} was ended {how} during {do!r}"
+        when = "between saves" if do is None else f"during {do!r}"
+        return f"the writer process {pid} was ended {how} {when}"
 
     def kill(self) -> None:
         """End the writer at once and for good, from any thread: the order under way fails."""
@@ -140,5 +148,6 @@ class WriterProcess:
                 self._process.wait(0.0 if self._process.poll() is not None else 1.0)
             if self._process.poll() is None:
                 self._process.kill()
-                self._process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(5.0)  # one that hangs in the kernel ends when that lets go
             self._process = None

@@ -6,13 +6,14 @@ shard as it shall lie on disk, orders through a socket as JSON. It starts in mil
 low priority, and ends with its trainer, however that ends, so that no save is finished by an orphan
 while another run has begun on the same folder.
 
-Orders, each answered with {"value": ...} or {"error": text}:
+Orders, each answered with {"value": ...} or {"error": text}, after any number of {"beat": true}:
 
     shard   how the bytes in shared memory are cut into header and chunks
     plans   the shards of all ranks, compared with each other            (rank 0)
     open    make the temporary folder; null if the step has been saved   (rank 0)
     write   write this rank's shard durably, return its digests as JSON text
-    commit  manifest, rename, tracker, retention; returns lines to log   (rank 0)
+    commit  manifest, rename, tracker                                    (rank 0)
+    prune   retention; returns lines to log                              (rank 0)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -52,6 +54,9 @@ from megatron.core.dist_checkpointing.shard_records import (
 )
 from megatron.core.dist_checkpointing.stream import PIECE_BYTES, BlockDigester, Output
 from megatron.core.dist_checkpointing.verify import damage_of
+
+#: Time between two signs of life during long work, in seconds.
+BEAT_SECONDS = 1.0
 
 _LENGTH = struct.Struct("<Q")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -89,10 +94,11 @@ class Writer:
     Args:
         memory_fd: shared memory with the shard, whose layout the order `shard` tells.
         root: folder of all checkpoints.
+        beat: called now and then during long work, as a sign of life.
     """
 
-    def __init__(self, memory_fd: int, root: Path) -> None:
-        self._memory_fd, self._root = memory_fd, root
+    def __init__(self, memory_fd: int, root: Path, beat: Callable[[], None]) -> None:
+        self._memory_fd, self._root, self._beat = memory_fd, root, beat
         self._ends: list[int] = []
         self._begin = self._total = 0
         self._memory: mmap.mmap | None = None
@@ -106,6 +112,7 @@ class Writer:
             "open": self.open,
             "write": self.write,
             "commit": self.commit,
+            "prune": self.prune,
         }
         return orders[order["do"]](**order["with"])
 
@@ -167,6 +174,7 @@ class Writer:
                 digester.update(data[at:upto])
                 if upto - output.position >= PIECE_BYTES:
                     output.write(data[output.position : upto])
+                    self._beat()
             found.append(digester.finish())
             begin = end
         output.write(data[output.position :])
@@ -180,9 +188,8 @@ class Writer:
         written: list[str],
         block_bytes: int,
         extra: str,
-        keep: Mapping[str, Any] | None,
-    ) -> list[str]:
-        """Make the checkpoint appear and the tracker name it; then remove what is not kept."""
+    ) -> None:
+        """Make the checkpoint appear and the tracker name it."""
         files, tensors = stored_tables(self._plans, [json.loads(text) for text in written])
         publish(
             self._root / temporary,
@@ -197,9 +204,11 @@ class Writer:
             ),
         )
         write_tracker(self._root, iteration)
+
+    def prune(self, keep: Mapping[str, Any]) -> list[str]:
+        """Remove what is not kept; return lines to log."""
         lines: list[str] = []
-        if keep is not None:
-            prune_checkpoints(self._root, say=lines.append, **keep)
+        prune_checkpoints(self._root, say=lines.append, **keep)
         return lines
 
 
@@ -220,8 +229,15 @@ def step_back(niceness: int) -> None:
 def main(socket_fd: int, memory_fd: int, root: str, *, niceness: int) -> None:
     """Carry out orders until the trainer is gone."""
     step_back(niceness)
-    writer = Writer(memory_fd, Path(root))
     end = socket.socket(fileno=socket_fd)
+    last = [0.0]
+
+    def beat() -> None:
+        if time.monotonic() - last[0] > BEAT_SECONDS:
+            last[0] = time.monotonic()
+            send(end, {"beat": True})
+
+    writer = Writer(memory_fd, Path(root), beat)
     with end, contextlib.suppress(EOFError, ConnectionError):
         send(end, {"value": os.getpid()})
         while True:

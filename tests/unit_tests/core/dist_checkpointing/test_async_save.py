@@ -167,7 +167,7 @@ def test_a_writer_without_an_answer_is_ended(tmp_path):
     with saver_of(tmp_path, whole({"a": torch.randn(9)}), timeout_seconds=1.5) as saver:
         os.kill(saver.writer.pid, signal.SIGSTOP)
         saver.save(1, {})
-        assert "gave no answer to 'plans' within 1.5 s and was ended" in outcome(saver).error
+        assert "gave no sign of life for 1.5 s in 'plans' and was ended" in outcome(saver).error
         saver.save(2, {})
         assert outcome(saver).error is None
 
@@ -286,6 +286,44 @@ def test_ranks_write_their_parts_once_and_fail_together(tmp_path):
     found = read(tmp_path / "iter_0000005", tensors)
     assert all(same_bits(found[name], tensors[name]) for name in tensors)
     verify_checkpoint(tmp_path / "iter_0000005")
+
+
+def test_a_copy_that_fails_on_one_rank_costs_one_save(tmp_path):
+    def work(rank: int, coordinator: Any) -> list[SaveReport]:
+        chunks, _ = halves(rank)
+        found = []
+        with saver_of(tmp_path, chunks, coordinator=coordinator) as saver:
+            for iteration in (1, 2, 3):
+                if (rank, iteration) == (1, 1):
+                    copy = saver.staging.carry_out
+                    saver.staging.carry_out = fail
+                saver.save(iteration, {})
+                saver.settle()
+                found.append(outcome(saver))
+                if (rank, iteration) == (1, 1):
+                    saver.staging.carry_out = copy
+        return found
+
+    def fail() -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    for reports in on_threads(2, work):
+        assert [report.written for report in reports] == [False, True, True]
+        assert "rank 1: Cannot allocate memory" in reports[0].error
+
+
+def test_a_writer_that_died_between_saves_is_told_of(tmp_path):
+    with saver_of(tmp_path, whole({"a": torch.ones(3)})) as saver:
+        pid = saver.writer.pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        saver.save(1, {})
+        report = outcome(saver)
+    assert report.error is None
+    (line,) = report.lines
+    assert line == (
+        f"rank 0: the writer process {pid} was ended by SIGKILL between saves; there is a new one"
+    )
 
 
 def hold_a_save(rank: int, world: int, root: str) -> None:

@@ -357,5 +357,11 @@ def _planted(config: Config, world_size: int) -> Iterator[str]:
             f"--plant-fault {planted.text}: there is no rank {planted.rank} in a world of "
             f"{world_size}: name another"
         )
+    length = config.training.train_iters
+    if length is not None and planted.iteration > length:
+        yield (
+            f"--plant-fault {planted.text}: the run ends at iteration {length}, before the fault: "
+            "name an earlier one"
+        )
     if config.cuda_graphs.cuda_graph_impl != "none":
         yield "--plant-fault does not reach into a CUDA graph: leave out --cuda-graph-impl"

@@ -4,16 +4,21 @@
 python -m pytest tests -m "covers and not gpu" --status-out build/status.json
 python -m tools.write_status build/status.json
 
-Several files may be given, of parts of the tests; of a test in more than one the last counts.
+Several files may be given, of parts of the tests; of a test in more than one the last counts. A
+page from fewer than half of the tests that the present one is from needs --partial.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.status_claims import Claimed, claimed_in
 from tests.support.status_record import covered
 from tests.support.status_rows import (
     CLAIMS,
@@ -27,12 +32,14 @@ from tests.support.status_rows import (
     reason,
 )
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "status.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "status.md"
 
 Covered = Mapping[str, tuple[bool, Mapping[str, Sequence[Ran]]]]
 Cell = tuple[str, str, str]
 
 CHANGES, NIGHTS, NEVER, EMPTY = "✓", "n", "–", ""
+MISSING, IDLE = "not run or not passed", "passed, with no step of its own that fits"
 
 _INTRODUCTION = """\
 <!-- SPDX-License-Identifier: Apache-2.0 -->
@@ -47,7 +54,7 @@ strategy and what it was made of, and it counts if the test passes that says wha
 |---|---|
 | ✓ | a test of every change (`make test`) |
 | n | only a test of every night (`make test-all`) |
-| | no test: listed below each table |
+| | no test, or none that has run and passed: listed below each table |
 | – | cannot be: the reasons are [below](#what-cannot-be) |
 
 A step counts in every column that holds of its grid: one on tp 2 x cp 2 in `tp`, `cp` and `tp cp`.
@@ -58,6 +65,73 @@ steps were made of in tests that compare the numbers of training. A cell says th
 met in a test, not that every two features of a column did. Layers, kernels, files and failures that
 need no training have tests of their own, which are not here.
 """
+
+
+def test_of(nodeid: str) -> str:
+    """Return the name of a test without its parameters."""
+    return nodeid.split("[")[0]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a page is written from.
+
+    Args:
+        tests: the tests that passed, with what they covered.
+        failed: node ids of tests that failed or were skipped.
+        claimed: what the tests of the tree claim.
+    """
+
+    tests: Covered
+    failed: frozenset[str]
+    claimed: Claimed
+
+    def passed(self) -> dict[str, bool]:
+        """Return the tests that passed, and whether all their cases that did are slow."""
+        found: dict[str, bool] = {}
+        for nodeid, (slow, _) in self.tests.items():
+            found[test_of(nodeid)] = found.get(test_of(nodeid), True) and slow
+        return found
+
+    def missing(self, claim: str | None = None) -> list[str]:
+        """Return the tests that are marked (with a claim) and did not run or pass at all."""
+        passed = {(test_of(nodeid), c) for nodeid, (_, cs) in self.tests.items() for c in cs}
+        return sorted({t for t, c in self.claimed - passed if claim is None or claim == c})
+
+    def note(self, claim: str) -> str:
+        """Return what to add to the empty cells of a claim: how many of its tests are missing."""
+        asked = {test for test, c in self.claimed if c == claim}
+        if not (missing := len(self.missing(claim))):
+            return ""
+        return f" ({missing} of its {len(asked)} tests {MISSING})"
+
+
+def of_the_tree(tests: Covered, failed: Iterable[str], claimed: Claimed) -> tuple[Results, list]:
+    """Return what is about tests and claims that the tree has, and a line for each other one."""
+    names, gone, kept = {test for test, _ in claimed}, [], {}
+    for nodeid, (slow, claims) in tests.items():
+        name = test_of(nodeid)
+        gone += [f"{nodeid}: the tree has no such test or mark"] if name not in names else []
+        old = sorted(c for c in claims if (name, c) not in claimed) if name in names else []
+        gone += [f"{nodeid}: it claims {c!r} no more" for c in old]
+        if left := {c: rans for c, rans in claims.items() if (name, c) in claimed}:
+            kept[nodeid] = (slow, left)
+    still = frozenset(nodeid for nodeid in failed if test_of(nodeid) in names)
+    return Results(kept, still, claimed), gone
+
+
+def _head(results: Results) -> Iterator[str]:
+    passed, missing = results.passed(), len(_not_run(results))
+    marked = {test for test, _ in results.claimed}
+    yield f"Written from {len(passed)} tests, {sum(passed.values())} of them slow. The tree has"
+    yield f"{len(marked)} that are marked with a claim; {missing} did not run or did not pass"
+    yield "([which](#not-run)): cells that only they fill are empty. A test with parameters is one."
+
+
+def _not_run(results: Results) -> list[str]:
+    """Return the tests that are missing, and the failed cases of others."""
+    missing = results.missing()
+    return sorted({*missing, *(n for n in results.failed if test_of(n) not in missing)})
 
 
 def cells_of(tests: Covered) -> dict[Cell, bool]:
@@ -106,8 +180,8 @@ def _table(strategy: str, cells: Mapping[Cell, bool]) -> Iterator[str]:
             yield f"| {row} | " + " | ".join(marks) + " |"
 
 
-def _empty(strategy: str, cells: Mapping[Cell, bool]) -> Iterator[str]:
-    """List the empty cells of a table, by row."""
+def _empty(strategy: str, cells: Mapping[Cell, bool], results: Results) -> Iterator[str]:
+    """List the empty cells of a table, by row, with the tests that are missing."""
     lines, total, possible = [], 0, 0
     for row in (*CLAIMS, *all_settings()):
         marks = {grid: mark(cells, (strategy, row, grid)) for grid in GRIDS}
@@ -117,7 +191,7 @@ def _empty(strategy: str, cells: Mapping[Cell, bool]) -> Iterator[str]:
         if not empty:
             continue
         where = f"all but {_names(filled)}" if len(filled) < len(empty) else _names(empty)
-        lines.append(f"- {row}: {where if filled else 'all'}")
+        lines.append(f"- {row}: {where if filled else 'all'}{results.note(row)}")
     yield f"Empty cells: {total} of {possible}."
     if lines:
         yield from ("", *lines)
@@ -139,35 +213,47 @@ def _restriction(one: Impossible) -> Iterator[str]:
         yield "all" if names is None else ", ".join(names)
 
 
-def _tests(tests: Covered) -> Iterator[str]:
-    """List the tests of each claim that trained something, those of the night marked."""
+def _tests(results: Results) -> Iterator[str]:
+    """List the tests of each claim: those of the night marked, those that are missing too."""
     by_claim: dict[str, dict[str, bool]] = defaultdict(dict)
-    for nodeid, (slow, claims) in tests.items():
-        name = nodeid.split("[")[0]
+    idle: dict[str, set[str]] = defaultdict(set)
+    for nodeid, (slow, claims) in results.tests.items():
+        name = test_of(nodeid)
         for claim, rans in claims.items():
+            idle[claim].add(name)
             if rans:
                 by_claim[claim][name] = by_claim[claim].get(name, False) or not slow
     for claim, described in CLAIMS.items():
+        trained, missing = by_claim[claim], results.missing(claim)
+        lines = {name: f"- `{name}`{'' if fast else ' n'}" for name, fast in trained.items()}
+        lines |= {name: f"- `{name}`: {IDLE}" for name in idle[claim] - set(trained)}
+        lines |= {name: f"- `{name}`: {MISSING}" for name in missing}
         yield f"### {claim}"
         yield ""
         yield f"{described.says[0].upper()}{described.says[1:]}."
         yield ""
-        for name, fast in sorted(by_claim[claim].items()):
-            yield f"- `{name}`{'' if fast else ' n'}"
-        if not by_claim[claim]:
-            yield "No test."
+        yield from [lines[name] for name in sorted(lines)] or ["No test."]
         yield ""
 
 
-def page(tests: Covered) -> str:
+def page(results: Results) -> str:
     """Return the page."""
-    cells = cells_of(tests)
-    lines = [_INTRODUCTION]
+    cells = cells_of(results.tests)
+    lines = [_INTRODUCTION, *_head(results), ""]
     for strategy, says in STRATEGIES.items():
         lines += [f"## {strategy}", "", f"{says[0].upper()}{says[1:]}.", ""]
-        lines += [*_table(strategy, cells), "", *_empty(strategy, cells), ""]
-    lines += ["## What cannot be", "", *_impossible(), "", "## The tests", "", *_tests(tests)]
+        lines += [*_table(strategy, cells), "", *_empty(strategy, cells, results), ""]
+    lines += ["## What cannot be", "", *_impossible(), "", "## The tests", "", *_tests(results)]
+    missing = [f"- `{name}`" for name in _not_run(results)] or ["None."]
+    lines += ["## Not run", "", f"Marked and {MISSING}:", "", *missing]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def tests_of(text: str) -> set[str]:
+    """Return the tests that passed according to a page."""
+    lists = text.partition("\n## The tests\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^- `([^`]+)`(.*)$", lists, re.MULTILINE)
+    return {name for name, said in lines if MISSING not in said}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -175,10 +261,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write docs/status.md from --status-out files.")
     parser.add_argument("files", nargs="+", type=Path, help="files of pytest --status-out")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page (default: %(default)s)")
+    parser.add_argument(
+        "--partial", action="store_true", help="also from fewer than half of the page's tests"
+    )
     chosen = parser.parse_args(argv)
-    tests = covered(chosen.files)
-    chosen.output.write_text(page(tests), encoding="utf-8")
-    print(f"{chosen.output}: {len(tests)} tests")
+    results, gone = of_the_tree(*covered(chosen.files), claimed_in(ROOT))
+    for line in gone:
+        print(f"left out: {line}")
+    old = tests_of(chosen.output.read_text(encoding="utf-8")) if chosen.output.exists() else ()
+    count = len(results.passed())
+    if 2 * count < len(old) and not chosen.partial:
+        print(
+            f"{chosen.output} is from {len(old)} tests, these files have {count}: give the files "
+            "of the others too, or --partial",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    chosen.output.write_text(page(results), encoding="utf-8")
+    print(f"{chosen.output}: {count} tests, {len(_not_run(results))} {MISSING}")
 
 
 if __name__ == "__main__":

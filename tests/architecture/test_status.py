@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import status_record
+from tests.support.status_claims import Claimed, claimed_in, declared, files_that_claim
 from tests.support.status_rows import CLAIMS, GRIDS, STRATEGIES, Ran, all_settings, reason
 from tools import write_status
 
@@ -23,29 +23,20 @@ RUNS = {"alone", "ranks", "saves", "async", "loads", "replays", "generates"}
 ROWS = (*CLAIMS, *all_settings())
 
 
-def declared(file: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yield the tests of a file that claim something: name, claims, which runs count."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.covers":
-                named = {k.arg: ast.literal_eval(k.value) for k in mark.keywords}
-                claims = tuple(ast.literal_eval(argument) for argument in mark.args)
-                yield node.name, claims, named.pop("runs", "")
-                assert not named, f"{file}: covers takes claims and runs"
-
-
 @pytest.fixture(scope="module")
-def claimed() -> set[tuple[str, str]]:
+def claimed() -> Claimed:
     """Return (test, claim) of all tests; each is a claim that there is."""
-    found = set()
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        if file.samefile(__file__) or "mark.covers(" not in file.read_text(encoding="utf-8"):
-            continue
+    for file in files_that_claim(ROOT):
         for name, claims, runs in declared(file):
             assert set(claims) <= set(CLAIMS), f"{file}: {name}"
             assert set(runs.split()) <= RUNS, f"{file}: {name}"
-            found |= {(f"{file.relative_to(ROOT)}::{name}", claim) for claim in claims}
-    return found
+    return claimed_in(ROOT)
+
+
+def results(tests: dict, *more: tuple[str, str], failed: Iterable[str] = ()) -> Any:
+    """Return what a page is written from in a tree that claims what tests covered, and more."""
+    has = {(test.split("[")[0], claim) for test, (_, claims) in tests.items() for claim in claims}
+    return write_status.Results(tests, frozenset(failed), frozenset({*has, *more}))
 
 
 def tables(page: str) -> dict[str, dict[str, dict[str, str]]]:
@@ -90,15 +81,40 @@ def check_page(page: str) -> None:
         assert f"Empty cells: {len(empty)} of {len(marks) - len(never)}." in section
 
 
-def test_the_page_is_about_tests_that_exist_and_claim_what_it_says(claimed) -> None:
+def told(page: str) -> dict[tuple[str, str], str]:
+    """Return what a page says of each test and claim."""
+    lists = page.split("\n## The tests\n")[1].split("\n## ")[0].split("\n### ")[1:]
+    return {
+        (test, claim): said
+        for claim, text in (part.split("\n", 1) for part in lists)
+        for test, said in re.findall(r"^- `(.+)`(.*)$", text, re.MULTILINE)
+    }
+
+
+def check_not_run(page: str) -> None:
+    """See that the tests that a page is not from are listed at its end and counted in its head."""
+    end = set(re.findall(r"^- `(.+)`$", page.split("\n## Not run\n")[1], re.MULTILINE))
+    said = told(page)
+    missing = {test for (test, _), words in said.items() if write_status.MISSING in words}
+    assert missing <= end
+    assert {test for test in end if "[" not in test} == missing
+    passed = {test for (test, _), words in said.items() if write_status.MISSING not in words}
+    found = r"from (\d+) tests.*has\s(\d+) that are marked.*; (\d+) did not run or did not pass"
+    counts = re.search(found, page, re.DOTALL)
+    assert [int(n) for n in counts.groups()] == [len(passed), len(passed | missing), len(end)]
+
+
+def test_the_page_is_about_all_tests_that_claim_something_and_no_others(claimed) -> None:
     page = write_status.PAGE.read_text(encoding="utf-8")
-    lists = page.split("\n## The tests\n")[1].split("\n### ")[1:]
-    told = set()
-    for claim, text in (part.split("\n", 1) for part in lists):
-        told |= {(test, claim) for test in re.findall(r"^- `(.+)`", text, re.MULTILINE)}
-    assert len(told) > 10
-    gone = sorted(told - claimed)
+    said = set(told(page))
+    assert len(said) > 10
+    gone, new = sorted(said - claimed), sorted(claimed - said)
     assert not gone, f"renamed or gone: make status, or name them anew in docs/status.md: {gone}"
+    assert not new, (
+        f"make status, or say {write_status.MISSING!r} in docs/status.md, below the claim, in the "
+        f"list at the end and in the counts at the head: {new}"
+    )
+    check_not_run(page)
 
 
 def test_the_page_has_rows_that_there_are_and_lists_its_empty_cells() -> None:
@@ -112,16 +128,15 @@ RAN = Ran(
 
 
 def test_cells_are_those_of_what_was_trained() -> None:
-    proved, told = "numbers of one process", "stopped with a save"
+    proved, stops = "numbers of one process", "stopped with a save"
     idle = replace(RAN, strategy="", cp=1, world=2)
-    page = write_status.page(
-        {
-            "tests/test_a.py::test_slow[1]": (True, {proved: [RAN]}),
-            "tests/test_a.py::test_fast": (False, {told: [replace(RAN, tp=1, world=2)]}),
-            "tests/test_a.py::test_nothing_cut": (False, {proved: [idle]}),
-            "tests/test_a.py::test_nothing_ran": (False, {proved: []}),
-        }
-    )
+    tests = {
+        "tests/test_a.py::test_slow[1]": (True, {proved: [RAN]}),
+        "tests/test_a.py::test_fast": (False, {stops: [replace(RAN, tp=1, world=2)]}),
+        "tests/test_a.py::test_nothing_cut": (False, {proved: [idle]}),
+        "tests/test_a.py::test_nothing_ran": (False, {proved: []}),
+    }
+    page = write_status.page(results(tests))
     check_page(page)
     assert all(tuple(rows) == ROWS for rows in tables(page).values())
     for strategy, rows in tables(page).items():
@@ -137,22 +152,75 @@ def test_cells_are_those_of_what_was_trained() -> None:
     slow = {
         ("optim", row, g) for row in (proved, "bf16", "AdamW") for g in ("tp sp", "cp", "tp cp")
     }
-    assert marks == {**dict.fromkeys(slow, "n"), ("optim", told, "cp"): "✓"}
+    assert marks == {**dict.fromkeys(slow, "n"), ("optim", stops, "cp"): "✓"}
     tests = page.split("\n## The tests\n")[1]
     assert "- `tests/test_a.py::test_slow` n\n" in tests
     assert "- `tests/test_a.py::test_fast`\n" in tests
-    assert "test_nothing_ran" not in tests
+    assert "- `tests/test_a.py::test_nothing_ran`: passed, with no step of its own" in tests
     for first in (True, False):
         both = {"a": (first, {proved: [RAN]}), "b": (not first, {proved: [RAN]})}
-        assert tables(write_status.page(both))["optim"]["bf16"]["cp"] == "✓"
+        assert tables(write_status.page(results(both)))["optim"]["bf16"]["cp"] == "✓"
 
 
 def test_what_cannot_be_is_not_covered_and_every_setting_has_a_row() -> None:
     alone = replace(RAN, world=1, tp=1, cp=1)
     with pytest.raises(ValueError, match="calls impossible: one process has nothing to cut"):
-        write_status.page({"a": (False, {"retention": [alone]})})
+        write_status.page(results({"a": (False, {"retention": [alone]})}))
+    new = replace(RAN, settings=("new",))
     with pytest.raises(ValueError, match="SETTINGS lacks"):
-        write_status.page({"a": (False, {"retention": [replace(RAN, settings=("new",))]})})
+        write_status.page(results({"a": (False, {"retention": [new]})}))
+
+
+def test_a_page_of_some_tests_says_which_it_lacks() -> None:
+    tests = {"t.py::half[1]": (False, {"retention": [RAN]}), "t.py::ok": (True, {"retention": []})}
+    lacks = [("t.py::gone", "retention"), ("t.py::gone", "elastic restart")]
+    page = write_status.page(results(tests, *lacks, failed={"t.py::half[2]", "t.py::gone"}))
+    check_page(page)
+    check_not_run(page)
+    head = page[: page.index("\n## ")]
+    assert "Written from 2 tests, 1 of them slow. The tree has\n3 that are marked" in head
+    assert "; 2 did not run or did not pass" in head
+    assert "\nMarked and not run or not passed:\n" in page
+    assert page.endswith("\n\n- `t.py::gone`\n- `t.py::half[2]`\n")
+    said = told(page)
+    assert [said["t.py::gone", c] for _, c in lacks] == [": not run or not passed"] * 2
+    assert "- elastic restart: all (1 of its 1 tests not run or not passed)\n" in page
+    assert "(1 of its 3 tests not run or not passed)\n" in page
+    lists = page.split("\n## The tests\n")[1]
+    assert lists.count("\nNo test.\n") == len(CLAIMS) - 2
+    check_not_run(write_status.page(results(tests)))
+
+
+def _written(path: Path, names: Iterable[str], *, failed: Iterable[str] = ()) -> str:
+    claims = {"slow": False, "claims": {"retention": [asdict(RAN)], "old": []}}
+    path.write_text(json.dumps({"tests": dict.fromkeys(names, claims), "failed": list(failed)}))
+    return str(path)
+
+
+def test_files_are_merged_and_too_few_tests_refused(tmp_path, monkeypatch, capsys) -> None:
+    names = [f"t.py::t{n}" for n in range(5)]
+    tree = frozenset((name, "retention") for name in names)
+    monkeypatch.setattr(write_status, "claimed_in", lambda root: tree)
+    out = tmp_path / "page.md"
+    to = ["--output", str(out)]
+    first = _written(tmp_path / "a", [*names[:3], "t.py::renamed"])
+    second = _written(tmp_path / "b", [names[3], f"{names[4]}[x]"], failed=[names[0]])
+    write_status.main([first, second, *to])
+    told_of = capsys.readouterr().out
+    assert "left out: t.py::renamed: the tree has no such test or mark\n" in told_of
+    assert "left out: t.py::t1: it claims 'old' no more\n" in told_of
+    assert told_of.endswith(f"{out}: 4 tests, 1 not run or not passed\n")
+    assert write_status.tests_of(out.read_text(encoding="utf-8")) == set(names[1:])
+    write_status.main([_written(tmp_path / "c", names[:2]), *to])  # half: enough
+    write_status.main([first, second, *to])
+    kept, few = out.read_text(encoding="utf-8"), _written(tmp_path / "d", names[:1])
+    with pytest.raises(SystemExit) as stopped:
+        write_status.main([few, *to])
+    assert stopped.value.code == 2
+    assert "is from 4 tests, these files have 1: give" in capsys.readouterr().err
+    assert out.read_text(encoding="utf-8") == kept
+    write_status.main([few, *to, "--partial"])
+    assert "Written from 1 tests" in out.read_text(encoding="utf-8")
 
 
 def _report(nodeid: str, when: str, *, passed: bool = True, covered: Any = None) -> SimpleNamespace:
@@ -179,7 +247,8 @@ def test_only_tests_that_passed_count_and_empty_claims_are_told(tmp_path, monkey
     record.pytest_sessionfinish(session)
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
     assert record.complaints == ["u.py covers 'retention' and no step was seen that fits"]
-    read = status_record.covered([out])
+    read, failed = status_record.covered([out])
+    assert failed == {"t.py::bad", "t.py::torn"}
     assert read == {
         "t.py::good": (False, {"retention": [RAN]}),
         "u.py::idle": (False, {"retention": []}),

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class StatusRecord:
         self.folder, self.count = Path(tempfile.mkdtemp(prefix="witness-")), 0
         self.passed: dict[str, bool] = defaultdict(lambda: True)
         self.tests: dict[str, dict[str, Any]] = {}
+        self.failed: list[str] = []
         witness.install()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -84,10 +85,14 @@ class StatusRecord:
             item.user_properties.append((_PROPERTY, json.dumps(covered)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what a test covered if all of it passed."""
+        """Keep what a test covered if all of it passed, else its name."""
         self.passed[report.nodeid] &= report.passed
         for name, value in report.user_properties if report.when == "teardown" else ():
-            if name == _PROPERTY and self.passed[report.nodeid]:
+            if name != _PROPERTY:
+                continue
+            if not self.passed[report.nodeid]:
+                self.failed.append(report.nodeid)
+            else:
                 slow = "slow" in report.keywords
                 self.tests[report.nodeid] = {"slow": slow, "claims": json.loads(value)}
 
@@ -114,7 +119,7 @@ class StatusRecord:
         if self.complaints and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps({"tests": self.tests}), encoding="utf-8")
+        self.out.write_text(json.dumps({"tests": self.tests, "failed": self.failed}), "utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the complaints."""
@@ -122,12 +127,20 @@ class StatusRecord:
             terminalreporter.write_line(f"status: {complaint}", red=True)
 
 
-def covered(paths: list[Path]) -> dict[str, tuple[bool, dict[str, list[Ran]]]]:
-    """Return from files of `--status-out`, of which later ones win: of each test, whether it is
-    slow, and what it covered."""
-    found = {}
+def covered(
+    paths: Iterable[Path],
+) -> tuple[dict[str, tuple[bool, dict[str, list[Ran]]]], set[str]]:
+    """Return from files of `--status-out`, of which later ones win: of each test that passed,
+    whether it is slow, and what it covered; the tests that failed or were skipped."""
+    found: dict[str, tuple[bool, dict[str, list[Ran]]]] = {}
+    failed: set[str] = set()
     for path in paths:
-        for nodeid, test in json.loads(path.read_text(encoding="utf-8"))["tests"].items():
+        read = json.loads(path.read_text(encoding="utf-8"))
+        for nodeid, test in read["tests"].items():
             claims = {name: [Ran.of(r) for r in rans] for name, rans in test["claims"].items()}
             found[nodeid] = (test["slow"], claims)
-    return found
+            failed.discard(nodeid)
+        for nodeid in read.get("failed", ()):  # files of older versions have none
+            found.pop(nodeid, None)
+            failed.add(nodeid)
+    return found, failed

@@ -9,7 +9,8 @@ r"""Checkpoints listed, inspected, verified, compared and converted.
         --from native --to single-file
 
 Exits with 0; with 1 where something is damaged or differs, as cmp does; with 2 for what cannot be
-carried out. One process, whose memory does not grow with the checkpoint.
+carried out; with 141 where nobody reads the output to its end, as in a pipe to head. One process,
+whose memory does not grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from megatron.training.errors import one_line, run_entry_point
 from megatron.training.options.flags import HelpRequested, parse_command_line
 
 PROG = "python -m megatron.training.checkpoint"
+
+#: What shells say of a program that SIGPIPE has ended.
+PIPE_CLOSED = 141
 
 
 class Command(NamedTuple):
@@ -94,8 +98,8 @@ def run(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(f"{name or 'nothing'!r} is no command: use {', '.join(COMMANDS)}")
     command = COMMANDS[name]
-    if name == "convert" and _value_of("--to", rest) == "single-file":
-        command = command._replace(schema=ConvertConfig)  # of which no flag says what the model is
+    if name == "convert":
+        command = command._replace(schema=_schema_of_convert(rest))
     line = parse_command_line(
         command.schema,
         _named(name, command, rest),
@@ -111,6 +115,22 @@ def run(argv: Sequence[str]) -> int:
         return 1
     except CheckpointError as error:
         raise ValueError(str(error)) from error
+
+
+def _schema_of_convert(words: Sequence[str]) -> type:
+    """Return what options there are: flags say what the model is with --to native only.
+
+    Raises:
+        ValueError: it is open what to make: flags of the model may not be needed at all.
+    """
+    to = _value_of("--to", words)
+    if to == "single-file":
+        return ConvertConfig
+    elsewhere = {"-h", "--help"} & set(words) or _value_of("--config", words) is not None
+    if to is None and not elsewhere:
+        absent = [flag for flag in ("--from", "--to") if _value_of(flag, words) is None]
+        raise ValueError(f"missing {', '.join(absent)}: give {'them' if absent[1:] else 'it'}")
+    return ConvertToNativeConfig
 
 
 def _named(name: str, command: Command, words: Sequence[str]) -> list[str]:
@@ -161,8 +181,27 @@ def _overview() -> str:
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a command and return its exit code."""
     codes: list[int] = []
-    code = run_entry_point(lambda: codes.append(run(argv)), prog=PROG)
+
+    def work() -> None:
+        try:
+            codes.append(run(argv))
+            sys.stdout.flush()
+        except BrokenPipeError:
+            codes[:] = [_let_go_of_the_pipe()]
+
+    try:
+        code = run_entry_point(work, prog=PROG)
+    except BrokenPipeError:  # of a help text
+        return _let_go_of_the_pipe()
     return codes[0] if codes else code
+
+
+def _let_go_of_the_pipe() -> int:
+    """Send what is still to be printed nowhere: the end of the process would try once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return PIPE_CLOSED
 
 
 if __name__ == "__main__":

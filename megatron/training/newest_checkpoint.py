@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.commit import iteration_of
 from megatron.core.dist_checkpointing.inventory import unexpected_line
 from megatron.core.dist_checkpointing.verify import unexpected_files
+from megatron.training.foreign_checkpoint import foreign_line
 
 T = TypeVar("T")
 
@@ -110,18 +111,24 @@ class _Search:
         if self._one:
             if not self._path.is_dir():
                 raise CheckpointError(f"{self._flag} {self._path}: there is no such checkpoint")
+            self._refuse_foreign()
             held.enter_context(reading(self._path))
             if found := unexpected_files(self._path, read_manifest(self._path)):
                 self._coordinator.say(unexpected_line(self._path, found))
             return str(self._path)
         for attempt in range(ATTEMPTS):
-            newest = latest_checkpoint(
-                self._path,
-                passed_over=self._passed_over,
-                fall_back=self._fall_back,
-                say=self._coordinator.say,
-            )
+            try:
+                newest = latest_checkpoint(
+                    self._path,
+                    passed_over=self._passed_over,
+                    fall_back=self._fall_back,
+                    say=self._coordinator.say,
+                )
+            except DamagedCheckpointError:
+                self._refuse_foreign()
+                raise
             if newest is None:
+                self._refuse_foreign()
                 return None
             try:
                 held.enter_context(reading(newest))
@@ -131,6 +138,11 @@ class _Search:
             else:
                 return str(newest)
         raise AssertionError("the last attempt returns or raises")
+
+    def _refuse_foreign(self) -> None:
+        """Raise CheckpointError where a checkpoint of another program lies in place of ours."""
+        if line := foreign_line(self._path):
+            raise CheckpointError(f"{self._flag} {self._path}: {line}")
 
 
 def read_together(folder: Path, coordinator: Coordinator) -> Manifest:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -134,6 +135,42 @@ def test_list_tells_whole_from_damaged_and_what_a_run_would_load(tmp_path, capsy
     assert "temporary: iter_0000020.tmp-0123456789abcdef" in out
     assert "put aside: iter_0000015.damaged-01234567" in out
     assert "FOREIGN: of torch.distributed.checkpoint, see convert" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "list {root}",
+        "inspect {root}",
+        "verify {root}",
+        "compare {root} {root} --all",
+        "list --help",
+    ],
+)
+def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words, tmp_path, capsys, monkeypatch):
+    save(tmp_path / "run", 5, tensors())
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with os.fdopen(ours, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        code = checkpoint.main(words.format(root=tmp_path / "run").split(), {})
+        monkeypatch.undo()
+    assert code == 141
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("a x.safetensors", "missing --from, --to: give them"),
+        ("a x.safetensors --from native", "missing --to: give it"),
+        ("a x --to single-file", "missing --from: give it"),
+    ],
+)
+def test_convert_asks_for_what_is_missing_and_no_flags_of_a_model(words, line, capsys):
+    code, out, err = command(capsys, f"convert {words}")
+    assert (code, out) == (2, "")
+    assert err == f"{checkpoint.PROG}: error: {line}\n"
 
 
 def test_list_names_who_writes_and_leaves_the_lock_alone(tmp_path, capsys):

@@ -26,7 +26,6 @@ from megatron.hf.parts import MappedTensor, Part, TensorMap
 from megatron.hf.tensor_map import holds_fused, tensor_map
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.dcp_folder import DcpFolder
-from megatron.training.checkpoints.dcp_metadata import METADATA_NAME
 from megatron.training.checkpoints.described_model import DescribedModel, described_model
 from megatron.training.checkpoints.options import ConvertConfig, ConvertToNativeConfig
 from megatron.training.checkpoints.places import existing_folder, one_checkpoint, size_text
@@ -43,6 +42,7 @@ from megatron.training.checkpoints.whole_tensors import (
     of_parts,
     write_file,
 )
+from megatron.training.foreign_checkpoint import METADATA_NAME
 
 #: Problems, or names that are left out, in one line; the rest is counted.
 MAX_NAMED = 8

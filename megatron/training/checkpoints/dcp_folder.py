@@ -117,7 +117,7 @@ class DcpFolder:
             self._read(stored.file, stored.begin + position, memoryview(piece), name=name)
             return bytes(piece)
 
-        found = find_tensor(read, stored.length, where)
+        found = find_tensor(read, stored.length, where, checksums=self._checksums)
         strides = _strides(found, stored.box.sizes)
         if found.dtype != tensor.dtype or strides is None:
             raise ValueError(

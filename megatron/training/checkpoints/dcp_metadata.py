@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from megatron.core.dist_checkpointing.boxes import Box, first_overlap
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.training.checkpoints.pickle_data import Made, Name, Pairs, read_pickle
-
-METADATA_NAME = ".metadata"
+from megatron.training.foreign_checkpoint import METADATA_NAME
 
 #: Some million chunks. What is made of a pickle takes about ten times its size.
 MAX_METADATA_BYTES = 256 << 20

@@ -29,11 +29,9 @@ from megatron.training.checkpoints.places import (
     problem_of,
     size_text,
 )
+from megatron.training.foreign_checkpoint import foreign_kind, foreign_line
 
 _HEAD = ("iteration", "size", "ranks", "saved", "format", "state")
-
-#: What folders of torch.distributed.checkpoint hold instead of a manifest.
-FOREIGN_NAME = ".metadata"
 
 _ASIDE = re.compile(r"iter_\d{7,}\.damaged-[0-9a-f]+")
 
@@ -88,7 +86,7 @@ def _look_at(folder: Path, *, digests: bool) -> Listed:
         verify_checkpoint(folder, digests=digests)
     except FileNotFoundError:
         problem = f"DAMAGED: {folder / MANIFEST_NAME} does not exist"
-        if (folder / FOREIGN_NAME).exists():
+        if foreign_kind(folder):
             problem = "FOREIGN: of torch.distributed.checkpoint, see convert"
     except CheckpointError as error:
         problem = problem_of(error)
@@ -148,10 +146,14 @@ def _chosen(root: Path, *, digests: bool) -> Iterator[str]:
     except OSError:
         yield f"tracker: none ({TRACKER_NAME})"
     said: list[str] = []
+    foreign = foreign_line(root)
     try:
         found = latest_checkpoint(root, digests=digests, say=said.append)
     except CheckpointError as error:
-        yield f"a run would load: none, and stop: {' '.join(str(error).split())}"
+        yield f"a run would load: none, and stop: {foreign or ' '.join(str(error).split())}"
+        return
+    if found is None and foreign:
+        yield f"a run would load: none, and stop: {foreign}"
         return
     yield f"a run would load: {'none, and start anew' if found is None else found.name}"
     yield from (f"  {line}" for line in said)

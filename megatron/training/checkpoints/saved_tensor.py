@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -82,23 +83,38 @@ class _Member(NamedTuple):
     crc32: int
 
 
-def find_tensor(read: Read, length: int, where: str) -> SavedTensor:
+def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> SavedTensor:
     """Find the elements of a tensor in an archive of `length` bytes.
 
+    Args:
+        checksums: whether to compare those of the members that are read here: of all but the
+            elements.
+
     Raises:
-        ValueError: it is no such archive, or holds something else than one plain tensor.
+        ValueError: it is no such archive, holds something else than one plain tensor, or does not
+            match a checksum.
     """
     members = _members(read, length, where)
     inside = {name.partition("/")[2]: member for name, member in members.items()}
     if len(inside) != len(members) or "data.pkl" not in inside:
         _refuse(where, "it is no tensor that torch.save wrote")
-    order = inside.get("byteorder")
-    if order is not None and read(order.begin, min(order.size, 16)) != b"little":
+    found = {name: b"" for name in ("byteorder", "data.pkl") if name in inside}
+    for name in found:
+        member = inside[name]
+        if member.size > MAX_DESCRIPTION_BYTES:
+            _refuse(where, f"its {name} has {member.size} bytes, more than a tensor's")
+        found[name] = read(member.begin, member.size)
+    if found.get("byteorder", b"little") != b"little":
         _refuse(where, "its bytes are not in little-endian order")
-    text = inside["data.pkl"]
-    if text.size > MAX_DESCRIPTION_BYTES:
-        _refuse(where, f"its description has {text.size} bytes, more than a tensor's")
-    return _described(read_pickle(read(text.begin, text.size), ALLOWED, where), inside, where)
+    tensor = _described(read_pickle(found["data.pkl"], ALLOWED, where), inside, where)
+    # Last: of a description that asks for a program to be run, that is to be told.
+    for name, data in found.items():
+        if checksums and zlib.crc32(data) != inside[name].crc32:
+            raise ValueError(
+                f"{where} is damaged: its {name} does not match its checksum; if torch wrote "
+                "none, give --no-checksums"
+            )
+    return tensor
 
 
 def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedTensor:
@@ -111,11 +127,12 @@ def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedT
         mark, kind, key, _, count = storage.value
         dtype = _DTYPE_NAMES[value.args[6].text] if third else _STORAGES[kind.text]
         known = isinstance(storage, Persistent) and isinstance(kind, Name) and mark == "storage"
-        member = members[f"data/{key}"]
+        member = members["data/" + key]
+        numbers = (offset, count, *shape, *strides)
+        known = known and len(shape) == len(strides) and all(type(n) is int for n in numbers)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         _refuse(where, "its description is not that of a tensor")
-    numbers = (offset, count, *shape, *strides)
-    if not known or len(shape) != len(strides) or any(type(n) is not int for n in numbers):
+    if not known:
         _refuse(where, "its description is not that of a tensor")
     itemsize = DTYPES[dtype].itemsize
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -18,7 +18,8 @@ from megatron.core.dist_checkpointing.boxes import Box
 from megatron.training import checkpoint
 from megatron.training.checkpoints.dcp_folder import DcpFolder
 from megatron.training.checkpoints.dcp_metadata import read_metadata
-from megatron.training.checkpoints.pickle_data import read_pickle
+from megatron.training.checkpoints.pickle_data import Made, Name, Persistent, read_pickle
+from megatron.training.checkpoints.saved_tensor import _described, _Member
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVIL = b"cposix\nsystem\n(S'touch canary'\ntR"
@@ -145,6 +146,27 @@ def flip(folder: Path) -> None:
     assert path.read_bytes() != data
 
 
+def describe_otherwise(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Return a change of what `data.pkl` says of a.weight, of shape (4, 6) and strides (6, 1)."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "__0_0.distcp"
+        data = path.read_bytes()
+        begin = data.rindex(b"K\x04K\x06\x86", 0, data.index(torch.arange(24.0).numpy().tobytes()))
+        place = data.index(old, begin)
+        path.write_bytes(data[:place] + new + data[place + len(old) :])
+
+    return spoil
+
+
+turn = describe_otherwise(b"K\x06K\x01\x86", b"K\x04K\x01\x86")
+lead_outside = describe_otherwise(b"K\x06K\x01\x86", b"K\x07K\x01\x86")
+
+
+def name_another_order(folder: Path) -> None:
+    change(folder / "__0_0.distcp", b"little", b"littlf")
+
+
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
@@ -156,6 +178,7 @@ def flip(folder: Path) -> None:
         (call_it_packed, "it is no sound archive of torch.save"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "No such file or directory"),
         (flip, "do not match their checksum; if torch wrote none, give --no-checksums"),
+        (turn, "its data.pkl does not match its checksum; if torch wrote none, give --no-"),
     ],
 )
 def test_row_46_what_a_folder_claims_is_checked(
@@ -167,8 +190,39 @@ def test_row_46_what_a_folder_claims_is_checked(
     assert text in err
     assert str(folder) in err
     assert err.count("\n") == 1
-    if spoil is flip:
+    if spoil in (flip, turn):
         assert convert(folder, capsys, "--no-checksums")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lead_outside, "a tensor of F32 [4, 6] does not lie in 96 bytes"),
+        (name_another_order, "its bytes are not in little-endian order"),
+    ],
+)
+def test_row_46_what_a_tensor_claims_is_checked_without_checksums_too(
+    folder: Path, capsys: Any, spoil: Callable[[Path], None], text: str
+) -> None:
+    spoil(folder)
+    code, err = convert(folder, capsys, "--no-checksums")
+    assert (code, err.count("\n")) == (2, 1)
+    assert text in err
+
+
+@pytest.mark.parametrize("spoiled", [2, 3, 4])
+@pytest.mark.parametrize("value", [5, None, "ab", Name("torch.float32"), ((),) * 2])
+def test_row_46_a_description_of_odd_values_is_refused(spoiled: int, value: Any) -> None:
+    """Storage, offset, shape and strides; 4 is the key of the storage."""
+    key = value if spoiled == 4 else "0"
+    storage = Persistent(("storage", Name("torch.FloatStorage"), key, "cpu", 24))
+    described: list[Any] = [storage, 0, (4, 6), (6, 1)]
+    members = {"data/0": _Member(begin=64, size=96, crc32=0)}
+    if spoiled != 4:
+        described[spoiled] = value
+    made = Made("torch._utils._rebuild_tensor_v2", tuple(described))
+    with pytest.raises(ValueError, match=r"x is refused: its description is not that of a tensor"):
+        _described(made, members, "x")
 
 
 def test_row_46_no_bytes_do_more_than_raise_an_error(folder):
@@ -176,7 +230,11 @@ def test_row_46_no_bytes_do_more_than_raise_an_error(folder):
     chance = random.Random(7)
     metadata, tensors = (folder / name for name in (".metadata", "__0_0.distcp"))
     texts, read = [], 0
-    for path, count in ((metadata, 700), (tensors, 100)):
+    for path, count, checksums in (
+        (metadata, 700, True),
+        (tensors, 100, True),
+        (tensors, 100, False),
+    ):
         good = path.read_bytes()
         for _ in range(count):
             bad = bytearray(good)
@@ -188,7 +246,7 @@ def test_row_46_no_bytes_do_more_than_raise_an_error(folder):
                 if path == metadata:
                     read_metadata(folder)
                 else:
-                    with DcpFolder(folder) as opened:
+                    with DcpFolder(folder, checksums=checksums) as opened:
                         for name, shape in (("a.weight", (4, 6)), ("b", (3,))):
                             opened.find(name)
                             whole = Box((0,) * len(shape), shape)

@@ -125,7 +125,8 @@ def _head(results: Results) -> Iterator[str]:
     marked = {test for test, _ in results.claimed}
     yield f"Written from {len(passed)} tests, {sum(passed.values())} of them slow. The tree has"
     yield f"{len(marked)} that are marked with a claim; {missing} did not run or did not pass"
-    yield "([which](#not-run)): cells that only they fill are empty. A test with parameters is one."
+    yield "([which](#not-run)): cells that only they fill are empty. A test with parameters is one,"
+    yield "and has run if one of its cases has passed."
 
 
 def _not_run(results: Results) -> list[str]:

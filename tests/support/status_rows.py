@@ -235,9 +235,9 @@ IMPOSSIBLE = (
     ),
     Impossible("weights are whole in generation", strategies=_SHARDED, rows=("generation",)),
     Impossible(
-        "generation has tensor parallel ranks only (refused)",
+        "generation has tensor parallel ranks only, experts cut alike (refused)",
         rows=("generation",),
-        grids=tuple(name for name in GRIDS if name not in ("1", "tp", "tp sp")),
+        grids=tuple(name for name in GRIDS if name not in ("1", "tp", "tp sp", "etp")),
     ),
 )
 

@@ -36,9 +36,8 @@ from megatron.core.dist_checkpointing.save import BLOCK_BYTES
 from megatron.core.dist_checkpointing.staging import Staging
 from megatron.core.dist_checkpointing.writer_client import WriterProcess
 
-#: How far a writer process steps back behind trainers where both want a core, 0 to 19: this is a
-#: thirtieth of one.
-NICENESS = 15
+#: How far a writer process steps back behind trainers where it cannot ask for idle cores only.
+NICENESS = 19
 
 
 @dataclass(frozen=True, kw_only=True)

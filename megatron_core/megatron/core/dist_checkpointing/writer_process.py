@@ -222,6 +222,10 @@ def step_back(niceness: int) -> None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    # Only cores that nobody wants: by niceness alone, training on all cores of a CPU still runs at
+    # 0.75 to 0.85 of its speed. While it waits for a save, cores are free.
+    with contextlib.suppress(OSError):  # some containers allow no call of that kind
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     if (number := _IOPRIO_SET.get(os.uname().machine)) is not None:
         libc.syscall(number, 1, 0, _LAST_IN_TURN)
 

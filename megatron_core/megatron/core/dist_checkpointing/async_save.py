@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.chunk import TensorChunk
 from megatron.core.dist_checkpointing.commit import checkpoint_folder, temporary_folder
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.errors import CheckpointError, describe
+from megatron.core.dist_checkpointing.inventory import sweep_temporary
 from megatron.core.dist_checkpointing.manifest import check_json
 from megatron.core.dist_checkpointing.planner import encode_plan, plan_shard
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
@@ -243,6 +244,10 @@ class AsyncSaver:
                     ranks.say(line)
         except Exception as error:  # the checkpoint is there all the same
             lines.append(f"{folder.name} is saved, but: {describe(error)}")
+            if ranks.rank == 0 and self._keep is not None:
+                # No save is under way here: what is there is left of a removal.
+                with contextlib.suppress(OSError):
+                    sweep_temporary(self._root)
         return True
 
     def _begin(self) -> list[str]:

@@ -221,6 +221,20 @@ def test_older_checkpoints_are_removed_behind_each_save(tmp_path):
     assert [int(folder.name[5:]) for folder in list_checkpoints(tmp_path)] == [8, 7, 4]
 
 
+def test_what_a_writer_killed_in_a_removal_leaves_is_removed(tmp_path):
+    keep = {"keep_last": 1}
+    with saver_of(tmp_path, whole({"a": torch.randn(3)}), keep=keep) as saver:
+        saver.save(1, {})
+        assert outcome(saver).error is None
+        (tmp_path / "iter_0000000.tmp-0123456789abcdef").mkdir()
+        kill_in(saver, "prune")
+        saver.save(2, {})
+        report = outcome(saver)
+        assert (report.error, report.written) == (None, True)
+        assert "iter_0000002 is saved, but: the writer process" in report.lines[0]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
+
+
 def test_what_cannot_be_saved_is_refused_or_reported(tmp_path):
     pieces = TensorChunk(
         name="a",

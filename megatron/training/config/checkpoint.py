@@ -59,8 +59,14 @@ class CheckpointConfig:
                 "--save-interval needs --save: name a folder to save in",
             ),
             lambda: require(
-                not self.async_save or self.save is not None,
-                "--async-save needs --save: name a folder to save in",
+                not self.async_save or self.save_interval is not None,
+                "--async-save needs --save-interval: the last save of a run is never in the "
+                "background",
+            ),
+            lambda: require(
+                self.on_failed_save == "continue" or self.save_interval is not None,
+                "--on-failed-save stop needs --save-interval: the last save of a run always has to "
+                "succeed",
             ),
             lambda: require(
                 self.save is not None

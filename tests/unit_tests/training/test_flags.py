@@ -47,7 +47,8 @@ grad-reduce-in-bf16 reduce-scatter-with-fp32-accumulation
 #: Flags without which a section refuses another.
 NEEDS = {
     "save-interval": "--save folder",
-    "async-save": "--save folder",
+    "async-save": "--save folder --save-interval 5",
+    "on-failed-save": "--save folder --save-interval 5",
     "save-keep-last": "--save folder",
     "save-retain-interval": "--save folder",
     "load-fallback": "--load folder",

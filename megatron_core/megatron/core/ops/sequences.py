@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences: where those of packed tokens begin and end, and the chunks that sweeps cut them in.
+
+Bounds are known on the host. What ops need of them on the device is made once, at first use, and
+copied there without waiting; all layers of a microbatch share one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from megatron.core.device import pin
+
+_Made = TypeVar("_Made")
+
+
+class Sequences:
+    """N sequences of packed tokens, one after another.
+
+    Args:
+        bounds: cumulative lengths [0, ..., t], on the host; a sequence may be empty.
+        device: where ops work.
+
+    Raises:
+        ValueError: bounds that do not start at 0, or fall.
+    """
+
+    def __init__(self, bounds: Sequence[int], *, device: torch.device | str = "cpu") -> None:
+        self.bounds = tuple(int(bound) for bound in bounds)
+        self.device = torch.device(device)
+        if len(self.bounds) < 2 or self.bounds[0] != 0:
+            raise ValueError(f"cu_seqlens {list(self.bounds)}: give 0 and the end of each sequence")
+        for number, (first, end) in enumerate(pairwise(self.bounds)):
+            if end < first:
+                raise ValueError(
+                    f"cu_seqlens falls from {first} to {end} at sequence {number}: lengths are "
+                    "not negative"
+                )
+        self._made: dict[object, object] = {}
+
+    @property
+    def tokens(self) -> int:
+        """t, of all sequences."""
+        return self.bounds[-1]
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of each sequence, in tokens."""
+        return tuple(end - first for first, end in pairwise(self.bounds))
+
+    def check(self, op: str, **tensors: torch.Tensor) -> None:
+        """Raise ValueError unless tensors [t, ...] have as many tokens as the sequences."""
+        for name, tensor in tensors.items():
+            if tensor.shape[0] != self.tokens:
+                raise ValueError(
+                    f"{op}: {name} {tuple(tensor.shape)} has {tensor.shape[0]} tokens, the "
+                    f"sequences {self.tokens}"
+                )
+
+    def made(self, key: object, make: Callable[[], _Made]) -> _Made:
+        """Return what was made for `key`; make it the first time."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[return-value]
+
+    def chunks(self, size: int) -> Chunks:
+        """Return the chunks of `size` tokens, made once."""
+        return self.made(("chunks", size), lambda: Chunks(self, size))
+
+    def moved(self, values: np.ndarray) -> torch.Tensor:
+        """Return int64 values on the device; the host does not wait."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+        return pin(tensor, self.device).to(self.device, non_blocking=True)
+
+
+class Chunks:
+    """Chunks of C tokens that never cross from one sequence to the next, in the order of a sweep.
+
+    Step i of a sweep over states works on chunk i of every sequence that has so many. So chunks are
+    numbered step by step, within a step from the longest sequence to the shortest: those of a step
+    are next to each other, and the states that a step needs are the first ones of the step before.
+
+    Attributes:
+        size: C.
+        steps: chunks of each step, never rising; their sum is n, the number of chunks.
+        order: host ints [N], the sequence whose state is the j-th of a sweep.
+    """
+
+    def __init__(self, sequences: Sequences, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"chunks of {size} tokens: use at least 1")
+        self.size, self._sequences = size, sequences
+        lengths = np.asarray(sequences.lengths)
+        order = np.argsort(-lengths, kind="stable")
+        counts = -(-lengths[order] // size)  # chunks of each sequence, falling
+        most = int(counts[0]) if len(counts) else 0
+        self.steps = tuple(int((counts > step).sum()) for step in range(most))
+        self.order = tuple(int(number) for number in order)
+        starts = np.asarray(sequences.bounds[:-1])[order]
+        ends = np.asarray(sequences.bounds[1:])[order]
+        firsts = [starts[:n] + step * size for step, n in enumerate(self.steps)]
+        first = np.concatenate(firsts) if firsts else np.zeros(0, dtype=np.int64)
+        limits = [ends[:n] for n in self.steps]
+        limit = np.concatenate(limits) if limits else first
+        index = first[:, None] + np.arange(size)  # [n, C]
+        self._index = np.where(index < limit[:, None], index, sequences.tokens)
+        self.count = len(first)
+        self.is_whole = bool((self._index < sequences.tokens).all())
+        # Of one sequence, chunks are in the order of its tokens: views do.
+        self._plain = sequences.count == 1
+
+    @property
+    def index(self) -> torch.Tensor:
+        """int64 [n · C], the token at each place of the grid, t where a sequence has ended."""
+        return self._sequences.made(
+            ("index", self.size), lambda: self._sequences.moved(self._index.reshape(-1))
+        )
+
+    @property
+    def inverse(self) -> torch.Tensor:
+        """int64 [t], the place in the grid of each token."""
+
+        def make() -> torch.Tensor:
+            places = np.zeros(self._sequences.tokens + 1, dtype=np.int64)
+            places[self._index.reshape(-1)] = np.arange(self._index.size)
+            return self._sequences.moved(places[:-1])
+
+        return self._sequences.made(("inverse", self.size), make)
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [n, C, ...] from x [t, ...], zero where a sequence has ended. May be a view."""
+        shape = (self.count, self.size, *x.shape[1:])
+        if self._plain and self.is_whole:
+            return x.reshape(shape)
+        padded = x.new_zeros((self.count * self.size, *x.shape[1:]))
+        if self._plain:
+            padded[: x.shape[0]] = x
+        elif self.is_whole:
+            torch.index_select(x, 0, self.index, out=padded)
+        else:
+            padded.index_copy_(0, self.inverse, x)
+        return padded.view(shape)
+
+    def put_back(self, grid: torch.Tensor) -> torch.Tensor:
+        """Return [t, ...] from [n, C, ...]: undo `take`. May be a view."""
+        flat = grid.reshape(-1, *grid.shape[2:])
+        if self._plain:
+            return flat[: self._sequences.tokens]
+        return flat.index_select(0, self.inverse)

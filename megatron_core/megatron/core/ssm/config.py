@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of recurrent mixers: everything that decides them, nothing about ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+HEADWISE, SEGMENTS, AUTO = "headwise", "segments", "auto"
+
+#: How a recurrence meets the tokens of other ranks.
+LINEAR_MODES = (HEADWISE, SEGMENTS, AUTO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """Shape of a gated delta net (Yang et al. 2024, arXiv 2412.06464).
+
+    Args:
+        num_key_heads: heads Hk of queries and keys.
+        num_value_heads: heads Hv of values, gates and states; Hv / Hk share a key head.
+        key_channels: features K of a query or key head.
+        value_channels: features V of a value head.
+        conv_width: tokens that the causal convolution sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_channels: int
+    value_channels: int
+    conv_width: int = 4
+
+    def problems(self, tp: int = 1, *, cp: int = 1, mode: str = AUTO) -> list[str]:
+        """List what cannot be on so many ranks.
+
+        Args:
+            tp, cp: ranks that share heads, and tokens of a row.
+            mode: how the recurrence meets the tokens of other ranks.
+        """
+        sizes = {
+            "linear-num-key-heads": self.num_key_heads,
+            "linear-num-value-heads": self.num_value_heads,
+            "linear-key-head-dim": self.key_channels,
+            "linear-value-head-dim": self.value_channels,
+            "linear-conv-kernel-dim": self.conv_width,
+        }
+        found = [f"{name} {size}: use 1 or more" for name, size in sizes.items() if size < 1]
+        if found:
+            return found
+        if self.num_value_heads % self.num_key_heads:
+            found.append(
+                f"linear-num-key-heads {self.num_key_heads} must divide linear-num-value-heads "
+                f"{self.num_value_heads}"
+            )
+        if self.num_key_heads % tp:
+            found.append(
+                f"linear-num-key-heads {self.num_key_heads} must divide by "
+                f"tensor-model-parallel-size {tp}"
+            )
+        return found or mode_problems(mode, heads=self.num_key_heads // tp, cp=cp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """Shape of a Mamba-2 mixer (Dao & Gu 2024, arXiv 2405.21060).
+
+    Args:
+        num_heads: heads H, of P channels each.
+        head_channels: P.
+        state_channels: N, of a head's state [N, P].
+        num_groups: G; the H / G heads of a group share what is written and read by (B and C).
+        conv_width: tokens that the causal convolution sees.
+        conv_bias, bias: whether the convolution, and the projections, have biases.
+        norm_groups: of channels that are normalised together behind the gate; None is G.
+        dt_limit: [least, most] step dt of a token.
+    """
+
+    num_heads: int
+    head_channels: int
+    state_channels: int
+    num_groups: int = 1
+    conv_width: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    norm_groups: int | None = None
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def inner_channels(self) -> int:
+        """H · P."""
+        return self.num_heads * self.head_channels
+
+    @property
+    def normed_groups(self) -> int:
+        """Groups of channels that are normalised together."""
+        return self.num_groups if self.norm_groups is None else self.norm_groups
+
+    def problems(self, tp: int = 1, *, cp: int = 1, mode: str = AUTO) -> list[str]:
+        """List what cannot be on so many ranks.
+
+        Args:
+            tp, cp: ranks that share heads, and tokens of a row.
+            mode: how the recurrence meets the tokens of other ranks.
+        """
+        sizes = {
+            "mamba-num-heads": self.num_heads,
+            "mamba-head-dim": self.head_channels,
+            "mamba-state-dim": self.state_channels,
+            "mamba-num-groups": self.num_groups,
+            "mamba-conv-kernel-dim": self.conv_width,
+            "mamba-norm-groups": self.normed_groups,
+        }
+        found = [f"{name} {size}: use 1 or more" for name, size in sizes.items() if size < 1]
+        low, high = self.dt_limit
+        if not 0.0 <= low < high:
+            found.append(f"mamba-dt-limit {low} {high}: use 0 <= least < most")
+        if found:
+            return found
+        heads, groups = self.num_heads, self.num_groups
+        if heads % groups:
+            found.append(f"mamba-num-groups {groups} must divide mamba-num-heads {heads}")
+        if heads % self.normed_groups:
+            found.append(f"mamba-norm-groups {self.normed_groups} must divide the {heads} heads")
+        if heads % tp:
+            found.append(f"mamba-num-heads {heads} must divide by tensor-model-parallel-size {tp}")
+        for name, count in (("groups", groups), ("norm-groups", self.normed_groups)):
+            if count % tp and tp % count:
+                found.append(
+                    f"mamba-num-{name} {count} must divide tensor-model-parallel-size {tp} or be a "
+                    "multiple of it"
+                )
+        return found or mode_problems(mode, heads=heads // tp, cp=cp)
+
+
+def mode_problems(mode: str, *, heads: int, cp: int) -> list[str]:
+    """List what keeps a recurrence from meeting the tokens of other ranks, with the mend.
+
+    Args:
+        mode: one of `LINEAR_MODES`.
+        heads: of a rank, that headwise cuts once more.
+        cp: ranks that share the tokens of a row.
+    """
+    if mode not in LINEAR_MODES:
+        return [f"linear-cp-mode {mode!r}: use {', '.join(LINEAR_MODES)}"]
+    if mode == HEADWISE and heads % cp:
+        return [
+            f"linear-cp-mode headwise: {heads} heads of a rank do not divide over {cp} context "
+            "parallel ranks: use segments"
+        ]
+    return []

@@ -25,6 +25,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -50,26 +51,31 @@ class InitSpec:
         kind: the distribution.
         std: standard deviation of "normal" (mean 0).
         value: the value of "constant".
-        low, high: the range [low, high) of "uniform".
+        low, high: the range [low, high) of "uniform"; of what its logarithm is taken of ("log"); of
+            softplus of the value, spread evenly by its logarithm ("step").
 
     Raises:
         ValueError: a negative or non-finite number, or an empty range.
     """
 
-    kind: Literal["normal", "uniform", "constant"]
+    kind: Literal["normal", "uniform", "constant", "log", "step"]
     std: float = 0.0
     value: float = 0.0
     low: float = 0.0
     high: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("normal", "uniform", "constant"):
+        if self.kind not in ("normal", "uniform", "constant", "log", "step"):
             raise ValueError(
-                f"unknown initial distribution {self.kind!r}: normal, uniform or constant"
+                f"unknown initial distribution {self.kind!r}: normal, uniform, constant, log or "
+                "step"
             )
         if self.kind == "normal" and not (math.isfinite(self.std) and self.std >= 0.0):
             raise ValueError(f"initial std is {self.std}: use a finite number >= 0")
-        if self.kind == "uniform" and not (-math.inf < self.low < self.high < math.inf):
+        least = -math.inf if self.kind == "uniform" else 0.0
+        if self.kind in ("uniform", "log", "step") and not (
+            least < self.low < self.high < math.inf
+        ):
             raise ValueError(f"initial range is [{self.low}, {self.high}): use finite low < high")
 
     @classmethod
@@ -81,6 +87,17 @@ class InitSpec:
     def uniform(cls, low: float, high: float) -> InitSpec:
         """Draw from [low, high) in 2^24 equal steps."""
         return cls("uniform", low=low, high=high)
+
+    @classmethod
+    def log_of_uniform(cls, low: float, high: float) -> InitSpec:
+        """Draw the logarithm of numbers from [low, high), both positive: rates of decay."""
+        return cls("log", low=low, high=high)
+
+    @classmethod
+    def step_bias(cls, low: float, high: float) -> InitSpec:
+        """Draw x so that the logarithm of softplus(x) is spread evenly between those of `low` and
+        `high`, both positive: biases of step sizes (Gu & Dao 2023, section 3.6)."""
+        return cls("step", low=low, high=high)
 
     @classmethod
     def constant(cls, value: float) -> InitSpec:
@@ -143,8 +160,7 @@ def fill_(
         limit = _CPU_CHUNK if out.device.type == "cpu" else _GPU_CHUNK
         key = stream_key(seed, name)
         for target, state in _states(out, key, shape=shape, offsets=offsets, limit=limit):
-            values = _normal(state, spec) if spec.kind == "normal" else _uniform(state, spec)
-            target.copy_(values.view(target.shape))
+            target.copy_(_DRAWS[spec.kind](state, spec).view(target.shape))
     return out
 
 
@@ -233,6 +249,22 @@ def _normal(state: Tensor, spec: InitSpec) -> Tensor:
     flat.mul_(torch.bitwise_and(entry, (1 << 32) - 1, out=cell)).bitwise_right_shift_(_PLACE_BITS)
     flat.add_(entry.bitwise_right_shift_(32))
     return flat.to(torch.float32).mul_(spec.std * 2.0**-_UNIT_BITS)
+
+
+def _log(state: Tensor, spec: InitSpec) -> Tensor:
+    """Turn mixed states into logarithms of uniform values, in fp64: of what devices round apart
+    there, next to nothing is left in fp32."""
+    return _uniform(state, spec).double().log_()
+
+
+def _step(state: Tensor, spec: InitSpec) -> Tensor:
+    """Turn mixed states into fp64 values whose softplus is log-uniform."""
+    ends = InitSpec.uniform(math.log(spec.low), math.log(spec.high))
+    wanted = _uniform(state, ends).double().exp_()
+    return wanted.neg().expm1().neg_().log_().add_(wanted)  # log(e^w - 1) = w + log(1 - e^-w)
+
+
+_DRAWS = MappingProxyType({"normal": _normal, "uniform": _uniform, "log": _log, "step": _step})
 
 
 @functools.cache

@@ -211,3 +211,34 @@ def test_bad_specs_are_refused():
         fill_(torch.empty(2, dtype=torch.int64), NORMAL, seed=1, name="w", shape=(2,), offsets=(0,))
     with pytest.raises(ValueError, match="'zipf'"):
         InitSpec("zipf")
+
+
+def test_rates_of_decay_are_logarithms_of_uniform_numbers() -> None:
+    spec = InitSpec.log_of_uniform(1.0, 16.0)
+    plain = fill_(
+        torch.empty(5000, dtype=torch.float64),
+        InitSpec.uniform(1.0, 16.0),
+        seed=1,
+        name="A",
+        shape=(5000,),
+        offsets=(0,),
+    )
+    drawn = fill_(torch.empty(5000), spec, seed=1, name="A", shape=(5000,), offsets=(0,))
+    assert torch.equal(drawn, plain.log().float())
+    part = fill_(torch.empty(7), spec, seed=1, name="A", shape=(5000,), offsets=(4990,))
+    assert torch.equal(part, drawn[4990:4997])
+
+
+def test_softplus_of_step_biases_is_spread_evenly_by_its_logarithm() -> None:
+    spec = InitSpec.step_bias(1e-3, 0.1)
+    drawn = fill_(torch.empty(20_000), spec, seed=1, name="dt", shape=(20_000,), offsets=(0,))
+    steps = torch.nn.functional.softplus(drawn.double())
+    assert 1e-3 <= float(steps.min()) * (1 + 1e-4) and float(steps.max()) <= 0.1 * (1 + 1e-4)
+    thirds = [(steps < bound).double().mean().item() for bound in (10 ** (-7 / 3), 10 ** (-5 / 3))]
+    assert abs(thirds[0] - 1 / 3) < 0.02 and abs(thirds[1] - 2 / 3) < 0.02
+
+
+@pytest.mark.parametrize("make", [InitSpec.log_of_uniform, InitSpec.step_bias])
+def test_ranges_of_positive_numbers_are_asked_for(make) -> None:
+    with pytest.raises(ValueError, match="finite low < high"):
+        make(0.0, 1.0)

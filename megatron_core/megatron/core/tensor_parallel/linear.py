@@ -43,6 +43,7 @@ class ColumnParallelLinear(nn.Module):
         outputs: (logical name, output features, pieces) of each fused part; pieces None means tp.
             Fewer pieces than tp (kv heads < tp) leave replicas.
         input_size: h.
+        interleave: units that the parts interleave by, see `WeightSharding`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ColumnParallelLinear(nn.Module):
         region: TensorParallelRegion,
         init: InitSpec,
         bias: bool = False,
+        interleave: int = 1,
     ) -> None:
         super().__init__()
         self.region = region
@@ -69,15 +71,16 @@ class ColumnParallelLinear(nn.Module):
                 for part, size, pieces in outputs
             )
 
-        self.weight = store.declare(
-            WeightSharding(name=f"{name}.weight", segments=segments("weight", input_size)), init
-        )
+        def sharding(kind: str, *inner: int, **more: bool) -> WeightSharding:
+            parts = segments(kind, *inner)
+            return WeightSharding(
+                name=f"{name}.{kind}", segments=parts, interleave=interleave, **more
+            )
+
+        self.weight = store.declare(sharding("weight", input_size), init)
         self.bias = None
         if bias:
-            self.bias = store.declare(
-                WeightSharding(name=f"{name}.bias", segments=segments("bias"), weight_decay=False),
-                InitSpec.constant(0.0),
-            )
+            self.bias = store.declare(sharding("bias", weight_decay=False), InitSpec.constant(0.0))
         pieces = [(p or region.group.size, size) for _, size, p in outputs]
         self.local_sizes = [size // count for count, size in pieces]
 

@@ -43,7 +43,7 @@ class WeightHandle:
 
     Attributes:
         sharding: the description everything is derived from.
-        shape: the local shape.
+        shape, dtype: of the local weight.
         uses: how many layers declared it (2 for tied embeddings); its gradient is whole after so
             many puts.
         param: what this rank stores of it: the local weight, or the part of it in this rank's
@@ -62,11 +62,12 @@ class WeightHandle:
         sharding: WeightSharding,
         shape: tuple[int, ...],
         *,
+        dtype: torch.dtype = torch.float32,
         deferral: Deferral | None = None,
     ) -> None:
         self.sharding = sharding
         self.name = sharding.name
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype
         self.uses = 1
         self.param: nn.Parameter | None = None
         self.bucket: Bucket | None = None

@@ -7,8 +7,8 @@ optim_grads                            of declaration (backward's order: early o
 optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit; by
                                        weight: a matrix and the vectors declared behind it
 
-Dense weights and experts have lanes of their own. A bucket whose lanes are one rank is stored whole
-under every strategy, and neither gathered nor reduced.
+Dense weights and experts have lanes of their own, and weights of another dtype buckets. A bucket
+whose lanes are one rank is stored whole under every strategy, and neither gathered nor reduced.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_gather.handle import WeightHandle
@@ -97,7 +99,7 @@ def bucket_plans(
     storage: Storage,
     cut: bool,
 ) -> list[BucketPlan]:
-    """Divide weights into buckets, each of one lane group and one part.
+    """Divide weights into buckets, each of one lane group, one dtype and one part.
 
     A weight of several pipeline stages has a bucket to itself: its owners then lay it out alike,
     and hold the same ranges of it, whatever else they have.
@@ -113,38 +115,38 @@ def bucket_plans(
         In the order in which backward fills them.
     """
     found: list[BucketPlan] = []
-    opened: dict[str, list[WeightHandle]] = {}
+    opened: dict[tuple[str, torch.dtype], list[WeightHandle]] = {}
     unit: str | None = None
     part = 0
 
-    def close(lanes: str) -> None:
-        members = opened.pop(lanes)
+    def close(kind: tuple[str, torch.dtype]) -> None:
+        members = opened.pop(kind)
         first, last = members[-1].name, members[0].name
         name = unit or (first if first == last else f"{first} ... {last}")
         found.append(BucketPlan(name, members, unit is None, part))
 
     # Backward goes through the last part first, in whatever order the parts were declared.
     for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
-        lanes = plans[handle.name].lanes
+        kind = plans[handle.name].lanes, handle.dtype
         shared = len(set(handle.sharding.stages)) > 1
         if shared or parts[handle.name] != part:
-            for open_lanes in list(opened):
-                close(open_lanes)
+            for other in list(opened):
+                close(other)
             part = parts[handle.name]
         if cut and units[handle.name] != unit:
-            for open_lanes in list(opened):
-                close(open_lanes)
+            for other in list(opened):
+                close(other)
             unit = units[handle.name]
-        opened.setdefault(lanes, []).append(handle)
+        opened.setdefault(kind, []).append(handle)
         if cut:
             full = storage.granularity == "weight" and len(handle.shape) > 1
         else:
-            size = sum(4 * math.prod(h.shape) for h in opened[lanes])
+            size = sum(4 * math.prod(h.shape) for h in opened[kind])
             full = size >= storage.bucket_bytes
         if full or shared:
-            close(lanes)
-    for lanes in list(opened):
-        close(lanes)
+            close(kind)
+    for kind in list(opened):
+        close(kind)
     return found
 
 

@@ -80,9 +80,16 @@ class WeightStore:
         self._parts: dict[str, int] = {}
         self._part = 0
 
-    def declare(self, sharding: WeightSharding, init: InitSpec) -> WeightHandle:
+    def declare(
+        self, sharding: WeightSharding, init: InitSpec, *, dtype: torch.dtype | None = None
+    ) -> WeightHandle:
         """Register a weight and return its handle; the same name again is another use of the same
         weight.
+
+        Args:
+            sharding: its description.
+            init: its initial values.
+            dtype: of a weight that needs more than the others have; None is the store's.
 
         Raises:
             ValueError: a description that cannot lie on the grid, a name declared differently or
@@ -94,7 +101,7 @@ class WeightStore:
             )
         known = self.handles.get(sharding.name)
         if known is not None:
-            if known.sharding != sharding:
+            if (known.sharding, known.dtype) != (sharding, dtype or self.dtype):
                 raise ValueError(f"{sharding.name} is declared twice with different shardings")
             if self._parts[sharding.name] != self._part:
                 raise ValueError(
@@ -108,7 +115,7 @@ class WeightStore:
             raise ValueError("; ".join(problems))
         self.plans[sharding.name] = gradient_plan(sharding, self.groups.grid)
         shape = local_shape(sharding, self.groups.grid)
-        handle = WeightHandle(sharding, shape, deferral=self._deferral)
+        handle = WeightHandle(sharding, shape, dtype=dtype or self.dtype, deferral=self._deferral)
         self.handles[sharding.name] = handle
         self._init[sharding.name] = init
         self._units[sharding.name] = self._unit
@@ -266,7 +273,7 @@ class WeightStore:
             layout,
             groups.shared,
             placement=BufferPlacement.SHARDED if sharded else BufferPlacement.REPLICATED,
-            dtype=self.dtype,
+            dtype=handles[0].dtype,
             device=self.device,
         )
         return Bucket(

@@ -2,7 +2,8 @@
 """SelfAttention: multi-head, grouped-query or multi-query attention, heads cut over tp.
 
 hidden [s, b, h] → q|k|v [s, b, (n + 2g)·d/tp] → norm, rotate → attention → [s, b, n·d/tp] → output
-[s, b, h]
+[s, b, h]. With an output gate, q|k|v|gate is one product, and attention's result is multiplied by
+sigmoid(gate) before the output projection (Qiu et al. 2025, arXiv 2505.06708; as in Qwen3-Next).
 
 With context parallelism s is s/cp everywhere, and attention alone sees the tokens of other ranks.
 
@@ -44,6 +45,8 @@ class AttentionConfig:
         window: tokens that a query sees, itself and those before it; None is all of them.
         sinks: whether each query head has a learned logit that takes probability and carries no
             value (Xiao et al. 2023, arXiv 2309.17453; as in gpt-oss).
+        output_gate: whether each feature that a head puts out is multiplied by the sigmoid of a
+            learned product with the hidden state; it has a bias where queries have one.
     """
 
     num_attention_heads: int
@@ -55,6 +58,7 @@ class AttentionConfig:
     dropout: float = 0.0
     window: int | None = None
     sinks: bool = False
+    output_gate: bool = False
 
     @property
     def rope_features(self) -> int:
@@ -128,14 +132,13 @@ class SelfAttention(nn.Module):
         n, g, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
         self.heads = n // group.size
         self.kv_heads = max(1, g // group.size)
-        pieces = min(g, group.size)
+        of_groups = (g, min(g, group.size))
+        cuts = {"query": (n, None), "key": of_groups, "value": of_groups}
+        if config.output_gate:
+            cuts["gate"] = (n, None)
         self.qkv = build.backend.column_linear(
             f"{name}.qkv",
-            [
-                (f"{name}.query", n * d, None),
-                (f"{name}.key", g * d, pieces),
-                (f"{name}.value", g * d, pieces),
-            ],
+            [(f"{name}.{part}", count * d, pieces) for part, (count, pieces) in cuts.items()],
             input_size=build.hidden_size,
             store=build.store,
             region=build.region,
@@ -180,11 +183,14 @@ class SelfAttention(nn.Module):
         **_: object,
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
-        mixed = self.qkv(hidden)  # [s, b, (n + 2g)·d/tp]
+        mixed = self.qkv(hidden)  # [s, b, (n + 2g)·d/tp], with gates (2n + 2g)·d/tp
         heads, d = self.heads, self.config.kv_channels
         mixed = mixed.view(*mixed.shape[:2], -1, d)  # [s, b, (n + 2g)/tp, d]
         # Splits and not slices: their backward is one concatenation, not a sum of padded gradients.
-        both, value = mixed.split([heads + self.kv_heads, self.kv_heads], dim=2)
+        sizes = [heads + self.kv_heads, self.kv_heads]
+        if self.config.output_gate:
+            sizes.append(heads)
+        both, value, *gates = mixed.split(sizes, dim=2)
         if self.query_norm is not None:
             query, key = both.split([heads, self.kv_heads], dim=2)
             query, key = self.query_norm(query), self.key_norm(key)  # [s, b, n/tp or g/tp, d]
@@ -199,6 +205,8 @@ class SelfAttention(nn.Module):
         # fp32, so that their gradient arrives unrounded.
         sinks = None if self.sinks is None else self.sinks.use(torch.float32)  # [n/tp]
         out = self.core(query, key, value, layout, sinks=sinks)  # [s, b, n/tp, d]
+        for gate in gates:
+            out = out * gate.sigmoid()
         return self.output(out.reshape(*out.shape[:2], -1))
 
     @staticmethod

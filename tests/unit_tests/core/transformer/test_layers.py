@@ -184,10 +184,15 @@ def rotated(x: torch.Tensor, base: float, features: int, *, interleaved: bool) -
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("groups", "qk_norm", "percent", "window", "sinks"),
-    [(4, False, 1.0, None, False), (2, True, 0.5, None, True), (2, False, 1.0, 3, True)],
+    ("groups", "qk_norm", "percent", "window", "sinks", "gated"),
+    [
+        (4, False, 1.0, None, False, False),
+        (2, True, 0.5, None, True, False),
+        (2, False, 1.0, 3, True, True),
+        (1, True, 0.25, None, False, True),
+    ],
 )
-def test_attention(groups, qk_norm, percent, window, sinks, interleaved: bool):
+def test_attention(groups, qk_norm, percent, window, sinks, gated, interleaved: bool):
     n, d = 4, 8
     build = surroundings()
     config = AttentionConfig(
@@ -199,6 +204,7 @@ def test_attention(groups, qk_norm, percent, window, sinks, interleaved: bool):
         qk_norm=qk_norm,
         window=window,
         sinks=sinks,
+        output_gate=gated,
     )
     norm = NormConfig(epsilon=0.1)
     attention = SelfAttention("a", 0, config=config, norm=norm, build=build)
@@ -226,6 +232,8 @@ def test_attention(groups, qk_norm, percent, window, sinks, interleaved: bool):
             column = weights["a.sinks"][None, :, None, None].expand(B, n, S, 1)
             scores = torch.cat([scores, column], -1)
         mixed = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1)[..., :S], value).flatten(2)
+        if gated:
+            mixed = mixed * F.linear(x, weights["a.gate.weight"], weights["a.gate.bias"]).sigmoid()
         return F.linear(mixed, weights["a.output.weight"], weights["a.output.bias"])
 
     compare(build, lambda x: attention(x, layout, rope=rope), formula, values(S, B, H))

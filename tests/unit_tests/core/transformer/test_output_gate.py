@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPT whose attention has output gates over tp, sequence and context parallel ranks against one
+process, with more, as many and fewer kv heads than ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig
+from tests.support.closeness import BOUND
+from tests.support.inputs import one_thread
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.models.test_latent_parallel import CONFIG, Case, on_rank, trained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gated(Case):
+    """A model with gates and so many kv heads."""
+
+    groups: int = 2
+
+    @property
+    def config(self) -> GPTConfig:
+        attention = AttentionConfig(
+            num_attention_heads=4,
+            num_query_groups=self.groups,
+            kv_channels=6,
+            qkv_bias=True,
+            qk_norm=True,
+            output_gate=True,
+        )
+        return dataclasses.replace(CONFIG, attention=attention)
+
+
+TWO = (
+    Gated(tp=2, groups=4, split=True),
+    Gated(tp=2, groups=2, sequence_parallel=True, documents=True),
+    Gated(tp=2, groups=1),
+    Gated(cp=2, groups=2, engine="a2a", documents=True),
+)
+FOUR = (Gated(tp=4, groups=2, sequence_parallel=True), Gated(tp=4, groups=1))
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+def test_every_gradient_is_that_of_one_process(world: int, cases: tuple[Gated, ...]) -> None:
+    results = run_ranks(on_rank, world, list(cases))
+    for number, case in enumerate(cases):
+        with one_thread():
+            plain = dataclasses.replace(case, split=False)
+            _, gradients, _, _ = trained(plain, ProcessGroupCollection.single())
+        names = {name for name, _ in gradients}
+        seen = set()
+        for result in results:
+            _, (_, pieces, _, _) = result[number]
+            for (name, offsets), values in pieces.items():
+                whole = ref = gradients[name, (0,) * len(offsets)]
+                for dim, (first, size) in enumerate(zip(offsets, values.shape, strict=True)):
+                    ref = ref.narrow(dim, first, size)
+                assert whole.abs().max() > 0, name
+                assert (values - ref).abs().max() <= BOUND * whole.abs().max(), (case, name)
+                if "attention.gate" in name and case.tp > 1:
+                    assert values.shape[0] * case.tp == whole.shape[0], "gates are cut over tp"
+                seen.add(name)
+        assert seen == names
+        assert {n for n in names if "attention.gate" in n} == {
+            f"decoder.blocks.{block}.attention.gate.{kind}"
+            for block in (0, 2)
+            for kind in ("weight", "bias")
+        }

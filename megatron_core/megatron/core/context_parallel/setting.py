@@ -16,11 +16,15 @@ class ContextParallel:
 
     Args:
         group: cp.
-        engine: "p2p", "all_gather", "a2a", or "auto" for the one that moves least.
+        engine: of attention, "p2p", "all_gather", "a2a", or "auto" for the one that moves least.
+        linear_mode: of recurrent mixers, "headwise", "segments", or "auto" likewise.
+        linear_splits: segments of a rank's own sequences that recurrences work on side by side.
     """
 
     group: Group = field(default_factory=lambda: Group.single("cp"))
     engine: str = AUTO
+    linear_mode: str = AUTO
+    linear_splits: int = 1
 
     def joins(self, layout: SequenceLayout) -> bool:
         """Return whether attention goes block by block: it has keys of other ranks to see, or the

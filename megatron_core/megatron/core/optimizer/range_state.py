@@ -107,9 +107,13 @@ def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]
 
 def is_matrix(box: Box, adam_names: Sequence[str]) -> bool:
     """Tell whether Muon updates the logical tensor of a box: it is a matrix, or the matrices of
-    experts, is no matrix of tokens, and no pattern gives it to AdamW."""
-    patterns = (*TOKEN_MATRICES, *adam_names)
-    return len(box.shape) in (2, 3) and not any(fnmatchcase(box.name, p) for p in patterns)
+    experts, is no matrix of tokens, and no pattern gives it to AdamW.
+
+    The rows of a depthwise convolution [channels, 1, width] are no matrices.
+    """
+    if len(box.shape) not in (2, 3) or (len(box.shape) == 3 and box.shape[1] == 1):
+        return False
+    return not any(fnmatchcase(box.name, p) for p in (*TOKEN_MATRICES, *adam_names))
 
 
 def matrix_boxes(placed: PlacedBox) -> list[PlacedBox]:

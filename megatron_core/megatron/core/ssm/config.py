@@ -57,7 +57,14 @@ class GatedDeltaNetConfig:
                 f"linear-num-key-heads {self.num_key_heads} must divide by "
                 f"tensor-model-parallel-size {tp}"
             )
-        return found or mode_problems(mode, heads=self.num_key_heads // tp, cp=cp)
+        return found or mode_problems(mode, self.cut_problem(tp, cp))
+
+    def cut_problem(self, tp: int, cp: int) -> str | None:
+        """Return why a tp rank's heads cannot be cut over cp ranks once more; None if they can."""
+        heads = self.num_key_heads // tp
+        if heads % cp:
+            return f"{heads} key heads of a rank do not divide over {cp} context parallel ranks"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,22 +136,30 @@ class Mamba2Config:
                     f"mamba-num-{name} {count} must divide tensor-model-parallel-size {tp} or be a "
                     "multiple of it"
                 )
-        return found or mode_problems(mode, heads=heads // tp, cp=cp)
+        return found or mode_problems(mode, self.cut_problem(tp, cp))
+
+    def cut_problem(self, tp: int, cp: int) -> str | None:
+        """Return why a tp rank's heads cannot be cut over cp ranks once more; None if they can.
+
+        A group is cut with copies of what its heads share.
+        """
+        groups, heads = max(1, self.num_groups // tp), self.num_heads // tp
+        if heads % cp:
+            return f"{heads} heads of a rank do not divide over {cp} context parallel ranks"
+        if groups % cp and (cp % groups or heads // groups % (cp // groups)):
+            return f"{groups} groups of a rank do not divide over {cp} context parallel ranks"
+        return None
 
 
-def mode_problems(mode: str, *, heads: int, cp: int) -> list[str]:
+def mode_problems(mode: str, cut_problem: str | None) -> list[str]:
     """List what keeps a recurrence from meeting the tokens of other ranks, with the mend.
 
     Args:
         mode: one of `LINEAR_MODES`.
-        heads: of a rank, that headwise cuts once more.
-        cp: ranks that share the tokens of a row.
+        cut_problem: why heads cannot be cut over the ranks.
     """
     if mode not in LINEAR_MODES:
         return [f"linear-cp-mode {mode!r}: use {', '.join(LINEAR_MODES)}"]
-    if mode == HEADWISE and heads % cp:
-        return [
-            f"linear-cp-mode headwise: {heads} heads of a rank do not divide over {cp} context "
-            "parallel ranks: use segments"
-        ]
+    if mode == HEADWISE and cut_problem is not None:
+        return [f"linear-cp-mode headwise: {cut_problem}: use segments"]
     return []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
@@ -22,14 +23,18 @@ from megatron.core.context_parallel.index_maps import (
     inverse_of,
     take_columns,
 )
+from megatron.core.context_parallel.token_rows import TokenRows, whole_rows
 from megatron.core.device import pin
+
+_Map = TypeVar("_Map")
 
 
 class _Plans:
-    """Blocks by what they were made for, and how often any were made."""
+    """Blocks by what they were made for, and how often any were made; maps of tokens likewise."""
 
     def __init__(self) -> None:
         self.made = 0
+        self.maps: dict[tuple, object] = {}
         self._found: dict[tuple, Blocks] = {}
 
     def get(self, key: tuple, make: Callable[[], Blocks]) -> Blocks:
@@ -38,6 +43,12 @@ class _Plans:
             self._found[key] = make()
             self.made += 1
         return self._found[key]
+
+    def map(self, key: tuple, make: Callable[[], _Map]) -> _Map:
+        """Return the map that was made for `key`; make it the first time."""
+        if key not in self.maps:
+            self.maps[key] = make()
+        return self.maps[key]  # type: ignore[return-value]
 
     @property
     def visits_made(self) -> int:
@@ -210,6 +221,22 @@ class SequenceLayout:
         """Return how often it was worked out where blocks lie among queries or keys: at most once
         for each of the two and each kind of blocks."""
         return self._plans.visits_made
+
+    @property
+    def maps_made(self) -> int:
+        """Return how often maps of tokens were made; however many layers ask, once each kind."""
+        return len(self._plans.maps)
+
+    def whole_rows(self, batch: int) -> TokenRows:
+        """Return how the tokens of whole rows are packed for a recurrence, made once.
+
+        Args:
+            batch: b.
+
+        Raises:
+            ValueError: another number of rows, or documents known only by ids: see `whole_rows`.
+        """
+        return self._plans.map(("whole rows", batch), lambda: whole_rows(self, batch))
 
     def local(self, x: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """Return this rank's columns of whole rows, on the host.

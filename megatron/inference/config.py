@@ -45,6 +45,9 @@ class Prompts:
     """UTF-8 file with one prompt per line, after those of --prompt; blank lines are skipped."""
     batch_size: int = 16
     """Prompts that are generated together; does not change what they yield, to rounding."""
+    prefill_chunk_tokens: int | None = None
+    """Tokens of a prompt that are fed to the model at once, which bounds the memory that long
+    prompts need; derived: all. Does not change what they yield, to rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +90,9 @@ class GenerateConfig:
             ("distributed-timeout-minutes", self.source.distributed_timeout_minutes),
             ("batch-size", self.prompts.batch_size),
             ("max-new-tokens", self.sampling.max_new_tokens),
+            ("prefill-chunk-tokens", self.prompts.prefill_chunk_tokens),
         ):
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise ValueError(f"--{name} is {value}: it must be above 0")
 
 

@@ -84,6 +84,7 @@ def generate_texts(
     params: SamplingParams,
     max_new_tokens: int,
     batch_size: int,
+    prefill_chunk_tokens: int | None = None,
     on_token: OnToken | None = None,
 ) -> list[Result]:
     """Continue texts, `batch_size` at a time; its size changes results by rounding alone.
@@ -94,14 +95,17 @@ def generate_texts(
         params: how tokens are chosen.
         max_new_tokens: tokens to generate for each at most.
         batch_size: prompts that are generated together.
+        prefill_chunk_tokens: of a prompt that are fed to the model at once; None is all.
         on_token: follows the generation.
 
     Raises:
         ValueError: a prompt that the model cannot take.
     """
     from megatron.core.inference.engine import stream
+    from megatron.core.inference.state_cache import StateCache
 
     requests = make_requests(loaded, texts, max_new_tokens)
+    states = StateCache(min(batch_size, max(1, len(requests))))  # of batch after batch
     completions: list[Completion] = []
     for start in range(0, len(requests), batch_size):
         done: list[Completion] = []
@@ -111,6 +115,8 @@ def generate_texts(
             max_new_tokens=max_new_tokens,
             sampling=params,
             stop_tokens=loaded.stop_tokens,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+            states=states,
             device=loaded.device,
         ):
             for index, completion in enumerate(done, start):
@@ -156,6 +162,7 @@ def run(config: GenerateConfig, launch: Launch) -> None:
             params=params,
             max_new_tokens=config.sampling.max_new_tokens,
             batch_size=config.prompts.batch_size,
+            prefill_chunk_tokens=config.prompts.prefill_chunk_tokens,
             on_token=display.update if display else None,
         )
         seconds = time.perf_counter() - start

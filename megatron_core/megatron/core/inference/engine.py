@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate continuations for a batch of prompts: one prefill pass, then one decode pass per token.
+"""Generate continuations for a batch of prompts: prefill, then one decode pass per token.
 
-Prompts of different lengths are padded on the left, so that the newest token of every sequence is
-the last row and one decode step advances them all:
-
-    pad pad  A   B   C  |  D
-     P   Q   R   S   T  |  U
-
-Padding counts for nothing: its document id is -1, which no real token attends to, and every real
-token carries its own position, counted from 0 at the first real token. A sequence's output is
-therefore a function of its own prompt, seed and identity, up to the rounding of matrix products of
-another batch size.
+Prompts of different lengths share a batch (`padded_batch`). A sequence's output is a function of
+its own prompt, seed and identity, up to the rounding of matrix products of another batch size.
 """
 
 from __future__ import annotations
@@ -18,41 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.kv_cache import KVCache
+from megatron.core.inference.language_model import LanguageModel
+from megatron.core.inference.padded_batch import PaddedBatch
 from megatron.core.inference.sampling import SamplingParams, sample
-
-PADDING_DOCUMENT = -1
-
-
-class Head(Protocol):
-    """Hidden states to logits; `megatron.core.tensor_parallel.VocabParallelHead` is one."""
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [s, b, h] to this rank's logits [s, b, V/tp]."""
-        ...
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """Gather them to fp32 [s, b, V], the same on every rank, without padding columns."""
-        ...
-
-
-class LanguageModel(Protocol):
-    """What the engine asks of a model; `megatron.core.models.gpt.GPTModel` is one."""
-
-    head: Head
-
-    def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: KVCache) -> Tensor:
-        """Map tokens [b, s], which follow those in the cache, to hidden states [s, b, h].
-
-        `layout` has positions [s, b] and document ids [s_k, b], those of the cached tokens too.
-        """
-        ...
+from megatron.core.inference.state_cache import StateCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,27 +76,6 @@ def check_requests(
             )
 
 
-@dataclass(frozen=True)
-class _PaddedBatch:
-    """Left-padded prompts: tokens [b, s], positions [s, b], document ids [s, b] or None."""
-
-    tokens: Tensor
-    positions: Tensor
-    document_ids: Tensor | None
-
-
-def _left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> _PaddedBatch:
-    """Arrange prompts of different lengths so that all end in the last column."""
-    longest = max(len(p) for p in prompts)
-    rows = [[0] * (longest - len(p)) + list(p) for p in prompts]
-    pads = torch.tensor([longest - len(p) for p in prompts], device=device)  # [b]
-    from_start = torch.arange(longest, device=device).unsqueeze(1) - pads  # [s, b]
-    documents = None
-    if any(len(p) < longest for p in prompts):
-        documents = torch.where(from_start < 0, PADDING_DOCUMENT, 0)  # [s, b]
-    return _PaddedBatch(torch.tensor(rows, device=device), from_start.clamp(min=0), documents)
-
-
 def _record(
     completions: Sequence[Completion],
     tokens: Sequence[int],
@@ -165,6 +109,8 @@ def stream(
     max_new_tokens: int,
     sampling: SamplingParams,
     stop_tokens: Collection[int] = (),
+    prefill_chunk_tokens: int | None = None,
+    states: StateCache | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[list[Completion]]:
     """Generate for one batch, yielding the growing completions after every token.
@@ -178,6 +124,10 @@ def stream(
         max_new_tokens: tokens to generate for each at most.
         sampling: how tokens are chosen.
         stop_tokens: ids that end a sequence.
+        prefill_chunk_tokens: of a prompt that are fed at once, which bounds the memory of their
+            activations; None is all.
+        states: slots for the states of recurrent mixers, at least one free for each request; they
+            are free again at the end. None makes some for this batch.
         device: where the model is.
 
     Yields:
@@ -187,29 +137,34 @@ def stream(
     lengths = [len(r.prompt) for r in requests]
     sequences = [r.sequence for r in requests]
     completions = [Completion() for _ in requests]
-    batch = _left_pad([r.prompt for r in requests], torch.device(device))
-    tokens, positions, documents = batch.tokens, batch.positions, batch.document_ids
-    # The last token's keys are never needed: it is chosen, not fed.
-    cache = KVCache(tokens.shape[1] + max_new_tokens - 1)
-    for step in range(max_new_tokens):
+    # The last token is chosen and never fed.
+    batch = PaddedBatch(
+        [r.prompt for r in requests],
+        new_tokens=max_new_tokens - 1,
+        states=states,
+        device=torch.device(device),
+    )
+    try:
         with torch.no_grad():
-            layout = SequenceLayout(positions, documents)
-            hidden = model(tokens, layout=layout, cache=cache)[-1:]  # [1, b, h]
-            # Only the last row is projected: a prompt's other logits are not needed, and large.
-            logits = model.head.whole(model.head(hidden))[0]  # [b, V]
-            chosen, logprobs = sample(
-                logits, sampling, sequences=sequences, positions=[n + step for n in lengths]
-            )
-        last = step == max_new_tokens - 1
-        _record(completions, chosen.tolist(), logprobs.tolist(), stop_tokens=stop_tokens, last=last)
-        yield completions
-        if all(c.finish_reason for c in completions):
-            return
-        # Finished sequences are carried along; what they compute reaches no other sequence.
-        tokens = chosen.unsqueeze(1)  # [b, 1]
-        positions = positions[-1:] + 1  # [1, b]
-        if documents is not None:
-            documents = torch.cat((documents, documents.new_zeros(1, len(requests))))  # [s_k, b]
+            hidden = batch.prefill(model, chunk=prefill_chunk_tokens)  # [1, b, h]
+        for step in range(max_new_tokens):
+            with torch.no_grad():
+                # Only the last row is projected: a prompt's other logits are not needed, and large.
+                logits = model.head.whole(model.head(hidden))[0]  # [b, V]
+                chosen, logprobs = sample(
+                    logits, sampling, sequences=sequences, positions=[n + step for n in lengths]
+                )
+            last = step == max_new_tokens - 1
+            drawn = (chosen.tolist(), logprobs.tolist())
+            _record(completions, *drawn, stop_tokens=stop_tokens, last=last)
+            yield completions
+            ended = {row for row, done in enumerate(completions) if done.finish_reason}
+            if len(ended) == len(completions):
+                return
+            with torch.no_grad():
+                hidden = batch.decode(model, chosen, ended=ended)  # [1, b, h]
+    finally:
+        batch.cache.close()
 
 
 def generate(
@@ -218,16 +173,10 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
-    stop_tokens: Collection[int] = (),
-    device: torch.device | str = "cpu",
+    **options: Any,
 ) -> list[Completion]:
     """Generate for one batch and return the finished completions; arguments as for `stream`."""
     *_, completions = stream(
-        model,
-        requests,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_tokens=stop_tokens,
-        device=device,
+        model, requests, max_new_tokens=max_new_tokens, sampling=sampling, **options
     )
     return completions

@@ -23,12 +23,11 @@ Nothing here is differentiable: there is no backward pass while generating.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from megatron.core.context_parallel.token_rows import TokenRows
+from megatron.core.context_parallel.token_rows import TokenRows
 
 
 class RecurrentCache(Protocol):

@@ -19,13 +19,19 @@ from megatron.core.comm.conjugates import own_rows
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.pattern import (
     ATTENTION,
+    DELTA_NET,
+    DENSE,
     EXPERTS,
+    LATENT,
+    MAMBA,
+    RECURRENT,
     layer_blocks,
     symbol_problems,
     symbols_of,
 )
 from megatron.core.moe import MoE, MoEConfig
 from megatron.core.ops.dropout import dropout, dropout_key
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     MLP,
     AttentionConfig,
@@ -51,24 +57,65 @@ class DecoderConfig:
     Args:
         pattern: one symbol a block; a `|` between blocks, where a pipeline stage ends, means
             nothing here.
-        attention, mlp, moe, norm: the shapes of the blocks; moe only if some have experts.
+        attention, mlp, moe, delta_net, mamba: the shapes of the blocks; None where no block is one.
+        norm: of every block, and the final one.
         hidden_dropout: probability of dropping an element of a block's output in training.
     """
 
     pattern: str
-    attention: AttentionConfig | LatentAttentionConfig
-    mlp: MLPConfig
+    attention: AttentionConfig | LatentAttentionConfig | None
+    mlp: MLPConfig | None
     norm: NormConfig
     moe: MoEConfig | None = None
+    delta_net: GatedDeltaNetConfig | None = None
+    mamba: Mamba2Config | None = None
     hidden_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if problems := symbol_problems(self.pattern):
+        shapes = {name: vars(self)[name] for name in _SHAPES}
+        problems = symbol_problems(self.pattern)
+        if problems := problems or missing_shapes(self.pattern, **shapes):
             raise ValueError("; ".join(problems))
-        if EXPERTS in self.pattern and self.moe is None:
-            raise ValueError(f"layer pattern {self.pattern!r} has experts: give their shape, moe")
         if not 0.0 <= self.hidden_dropout < 1.0:
             raise ValueError(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
+
+
+_SHAPES = ("attention", "mlp", "moe", "delta_net", "mamba")
+
+
+def missing_shapes(
+    symbols: str,
+    *,
+    attention: AttentionConfig | LatentAttentionConfig | None,
+    mlp: MLPConfig | None,
+    moe: MoEConfig | None,
+    delta_net: GatedDeltaNetConfig | None,
+    mamba: Mamba2Config | None,
+) -> list[str]:
+    """List the blocks of a pattern whose shape is not given, or of another kind."""
+    latent = isinstance(attention, LatentAttentionConfig)
+    shapes = {
+        ATTENTION: None if latent else attention,
+        LATENT: attention if latent else None,
+        DENSE: mlp,
+        DELTA_NET: delta_net,
+        MAMBA: mamba,
+    }
+    mends = {
+        ATTENTION: "attention is latent, write '+'" if latent else "give the shape of attention",
+        LATENT: "give the shape of latent attention, or write '*' for attention of heads",
+        DENSE: "give the shape of MLPs",
+        DELTA_NET: "give the shape of gated delta nets",
+        MAMBA: "give the shape of Mamba-2",
+    }
+    found = [
+        f"layer pattern {symbols!r} has {symbol!r}: {mends[symbol]}"
+        for symbol, shape in shapes.items()
+        if symbol in symbols and shape is None
+    ]
+    if EXPERTS in symbols and moe is None:
+        found.append("layers with experts need num-experts, and num-experts such layers")
+    return found
 
 
 class HiddenDropout(nn.Module):
@@ -173,7 +220,7 @@ class Decoder(nn.Module):
             raise ValueError(f"blocks [{start}, {stop}) of a pattern of {len(symbols)}")
         self.layers: list[tuple[int, int]] = []
         self.blocks = nn.ModuleList()
-        self.num_attention_layers = 0
+        self.num_attention_layers = self.num_recurrent_layers = 0
         layers = layer_blocks(symbols)
         self._all_layers = len(layers)
         for layer, (first, last) in enumerate(layers):
@@ -196,24 +243,39 @@ class Decoder(nn.Module):
         """Build the next block; the names of its weights start by `prefix`."""
         config = self.config
         norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
-        if symbol == ATTENTION:
-            latent = isinstance(config.attention, LatentAttentionConfig)
-            mixer: nn.Module = (LatentAttention if latent else SelfAttention)(
-                f"{prefix}.attention",
-                self.num_attention_layers,
-                config=config.attention,
-                norm=config.norm,
-                build=build,
-            )
-            self.num_attention_layers += 1
-        elif symbol == EXPERTS:
-            assert config.moe is not None
-            mixer = MoE(f"{prefix}.moe", config=config.moe, build=build)
-        else:
-            mixer = MLP(f"{prefix}.mlp", config=config.mlp, build=build)
+        mixer = self._mixer(symbol, prefix=prefix, build=build)
         drop = HiddenDropout(prefix, config.hidden_dropout, build=build)
         handles = [h for n, h in build.store.handles.items() if n.startswith(f"{prefix}.")]
         return Block(prefix, norm, mixer=mixer, drop=drop, handles=handles)
+
+    def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> nn.Module:
+        """Build what a block does; those with a cache are numbered by kind of cache."""
+        config = self.config
+        if symbol == EXPERTS:
+            assert config.moe is not None
+            return MoE(f"{prefix}.moe", config=config.moe, build=build)
+        if symbol == DENSE:
+            assert config.mlp is not None
+            return MLP(f"{prefix}.mlp", config=config.mlp, build=build)
+        shared = {"norm": config.norm, "build": build}
+        if symbol in RECURRENT:
+            from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+            from megatron.core.ssm.mamba2 import Mamba2
+
+            at = self.num_recurrent_layers
+            self.num_recurrent_layers += 1
+            if symbol == DELTA_NET:
+                assert config.delta_net is not None
+                name = f"{prefix}.delta_net"
+                return GatedDeltaNet(name, at, config=config.delta_net, **shared)
+            assert config.mamba is not None
+            return Mamba2(f"{prefix}.mamba", at, config=config.mamba, **shared)
+        at = self.num_attention_layers
+        self.num_attention_layers += 1
+        if isinstance(config.attention, LatentAttentionConfig):
+            return LatentAttention(f"{prefix}.attention", at, config=config.attention, **shared)
+        assert config.attention is not None
+        return SelfAttention(f"{prefix}.attention", at, config=config.attention, **shared)
 
     def set_recompute(self, recompute: Recompute) -> None:
         """Choose what is computed again in backward; it changes no value.

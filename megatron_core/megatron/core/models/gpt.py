@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: token embedding, a decoder of attention and MLP blocks, a tied or own vocabulary head."""
+"""GPT: token embedding, a decoder of the blocks of a pattern, a tied or own vocabulary head."""
 
 from __future__ import annotations
 
@@ -82,18 +82,21 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         stages, stage = groups["pp"].size, groups["pp"].rank
-        context = ContextParallel(group=groups["cp"], engine=backend.context_engine)
+        context = _context(groups, backend)
         problems = config.problems(
             tp=groups["tp"].size,
             cp=context.group.size,
             engine=context.engine,
             etp=groups.grid.size("etp"),
             ep=groups.grid.ep,
+            linear_mode=context.linear_mode,
         )
         if problems:
             raise ValueError("; ".join(problems))
-        split = split or StageSplit.even(config.num_layers, stages)
-        blocks = len(config.decoder.pattern)
+        split = split or StageSplit.even(
+            config.num_layers, stages, layer_blocks=config.layer_blocks
+        )
+        blocks = len(config.blocks)
         if (split.stages, split.num_blocks) != (stages, blocks):
             raise ValueError(
                 f"the split cuts {split.num_blocks} blocks for {split.stages} pipeline stages; the "
@@ -109,7 +112,7 @@ class GPTModel(nn.Module):
             backend=backend,
             hidden_size=config.hidden_size,
             init=InitSpec.normal(config.init_std),
-            output_init=InitSpec.normal(config.init_std / math.sqrt(2 * config.num_layers)),
+            output_init=InitSpec.normal(config.init_std / math.sqrt(blocks)),
             seed=seed,
             context=context,
         )
@@ -274,6 +277,7 @@ class GPTModel(nn.Module):
     def _rope(self, layout: SequenceLayout) -> RopeTable | None:
         if self.config.rope is None:
             return None
+        assert self.config.attention is not None
         return RopeTable.of(self.config.rope, layout.positions, self.config.attention.rope_features)
 
     def hidden(
@@ -372,6 +376,15 @@ class GPTModel(nn.Module):
     def full_logits(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the logits of the whole vocabulary, fp32 [s, b, V], on every tp rank."""
         return self.head.whole(self.logits(tokens, **options))
+
+
+def _context(groups: ProcessGroupCollection, backend: Backend) -> ContextParallel:
+    return ContextParallel(
+        group=groups["cp"],
+        engine=backend.context_engine,
+        linear_mode=backend.linear_mode,
+        linear_splits=backend.linear_splits,
+    )
 
 
 def logical_weights(config: GPTConfig) -> dict[str, tuple[int, ...]]:

@@ -4,14 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.models.decoder import DecoderConfig
-from megatron.core.models.pattern import ATTENTION, DENSE, EXPERTS
+from megatron.core.models.decoder import DecoderConfig, missing_shapes
+from megatron.core.models.pattern import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    LATENT,
+    symbol_problems,
+)
 from megatron.core.moe import MoEConfig
 from megatron.core.ops.rope import RopeScaling
+from megatron.core.ssm.config import AUTO, GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -23,31 +31,40 @@ from megatron.core.transformer import (
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Everything that decides a GPT's logical weights and its function; nothing about ranks.
+    """Everything that decides a model's logical weights and its function; nothing about ranks.
+
+    A GPT has L layers of two blocks, attention and what follows it; a hybrid has any blocks, those
+    of its `pattern`.
 
     Args:
-        num_layers: L, each an attention block and an MLP or a mixture of experts.
+        num_layers: L, each an attention block and an MLP or a mixture of experts; of a hybrid the
+            number of blocks.
         hidden_size: h.
         vocab_size: V, without padding.
-        attention, mlp, norm: shapes of the parts; attention may be latent.
+        attention, mlp, norm: shapes of the parts; attention may be latent, and None where no block
+            is one.
         rope: rotary position embedding; None gives no positions at all.
         tied: one weight for the embedding and the head.
         hidden_dropout: probability of dropping an element of the embedding or of a block's output.
-        init_std: standard deviation of initial weights; output projections have init_std / sqrt(2
-            L).
+        init_std: standard deviation of initial weights; output projections have init_std /
+            sqrt(blocks), of which a GPT has 2 L.
         moe: shape of the mixtures of experts; None where no layer has one.
         ffn_pattern: what follows attention in each layer, "-" an MLP or "E" a mixture of experts;
-            empty is the same in all, experts if `moe` is given.
+            empty is the same in all, experts if `moe` is given. Of a hybrid it is empty.
         mtp_num_layers: depth D of multi-token prediction (DeepSeek-AI 2024, section 2.2): so many
             more layers predict the tokens after the next.
         mtp_loss_factor: of the mean of their D losses in the training loss.
+        pattern: the blocks of a hybrid, one symbol each (`models.pattern`); empty is a GPT.
+        delta_net, mamba: shapes of the gated delta nets and of Mamba-2; None where no block is one.
+        mtp_pattern: the blocks of each depth of multi-token prediction; empty is a layer like a
+            GPT's last.
     """
 
     num_layers: int
     hidden_size: int
     vocab_size: int
-    attention: AttentionConfig | LatentAttentionConfig
-    mlp: MLPConfig
+    attention: AttentionConfig | LatentAttentionConfig | None
+    mlp: MLPConfig | None
     norm: NormConfig = field(default_factory=NormConfig)
     rope: RopeConfig | None = field(default_factory=RopeConfig)
     tied: bool = False
@@ -57,14 +74,25 @@ class GPTConfig:
     ffn_pattern: str = ""
     mtp_num_layers: int = 0
     mtp_loss_factor: float = 0.1
+    pattern: str = ""
+    delta_net: GatedDeltaNetConfig | None = None
+    mamba: Mamba2Config | None = None
+    mtp_pattern: str = ""
 
     def __post_init__(self) -> None:
-        if not self.ffn_pattern:
+        if not self.ffn_pattern and not self.pattern:
             everywhere = DENSE if self.moe is None else EXPERTS
             object.__setattr__(self, "ffn_pattern", everywhere * self.num_layers)
 
     def problems(
-        self, *, tp: int = 1, cp: int = 1, engine: str = "auto", etp: int = 1, ep: int = 1
+        self,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        engine: str = "auto",
+        etp: int = 1,
+        ep: int = 1,
+        linear_mode: str = AUTO,
     ) -> list[str]:
         """List everything that is wrong with this model on these ranks; empty if nothing is.
 
@@ -72,6 +100,7 @@ class GPTConfig:
             tp, cp: ranks that share weights, and tokens of a row.
             engine: of context parallelism.
             etp, ep: ranks that share each expert's weights, and the experts.
+            linear_mode: how recurrences meet the tokens of other ranks.
         """
         found = []
         for name, size in (
@@ -87,60 +116,132 @@ class GPTConfig:
             )
         if not 0.0 <= self.hidden_dropout < 1.0:
             found.append(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
-        found += self.attention.problems(tp, cp=cp, engine=engine) + self.mlp.problems(tp)
-        if self.rope is not None:
-            try:
-                self.rope.rotary_features(self.attention.rope_features)
-            except ValueError as error:
-                found.append(str(error))
-        return found + self._expert_problems(tp, etp, ep)
+        found += self._pattern_problems()
+        if self.attention is not None:
+            found += self.attention.problems(tp, cp=cp, engine=engine)
+        if self.mlp is not None:
+            found += self.mlp.problems(tp)
+        for recurrent in (self.delta_net, self.mamba):
+            if recurrent is not None:
+                found += recurrent.problems(tp, cp=cp, mode=linear_mode)
+        return found + self._rope_problems() + self._expert_problems(tp, etp, ep)
 
-    def _expert_problems(self, tp: int, etp: int, ep: int) -> list[str]:
+    def _rope_problems(self) -> list[str]:
+        if self.rope is None:
+            return []
+        if self.attention is None:
+            return ["rotary positions without attention: leave rope out"]
+        try:
+            self.rope.rotary_features(self.attention.rope_features)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def _pattern_problems(self) -> list[str]:
+        """List what is wrong with which blocks there are, and with their shapes missing."""
         found = []
-        kinds = set(self.ffn_pattern)
-        if len(self.ffn_pattern) != max(0, self.num_layers) or kinds - {DENSE, EXPERTS}:
+        if self.pattern:
+            found += symbol_problems(self.pattern)
+            if self.num_layers != len(self.pattern) or self.ffn_pattern:
+                found.append(
+                    f"pattern {self.pattern!r} has {len(self.pattern)} blocks: num_layers is so "
+                    f"many, not {self.num_layers}, and ffn_pattern empty"
+                )
+        elif len(self.ffn_pattern) != max(0, self.num_layers) or set(self.ffn_pattern) - {
+            DENSE,
+            EXPERTS,
+        }:
             found.append(
                 f"ffn_pattern {self.ffn_pattern!r} must have one of '-' and 'E' for each of the "
                 f"{self.num_layers} layers"
-            )
-        if (EXPERTS in kinds) != (self.moe is not None):
-            found.append("layers with experts need num-experts, and num-experts such layers")
-        if self.moe is not None:
-            found += self.moe.problems(tp=tp, etp=etp, ep=ep)
-        elif ep > 1 or etp not in (1, tp):
-            found.append(
-                f"expert-model-parallel-size {ep} and expert-tensor-parallel-size {etp} without "
-                "experts: give num-experts"
             )
         if self.mtp_num_layers < 0 or self.mtp_loss_factor < 0:
             found.append(
                 f"mtp-num-layers {self.mtp_num_layers} and mtp-loss-scaling-factor "
                 f"{self.mtp_loss_factor} must not be negative"
             )
-        return found
+        if self.mtp_pattern:
+            found += symbol_problems(self.mtp_pattern)
+        if self.pattern and bool(self.mtp_pattern) != (self.mtp_num_layers > 0):
+            found.append(
+                f"{self.mtp_num_layers} depths of multi-token prediction of the blocks "
+                f"{self.mtp_pattern!r}: write the blocks of each depth behind a '/' of the pattern"
+            )
+        return found + self._missing_shapes()
+
+    def _missing_shapes(self) -> list[str]:
+        blocks = self.blocks + self.depth_blocks
+        return missing_shapes(blocks, attention=self.attention, **self._shapes)
+
+    def _expert_problems(self, tp: int, etp: int, ep: int) -> list[str]:
+        found = []
+        if self.moe is None:
+            if ep > 1 or etp not in (1, tp):
+                found.append(
+                    f"expert-model-parallel-size {ep} and expert-tensor-parallel-size {etp} "
+                    "without experts: give num-experts"
+                )
+            return found
+        if EXPERTS not in self.blocks + self.depth_blocks:
+            found.append("layers with experts need num-experts, and num-experts such layers")
+        return found + self.moe.problems(tp=tp, etp=etp, ep=ep)
+
+    @property
+    def blocks(self) -> str:
+        """The symbols of all blocks of the model, without those of multi-token prediction."""
+        if self.pattern:
+            return self.pattern
+        latent = isinstance(self.attention, LatentAttentionConfig)
+        return "".join((LATENT if latent else ATTENTION) + kind for kind in self.ffn_pattern)
+
+    @property
+    def layer_blocks(self) -> int:
+        """The blocks of one of the `num_layers`."""
+        return 1 if self.pattern else 2
+
+    @property
+    def depth_blocks(self) -> str:
+        """The symbols of the blocks of each depth of multi-token prediction; none without it."""
+        if self.mtp_num_layers < 1:
+            return ""
+        return self.mtp_pattern or self.blocks[-2:]
+
+    @property
+    def _shapes(self) -> dict[str, Any]:
+        return {
+            "mlp": self.mlp,
+            "moe": self.moe,
+            "delta_net": self.delta_net,
+            "mamba": self.mamba,
+        }
 
     @property
     def decoder(self) -> DecoderConfig:
         """What its blocks are."""
         return DecoderConfig(
-            pattern="".join(ATTENTION + kind for kind in self.ffn_pattern),
+            pattern=self.blocks,
             attention=self.attention,
-            mlp=self.mlp,
-            moe=self.moe,
             norm=self.norm,
             hidden_dropout=self.hidden_dropout,
+            **self._shapes,
         )
 
     @property
     def router_names(self) -> tuple[str, ...]:
         """The names of all routers, in the order of the model."""
-        if self.moe is None:
-            return ()
-        blocks = [2 * i + 1 for i, kind in enumerate(self.ffn_pattern) if kind == EXPERTS]
-        names = [f"decoder.blocks.{block}.moe.router" for block in blocks]
-        if self.ffn_pattern.endswith(EXPERTS):
-            names += [f"mtp.{k}.decoder.blocks.1.moe.router" for k in range(self.mtp_num_layers)]
-        return tuple(names)
+        parts = {"decoder": self.blocks}
+        parts |= {f"mtp.{k}.decoder": self.depth_blocks for k in range(self.mtp_num_layers)}
+        return tuple(
+            f"{part}.blocks.{block}.moe.router"
+            for part, symbols in parts.items()
+            for block, symbol in enumerate(symbols)
+            if symbol == EXPERTS
+        )
+
+    def without_further_prediction(self) -> GPTConfig:
+        """Return the model that predicts the next token alone."""
+        moe = self.moe if EXPERTS in self.blocks else None
+        return dataclasses.replace(self, moe=moe, mtp_num_layers=0, mtp_pattern="")
 
     @property
     def has_auxiliary_losses(self) -> bool:
@@ -153,25 +254,44 @@ class GPTConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the config as plain JSON values."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        if found["mamba"] is not None:  # JSON has no infinity
+            limits = found["mamba"]["dt_limit"]
+            found["mamba"]["dt_limit"] = [x if math.isfinite(x) else None for x in limits]
+        return found
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> GPTConfig:
         """Rebuild a config from `to_json`. Raises ValueError for unknown or missing fields."""
         fields = dict(data)
         try:
-            latent = "kv_lora_rank" in fields["attention"]
-            kind = LatentAttentionConfig if latent else AttentionConfig
-            fields["attention"] = kind(**fields["attention"])
+            if fields["attention"] is not None:
+                latent = "kv_lora_rank" in fields["attention"]
+                kind = LatentAttentionConfig if latent else AttentionConfig
+                fields["attention"] = kind(**fields["attention"])
             if fields.get("moe") is not None:
                 fields["moe"] = MoEConfig.from_json(fields["moe"])
-            fields["mlp"] = MLPConfig(**fields["mlp"])
+            if fields["mlp"] is not None:
+                fields["mlp"] = MLPConfig(**fields["mlp"])
+            if fields.get("delta_net") is not None:
+                fields["delta_net"] = GatedDeltaNetConfig(**fields["delta_net"])
+            if fields.get("mamba") is not None:
+                fields["mamba"] = _mamba(fields["mamba"])
             fields["norm"] = NormConfig(**fields["norm"])
             if fields["rope"] is not None:
                 rope = dict(fields["rope"])
                 if rope["scaling"] is not None:
                     rope["scaling"] = RopeScaling(**rope["scaling"])
                 fields["rope"] = RopeConfig(**rope)
-            return GPTConfig(**fields)
+            found = GPTConfig(**fields)
+            if missing := found._missing_shapes():
+                raise TypeError("; ".join(missing))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the configuration of a GPT of this version: {error}") from error
+        return found
+
+
+def _mamba(data: Mapping[str, Any]) -> Mamba2Config:
+    """Rebuild the shape of Mamba-2 from `to_json`."""
+    low, high = data["dt_limit"]
+    return Mamba2Config(**{**data, "dt_limit": (low, math.inf if high is None else high)})

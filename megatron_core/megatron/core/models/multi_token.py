@@ -4,7 +4,7 @@
 Depth k = 0 … D - 1 predicts token t + k + 2 at position t, where the main model predicts t + 1:
 
     x_k = projection([norm(embedding(token t + k + 1)), norm(h_(k-1))])
-    h_k = final_norm(layer_k(x_k))          h_(-1) are the main model's final hidden states
+    h_k = final_norm(blocks_k(x_k))         h_(-1) are the main model's final hidden states
     logits = head(h_k)                      embedding and head are the main model's
 
     training loss = main loss + factor / D · sum over k of the loss of depth k
@@ -30,7 +30,6 @@ from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.decoder import Decoder, HiddenDropout
 from megatron.core.models.gpt_config import GPTConfig
-from megatron.core.models.pattern import ATTENTION
 from megatron.core.tensor_parallel import VocabParallelEmbedding, VocabParallelHead
 from megatron.core.transformer import LayerBuild, Norm, Recompute, RopeTable
 from megatron.core.weight_sharding import WeightSharding
@@ -123,11 +122,13 @@ class MultiTokenPrediction(nn.Module):
         self.sums = torch.zeros(len(self.depths), 2, dtype=torch.float64, device=build.store.device)
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """Choose what is computed again in backward; each depth's layer counts by itself."""
-        if recompute.num_layers is not None:
-            recompute = dataclasses.replace(recompute, num_layers=1)
+        """Choose what is computed again in backward; each depth's layers count by themselves."""
         for depth in self.depths:
-            depth.decoder.set_recompute(recompute)
+            own = recompute
+            if recompute.num_layers is not None:
+                least = min(recompute.num_layers, len(depth.decoder.layers))
+                own = dataclasses.replace(recompute, num_layers=least)
+            depth.decoder.set_recompute(own)
 
     def forward(
         self,
@@ -167,7 +168,7 @@ class MultiTokenPrediction(nn.Module):
 
 
 class PredictionDepth(nn.Module):
-    """One depth: its layer between the hidden states of the depth before and the head.
+    """One depth: its blocks between the hidden states of the depth before and the head.
 
     The projection is whole on every tp rank: with sequence parallelism each rank projects its own
     tokens, without it all of them.
@@ -195,8 +196,8 @@ class PredictionDepth(nn.Module):
             gradient={"tp": build.region.replicated_gradient},
         )
         self.projection = build.store.declare(sharding, build.init)
-        layer = dataclasses.replace(config.decoder, pattern=ATTENTION + config.ffn_pattern[-1])
-        self.decoder = Decoder(f"{name}.decoder", layer, build=build)
+        blocks = dataclasses.replace(config.decoder, pattern=config.depth_blocks)
+        self.decoder = Decoder(f"{name}.decoder", blocks, build=build)
 
     def forward(
         self,

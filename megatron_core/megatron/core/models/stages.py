@@ -17,7 +17,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.core.models.pattern import ATTENTION, CUT, DENSE, EXPERTS, symbol_problems, symbols_of
+from megatron.core.models.pattern import (
+    ATTENTION,
+    CUT,
+    DENSE,
+    EXPERTS,
+    LATENT,
+    ffn_of,
+    symbol_problems,
+    symbols_of,
+)
 
 #: A layer of a GPT is an attention and an MLP block.
 _LAYER = ATTENTION + DENSE
@@ -34,6 +43,7 @@ class StageSplit:
         stages: p, the ranks of the pipeline.
         ranges: [first, last) blocks of each virtual stage, in order; each starts where the one
             before ends.
+        layer_blocks: blocks of a layer, where layers are spoken of: 2 of a GPT, 1 of a hybrid.
 
     Raises:
         ValueError: ranges that leave blocks out, or as many as do not divide over the stages.
@@ -41,6 +51,7 @@ class StageSplit:
 
     stages: int
     ranges: tuple[tuple[int, int], ...]
+    layer_blocks: int = len(_LAYER)
 
     def __post_init__(self) -> None:
         ends = [0, *(last for _, last in self.ranges)]
@@ -67,13 +78,14 @@ class StageSplit:
     def describe(self) -> str:
         """Say how many layers each stage has: "3|2 layers", or "2+1|1+1 layers" in two chunks.
 
-        In blocks where a layer of two blocks is cut: "3|5 blocks".
+        In blocks where a layer of two blocks is cut, and of a hybrid: "3|5 blocks".
         """
-        whole = all(last % len(_LAYER) == 0 for _, last in self.ranges)
-        size, noun = (len(_LAYER), "layers") if whole else (1, "blocks")
+        each = self.layer_blocks
+        whole = each > 1 and all(last % each == 0 for _, last in self.ranges)
+        size, noun = (each, "layers") if whole else (1, "blocks")
         counts = [str((last - first) // size) for first, last in self.ranges]
-        each = ("+".join(counts[stage :: self.stages]) for stage in range(self.stages))
-        return f"{CUT.join(each)} {noun}"
+        shown = ("+".join(counts[stage :: self.stages]) for stage in range(self.stages))
+        return f"{CUT.join(shown)} {noun}"
 
     @staticmethod
     def even(
@@ -85,6 +97,7 @@ class StageSplit:
         last_layers: int | None = None,
         count_embedding: bool = False,
         count_loss: bool = False,
+        layer_blocks: int = len(_LAYER),
     ) -> StageSplit:
         """Give every virtual stage as many layers as any other, with the exceptions asked for.
 
@@ -96,6 +109,7 @@ class StageSplit:
                 the other stages share the rest.
             count_embedding, count_loss: take it for a layer, so that its virtual stage has one
                 less.
+            layer_blocks: blocks of a layer.
 
         Raises:
             ValueError: all of `even_problems`.
@@ -122,7 +136,7 @@ class StageSplit:
             if last_layers is not None:
                 layers[-1] = last_layers // chunks
             layers *= chunks
-        return _from_sizes(stages, (len(_LAYER) * count for count in layers))
+        return _from_sizes(stages, (layer_blocks * count for count in layers), layer_blocks)
 
     @staticmethod
     def from_pattern(pattern: str, stages: int, *, ffn_pattern: str | None = None) -> StageSplit:
@@ -138,7 +152,8 @@ class StageSplit:
             ValueError: all of `pattern_problems`.
         """
         _refuse(pattern_problems(pattern, stages, ffn_pattern=ffn_pattern))
-        return _from_sizes(stages, map(len, pattern.split(CUT)))
+        pairs = ffn_of(symbols_of(pattern)) is not None
+        return _from_sizes(stages, map(len, pattern.split(CUT)), len(_LAYER) if pairs else 1)
 
     @staticmethod
     def from_layout(layout: str, stages: int, *, num_layers: int) -> StageSplit:
@@ -154,7 +169,8 @@ class StageSplit:
         """
         _refuse(layout_problems(layout, stages, num_layers=num_layers))
         parts = _written_out(layout)[0].split(CUT)
-        return _from_sizes(stages, (len(_LAYER) * part.count("t") for part in parts))
+        sizes = (len(_LAYER) * part.count("t") for part in parts)
+        return _from_sizes(stages, sizes, len(_LAYER))
 
 
 def even_problems(
@@ -202,7 +218,7 @@ def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = Non
     if ffn_pattern is None:
         return found
     wanted = "".join(ATTENTION + kind for kind in ffn_pattern)
-    if symbols_of(pattern) != wanted:
+    if symbols_of(pattern).replace(LATENT, ATTENTION) != wanted:
         same = set(ffn_pattern) == {DENSE}
         # Of another number of layers: which of them have experts is for the pattern to say.
         others = symbols_of(pattern).replace(ATTENTION, "")
@@ -241,10 +257,10 @@ def _refuse(problems: list[str]) -> None:
         raise ValueError("; ".join(problems))
 
 
-def _from_sizes(stages: int, sizes: Iterable[int]) -> StageSplit:
+def _from_sizes(stages: int, sizes: Iterable[int], layer_blocks: int) -> StageSplit:
     """Return the split whose virtual stages have so many blocks."""
     ends = [0, *itertools.accumulate(sizes)]
-    return StageSplit(stages, tuple(itertools.pairwise(ends)))
+    return StageSplit(stages, tuple(itertools.pairwise(ends)), layer_blocks)
 
 
 def _part_problems(what: str, text: str, stages: int) -> list[str]:

@@ -121,8 +121,13 @@ def test_every_problem_of_a_configuration_is_named_at_once():
 
 def test_layer_patterns_and_rates_are_checked():
     shared = {"attention": CONFIG.attention, "mlp": CONFIG.mlp, "norm": CONFIG.norm}
-    for pattern in ("", "*x-"):
-        with pytest.raises(ValueError, match="must be one or more of"):
+    for pattern, message in (
+        ("", "must be one or more of"),
+        ("*x-", "'x' at 2 is unknown"),
+        ("*G", "'G': give the shape of gated delta nets"),
+        ("+-", "give the shape of latent attention, or write '\\*'"),
+    ):
+        with pytest.raises(ValueError, match=message):
             DecoderConfig(pattern=pattern, **shared)
     with pytest.raises(ValueError, match=r"hidden-dropout 1.0 must be in \[0, 1\)"):
         DecoderConfig(pattern="*", hidden_dropout=1.0, **shared)

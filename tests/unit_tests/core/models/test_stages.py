@@ -148,7 +148,7 @@ def test_three_ways_to_write_one_split():
         (
             lambda: pattern_problems("*x|-", 3, ffn_pattern="-"),
             [
-                "'*x|-' must be one or more of",
+                "'*x|-': 'x' at 2 is unknown: use '*' (attention)",
                 "has 2 parts for 3",
                 "must be '*-' for each of the 1",
             ],

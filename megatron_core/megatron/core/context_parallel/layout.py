@@ -23,6 +23,7 @@ from megatron.core.context_parallel.index_maps import (
     inverse_of,
     take_columns,
 )
+from megatron.core.context_parallel.pieces import OwnPieces, own_pieces
 from megatron.core.context_parallel.token_rows import TokenRows, whole_rows
 from megatron.core.device import pin
 
@@ -237,6 +238,10 @@ class SequenceLayout:
             ValueError: another number of rows, or documents known only by ids: see `whole_rows`.
         """
         return self._plans.map(("whole rows", batch), lambda: whole_rows(self, batch))
+
+    def own_pieces(self, batch: int) -> OwnPieces:
+        """Return this rank's parts of documents and how all ranks' go on: likewise, made once."""
+        return self._plans.map(("own pieces", batch), lambda: own_pieces(self, batch))
 
     def local(self, x: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """Return this rank's columns of whole rows, on the host.

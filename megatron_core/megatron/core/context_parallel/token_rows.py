@@ -114,6 +114,26 @@ def whole_rows(layout: SequenceLayout, batch: int) -> TokenRows:
     Raises:
         ValueError: rows of another number than the layout's, or documents known by ids alone.
     """
+    documents = known_documents(layout, batch)
+    cut, width = layout.cut, layout.positions.shape[0]
+    length, gathered = (width, width) if cut is None else (cut.length, cut.padded[-1])
+    inverse = None if cut is None else inverse_of(cut)
+    columns = np.arange(length) if inverse is None else inverse.numpy()
+    places = columns * batch + np.arange(batch)[:, None]  # [b, s]
+    bounds = [0]
+    for row, ends in enumerate(documents):
+        bounds += [row * length + end for end in ends[1:]]
+    return TokenRows(
+        places.reshape(-1), bounds, length=gathered, batch=batch, device=layout.positions.device
+    )
+
+
+def known_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:
+    """Return where the documents of each row begin and end by place, [0, ..., s].
+
+    Raises:
+        ValueError: rows of another number than the layout's, or documents known by ids alone.
+    """
     if layout.rows not in (None, batch):
         raise ValueError(f"{batch} rows of tokens, the layout is of {layout.rows}: make it for all")
     if layout.documents is None and layout.document_ids is not None:
@@ -122,17 +142,10 @@ def whole_rows(layout: SequenceLayout, batch: int) -> TokenRows:
             "(cu_seqlens), or its state goes on into the next; make it by SequenceLayout.make, on "
             "the host"
         )
-    cut, width = layout.cut, layout.positions.shape[0]
-    length, gathered = (width, width) if cut is None else (cut.length, cut.padded[-1])
-    inverse = None if cut is None else inverse_of(cut)
-    columns = np.arange(length) if inverse is None else inverse.numpy()
-    places = columns * batch + np.arange(batch)[:, None]  # [b, s]
-    bounds = [0]
-    for row, ends in enumerate(layout.documents or ((0, length),) * batch):
-        bounds += [row * length + end for end in ends[1:]]
-    return TokenRows(
-        places.reshape(-1), bounds, length=gathered, batch=batch, device=layout.positions.device
-    )
+    if layout.documents is not None:
+        return layout.documents
+    length = layout.positions.shape[0] if layout.cut is None else layout.cut.length
+    return ((0, length),) * batch
 
 
 def _rows_of(x: torch.Tensor, rows: TokenRows) -> torch.Tensor:

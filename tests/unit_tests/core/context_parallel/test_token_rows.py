@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens packed for recurrences: the order written down token by token, both ways, once."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel.token_rows import TokenRows
+from tests.unit_tests.core.context_parallel.random_cuts import random_case
+
+CASES = [random_case(random.Random(seed)) for seed in range(2000, 2080)]
+ROWS = 3
+
+
+class OpNames(TorchDispatchMode):
+    """Note the name of every op."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it is to import it first, for seconds
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def documents_of(case, rng: random.Random) -> list[list[int]]:
+    """Return the length of each document of each row; none goes on into another sequence."""
+    found = []
+    for _ in range(ROWS):
+        lengths: list[int] = []
+        for left in case.lengths:
+            while left:
+                lengths.append(rng.randint(1, left))
+                left -= lengths[-1]
+        found.append(lengths)
+    return found
+
+
+def ids_of(documents: list[list[int]]) -> torch.Tensor:
+    """Return [b, s], the number of each token's document."""
+    return torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in documents])
+
+
+def test_whole_rows_are_packed_row_after_row_and_document_after_document():
+    moved = uneven = padded = 0
+    for case in CASES:
+        documents = documents_of(case, random.Random(case.total))
+        cut, columns = case.cut(), case.columns()
+        ids = ids_of(documents)
+        for rank in {0, case.size - 1}:
+            layout = SequenceLayout.make(cut, rank, rows=ROWS, document_ids=ids)
+            rows = layout.whole_rows(ROWS)
+            lengths = [n for row in documents for n in row]
+            assert rows.sequences.lengths == tuple(lengths), case
+            # What is gathered: rank after rank, each token's place and row in it.
+            places = torch.tensor([place for held in columns for place in held])
+            gathered = torch.stack([places] * ROWS, 1) + 1000 * torch.arange(1, ROWS + 1)
+            gathered[places < 0] = -5
+            packed = rows.pack(gathered[..., None] * torch.tensor([1, 2]))
+            wanted = 1000 * torch.arange(1, ROWS + 1)[:, None] + torch.arange(case.total)
+            wanted = wanted.reshape(-1, 1) * torch.tensor([1, 2])
+            assert torch.equal(packed, wanted), case
+            back = rows.unpack(packed)
+            gathered[places < 0] = 0
+            assert torch.equal(back[..., 0], gathered), case
+            moved += not torch.equal(places, torch.arange(len(places)))
+        uneven += len({len(row) for row in documents}) > 1
+        padded += cut.is_padded
+    assert min(moved, uneven, padded) > 20
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_dense_rows_are_a_sequence_each(size, order):
+    cut = SequenceCut.of(24, size, order=order)
+    rows = SequenceLayout.make(cut, 0, rows=2).whole_rows(2)
+    assert rows.sequences.bounds == (0, 24, 48)
+    held = torch.tensor([place for rank in range(size) for place in cut.places(rank)])
+    assert rows.pack(torch.stack([held, held + 50], 1)).tolist() == [
+        *range(24),
+        *range(50, 74),
+    ]
+
+
+def test_a_row_of_zigzag_by_hand():
+    # Two ranks, chunks of 2: rank 0 holds places 0 1 6 7, rank 1 holds 2 3 4 5.
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
+    layout = SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=1, document_ids=ids)
+    rows = layout.whole_rows(1)
+    packed = rows.pack(torch.tensor([10, 11, 16, 17, 12, 13, 14, 15])[:, None])
+    assert packed.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
+    assert rows.unpack(packed)[:, 0].tolist() == [10, 11, 16, 17, 12, 13, 14, 15]
+    assert rows.sequences.bounds == (0, 3, 7, 8)
+
+
+def test_a_layout_without_a_cut_has_whole_rows_of_one_document():
+    layout = SequenceLayout.dense(5)
+    x = torch.arange(10).view(5, 2)
+    assert layout.whole_rows(2).pack(x).tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
+    assert layout.whole_rows(2).sequences.bounds == (0, 5, 10)
+    packed = SequenceLayout.packed(5, positions=torch.arange(10).view(2, 5))
+    assert packed.whole_rows(2).sequences.bounds == (0, 5, 10)
+
+
+def gradients(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of pack and unpack for random ones of what they return."""
+    source = torch.Generator().manual_seed(3)
+    x = torch.randn(rows.length, rows.batch, 2, generator=source, requires_grad=True)
+    y = torch.randn(rows.sequences.tokens, 2, generator=source, requires_grad=True)
+    (d_x,) = torch.autograd.grad(rows.pack(x), x, y.detach())
+    (d_y,) = torch.autograd.grad(rows.unpack(y), y, x.detach())
+    with torch.no_grad():
+        return (d_x, rows.unpack(y)), (d_y, rows.pack(x))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_gradient_of_each_way_is_the_other_way_and_adds_nothing_up(padded):
+    bounds = {"cu_seqlens": [0, 8, 16], "padded_cu_seqlens": [0, 8, 24]} if padded else {}
+    rows = SequenceLayout.make(SequenceCut.of(16, 4, **bounds), 0, rows=2).whole_rows(2)
+    with OpNames() as ops:
+        for got, wanted in gradients(rows):
+            assert torch.equal(got, wanted)
+    moving = {name for name in ops.names if any(w in name for w in ("index", "scatter", "copy"))}
+    fills = {"aten.index_fill_.int_Scalar"} if padded else set()
+    assert moving == {"aten.index_select.default", *fills}
+    assert not any("zeros" in name for name in ops.names)
+
+
+def test_tokens_in_order_are_not_copied():
+    layout = SequenceLayout.make(SequenceCut.of(8, 2, order="contiguous"), 0, rows=1)
+    rows, x = layout.whole_rows(1), torch.randn(8, 1, 3)
+    assert rows.pack(x).data_ptr() == rows.unpack(rows.pack(x)).data_ptr() == x.data_ptr()
+    for got, wanted in gradients(rows):
+        assert torch.equal(got, wanted)
+    other = SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=1).whole_rows(1)
+    assert other.pack(x).data_ptr() != x.data_ptr()
+
+
+def test_all_layers_share_one_map():
+    layout = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=2)
+    first = layout.whole_rows(2)
+    assert layout.maps_made == 1
+    assert layout.with_samples(torch.arange(2)).whole_rows(2) is first
+    assert layout.as_filler().whole_rows(2) is first
+    assert (layout.maps_made, layout.plans_made) == (1, 0)
+
+
+def test_some_tokens_of_a_call_may_be_packed():
+    # Rows that begin with padding, as a batch of prompts does: 2 of 3, and none.
+    rows = TokenRows(np.array([2, 4]), [0, 2, 2], length=3, batch=2)
+    x = torch.arange(1.0, 7.0).view(3, 2)
+    assert rows.pack(x).tolist() == [3, 5]
+    assert rows.unpack(rows.pack(x)).tolist() == [[0, 0], [3, 0], [5, 0]]
+    assert rows.unpack(torch.full((2,), torch.nan))[0].tolist() == [0, 0]
+    none = TokenRows(np.array([], dtype=np.int64), [0, 0, 0], length=3, batch=2)
+    assert none.pack(x).shape == (0,)
+    assert none.unpack(none.pack(x)).tolist() == [[0, 0]] * 3
+
+
+def test_documents_known_only_by_ids_are_refused():
+    ids = torch.tensor([[0, 0, 1, 1]])
+    for layout in (
+        SequenceLayout.packed(4, document_ids=ids),
+        SequenceLayout(torch.arange(4), ids.t()),
+    ):
+        with pytest.raises(ValueError, match="only by their ids: a recurrence needs where"):
+            layout.whole_rows(1)
+    cut = SequenceCut.of(4, 1)
+    both = SequenceLayout.make(cut, 0, rows=1, document_ids=ids, masks_by_ids=True)
+    assert both.document_ids is not None
+    assert both.whole_rows(1).sequences.lengths == (2, 2)
+
+
+def test_tokens_that_do_not_fit_are_refused():
+    layout = SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=2)
+    with pytest.raises(ValueError, match="3 rows of tokens, the layout is of 2"):
+        layout.whole_rows(3)
+    rows = layout.whole_rows(2)
+    with pytest.raises(ValueError, match=r"pack: \(4, 2\) must begin with \(8, 2\)"):
+        rows.pack(torch.ones(4, 2))
+    with pytest.raises(ValueError, match=r"unpack: \(8, 2\) must begin with \(16,\)"):
+        rows.unpack(torch.ones(8, 2))
+    with pytest.raises(ValueError, match="bounds end at 3, there are 2 tokens"):
+        TokenRows(np.arange(2), [0, 3], length=2, batch=1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_sequence_divides_by_twice_the_ranks_or_is_named(size):
+    bounds = [0, 4 * size, 7 * size, 11 * size]  # the second has 3 cp tokens: chunks of 1.5
+    with pytest.raises(ValueError, match=rf"sequence 1 has {3 * size} tokens, .* by {2 * size}"):
+        SequenceCut.of(bounds[-1], size, cu_seqlens=bounds)
+    even = [2 * bound for bound in bounds]
+    rows = SequenceLayout.make(SequenceCut.of(even[-1], size, cu_seqlens=even), 0, rows=1)
+    lengths = tuple(end - first for first, end in pairwise(even))
+    assert rows.whole_rows(1).sequences.lengths == lengths

@@ -9,7 +9,9 @@ segments that run side by side, over ranks. Five local operations are enough for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,7 +43,11 @@ class Recurrence(Protocol):
     """
 
     def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> Any:
-        """Work out what does not depend on states, for the other operations; it keeps `inputs`."""
+        """Work out what does not depend on states, for the other operations.
+
+        Returns:
+            A dataclass that keeps `inputs` under this name, and its own tensors in fields.
+        """
         ...
 
     def sweep(
@@ -82,6 +88,14 @@ def passed(
 
 
 @dataclass(frozen=True)
+class _Taken:
+    """Where the tensors of a field are: number `first` and on, `count` of them."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
 class _Call:
     """What `recur` is told beside tensors."""
 
@@ -111,21 +125,56 @@ def recur(
 
 
 class _Recur(torch.autograd.Function):
-    """forward: prepare, sweep; backward: the recurrence's own. Saves what these keep."""
+    """forward: prepare, sweep; backward: the recurrence's own. Saves the tensors that these keep,
+    by autograd, so that they go when the graph goes and recomputation can do without them."""
 
     @staticmethod
     def forward(ctx, call: _Call, initial, *inputs):
         prepared = call.recurrence.prepare(RecurrenceInputs(*inputs), call.sequences)
         out, last = call.recurrence.sweep(prepared, initial)
-        ctx.call, ctx.prepared, ctx.has_initial = call, prepared, initial is not None
+        ctx.call, ctx.has_initial = call, initial is not None
+        ctx.shell, tensors = emptied(prepared)
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return out, last
 
     @staticmethod
     def backward(ctx, grad, grad_last):
-        call, prepared = ctx.call, ctx.prepared
+        prepared = filled(ctx.shell, ctx.saved_tensors)
         if grad is None:
-            values = prepared.inputs.value
-            grad = torch.zeros_like(values)
-        grads, grad_initial = call.recurrence.backward(prepared, grad, grad_last)
+            grad = torch.zeros_like(prepared.inputs.value)
+        grads, grad_initial = ctx.call.recurrence.backward(prepared, grad, grad_last)
         return None, grad_initial if ctx.has_initial else None, *grads
+
+
+def emptied(prepared: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Take the tensors out of what `Recurrence.prepare` made, for `save_for_backward`.
+
+    Args:
+        prepared: a dataclass; its fields that are tensors or `RecurrenceInputs` are taken.
+
+    Returns:
+        (a copy without tensors, the tensors).
+    """
+    shell, tensors = copy.copy(prepared), []
+    for name in (part.name for part in fields(prepared)):
+        value = getattr(prepared, name)
+        if isinstance(value, torch.Tensor):
+            setattr(shell, name, _Taken(len(tensors), 1))
+            tensors.append(value)
+        elif isinstance(value, RecurrenceInputs):
+            setattr(shell, name, _Taken(len(tensors), len(value)))
+            tensors += value
+    return shell, tuple(tensors)
+
+
+def filled(shell: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Put tensors back to where `emptied` took them from; the shell may be filled again."""
+    prepared = copy.copy(shell)
+    for name in (part.name for part in fields(prepared)):
+        value = getattr(shell, name)
+        if isinstance(value, _Taken):
+            taken = tensors[value.first : value.first + value.count]
+            put = RecurrenceInputs(*taken) if value.count > 1 else taken[0]
+            setattr(prepared, name, put)
+    return prepared

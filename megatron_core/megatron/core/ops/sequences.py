@@ -118,6 +118,12 @@ class Chunks:
         self.is_whole = bool((self._index < sequences.tokens).all())
         # Of one sequence, chunks are in the order of its tokens: views do.
         self._plain = sequences.count == 1
+        self._is_sorted = self.order == tuple(range(sequences.count))
+
+    @property
+    def sequence_count(self) -> int:
+        """N."""
+        return self._sequences.count
 
     @property
     def index(self) -> torch.Tensor:
@@ -150,6 +156,58 @@ class Chunks:
         else:
             padded.index_copy_(0, self.inverse, x)
         return padded.view(shape)
+
+    def sorted(self, states: torch.Tensor) -> torch.Tensor:
+        """Return [N, ...] in the order of a sweep, the longest sequence first. May be a view."""
+        if self._is_sorted:
+            return states
+
+        def make() -> torch.Tensor:
+            return self._sequences.moved(np.asarray(self.order))
+
+        return states.index_select(0, self._sequences.made(("order", self.size), make))
+
+    def unsorted(self, states: torch.Tensor) -> torch.Tensor:
+        """Return [N, ...] by sequence from the order of a sweep: undo `sorted`."""
+        if self._is_sorted:
+            return states
+
+        def make() -> torch.Tensor:
+            return self._sequences.moved(np.argsort(np.asarray(self.order)))
+
+        return states.index_select(0, self._sequences.made(("places", self.size), make))
+
+    def heads(
+        self, x: torch.Tensor, *, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return [n, H, C, ...] from x [t, H, ...], zero where a sequence has ended.
+
+        One copy, head by head, so that products over all chunks and heads are one batch.
+
+        Args:
+            x: [t, H, ...].
+            dtype: of the result.
+            out: where to write it; None is new memory.
+        """
+        shape = (self.count, x.shape[1], self.size, *x.shape[2:])
+        grid = x.new_empty(shape, dtype=dtype) if out is None else out
+        if not self._plain or self.is_whole:
+            return grid.copy_(self.take(x).transpose(1, 2))
+        full = x.shape[0] // self.size
+        if full:
+            whole = x[: full * self.size].reshape(full, self.size, *x.shape[1:])
+            grid[:full] = whole.transpose(1, 2)
+        rest = x[full * self.size :]
+        grid[full, :, : rest.shape[0]] = rest.transpose(0, 1)
+        grid[full, :, rest.shape[0] :] = 0
+        return grid
+
+    def tokens(self, grid: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+        """Return [t, H, ...] from [n, H, C, ...]: undo `heads`."""
+        flat = grid.new_empty(
+            (self.count, self.size, grid.shape[1], *grid.shape[3:]), dtype=dtype
+        ).copy_(grid.transpose(1, 2))
+        return self.put_back(flat)
 
     def put_back(self, grid: torch.Tensor) -> torch.Tensor:
         """Return [t, ...] from [n, C, ...]: undo `take`. May be a view."""

@@ -163,8 +163,9 @@ def generating(config: GPTConfig) -> GPTConfig:
     A capacity is of the tokens of a microbatch; here those are a batch's, so that what a prompt
     yields would depend on its neighbours, on their padding and on the ranks.
     """
+    config = config.without_further_prediction()
     moe = config.moe and dataclasses.replace(config.moe, capacity_factor=None)
-    return dataclasses.replace(config, moe=moe, mtp_num_layers=0)
+    return dataclasses.replace(config, moe=moe)
 
 
 @contextlib.contextmanager

@@ -109,6 +109,18 @@ def test_a_padded_batch_with_a_cache_equals_each_prompt_alone_without(
     assert len({t for c in got for t in c.tokens}) > 8  # the model says more than one thing
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_that_are_fed_in_parts_yield_the_same(name: str) -> None:
+    model, batch = make_model(name), requests(PROMPTS)
+    whole = generate(model, batch, max_new_tokens=6, sampling=GREEDY)
+    for chunk in (1, 3):
+        options = {"max_new_tokens": 6, "sampling": GREEDY, "prefill_chunk_tokens": chunk}
+        with nan_memory():
+            parts = generate(model, batch, **options)
+        for completion, expected in zip(parts, whole, strict=True):
+            assert_same(completion, expected)
+
+
 def generate_on_a_rank(rank: int, world: int, name: str) -> list[list[Completion]]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = make_model(name, groups)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrences in segments, of several ranks or of one, against documents token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron.core.comm import trace
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.ops.recurrence import RecurrenceInputs, recur
+from megatron.core.ops.sequences import Sequences
+from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from megatron.core.ssm.choice import LinearShape, sent_bytes
+from megatron.core.ssm.segments import halo_rows, recur_in_segments, recur_split
+from tests.support.closeness import assert_all_close
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.ssm.token_by_token import TokenByToken, run_all
+
+ROWS, GROUPS, SHARED, KEYS, VALUES, WIDTH, LENGTH = 2, 2, 2, 3, 5, 4, 24
+CHANNELS = 2 * KEYS + SHARED * VALUES  # of a unit, that are convolved
+FEATURES = CHANNELS + 2 * SHARED
+KINDS = ("delta", "dual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows and how they are cut.
+
+    Args:
+        documents: of each row, where its documents begin and end; None is one a row.
+        apart: cut the documents of the (equal) rows apart.
+        padded: cu_seqlens of these with padding.
+        splits: segments of each piece.
+    """
+
+    kind: str
+    order: str = "zigzag"
+    documents: tuple[tuple[int, ...], ...] | None = None
+    apart: bool = False
+    padded: tuple[int, ...] | None = None
+    splits: int = 1
+
+
+# Borders off and on those of runs, which are multiples of 3, 6 or 12; documents within a run.
+UNEVEN = ((0, 5, 6, 17, 24), (0, 12, 18, 19, 24))
+APART = {"documents": ((0, 8, 24),) * ROWS, "apart": True}
+CASES = {
+    "dense": {},
+    "dense, contiguous": {"order": "contiguous"},
+    "documents": {"documents": UNEVEN},
+    "documents, contiguous": {"documents": UNEVEN, "order": "contiguous"},
+    "cut apart": APART,
+    "padded": {**APART, "documents": ((0, 5, 24),) * ROWS, "padded": (0, 8, 32)},
+    "tiny and padded": {**APART, "documents": ((0, 1, 8, 24),) * ROWS, "padded": (0, 8, 16, 32)},
+    "split": {"documents": UNEVEN, "splits": 3},
+    "split, dense": {"splits": 2},
+    "nothing crosses": {"documents": ((0, 3, 6, 9, 12, 15, 18, 21, 24),) * ROWS},
+}
+
+
+def cut_of(case: Case, cp: int) -> SequenceCut:
+    """Return how the rows of a case lie over the ranks."""
+    bounds = case.documents[0] if case.apart and case.documents else None
+    return SequenceCut.of(
+        LENGTH, cp, order=case.order, cu_seqlens=bounds, padded_cu_seqlens=case.padded
+    )
+
+
+def document_ids(case: Case) -> torch.Tensor | None:
+    """Return [b, s], the number of each token's document in its row."""
+    if case.documents is None:
+        return None
+    places = torch.arange(LENGTH)
+    borders = [torch.tensor(bounds[1:-1]) for bounds in case.documents]
+    return torch.stack([(places[:, None] >= border).sum(1) for border in borders])
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    """Return fp64 numbers."""
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=source, dtype=torch.float64)
+
+
+def given() -> dict[str, torch.Tensor]:
+    """Return units of whole rows, the weight of the convolution and the gradient of the output."""
+    return {
+        "units": random(3, LENGTH, ROWS, GROUPS, FEATURES),
+        "weight": random(4, GROUPS, CHANNELS, WIDTH),
+        "grad": random(5, LENGTH, ROWS, GROUPS * SHARED, VALUES),
+    }
+
+
+def convolved(x, weight, sequences: Sequences, before=None) -> torch.Tensor:
+    """Convolve packed tokens [t, u, c], from the rows before each sequence."""
+    outs = []
+    for number, start in enumerate(sequences.bounds[:-1]):
+        part = x[start : sequences.bounds[number + 1]]
+        halo = part.new_zeros(WIDTH - 1, *x.shape[1:]) if before is None else before[number]
+        windows = torch.cat([halo, part]).unfold(0, WIDTH, 1)  # [n, u, c, W]
+        outs.append((windows * weight).sum(-1))
+    return functional.silu(torch.cat(outs))
+
+
+def inputs_of(mixed: torch.Tensor, rest: torch.Tensor) -> RecurrenceInputs:
+    """Return what a recurrence reads."""
+    query, key, value = mixed.split([KEYS, KEYS, SHARED * VALUES], dim=-1)
+    decay, strength = rest.unflatten(-1, (2, SHARED)).unbind(2)
+    return RecurrenceInputs(
+        query,
+        functional.normalize(key, dim=-1),
+        value.reshape(len(value), -1, VALUES),
+        -functional.softplus(decay - 1).flatten(1),
+        strength.sigmoid().flatten(1),
+    )
+
+
+def passed_on(groups: ProcessGroupCollection, case: Case):
+    """Run one case as one rank; return local results, what was sent, and how pieces hang on."""
+    group = groups["cp"]
+    cut = cut_of(case, group.size)
+    layout = SequenceLayout.make(cut, group.rank, rows=ROWS, document_ids=document_ids(case))
+    places = torch.tensor(cut.places(group.rank))
+    rows = given()
+    units = local(rows["units"], places).requires_grad_()
+    weight = rows["weight"].requires_grad_()
+    with trace(groups) as records:
+        pieces = layout.own_pieces(ROWS)
+        packed = pieces.pack(units)
+        before = packed[..., :CHANNELS]
+        halo = halo_rows(before, pieces, group, width=WIDTH - 1)
+        mixed = convolved(before, weight, pieces.sequences, halo)
+        inputs = inputs_of(mixed, packed[..., CHANNELS:])
+        recurrence = TokenByToken(case.kind)
+        out = recur_in_segments(recurrence, inputs, pieces, group, splits=case.splits, chunk=2)
+        out = pieces.unpack(out)
+        forward = len(records)
+        torch.autograd.backward((out,), (local(rows["grad"], places),))
+    found = {"out": out.detach(), "units": units.grad}
+    sent = [(record.kind, record.bytes) for record in records]
+    halo = pieces.halo(WIDTH - 1)
+    lent = tuple(
+        sum(counts) - counts[group.rank] for counts in (halo.send_counts, halo.receive_counts)
+    )
+    return found, weight.grad, (sent[:forward], sent[forward:]), lent, recurrence.seen
+
+
+def local(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return tokens [s/cp, ...] of rows [s, ...]; large numbers where there is padding."""
+    return torch.where((places >= 0)[:, None, None, None], rows[places], 1e3)
+
+
+def all_cases(rank: int, world: int, cases: tuple[Case, ...]):
+    """Run cases as one rank."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    return [passed_on(groups, case) for case in cases]
+
+
+def wanted_of(case: Case) -> dict[str, torch.Tensor]:
+    """Return the results of whole documents."""
+    rows = given()
+    units, weight = rows["units"].requires_grad_(), rows["weight"].requires_grad_()
+    outs = []
+    for row in range(ROWS):
+        bounds = case.documents[row] if case.documents else (0, LENGTH)
+        sequences = Sequences(bounds)
+        packed = units[:, row]
+        mixed = convolved(packed[..., :CHANNELS], weight, sequences)
+        inputs = inputs_of(mixed, packed[..., CHANNELS:])
+        outs.append(run_all(case.kind, inputs, sequences)[0])
+    out = torch.stack(outs, dim=1)
+    torch.autograd.backward((out,), (rows["grad"],))
+    return {"out": out.detach(), "units": units.grad, "weight": weight.grad}
+
+
+def together(case: Case, ranks) -> dict[str, torch.Tensor]:
+    """Put the ranks' results together."""
+    cut = cut_of(case, len(ranks))
+    found = {}
+    for name in ("out", "units"):
+        values = torch.full((LENGTH, *ranks[0][0][name].shape[1:]), torch.nan, dtype=torch.float64)
+        for rank, (local_results, *_) in enumerate(ranks):
+            places = torch.tensor(cut.places(rank))
+            values[places[places >= 0]] = local_results[name][places >= 0]
+        found[name] = values
+    found["weight"] = torch.stack([weight for _, weight, *_ in ranks]).sum(0)
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_ranks_pass_states_as_one_process_does(cp):
+    cases = {(name, kind): Case(kind=kind, **CASES[name]) for name in CASES for kind in KINDS}
+    ranks = run_ranks(all_cases, cp, tuple(cases.values()))
+    crossed = alone = apart = joint = 0
+    for (name, kind), case, results in zip(
+        cases, cases.values(), zip(*ranks, strict=True), strict=True
+    ):
+        try:
+            assert_all_close(together(case, results), wanted_of(case), bound=1e-11)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {kind}, cp {cp}:\n{error}") from error
+        crosses = cp > 1 and name != "nothing crosses"
+        crossed += crosses
+        for _, _, (forward, backward), _, seen in results:
+            alone += seen[1:] == [1]  # a token that tells the shape of summaries
+            apart += len(seen) > 1 and seen[-1] > 1 and 2 * seen[-1] <= seen[0]
+            joint += crosses and len(seen) == 1
+            kinds = ["all_to_all", "all_gather"] if crosses else []
+            assert [kind for kind, _ in forward] == kinds, name
+            assert [kind for kind, _ in backward] == kinds[::-1], name
+    assert crossed == (0 if cp == 1 else 2 * (len(CASES) - 1))
+    assert (alone > 1, apart > 2, joint > 2) == (cp > 1,) * 3
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_what_leaves_a_rank_is_the_formula(cp):
+    cases = [Case(kind=kind, order=order) for kind in KINDS for order in ("zigzag", "contiguous")]
+    ranks = run_ranks(all_cases, cp, tuple(cases))
+    for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+        shape = LinearShape(
+            units=GROUPS,
+            features_in=GROUPS * FEATURES,
+            features_out=GROUPS * SHARED * VALUES,
+            heads=GROUPS * SHARED,
+            key_channels=KEYS,
+            value_channels=VALUES,
+            transition=KEYS if case.kind == "delta" else 1,
+            conv_channels=GROUPS * CHANNELS,
+            conv_width=WIDTH,
+        )
+        cut = cut_of(case, cp)
+        layout = SequenceLayout.make(cut, 0, rows=ROWS)
+        # States are fp64 here, as everything is: twice the bytes that the formula counts.
+        shape = shape.with_tokens(layout, ROWS, element_bytes=4)
+        left = []
+        for _, _, (forward, backward), lent, _ in results:
+            row = GROUPS * CHANNELS * 8
+            assert forward[0] == ("all_to_all", lent[0] * row)
+            assert backward[1] == ("all_to_all", lent[1] * row)
+            gathered = (forward[1][1] + backward[0][1]) * (cp - 1) // cp
+            left.append(gathered + 2 * shape.summaries(cp) * (WIDTH - 1) * row)
+            most = shape.summaries(cp) * (WIDTH - 1)
+            assert lent[0] <= most
+            assert lent[1] <= most
+        assert set(left) == {2 * sent_bytes("segments", shape, cp)}, case
+
+
+SPLITS = {"one long": (0, 29), "several": (0, 3, 3, 17, 18, 40)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPLITS)
+def test_split_sequences_are_as_whole_ones(name, kind):
+    sequences = Sequences(SPLITS[name])
+    tokens, heads = sequences.tokens, GROUPS * SHARED
+    plain = inputs_of(
+        random(6, tokens, GROUPS, CHANNELS), random(7, tokens, GROUPS, FEATURES - CHANNELS)
+    )
+    first = random(8, sequences.count, heads, KEYS, VALUES)
+    grads = (random(9, tokens, heads, VALUES), random(10, *first.shape))
+
+    def found(run, initial: bool, last: bool) -> dict[str, torch.Tensor]:
+        leaves = {key: x.clone().requires_grad_() for key, x in plain._asdict().items()}
+        if initial:
+            leaves["initial"] = first.clone().requires_grad_()
+        inputs = RecurrenceInputs(*(leaves[key] for key in RecurrenceInputs._fields))
+        outputs = run(TokenByToken(kind), inputs, leaves.get("initial"))
+        parts = slice(0 if last != "alone" else 1, 2 if last else 1)
+        torch.autograd.backward(outputs[parts], grads[parts])
+        results = dict(zip(("out", "last"), outputs, strict=True))
+        grown = {
+            key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()
+        }
+        return {**results, **grown}
+
+    for initial, last in ((False, False), (True, False), (False, True), (True, True)):
+        whole = found(
+            lambda one, inputs, x: recur(one, inputs, sequences, initial=x), initial, last
+        )
+        for splits in (2, 3, 50):
+            split = found(
+                lambda one, inputs, x, n=splits: recur_split(
+                    one, inputs, sequences, splits=n, initial=x, chunk=4
+                ),
+                initial,
+                last,
+            )
+            assert_all_close(split, whole, bound=1e-12)
+
+
+def test_what_cannot_be_is_refused():
+    layout = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=1)
+    pieces = layout.own_pieces(1)
+    x = torch.zeros(4, GROUPS, KEYS)
+    with pytest.raises(ValueError, match="rank 1 of 2, group cp is rank 0 of 1"):
+        halo_rows(x, pieces, Group.single("cp"), width=3)
+    inputs = RecurrenceInputs(x, x, x, x[..., 0], x[..., 0])
+    with pytest.raises(ValueError, match="linear-recurrence-splits 0: use 1 or more"):
+        recur_split(TokenByToken("dual"), inputs, Sequences((0, 4)), splits=0)
+    with pytest.raises(ValueError, match=r"query .* has 4 tokens, the sequences 5"):
+        recur_split(TokenByToken("dual"), inputs, Sequences((0, 5)), splits=2)

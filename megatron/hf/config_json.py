@@ -10,18 +10,23 @@ from typing import Any
 import torch
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import DENSE
+from megatron.core.models.pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.transformer import LatentAttentionConfig, MLPConfig
+from megatron.core.ssm.config import Mamba2Config
+from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.hf.architectures import (
     DEEPSEEK_V3,
     LLAMA,
+    MAMBA2,
     MIXTRAL,
+    NEMOTRON_H,
     QWEN3,
     QWEN3_MOE,
-    Architecture,
+    QWEN3_NEXT,
 )
+from megatron.hf.entries import Architecture
 from megatron.hf.expert_fields import write_experts
+from megatron.hf.hybrid_fields import blocks_fields, write_blocks
 from megatron.hf.latent_fields import write_latent, write_scale_factor
 from megatron.hf.model_config import DTYPES, read_model
 from megatron.hf.rope_fields import write_rope
@@ -39,38 +44,44 @@ _KEPT = (
 
 def architecture_of(config: GPTConfig) -> Architecture:
     """Return the architecture that a model could be exported as."""
-    if isinstance(config.attention, LatentAttentionConfig):
+    attention, kinds = config.attention, set(config.blocks)
+    if kinds == {MAMBA}:
+        return MAMBA2
+    if isinstance(attention, LatentAttentionConfig):
         return DEEPSEEK_V3
+    if DELTA_NET in kinds or (attention is not None and attention.output_gate):
+        return QWEN3_NEXT
+    if config.pattern or (config.rope is None and not _is_gated(config)):
+        return NEMOTRON_H
+    assert attention is not None, "a GPT has attention"
     if config.moe is not None:
-        return QWEN3_MOE if config.attention.qk_norm else MIXTRAL
-    return QWEN3 if config.attention.qk_norm else LLAMA
+        return QWEN3_MOE if attention.qk_norm else MIXTRAL
+    return QWEN3 if attention.qk_norm else LLAMA
+
+
+def _is_gated(config: GPTConfig) -> bool:
+    """Return whether its MLPs or experts multiply two projections."""
+    return any(shape.gated for shape in (config.mlp, config.moe) if shape is not None)
 
 
 def function_of(config: GPTConfig) -> GPTConfig:
     """Return what decides a model's function at inference, each in one way only: without dropout,
     initial values, and how experts are balanced in training."""
-    attention = dataclasses.replace(config.attention, dropout=0.0)
-    if isinstance(attention, LatentAttentionConfig):
-        attention = dataclasses.replace(
-            attention,
-            scale_factor=float(f"{attention.scale_factor:.8g}"),
-            norm_epsilon=attention.norm_epsilon or config.norm.epsilon,
-        )
-    rope = config.rope
+    rope, kinds = config.rope, set(config.blocks + config.depth_blocks)
     if rope is not None and rope.scaling is not None and rope.scaling.kind == "yarn":
         magnitude = float(f"{rope.scaling.magnitude:.8g}")
         scaling = dataclasses.replace(rope.scaling, attention_factor=magnitude)
         rope = dataclasses.replace(rope, scaling=scaling)
-    moe, mlp = config.moe, config.mlp
-    if moe is not None:
-        moe = _experts_of(moe)
-        if DENSE not in config.ffn_pattern:
-            mlp = MLPConfig(ffn_hidden_size=moe.ffn_hidden_size)
+    blocks = {"pattern": "", "ffn_pattern": "", **blocks_fields(config.blocks)}
     return dataclasses.replace(
         config,
-        attention=attention,
-        mlp=mlp,
-        moe=moe,
+        **blocks,
+        attention=_attention_of(config) if kinds & set(ATTENTIONS) else None,
+        mlp=config.mlp if DENSE in kinds else None,
+        moe=_experts_of(config) if EXPERTS in kinds else None,
+        delta_net=config.delta_net if DELTA_NET in kinds else None,
+        mamba=_mamba_of(config) if MAMBA in kinds else None,
+        mtp_pattern=config.depth_blocks,
         rope=rope,
         hidden_dropout=0.0,
         init_std=0.02,
@@ -78,8 +89,31 @@ def function_of(config: GPTConfig) -> GPTConfig:
     )
 
 
-def _experts_of(moe: MoEConfig) -> MoEConfig:
+def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig | None:
+    """Return what decides the function of attention at inference."""
+    if config.attention is None:
+        return None
+    attention = dataclasses.replace(config.attention, dropout=0.0)
+    if isinstance(attention, LatentAttentionConfig):
+        return dataclasses.replace(
+            attention,
+            scale_factor=float(f"{attention.scale_factor:.8g}"),
+            norm_epsilon=attention.norm_epsilon or config.norm.epsilon,
+        )
+    return attention
+
+
+def _mamba_of(config: GPTConfig) -> Mamba2Config | None:
+    """Return a Mamba-2 with its groups of norms said."""
+    mamba = config.mamba
+    return None if mamba is None else dataclasses.replace(mamba, norm_groups=mamba.normed_groups)
+
+
+def _experts_of(config: GPTConfig) -> MoEConfig | None:
     """Return what decides the function of a mixture of experts at inference."""
+    moe = config.moe
+    if moe is None:
+        return None
     router = moe.router
     limited = router.num_groups is not None and router.num_groups != router.group_topk
     return dataclasses.replace(
@@ -134,23 +168,18 @@ def write_config(
         "model_type": kind.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.mlp.ffn_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.attention.num_attention_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm.epsilon,
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
         "max_position_embeddings": max_length,
         "torch_dtype": name,
-        "attention_dropout": 0.0,
         "bos_token_id": None,
         "eos_token_id": _one_or_all(end_tokens),
-        **write_rope(config.rope),
+        **(_block_fields(config) if kind.blocks_per_layer == 1 else _layer_fields(config)),
         **_attention_fields(config, kind),
         **write_experts(kind, config),
+        **write_blocks(kind, config),
     }
-    if "mlp_bias" in kind.fields:
+    if "mlp_bias" in kind.fields and config.mlp is not None:
         fields["mlp_bias"] = config.mlp.bias
     fields.update({key: base[key] for key in _KEPT if base is not None and key in base})
     if max_length is None:
@@ -164,21 +193,51 @@ def write_config(
     return fields
 
 
+def _layer_fields(config: GPTConfig) -> dict[str, Any]:
+    """Return the fields of a model whose layers are a mixer and what follows it."""
+    found: dict[str, Any] = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm.epsilon,
+        **write_rope(config.rope),
+    }
+    inner = config.mlp or config.moe
+    return found if inner is None else {**found, "intermediate_size": inner.ffn_hidden_size}
+
+
+def _block_fields(config: GPTConfig) -> dict[str, Any]:
+    """Return the fields of a model whose layers are one block."""
+    found: dict[str, Any] = {"layer_norm_epsilon": config.norm.epsilon}
+    if DENSE in config.blocks or EXPERTS in config.blocks:
+        found["mlp_hidden_act"] = "relu2"
+    if config.mlp is not None:
+        found["intermediate_size"] = config.mlp.ffn_hidden_size
+    return found
+
+
 def _attention_fields(config: GPTConfig, kind: Architecture) -> dict[str, Any]:
-    """Return the fields of attention, beside the number of heads."""
+    """Return the fields of attention."""
     attention = config.attention
+    if attention is None:
+        return {}
+    found: dict[str, Any] = {
+        "num_attention_heads": attention.num_attention_heads,
+        "attention_dropout": 0.0,
+    }
     if isinstance(attention, LatentAttentionConfig):
-        found = write_latent(attention, config.rope)
+        found |= write_latent(attention, config.rope)
         scaling = write_rope(config.rope).get("rope_scaling")
         if scaling is not None:
             found["rope_scaling"] = {**scaling, **write_scale_factor(attention, config.rope)}
         return found
-    found = {
+    found |= {
         "num_key_value_heads": attention.num_query_groups,
         "head_dim": attention.kv_channels,
     }
     if "attention_bias" in kind.fields:
         found["attention_bias"] = attention.qkv_bias
+    if kind is QWEN3_NEXT and config.rope is not None:
+        found["partial_rotary_factor"] = config.rope.percent
     return found
 
 

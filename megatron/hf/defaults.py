@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.pattern import EXPERTS
-from megatron.core.transformer import LatentAttentionConfig, RopeConfig
+from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.hf.folder import HuggingFaceFolder, open_folder
 from megatron.hf.model_config import HuggingFaceModel, read_folder
 from megatron.hf.rope_fields import yarn_weight
@@ -66,47 +67,104 @@ def model_options(model: HuggingFaceModel) -> dict[str, Any]:
     return {
         "num-layers": config.num_layers,
         "hidden-size": config.hidden_size,
-        "ffn-hidden-size": config.mlp.ffn_hidden_size,
         "max-position-embeddings": model.max_length,
         "normalization": config.norm.kind,
         "norm-epsilon": config.norm.epsilon,
-        "swiglu": config.mlp.gated,
         "untie-embeddings-and-output-weights": not config.tied,
-        "attention-dropout": config.attention.dropout,
         "hidden-dropout": config.hidden_dropout,
         "init-method-std": config.init_std,
         "vocab-size": config.vocab_size,
+        "disable-bias-linear": not _all_biases(config),
+        **_inner_options(config),
         **_attention_options(config),
         **_expert_options(config),
         **_position_options(config),
+        **_hybrid_options(config),
     }
 
 
-def _attention_options(config: GPTConfig) -> dict[str, Any]:
+def _all_biases(config: GPTConfig) -> bool:
+    """Return whether attention and MLPs have all biases that they can have."""
     attention, mlp = config.attention, config.mlp
+    if not isinstance(attention, AttentionConfig) or mlp is None:
+        return False
+    return attention.qkv_bias and attention.output_bias and mlp.bias
+
+
+def _inner_options(config: GPTConfig) -> dict[str, Any]:
+    """Return the options of MLPs that experts share, and those of MLPs alone."""
+    inner = config.mlp or config.moe
+    if inner is None:
+        return {}
+    found: dict[str, Any] = {"swiglu": inner.gated}
+    if inner.activation == "squared_relu":
+        found["squared-relu"] = True
+    if config.mlp is not None:
+        found["ffn-hidden-size"] = config.mlp.ffn_hidden_size
+        found["add-mlp-bias"] = config.mlp.bias and not _all_biases(config)
+    return found
+
+
+def _attention_options(config: GPTConfig) -> dict[str, Any]:
+    attention = config.attention
+    if attention is None:
+        return {}
+    found: dict[str, Any] = {
+        "num-attention-heads": attention.num_attention_heads,
+        "attention-dropout": attention.dropout,
+    }
     if isinstance(attention, LatentAttentionConfig):
-        return {
-            "num-attention-heads": attention.num_attention_heads,
+        return found | {
             "multi-latent-attention": True,
             "q-lora-rank": attention.q_lora_rank,
             "kv-lora-rank": attention.kv_lora_rank,
             "qk-head-dim": attention.nope_channels,
             "qk-pos-emb-head-dim": attention.rope_channels,
             "v-head-dim": attention.value_channels,
-            "disable-bias-linear": True,
         }
-    all_biases = attention.qkv_bias and attention.output_bias and mlp.bias
-    return {
-        "num-attention-heads": attention.num_attention_heads,
+    if attention.output_gate:
+        found["attention-output-gate"] = True
+    all_biases = _all_biases(config)
+    return found | {
         "group-query-attention": True,
         "num-query-groups": attention.num_query_groups,
         "kv-channels": attention.kv_channels,
         "qk-layernorm": attention.qk_norm,
-        "disable-bias-linear": not all_biases,
         "add-qkv-bias": attention.qkv_bias and not all_biases,
         "add-attention-output-bias": attention.output_bias and not all_biases,
-        "add-mlp-bias": mlp.bias and not all_biases,
     }
+
+
+def _hybrid_options(config: GPTConfig) -> dict[str, Any]:
+    """Return the options of a layer pattern, of recurrent mixers and of zero-centred norms."""
+    found: dict[str, Any] = {}
+    if config.pattern:
+        found["hybrid-layer-pattern"] = config.pattern
+    if config.norm.zero_centered:
+        found["apply-layernorm-1p"] = True
+    delta_net, mamba = config.delta_net, config.mamba
+    if delta_net is not None:
+        found |= {
+            "linear-num-key-heads": delta_net.num_key_heads,
+            "linear-num-value-heads": delta_net.num_value_heads,
+            "linear-key-head-dim": delta_net.key_channels,
+            "linear-value-head-dim": delta_net.value_channels,
+            "linear-conv-kernel-dim": delta_net.conv_width,
+        }
+    if mamba is not None:
+        found |= {
+            "mamba-num-heads": mamba.num_heads,
+            "mamba-head-dim": mamba.head_channels,
+            "mamba-state-dim": mamba.state_channels,
+            "mamba-num-groups": mamba.num_groups,
+            "mamba-norm-groups": mamba.normed_groups,
+            "mamba-conv-kernel-dim": mamba.conv_width,
+            "mamba-conv-bias": mamba.conv_bias,
+            "add-mamba-bias": mamba.bias,
+        }
+        if mamba.dt_limit != (0.0, math.inf):
+            found["mamba-dt-limit"] = mamba.dt_limit
+    return found
 
 
 def _expert_options(config: GPTConfig) -> dict[str, Any]:
@@ -118,10 +176,12 @@ def _expert_options(config: GPTConfig) -> dict[str, Any]:
     if moe is None:
         return found
     router = moe.router
+    if config.ffn_pattern:
+        layers = ",".join("01"[ffn == EXPERTS] for ffn in config.ffn_pattern)
+        found["moe-layer-freq"] = layers
     return found | {
         "num-experts": moe.num_experts,
         "moe-ffn-hidden-size": moe.ffn_hidden_size,
-        "moe-layer-freq": ",".join("01"[ffn == EXPERTS] for ffn in config.ffn_pattern),
         "moe-shared-expert-intermediate-size": moe.shared_ffn_hidden_size,
         "moe-shared-expert-gate": moe.shared_gate,
         "moe-router-topk": router.topk,
@@ -144,7 +204,8 @@ def tokenizer_options(folder: HuggingFaceFolder) -> dict[str, Any]:
 
 def _position_options(config: GPTConfig) -> dict[str, Any]:
     rope = config.rope
-    assert isinstance(rope, RopeConfig), "every architecture of the tables has one"
+    if rope is None:
+        return {"position-embedding-type": "none"}
     found: dict[str, Any] = {
         "position-embedding-type": "rope",
         "rotary-base": rope.base,

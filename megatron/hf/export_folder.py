@@ -141,7 +141,8 @@ def _plan(reader: CheckpointReader, config: GPTConfig, dtype: torch.dtype | None
                 raise CheckpointError(f"it lacks {name}")
             found.add(DTYPES[stored.dtype])
             shapes[name] = mapped.ours[name].shape
-        wanted = torch.float32 if tensor.fp32 else dtype or reduce(torch.promote_types, found)
+        chosen = None if tensor.kept else dtype
+        wanted = torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, found)
         planned.append(_Planned(tensor=tensor, dtype=wanted, ours=shapes))
     planned.sort(key=lambda p: -p.dtype.itemsize)
     return planned

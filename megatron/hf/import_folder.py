@@ -69,7 +69,7 @@ def import_folder(
         extra = _extra(
             model,
             tokenizer,
-            {chunk.tensor.dtype for chunk in chunks if not mapped.ours[chunk.name].fp32},
+            {chunk.tensor.dtype for chunk in chunks if not _stays(mapped.ours[chunk.name])},
         )
         try:
             _carry(carried, root / CARRIED_FOLDER)
@@ -107,7 +107,8 @@ def _carry(files: Mapping[str, Path | None], target: Path) -> None:
 def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:
     """Describe a tensor that is read when its turn to be written comes."""
     found = {DTYPES[opened.find(part.theirs).dtype] for part in tensor.parts}
-    wanted = torch.float32 if tensor.fp32 else dtype or reduce(torch.promote_types, found)
+    chosen = None if tensor.kept else dtype
+    wanted = torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, found)
     return TensorChunk(
         name=tensor.name,
         shape=tensor.shape,
@@ -116,6 +117,11 @@ def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None)
         replica_ranks=(0,),
         pieces=partial(_pieces, opened, tensor, wanted),
     )
+
+
+def _stays(tensor: MappedTensor) -> bool:
+    """Tell whether a tensor does not follow the dtype of the weights."""
+    return tensor.fp32 or tensor.kept
 
 
 def _pieces(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype) -> Iterator[memoryview]:

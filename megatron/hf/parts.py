@@ -58,13 +58,15 @@ class MappedTensor:
 
     Args:
         name, shape: of it.
-        fp32: it is no weight and stays in fp32, whatever weights are converted to.
+        fp32: it is no weight and is in fp32, whatever weights are converted to.
+        kept: it stays in the dtype it has, whatever weights are converted to.
         parts: that cover it.
     """
 
     name: str
     shape: tuple[int, ...]
     fp32: bool = False
+    kept: bool = False
     parts: list[Part] = field(default_factory=list)
 
 
@@ -83,12 +85,17 @@ class TensorMap:
         self.copies: dict[str, str] = {}
 
     def declare(
-        self, theirs: tuple[str, tuple[int, ...]], ours: tuple[str, tuple[int, ...]], *, fp32: bool
+        self,
+        theirs: tuple[str, tuple[int, ...]],
+        ours: tuple[str, tuple[int, ...]],
+        *,
+        fp32: bool,
+        kept: bool = False,
     ) -> None:
         """Say name and shape of a tensor on both sides; any number of times."""
         for side, (name, shape) in ((self.theirs, theirs), (self.ours, ours)):
             if name not in side:
-                side[name] = MappedTensor(name=name, shape=shape, fp32=fp32)
+                side[name] = MappedTensor(name=name, shape=shape, fp32=fp32, kept=kept)
 
     def add(self, part: Part) -> None:
         """Add the next part of two tensors that have been declared."""

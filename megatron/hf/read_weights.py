@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.boxes import Box
 from megatron.hf.folder import HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import TensorMap
-from megatron.hf.tensor_map import holds_fused, tensor_map
+from megatron.hf.tensor_map import tensor_map
 
 #: Problems named in one error; the rest is counted.
 MAX_PROBLEMS = 8
@@ -33,7 +33,7 @@ def check_tensors(
         ValueError: one is missing, has another shape, is no floating-point tensor, or has no place
             in the model; names the first of them.
     """
-    mapped = tensor_map(model.kind, model.config, fused=holds_fused(opened))
+    mapped = tensor_map(model.kind, model.config, names=opened)
     problems = []
     for name, tensor in mapped.theirs.items():
         if name not in opened:

@@ -11,13 +11,20 @@ from megatron.core.transformer import RopeConfig
 from megatron.hf.fields import Fields
 
 
-def read_rope(fields: Fields, max_length: int | None, *, interleaved: bool = False) -> RopeConfig:
+def read_rope(
+    fields: Fields,
+    max_length: int | None,
+    *,
+    interleaved: bool = False,
+    percent: float | None = None,
+) -> RopeConfig:
     """Read rope_parameters, or what stood in its place before: rope_theta and rope_scaling.
 
     Args:
         fields: of config.json.
         max_length: longest sequence of the model.
         interleaved: whether neighbouring features are paired.
+        percent: share of features that rotate where nothing is said, if it can be chosen.
 
     Raises:
         ValueError: a value that is not supported; it names the field.
@@ -25,18 +32,16 @@ def read_rope(fields: Fields, max_length: int | None, *, interleaved: bool = Fal
     chosen = scaling_fields(fields)
     base = fields.number("rope_theta", 10000.0)
     base = chosen.number("rope_theta", base)
-    for holder in (fields, chosen):
-        if holder.raw.get("partial_rotary_factor") not in (None, 1, 1.0):
-            holder.refuse("partial_rotary_factor", "supported is 1")
+    share = _rotary_share(fields, chosen, percent)
     name = "rope_type" if "rope_type" in chosen.raw else "type"
     kind = chosen.raw.get(name, "default")
     if kind == "default":
-        return RopeConfig(base=base, interleaved=interleaved)
+        return RopeConfig(base=base, percent=share, interleaved=interleaved)
     if kind not in ("linear", "llama3", "yarn"):
         chosen.refuse(name, "supported are default, linear, llama3, yarn")
     if kind == "linear":
         scaling = RopeScaling(kind="linear", factor=chosen.number("factor"))
-        return RopeConfig(base=base, interleaved=interleaved, scaling=scaling)
+        return RopeConfig(base=base, percent=share, interleaved=interleaved, scaling=scaling)
     original = fields.count(
         "original_max_position_embeddings",
         chosen.count("original_max_position_embeddings", max_length),
@@ -54,7 +59,22 @@ def read_rope(fields: Fields, max_length: int | None, *, interleaved: bool = Fal
             scaling = _yarn(chosen, original, max_length)
     except ValueError as error:
         raise ValueError(f"{fields.where}: {error}") from None
-    return RopeConfig(base=base, interleaved=interleaved, scaling=scaling)
+    return RopeConfig(base=base, percent=share, interleaved=interleaved, scaling=scaling)
+
+
+def _rotary_share(fields: Fields, chosen: Fields, percent: float | None) -> float:
+    """Return the share of a head's features that rotate. Raises ValueError."""
+    name = "partial_rotary_factor"
+    said = [holder for holder in (chosen, fields) if holder.raw.get(name) is not None]
+    for holder in said:
+        if percent is None and holder.raw[name] != 1:
+            holder.refuse(name, "supported is 1")
+    if percent is None or not said:
+        return percent or 1.0
+    share = said[0].number(name)
+    if share > 1.0:
+        said[0].refuse(name, "expected at most 1")
+    return share
 
 
 def scaling_fields(fields: Fields) -> Fields:

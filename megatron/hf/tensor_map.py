@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import EXPERTS
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import LatentAttentionConfig
-from megatron.hf.architectures import (
+from megatron.hf.architectures import FURTHER_COPIES
+from megatron.hf.entries import (
     EMBEDDING,
-    FINAL_NORM,
-    FURTHER_COPIES,
-    HEAD,
-    MLP,
-    NORMS,
     AnyEntry,
     Architecture,
+    Blocks,
     Entry,
     Rows,
     Stacked,
@@ -24,25 +21,28 @@ from megatron.hf.architectures import (
 from megatron.hf.parts import Part, TensorMap
 
 
-def tensor_map(kind: Architecture, config: GPTConfig, *, fused: bool = False) -> TensorMap:
+def tensor_map(kind: Architecture, config: GPTConfig, *, names: Iterable[str] = ()) -> TensorMap:
     """Return every tensor of a model, its layers in order.
 
     Args:
         kind: the table.
         config: the model.
-        fused: all experts of a layer are one tensor there, not one each.
+        names: of the tensors in their files, which say in which of their ways these are named; none
+            for the hub's.
     """
-    found = _Mapping(sizes_of(config), features_of(config))
-    found.add_all((EMBEDDING, FINAL_NORM) if config.tied else (EMBEDDING, FINAL_NORM, HEAD), {})
-    for layer, ffn in enumerate(config.ffn_pattern):
-        blocks = {"mixer": f"decoder.blocks.{2 * layer}", "ffn": f"decoder.blocks.{2 * layer + 1}"}
-        found.add_all(_layer(kind, ffn, fused=fused), {"layer": str(layer), **blocks})
+    names = tuple(names)
+    found = _Mapping(sizes_of(config), features_of(config), _other_prefix(kind, names))
+    found.add_all(kind.ends[:2] if config.tied else kind.ends, {})
+    blocks = {**kind.blocks, **(kind.fused if holds_fused(names) else {})}
+    for block, symbol in enumerate(config.blocks):
+        layer = block // kind.blocks_per_layer
+        words = {"layer": str(layer), "block": f"decoder.blocks.{block}"}
+        found.add_all(_entries(kind, blocks, symbol), words)
     for depth in range(config.mtp_num_layers if kind.further else 0):
-        layer = config.num_layers + depth
-        inside = f"mtp.{depth}.decoder.blocks"
-        words = {"layer": str(layer), "depth": str(depth)}
-        words |= {"mixer": f"{inside}.0", "ffn": f"{inside}.1"}
-        found.add_all(_layer(kind, config.ffn_pattern[-1], fused=fused), words)
+        words = {"layer": str(config.num_layers + depth), "depth": str(depth)}
+        for block, symbol in enumerate(config.depth_blocks):
+            inside = {"block": f"mtp.{depth}.decoder.blocks.{block}"}
+            found.add_all(_entries(kind, blocks, symbol), words | inside)
         found.add_all(kind.further, words)
         for theirs, source in FURTHER_COPIES:
             ours = EMBEDDING if config.tied else source
@@ -58,15 +58,20 @@ def holds_further(names: Iterable[str], config: GPTConfig) -> bool:
 
 def holds_fused(names: Iterable[str]) -> bool:
     """Tell whether files with tensors of these names have all experts of a layer in one."""
-    return any(name.endswith(".experts.gate_up_proj") for name in names)
+    return any(name.endswith(".experts.down_proj") for name in names)
 
 
-def _layer(kind: Architecture, ffn: str, *, fused: bool) -> tuple[AnyEntry, ...]:
-    """Return the entries of a layer whose second block is of a kind of the layer pattern."""
-    if ffn != EXPERTS:
-        return (*kind.attention, *NORMS, *MLP)
-    assert kind.experts is not None, "a model with experts is of an architecture with experts"
-    return (*kind.attention, *NORMS, *(kind.experts.fused if fused else kind.experts.single))
+def _other_prefix(kind: Architecture, names: Iterable[str]) -> tuple[str, str] | None:
+    """Return what names start by and what they do so instead in files with these, if they do."""
+    if kind.other_prefix is None:
+        return None
+    _, other = kind.other_prefix
+    return kind.other_prefix if any(name.startswith(other) for name in names) else None
+
+
+def _entries(kind: Architecture, blocks: Blocks, symbol: str) -> tuple[AnyEntry, ...]:
+    assert symbol in blocks, f"a model with {symbol!r} is of an architecture that has it"
+    return blocks[symbol]
 
 
 def sizes_of(config: GPTConfig) -> Mapping[str, int]:
@@ -76,42 +81,75 @@ def sizes_of(config: GPTConfig) -> Mapping[str, int]:
     head, o of what all heads put out; f inner features of an MLP, e of an expert, s of the shared
     expert, E experts. Latent attention: q and k features of the low-rank vectors of queries, and of
     keys and values, r rotating features, p features of a head's key that do not rotate, v of its
-    value.
+    value. Recurrent mixers: see `_delta_net_sizes` and `_mamba_sizes`.
     """
     attention, moe = config.attention, config.moe
-    heads = attention.num_attention_heads
     sizes = {"1": 1, "V": config.vocab_size, "h": config.hidden_size, "H": 2 * config.hidden_size}
-    sizes |= {"a": heads, "f": config.mlp.ffn_hidden_size}
+    if config.mlp is not None:
+        sizes["f"] = config.mlp.ffn_hidden_size
     if isinstance(attention, LatentAttentionConfig):
-        sizes |= {"q": attention.q_lora_rank or 0, "k": attention.kv_lora_rank}
+        heads = attention.num_attention_heads
+        sizes |= {"q": attention.q_lora_rank or 0, "k": attention.kv_lora_rank, "a": heads}
         sizes |= {"r": attention.rope_channels, "p": attention.nope_channels}
         sizes |= {"v": attention.value_channels, "o": heads * attention.value_channels}
         sizes["n"] = heads * (attention.nope_channels + attention.rope_channels)
-    else:
-        sizes |= {"d": attention.kv_channels, "n": heads * attention.kv_channels}
+    elif attention is not None:
+        heads = attention.num_attention_heads
+        sizes |= {"a": heads, "d": attention.kv_channels, "n": heads * attention.kv_channels}
         sizes["g"] = attention.num_query_groups * attention.kv_channels
     if moe is not None:
         sizes |= {"E": moe.num_experts, "e": moe.ffn_hidden_size}
         sizes["s"] = moe.shared_ffn_hidden_size or 0
+    if config.delta_net is not None:
+        sizes |= _delta_net_sizes(config.delta_net)
+    if config.mamba is not None:
+        sizes |= _mamba_sizes(config.mamba)
     return sizes
+
+
+def _delta_net_sizes(delta_net: GatedDeltaNetConfig) -> Mapping[str, int]:
+    """Return K key heads of c features, Q in all; U value heads of u features, O in all; x value
+    heads of a key head, R of their features; w tokens of the convolution."""
+    keys, values = delta_net.num_key_heads, delta_net.num_value_heads
+    each, wide = values // keys, delta_net.value_channels
+    found = {"K": keys, "c": delta_net.key_channels, "Q": keys * delta_net.key_channels}
+    found |= {"U": values, "u": wide, "O": values * wide, "x": each, "R": each * wide}
+    return found | {"w": delta_net.conv_width}
+
+
+def _mamba_sizes(mamba: Mamba2Config) -> Mapping[str, int]:
+    """Return N heads, I features of all of them, G of what all groups write and read by, w tokens
+    of the convolution."""
+    groups = mamba.num_groups * mamba.state_channels
+    return {"N": mamba.num_heads, "I": mamba.inner_channels, "G": groups, "w": mamba.conv_width}
 
 
 def features_of(config: GPTConfig) -> frozenset[str]:
     """Return what a model has, of what `biased` and `when` of the tables name."""
-    attention = config.attention
+    attention, mamba = config.attention, config.mamba
     if isinstance(attention, LatentAttentionConfig):
         direct = attention.q_lora_rank is None
         return frozenset({"direct_query" if direct else "low_rank_query"})
-    found = {"attention_bias": attention.qkv_bias, "mlp_bias": config.mlp.bias}
+    found = {
+        "attention_bias": attention is not None and attention.qkv_bias,
+        "mlp_bias": config.mlp is not None and config.mlp.bias,
+        "use_bias": mamba is not None and mamba.bias,
+        "use_conv_bias": mamba is not None and mamba.conv_bias,
+    }
     return frozenset(name for name, has in found.items() if has)
 
 
 class _Mapping:
     """A map that entries are added to."""
 
-    def __init__(self, sizes: Mapping[str, int], features: frozenset[str]) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        features: frozenset[str],
+        prefix: tuple[str, str] | None,
+    ) -> None:
         self.map = TensorMap()
-        self._sizes, self._features = sizes, features
+        self._sizes, self._features, self._prefix = sizes, features, prefix
 
     def add_all(self, entries: Iterable[AnyEntry], words: Mapping[str, str]) -> None:
         """Add entries whose names have these words."""
@@ -124,16 +162,17 @@ class _Mapping:
                 self._add_plain(entry, words)
 
     def _add_plain(self, entry: Entry, words: Mapping[str, str]) -> None:
-        theirs, ours = entry.theirs.format(**words), entry.ours.format(**words)
+        theirs, ours = self._theirs(entry.theirs, words), entry.ours.format(**words)
         shape = self._shape(entry.shape)
-        self._add(Part(theirs, _zeros(shape), ours, _zeros(shape), shape), shape, shape, entry.fp32)
+        stays = {"fp32": entry.fp32, "kept": entry.kept}
+        self._add(Part(theirs, _zeros(shape), ours, _zeros(shape), shape), shape, shape, **stays)
         if entry.biased in self._features:
             bias = (_bias(theirs), (0,), _bias(ours), (0,), shape[:1])
             self._add(Part(*bias), shape[:1], shape[:1])
 
     def _add_experts(self, entry: Stacked, words: Mapping[str, str]) -> None:
         ours = entry.ours.format(**words)
-        pattern = entry.theirs.format(**words)
+        pattern = self._theirs(entry.theirs, words)
         shape, count = self._shape(entry.shape), self._sizes["E"]
         for expert in range(count):
             theirs = pattern.format(expert=expert)
@@ -141,30 +180,52 @@ class _Mapping:
             self._add(part, shape, (count, *shape))
 
     def _add_rows(self, entry: Rows, words: Mapping[str, str]) -> None:
-        theirs = entry.theirs.format(**words)
-        groups, inner = self._sizes[entry.groups], self._sizes[entry.inner]
+        theirs = self._theirs(entry.theirs, words)
         runs = [(name.format(**words), self._sizes[letter]) for name, letter in entry.ours]
+        groups = self._sizes[entry.groups]
+        self._add_runs(theirs, runs, groups, self._shape(entry.inner), stacked=entry.stacked)
+        if entry.biased in self._features:
+            biases = [(_bias(name), rows) for name, rows in runs]
+            self._add_runs(_bias(theirs), biases, groups, (), stacked=False)
+
+    def _add_runs(
+        self,
+        theirs: str,
+        runs: Sequence[tuple[str, int]],
+        groups: int,
+        inner: tuple[int, ...],
+        *,
+        stacked: bool,
+    ) -> None:
         whole = sum(rows for _, rows in runs)
 
         def shape(rows: int) -> tuple[int, ...]:
-            return (groups, rows, inner) if entry.stacked else (groups * rows, inner)
+            return (groups, rows, *inner) if stacked else (groups * rows, *inner)
 
         def offsets(group: int, rows: int, row: int) -> tuple[int, ...]:
-            return (group, row, 0) if entry.stacked else (group * rows + row, 0)
+            first = (group, row) if stacked else (group * rows + row,)
+            return (*first, *_zeros(inner))
 
         for group in range(groups):
             row = 0
             for ours, rows in runs:
                 place = offsets(group, whole, row)
-                part = Part(theirs, place, ours, offsets(group, rows, 0), (rows, inner))
+                part = Part(theirs, place, ours, offsets(group, rows, 0), (rows, *inner))
                 self._add(part, shape(whole), shape(rows))
                 row += rows
 
     def _add(
-        self, part: Part, theirs: tuple[int, ...], ours: tuple[int, ...], fp32: bool = False
+        self, part: Part, theirs: tuple[int, ...], ours: tuple[int, ...], **stays: bool
     ) -> None:
-        self.map.declare((part.theirs, theirs), (part.ours, ours), fp32=fp32)
+        fp32, kept = stays.get("fp32", False), stays.get("kept", False)
+        self.map.declare((part.theirs, theirs), (part.ours, ours), fp32=fp32, kept=kept)
         self.map.add(part)
+
+    def _theirs(self, name: str, words: Mapping[str, str]) -> str:
+        """Return a name of theirs as their files have it."""
+        if self._prefix is not None and name.startswith(self._prefix[0]):
+            name = self._prefix[1] + name.removeprefix(self._prefix[0])
+        return name.format(**words)
 
     def _shape(self, letters: str) -> tuple[int, ...]:
         return tuple(self._sizes[letter] for letter in letters)

@@ -23,7 +23,7 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
 from megatron.hf.parts import MappedTensor, Part, TensorMap
-from megatron.hf.tensor_map import holds_fused, tensor_map
+from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.dcp_folder import DcpFolder
 from megatron.training.checkpoints.described_model import DescribedModel, described_model
@@ -179,7 +179,7 @@ def _by_name(folder: DcpFolder, config: GPTConfig) -> TensorMap:
         ("embedding.weight", lambda: own),
         (
             "model.embed_tokens.weight",
-            lambda: tensor_map(architecture_of(config), config, fused=holds_fused(folder.tensors)),
+            lambda: tensor_map(architecture_of(config), config, names=folder.tensors),
         ),
     ):
         found = [name for name in folder.tensors if name == first or name.endswith(f".{first}")]

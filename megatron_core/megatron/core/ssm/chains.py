@@ -101,8 +101,8 @@ def _needed(chain: Sequence[Step]) -> Sequence[Step]:
 class Selected:
     """Some of the segments, to be worked on without the others.
 
-    Where they hold most of the tokens it is cheaper to use what is prepared for all of them, and
-    leave the others' results alone.
+    That means to prepare them once more. Unless they are few it is cheaper to use what is prepared
+    for all segments, and to leave the others' results alone.
 
     Args:
         numbers: which.
@@ -113,7 +113,7 @@ class Selected:
         self.count = len(numbers)
         lengths, starts = sequences.lengths, sequences.bounds
         own = [lengths[number] for number in numbers]
-        self.is_apart = 2 * sum(own) <= sequences.tokens
+        self.is_apart = 4 * sum(own) <= sequences.tokens
         self.is_all = tuple(numbers) == tuple(range(sequences.count))
         self._numbers = sequences.moved(np.array(numbers, dtype=np.int64))
         self.sequences = Sequences(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -70,13 +70,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class TokenByToken:
-    """A `Recurrence` that is one of these; `seen` are the tokens of each `prepare`."""
+    """A `Recurrence` that is one of these."""
 
     kind: str
-    seen: list[int] = field(default_factory=list)
 
     def prepare(self, inputs, sequences):
-        self.seen.append(sequences.tokens)
         inputs = RecurrenceInputs(*(x.detach() for x in inputs))
         return Prepared(inputs, sequences)
 

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to exchange tokens for heads, of which the library has one; the others are here to be raced.
+
+Each takes tokens [s/cp, 1, columns] of this rank to the sections of its heads over whole rows, and
+what a recurrence makes of them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from megatron.core.comm import all_to_all
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.process_groups import Group
+from megatron.core.ssm.exchange import to_heads, to_tokens
+
+
+class Exchange(torch.autograd.Function):
+    """forward an all-to-all of equal parts of rows; dgrad one of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group: Group):
+        ctx.group = group
+        return all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_to_all(grad.contiguous(), ctx.group), None
+
+
+class Form:
+    """One way, for tokens of one cut.
+
+    Args:
+        cut: of the row.
+        group: cp.
+        sections: columns of each section of a head, that of the values third.
+        heads: n.
+    """
+
+    def __init__(
+        self, cut: SequenceCut, group: Group, *, sections: Sequence[int], heads: int
+    ) -> None:
+        self.cut, self.group, self.sections, self.heads = cut, group, tuple(sections), heads
+
+    def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each section [t, n/cp, w] from x [s/cp, 1, columns]."""
+        raise RuntimeError("take one of the forms")
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """Return [s/cp, 1, n, w] from y [t, n/cp, w]."""
+        raise RuntimeError("take one of the forms")
+
+    def columns(self) -> list[int]:
+        """Return which column of head after head each of this form's is: section after section."""
+        width, starts = sum(self.sections), [0, *accumulate(self.sections)]
+        return [
+            head * width + start + column
+            for start, size in zip(starts, self.sections, strict=False)
+            for head in range(self.heads)
+            for column in range(size)
+        ]
+
+
+class Ours(Form):
+    """One all-to-all of columns that lie head after head; one gather."""
+
+    def __init__(self, cut: SequenceCut, group: Group, **shape) -> None:
+        super().__init__(cut, group, **shape)
+        self.layout = SequenceLayout.make(cut, group.rank, rows=1)
+
+    def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each section, a slice of what came."""
+        x = x.unflatten(2, (self.heads, -1))
+        return to_heads(x, self.layout, self.group).split(self.sections, -1)
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens."""
+        return to_tokens(y, self.layout, self.group)
+
+    def columns(self) -> list[int]:
+        """Return the columns as they are."""
+        return list(range(self.heads * sum(self.sections)))
+
+
+class Unfolded(Form):
+    """One all-to-all, and one pass for each thing that is then out of place: heads of sections,
+    ranks, sequences, rows and columns; autograd differentiates each."""
+
+    def __init__(self, cut: SequenceCut, group: Group, **shape) -> None:
+        super().__init__(cut, group, **shape)
+        self.order = torch.tensor(cut.inverse())
+        self.undo = torch.empty_like(self.order)
+        self.undo[self.order] = torch.arange(len(self.order))
+
+    def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each section."""
+        cp, whole = self.group.size, [self.heads * size for size in self.sections]
+        parts = [part.unflatten(-1, (cp, -1)) for part in x.split(whole, -1)]
+        by_rank = torch.cat(parts, -1)  # [s/cp, 1, cp, columns/cp]
+        rows = torch.cat(by_rank.unbind(2), 0)  # [s, 1, columns/cp]
+        natural = Exchange.apply(rows, self.group).index_select(0, self.order)
+        natural = natural.transpose(0, 1).contiguous()[0]
+        found = natural.split([size // cp for size in whole], -1)
+        return tuple(x.unflatten(-1, (self.heads // cp, -1)) for x in found)
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens."""
+        rows = Exchange.apply(y.index_select(0, self.undo), self.group)
+        return torch.cat(rows.chunk(self.group.size), 1)[:, None]
+
+
+class PerSequence(Form):
+    """An all-to-all for each section of each sequence."""
+
+    def __init__(self, cut: SequenceCut, group: Group, **shape) -> None:
+        super().__init__(cut, group, **shape)
+        bounds, size = cut.bounds, group.size
+        self.lengths = [(b - a) // size for a, b in pairwise(bounds)]
+        self.orders = [
+            torch.tensor(SequenceCut.of(length * size, size, order=cut.order).inverse())
+            for length in self.lengths
+        ]
+        self.undos = [torch.argsort(order) for order in self.orders]
+
+    def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each section."""
+        cp, whole = self.group.size, [self.heads * size for size in self.sections]
+        found: list[list[torch.Tensor]] = [[] for _ in self.sections]
+        for part, order in zip(x[:, 0].split(self.lengths), self.orders, strict=True):
+            for section, columns in enumerate(part.split(whole, -1)):
+                rows = columns.unflatten(-1, (cp, -1)).transpose(0, 1).flatten(0, 1)
+                rows = Exchange.apply(rows.contiguous(), self.group).index_select(0, order)
+                found[section].append(rows.unflatten(-1, (self.heads // cp, -1)))
+        return tuple(torch.cat(parts) for parts in found)
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens."""
+        cp, found = self.group.size, []
+        lengths = [cp * length for length in self.lengths]
+        for part, undo in zip(y.split(lengths), self.undos, strict=True):
+            rows = Exchange.apply(part.index_select(0, undo), self.group)
+            found.append(rows.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2))
+        return torch.cat(found)[:, None]
+
+
+FORMS = (Ours, Unfolded, PerSequence)

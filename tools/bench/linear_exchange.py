@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanging tokens for heads in one all-to-all, beside one for each section of each sequence.
+
+python -m tools.bench.linear_exchange          4 gloo ranks, 1, 4 and 16 sequences
+
+Forward and backward of the exchange of one recurrent layer: 4,096 tokens a rank, 1,024 columns in 6
+sections there, those of the values back. All forms run in the same processes and take turns. A
+ratio is the time of another form over ours; `cpu ms` are the processor seconds of all ranks, which
+other work on the machine sways less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.comm import trace
+from megatron.core.context_parallel import SequenceCut
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tools.bench import gloo_ranks
+from tools.bench.exchange_forms import FORMS, Form, Ours, PerSequence, Unfolded
+from tools.bench.table import Row, format_table
+
+RANKS, TOKENS, HEADS = 4, 4096, 8
+#: Columns of a head: query, key, value, gate, beta, alpha.
+SECTIONS = (20, 20, 42, 42, 2, 2)
+VALUE = 2
+SEQUENCES = (1, 4, 16)
+#: Least ratio, by form and sequences.
+TARGETS = {(PerSequence, 4): ">= 1.5", (PerSequence, 16): ">= 4"}
+WARMUP_ROUNDS = 2
+
+
+class Layer:
+    """The exchanges of one layer, forward and backward, in one form."""
+
+    def __init__(self, form: Form, source: torch.Generator) -> None:
+        self.form, cp = form, form.group.size
+        length, width = form.cut.local_length, HEADS * sum(SECTIONS)
+        natural = torch.randn(length, 1, width, generator=source)
+        self.x = natural[..., form.columns()].requires_grad_()
+        size = (length * cp, HEADS // cp)
+        self.pulls = [torch.randn(*size, w, generator=source) for w in SECTIONS]
+        self.y = torch.randn(*size, SECTIONS[VALUE], generator=source, requires_grad=True)
+        self.pull = torch.randn(length, 1, HEADS, SECTIONS[VALUE], generator=source)
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Return the sections, their tokens back, and the gradients of both ways."""
+        sections, back = self.form.there(self.x), self.form.back(self.y)
+        back = back.view_as(self.pull)
+        leaves = (self.x, self.y)
+        d_x, d_y = torch.autograd.grad((*sections, back), leaves, (*self.pulls, self.pull))
+        natural = torch.empty_like(d_x)
+        natural[..., self.form.columns()] = d_x
+        return [*sections, back, natural, d_y]
+
+
+def measured(
+    rank: int, world: int, tokens: int, sequences: Sequence[int], rounds: int
+) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Return (seconds, processor seconds) of each round by form and sequences, as one rank."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for count in sequences:
+        total = tokens * world
+        cut = SequenceCut.of(total, world, cu_seqlens=range(0, total + 1, total // count))
+        layers = {
+            form.__name__: Layer(
+                form(cut, groups["cp"], sections=SECTIONS, heads=HEADS),
+                torch.Generator().manual_seed(rank),
+            )
+            for form in FORMS
+        }
+        _check(groups, layers, count)
+        for index in range(WARMUP_ROUNDS + rounds):
+            names = list(layers)
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                dist.barrier()
+                start, used = time.perf_counter(), time.process_time()
+                _run(layers[name])
+                taken = time.perf_counter() - start, time.process_time() - used
+                if index >= WARMUP_ROUNDS:
+                    found.setdefault((name, count), []).append(taken)
+    return found
+
+
+def _run(layer: Layer) -> None:
+    """Run a layer, without what only a comparison needs."""
+    sections, back = layer.form.there(layer.x), layer.form.back(layer.y)
+    outs = (*sections, back.view_as(layer.pull))
+    torch.autograd.grad(outs, (layer.x, layer.y), (*layer.pulls, layer.pull))
+
+
+def _check(groups: ProcessGroupCollection, layers: dict[str, Layer], count: int) -> None:
+    """Raise ValueError unless all forms return the same, by as many collectives as they say."""
+    wanted: list[torch.Tensor] = []
+    collectives = {Ours: 4, Unfolded: 4, PerSequence: 14 * count}
+    for layer in layers.values():
+        with trace(groups) as records:
+            got = layer()
+        if len(records) != collectives[type(layer.form)]:
+            raise ValueError(f"{type(layer.form).__name__}: {len(records)} collectives")
+        wanted = wanted or got
+        if not all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)):
+            raise ValueError(f"{type(layer.form).__name__} returns something else")
+
+
+def rows_of(tokens: int, sequences: Sequence[int], rounds: int) -> list[Row]:
+    """Race the forms on gloo ranks."""
+    ranks = gloo_ranks.run(measured, RANKS, tokens, tuple(sequences), rounds)
+    found = []
+    for count in sequences:
+        for form in FORMS[1:]:
+            for unit, which, whole in (("ms", 0, max), ("cpu ms of all ranks", 1, sum)):
+                ours, peer = (
+                    [whole(taken[which] for taken in step) for step in zip(*steps, strict=True)]
+                    for steps in ([rank[f.__name__, count] for rank in ranks] for f in (Ours, form))
+                )
+                found.append(
+                    Row(
+                        bench="linear_exchange",
+                        what=f"{RANKS} ranks, {count} sequences: {unit} / {form.__name__}",
+                        ours=1e3 * statistics.median(ours),
+                        peer=1e3 * statistics.median(peer),
+                        ratio=statistics.median(b / a for a, b in zip(ours, peer, strict=True)),
+                        target=TARGETS.get((form, count), ">= 1" if form is Unfolded else ""),
+                    )
+                )
+    return found
+
+
+def rows(quick: bool) -> list[Row]:
+    """Race the forms with 4 and 16 sequences and, unless `quick`, with one."""
+    return rows_of(TOKENS, SEQUENCES[1:] if quick else SEQUENCES, 5 if quick else 15)
+
+
+def main() -> None:
+    """Measure what was asked for and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a rank")
+    parser.add_argument("--sequences", type=int, nargs="+", default=list(SEQUENCES))
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    print(format_table(rows_of(arguments.tokens, arguments.sequences, arguments.rounds)))
+
+
+if __name__ == "__main__":
+    main()

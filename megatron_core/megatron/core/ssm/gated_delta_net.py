@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GatedDeltaNet: the mixer of Yang et al. 2024 (arXiv 2412.06464) as Qwen3-Next has it.
+
+Per key head: query, key, r values, r betas, r alphas, r gates, with r = Hv / Hk. Queries, keys and
+values go through a causal convolution and SiLU, queries and keys are normalised to length 1. Per
+value head, with state S [K, V]:
+
+    S ← e^g S;  S ← S + k β (v − Sᵀ k)ᵀ;  o = Sᵀ q / √K,    g = −e^A_log softplus(alpha + dt_bias)
+
+and out = RMSNorm(o) · SiLU(gate), one norm weight for all heads.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch.nn import functional
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.initialize import InitSpec
+from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_step
+from megatron.core.ops.gated_rms_norm import gated_rms_norm
+from megatron.core.ops.l2norm import l2norm
+from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ssm.choice import LinearShape
+from megatron.core.ssm.config import GatedDeltaNetConfig
+from megatron.core.ssm.mixer import Part, RecurrentMixer
+from megatron.core.ssm.state import RecurrentCache
+from megatron.core.transformer.build import LayerBuild
+from megatron.core.transformer.norm import NormConfig
+from megatron.core.weight_sharding import WeightSharding
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """The gated delta net of one block; heads are cut over tp.
+
+    Args:
+        name: prefix of its weights.
+        index: number of this layer among the recurrent ones.
+        config: its shape.
+        norm: for the epsilon of its norm.
+        build: the surroundings.
+
+    Raises:
+        ValueError: heads that do not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        *,
+        config: GatedDeltaNetConfig,
+        norm: NormConfig,
+        build: LayerBuild,
+    ) -> None:
+        group, context = build.region.group, build.context
+        problems = config.problems(group.size, cp=context.group.size, mode=context.linear_mode)
+        if problems:
+            raise ValueError("; ".join(problems))
+        heads = config.num_key_heads
+        super().__init__(
+            name,
+            index,
+            units=heads // group.size,
+            recurrence=delta_recurrence(),
+            build=build,
+        )
+        self.config, self.epsilon = config, norm.epsilon
+        self.ratio = config.num_value_heads // heads
+        self._declare(build)
+
+    def _declare(self, build: LayerBuild) -> None:
+        """Declare the weights."""
+        name, config, heads = self.name, self.config, self.config.num_key_heads
+        keys, values = heads * config.key_channels, config.num_value_heads * config.value_channels
+        self.input = build.backend.column_linear(
+            f"{name}.input",
+            [
+                (f"{name}.query", keys, None),
+                (f"{name}.key", keys, None),
+                (f"{name}.value", values, None),
+                (f"{name}.beta", config.num_value_heads, None),
+                (f"{name}.alpha", config.num_value_heads, None),
+                (f"{name}.gate", values, None),
+            ],
+            input_size=build.hidden_size,
+            store=build.store,
+            region=build.region,
+            init=build.init,
+            interleave=heads,
+        )
+        self.conv = self.declare_convolution(
+            "weight",
+            {"query": (keys, None), "key": (keys, None), "value": (values, None)},
+            units=heads,
+            width=config.conv_width,
+        )
+        rates = InitSpec.log_of_uniform(1.0, 16.0)
+        self.rates = self.declare_per_head("A_log", config.num_value_heads, rates)
+        ones = InitSpec.constant(1.0)
+        self.bias = self.declare_per_head("dt_bias", config.num_value_heads, ones)
+        # One weight for all heads, of which each rank has some.
+        normed = WeightSharding.of(
+            f"{name}.output_norm.weight",
+            (config.value_channels,),
+            gradient={"tp": "partial"},
+            weight_decay=False,
+        )
+        self.norm_weight = build.store.declare(normed, ones)
+        self.output = build.backend.row_linear(
+            f"{name}.output",
+            input_size=values,
+            output_size=build.hidden_size,
+            store=build.store,
+            region=build.region,
+            init=build.output_init,
+        )
+
+    @cached_property
+    def shape(self) -> LinearShape:
+        """What decides how much is sent, without tokens."""
+        config = self.config
+        values = self.ratio * config.value_channels
+        channels = 2 * config.key_channels + values
+        return LinearShape(
+            units=self.units,
+            features_in=self.units * (channels + 2 * self.ratio),
+            features_out=self.units * values,
+            heads=self.units * self.ratio,
+            key_channels=config.key_channels,
+            value_channels=config.value_channels,
+            transition=config.key_channels,
+            conv_channels=self.units * channels,
+            conv_width=config.conv_width,
+        )
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        cache: RecurrentCache | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
+        config = self.config
+        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + rV]
+        values = self.ratio * config.value_channels
+        travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
+        out = self.over_tokens(travels, layout, cache)
+        heads = (self.units, self.ratio, config.value_channels)
+        normed = gated_rms_norm(
+            out.reshape(*gate.shape[:2], *heads),
+            gate.unflatten(-1, heads[1:]),
+            self.norm_weight.use(torch.float32),
+            eps=self.epsilon,
+            order="norm_first",
+        )  # [s, b, u, r, V]
+        return self.output(normed.flatten(2))
+
+    def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight [u, c, W] and no bias, for a share of the units."""
+        weight = self.conv.use().view(self.units, -1, self.config.conv_width)
+        return part.of(weight), None
+
+    def inputs(self, mixed: torch.Tensor, rest: torch.Tensor, part: Part) -> RecurrenceInputs:
+        """Return what the delta rule reads, see `RecurrentMixer.inputs`."""
+        keys = self.config.key_channels
+        query, key, value = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], dim=-1)
+        wide = accumulation_dtype(rest.dtype)
+        beta, alpha = rest.to(wide).flatten(1).view(len(rest), -1, 2, self.ratio).unbind(2)
+        rates = part.of(self.rates.use(wide)).view(-1, self.ratio)  # [u, r]
+        bias = part.of(self.bias.use(wide)).view(-1, self.ratio)
+        decay = -rates.exp() * functional.softplus(alpha + bias)  # [t, u, r]
+        return RecurrenceInputs(
+            query=l2norm(query),
+            key=l2norm(key),
+            value=value.reshape(len(value), -1, self.config.value_channels),
+            decay=decay.flatten(1),
+            strength=beta.sigmoid().flatten(1),
+        )
+
+    def step(
+        self, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Return out [b, Hv, V] of one token a row, changing states by slot in place."""
+        return gated_delta_step(*inputs, state=state, slots=slots)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba2: the mixer of Dao & Gu 2024 (arXiv 2405.21060).
+
+Per group: the channels x of its heads, B, C, a step dt for each head, gates. x, B and C go through
+a causal convolution and SiLU. Per head, with state S [N, P] and A = −e^A_log:
+
+    S ← e^(dt A) S + dt B xᵀ;  y = Sᵀ C + D x,    dt = softplus(dt + dt_bias), clamped to its limits
+
+and out = RMSNorm(y · SiLU(gate)), normalised in groups of channels, one weight a channel.
+
+With fewer groups than tp ranks each B and C is held by consecutive ranks, whose heads all use it;
+their gradients of it are addends, which the gradient plan sums. Over context-parallel ranks copies
+of it travel in the same way.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch.nn import functional
+
+from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.initialize import InitSpec
+from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.gated_rms_norm import gated_rms_norm
+from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.state_space_dual import state_space_recurrence, state_space_step
+from megatron.core.ssm.choice import LinearShape
+from megatron.core.ssm.config import Mamba2Config
+from megatron.core.ssm.mixer import Part, RecurrentMixer
+from megatron.core.ssm.state import RecurrentCache
+from megatron.core.transformer.build import LayerBuild
+from megatron.core.transformer.norm import NormConfig
+from megatron.core.weight_sharding import Cut, WeightSharding
+
+#: Step sizes start spread evenly, by their logarithm, between these.
+FIRST_STEPS = (1e-3, 0.1)
+
+
+class Mamba2(RecurrentMixer):
+    """The Mamba-2 mixer of one block; heads are cut over tp.
+
+    Args:
+        name: prefix of its weights.
+        index: number of this layer among the recurrent ones.
+        config: its shape.
+        norm: for the epsilon of its norm.
+        build: the surroundings.
+
+    Raises:
+        ValueError: heads or groups that do not divide over the ranks.
+    """
+
+    def __init__(
+        self, name: str, index: int, *, config: Mamba2Config, norm: NormConfig, build: LayerBuild
+    ) -> None:
+        group, context = build.region.group, build.context
+        problems = config.problems(group.size, cp=context.group.size, mode=context.linear_mode)
+        if problems:
+            raise ValueError("; ".join(problems))
+        groups, heads = config.num_groups, config.num_heads
+        units = max(1, groups // group.size)
+        super().__init__(name, index, units=units, recurrence=state_space_recurrence(), build=build)
+        self.config, self.epsilon = config, norm.epsilon
+        self.heads = heads // group.size // units  # of a unit on this rank
+        inner, shared = config.inner_channels, groups * config.state_channels
+        pieces = min(groups, group.size)
+        surroundings = {"store": build.store, "region": build.region, "bias": config.bias}
+        self.input = build.backend.column_linear(
+            f"{name}.input",
+            [
+                (f"{name}.x", inner, None),
+                (f"{name}.B", shared, pieces),
+                (f"{name}.C", shared, pieces),
+                (f"{name}.dt", heads, None),
+                (f"{name}.gate", inner, None),
+            ],
+            input_size=build.hidden_size,
+            init=build.init,
+            interleave=groups,
+            **surroundings,
+        )
+        parts = {"x": (inner, None), "B": (shared, pieces), "C": (shared, pieces)}
+        shape = {"units": groups, "width": config.conv_width}
+        self.conv = self.declare_convolution("weight", parts, **shape)
+        self.conv_bias = None
+        if config.conv_bias:
+            self.conv_bias = self.declare_convolution("bias", parts, **shape)
+        rates = InitSpec.log_of_uniform(1.0, 16.0)
+        self.rates = self.declare_per_head("A_log", heads, rates)
+        self.bias = self.declare_per_head("dt_bias", heads, InitSpec.step_bias(*FIRST_STEPS))
+        ones = InitSpec.constant(1.0)
+        self.skip = self.declare_per_head("D", heads, ones)
+        normed = WeightSharding.of(
+            f"{name}.output_norm.weight", (inner,), Cut(axis="tp", dim=0), weight_decay=False
+        )
+        self.norm_weight = build.store.declare(normed, ones)
+        self.output = build.backend.row_linear(
+            f"{name}.output",
+            input_size=inner,
+            output_size=build.hidden_size,
+            init=build.output_init,
+            **surroundings,
+        )
+
+    @cached_property
+    def shape(self) -> LinearShape:
+        """What decides how much is sent, without tokens."""
+        config = self.config
+        values = self.heads * config.head_channels
+        channels = values + 2 * config.state_channels
+        return LinearShape(
+            units=self.units,
+            features_in=self.units * (channels + self.heads),
+            features_out=self.units * values,
+            heads=self.units * self.heads,
+            key_channels=config.state_channels,
+            value_channels=config.head_channels,
+            transition=1,
+            conv_channels=self.units * channels,
+            conv_width=config.conv_width,
+            shared_features=self.units * 2 * config.state_channels,
+        )
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        cache: RecurrentCache | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
+        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + hP]
+        values = self.heads * self.config.head_channels
+        travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
+        out = self.over_tokens(travels, layout, cache).reshape(*gate.shape[:2], -1)
+        return self.output(self._normed(out, gate.flatten(2)))
+
+    def _normed(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return RMSNorm(out · SiLU(gate)) [s, b, d] of out and gate [s, b, d]."""
+        weight = self.norm_weight.use(torch.float32)
+        groups, ranks = self.config.normed_groups, self._tp.size
+        if groups >= ranks:
+            return gated_rms_norm(
+                out,
+                gate,
+                weight,
+                eps=self.epsilon,
+                order="gate_first",
+                group_size=out.shape[-1] * ranks // groups,
+            )
+        # The channels of a group are on several ranks, which add up their squares.
+        wide = accumulation_dtype(out.dtype)
+        gated = out.to(wide) * functional.silu(gate.to(wide))
+        own = self._tp.rank * groups // ranks
+        squares = gated.square().sum(-1, keepdim=True)  # [s, b, 1]
+        squares = functional.pad(squares, (own, groups - 1 - own))
+        squares = copy_to_group(reduce_from_group(squares, self._tp), self._tp)  # [s, b, groups]
+        mean = squares[..., own : own + 1] * (groups / self.config.inner_channels)
+        return (gated * (mean + self.epsilon).rsqrt() * weight).to(out.dtype)
+
+    def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight [u, c, W] and bias [u, c], for a share of the units."""
+        weight = self.conv.use().view(self.units, -1, self.config.conv_width)
+        bias = None if self.conv_bias is None else self.conv_bias.use().view(self.units, -1)
+        if self.units % part.count:
+            copies = part.count // self.units
+            weight = self.spread(weight.movedim(-1, 0), copies).movedim(0, -1)
+            bias = None if bias is None else self.spread(bias, copies)
+        return part.of(weight), None if bias is None else part.of(bias)
+
+    def inputs(self, mixed: torch.Tensor, rest: torch.Tensor, part: Part) -> RecurrenceInputs:
+        """Return what the recurrence reads, see `RecurrentMixer.inputs`."""
+        state = self.config.state_channels
+        value, key, query = mixed.split([mixed.shape[-1] - 2 * state, state, state], dim=-1)
+        wide = accumulation_dtype(rest.dtype)
+        steps = functional.softplus(rest.flatten(1).to(wide) + part.of(self.bias.use(wide)))
+        steps = steps.clamp(*self.config.dt_limit)  # [t, H]
+        return RecurrenceInputs(
+            query=query,
+            key=key,
+            value=value.reshape(len(value), -1, self.config.head_channels),
+            decay=-part.of(self.rates.use(wide)).exp() * steps,
+            strength=steps,
+        )
+
+    def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
+        """Return y [t, H, P] = out + D x."""
+        skip = part.of(self.skip.use(torch.float32)).to(out.dtype)
+        return out + skip[:, None] * inputs.value
+
+    def step(
+        self, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Return out [b, H, P] of one token a row, changing states by slot in place."""
+        return state_space_step(*inputs, state=state, slots=slots)
+
+    def spread(self, units: torch.Tensor, copies: int) -> torch.Tensor:
+        """Return units [..., u, w] cut further, [..., u · copies, w'], with copies of B and C.
+
+        Heads are cut, what they share is repeated, for consecutive ranks.
+        """
+        config = self.config
+        values, state = self.heads * config.head_channels, config.state_channels
+        rest = units.shape[-1] - values - 2 * state  # a step for each head, or none
+        sizes = [values, 2 * state, rest]
+        x, shared, steps = units.split(sizes, dim=-1)
+        cut = [part.unflatten(-1, (copies, -1)) for part in (x, steps) if part.shape[-1]]
+        cut.insert(1, shared.unsqueeze(-2).expand(*shared.shape[:-1], copies, 2 * state))
+        return torch.cat(cut, dim=-1).flatten(-3, -2)

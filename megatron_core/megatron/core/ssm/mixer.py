@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RecurrentMixer: how a gated delta net and Mamba-2 bring their recurrence to the tokens.
+
+hidden [s, b, h] → units [s, b, u, w] → convolution → recurrence → [s, b, u, w_out] → gate and norm
+→ output [s, b, h]
+
+A unit is a key head, or a group, with everything that belongs to it: so any cut of the rows of the
+fused input projection by units is one by heads. The gate stays where its token is; the other
+features of a unit meet the tokens before them in one of four ways:
+
+| way | tokens | heads | sent |
+|---|---|---|---|
+| one rank | packed in the order of the rows | all of the rank's | nothing |
+| headwise | the same of all ranks | 1/cp of them | features before, and what comes out behind |
+| segments | those of this rank | all of the rank's | a state, what it is multiplied by, a halo |
+| generation | the new ones, behind what a cache carries | all of the rank's | nothing |
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.initialize import InitSpec
+from megatron.core.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.sequences import Sequences
+from megatron.core.ssm.choice import LinearShape, choose_mode
+from megatron.core.ssm.config import SEGMENTS
+from megatron.core.ssm.exchange import to_heads, to_tokens
+from megatron.core.ssm.segments import halo_rows, recur_in_segments, recur_split
+from megatron.core.ssm.state import RecurrentCache, carried, keep
+from megatron.core.transformer.build import LayerBuild
+from megatron.core.weight_gather.handle import WeightHandle
+from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+
+
+class Part:
+    """A cp rank's share of per-unit weights: number `index` of `count` equal ones."""
+
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        self.index, self.count = index, count
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return this share of dimension 0; gradients of all shares add up to the weight's."""
+        return weight if self.count == 1 else weight.chunk(self.count)[self.index]
+
+
+class RecurrentMixer(nn.Module, ABC):
+    """What the mixers share.
+
+    Args:
+        name: prefix of its weights.
+        index: number of this layer among the recurrent ones.
+        units: u of this rank.
+        recurrence: what runs over the tokens.
+        build: the surroundings.
+    """
+
+    def __init__(
+        self, name: str, index: int, *, units: int, recurrence: Recurrence, build: LayerBuild
+    ) -> None:
+        super().__init__()
+        self.name, self.index, self.units = name, index, units
+        self.recurrence, self.context = recurrence, build.context
+        self._store, self._tp = build.store, build.region.group
+
+    # --- what a mixer says of itself --------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def shape(self) -> LinearShape:
+        """What decides how much is sent, without tokens."""
+
+    @abstractmethod
+    def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight [u, c, W] and bias [u, c] of the convolution for a share of the units."""
+
+    @abstractmethod
+    def inputs(self, mixed: torch.Tensor, rest: torch.Tensor, part: Part) -> RecurrenceInputs:
+        """Return what the recurrence reads from a share of the units.
+
+        Args:
+            mixed: [t, u, c], behind the convolution.
+            rest: [t, u, w - c], the features that are not convolved.
+            part: the share.
+        """
+
+    @abstractmethod
+    def step(
+        self, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Return out [b, H, V] of one token a row, changing states by slot in place."""
+
+    def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
+        """Return out [t, H, V] with what the token itself adds to it."""
+        return out
+
+    def spread(self, units: torch.Tensor, copies: int) -> torch.Tensor:
+        """Return units [..., u, w] cut further, [..., u · copies, w']."""
+        raise ValueError(f"{self.name}: {self.units} units do not divide over context ranks")
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def declare_per_head(self, part: str, heads: int, init: InitSpec) -> WeightHandle:
+        """Declare one fp32 number for each head, cut over tp."""
+        sharding = WeightSharding.of(
+            f"{self.name}.{part}", (heads,), Cut(axis="tp", dim=0), weight_decay=False
+        )
+        return self._store.declare(sharding, init, dtype=torch.float32)
+
+    def declare_convolution(
+        self, kind: str, parts: dict[str, tuple[int, int]], *, units: int, width: int
+    ) -> WeightHandle:
+        """Declare weights [channels, 1, W] or biases [channels] of a depthwise convolution.
+
+        Args:
+            kind: "weight" or "bias".
+            parts: channels and pieces by the part's name.
+            units: of all ranks; rows interleave by them.
+            width: W.
+        """
+        inner = (1, width) if kind == "weight" else ()
+        segments = tuple(
+            Segment(
+                name=f"{self.name}.conv.{part}.{kind}",
+                shape=(channels, *inner),
+                cuts=(Cut(axis="tp", dim=0, parts=pieces),),
+            )
+            for part, (channels, pieces) in parts.items()
+        )
+        sharding = WeightSharding(
+            name=f"{self.name}.conv.{kind}",
+            segments=segments,
+            interleave=units,
+            weight_decay=kind == "weight",
+        )
+        bound = width**-0.5  # of torch's convolutions with one channel in a group
+        return self._store.declare(sharding, InitSpec.uniform(-bound, bound))
+
+    # --- over the tokens --------------------------------------------------------------------------
+
+    def over_tokens(
+        self, units: torch.Tensor, layout: SequenceLayout, cache: RecurrentCache | None
+    ) -> torch.Tensor:
+        """Return what comes out of the recurrence, [s, b, ...], of units [s, b, u, w]."""
+        if cache is not None:
+            return self._generated(units, cache)
+        rows, group = units.shape[1], self.context.group
+        if group.size > 1:
+            shape = self.shape.with_tokens(layout, rows, element_bytes=units.element_size())
+            if choose_mode(self.context.linear_mode, shape, group.size).mode == SEGMENTS:
+                return self._in_segments(units, layout)
+        copies = 1 if self.units % group.size == 0 else group.size // self.units
+        units = units if copies == 1 else self.spread(units, copies)
+        packed = to_heads(units, layout, group)  # [t, u/cp, w]
+        sequences = layout.whole_rows(rows).sequences
+        out = self._mixed(packed, sequences, Part(group.rank, group.size))  # [t, H/cp, V]
+        own = units.shape[2] // group.size
+        return to_tokens(out.reshape(out.shape[0], own, -1), layout, group)
+
+    def _mixed(self, packed: torch.Tensor, sequences: Sequences, part: Part) -> torch.Tensor:
+        """Return out [t, H, V] of whole sequences."""
+        weight, bias = self.convolution(part)
+        channels = weight.shape[1]
+        mixed, _ = causal_conv1d(
+            packed[..., :channels], weight, bias, sequences=sequences, activation="silu"
+        )
+        inputs = self.inputs(mixed, packed[..., channels:], part)
+        if self.context.linear_splits > 1:
+            out, _ = recur_split(
+                self.recurrence, inputs, sequences, splits=self.context.linear_splits
+            )
+        else:
+            out, _ = recur(self.recurrence, inputs, sequences)
+        return self.added(out, inputs, part)
+
+    def _in_segments(self, units: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        """Return what comes out of the recurrence over this rank's own tokens, [s, b, H, V]."""
+        group, part = self.context.group, Part()
+        pieces = layout.own_pieces(units.shape[1])
+        packed = pieces.pack(units)  # [t, u, w]
+        weight, bias = self.convolution(part)
+        channels = weight.shape[1]
+        before = packed[..., :channels]
+        mixed, _ = causal_conv1d(
+            before,
+            weight,
+            bias,
+            sequences=pieces.sequences,
+            activation="silu",
+            initial=halo_rows(before, pieces, group, width=weight.shape[-1] - 1),
+        )
+        inputs = self.inputs(mixed, packed[..., channels:], part)
+        splits = self.context.linear_splits
+        out = recur_in_segments(self.recurrence, inputs, pieces, group, splits=splits)
+        return pieces.unpack(self.added(out, inputs, part))
+
+    def _generated(self, units: torch.Tensor, cache: RecurrentCache) -> torch.Tensor:
+        """Return what comes out of the recurrence for new tokens, [s, b, H, V]."""
+        part = Part()
+        weight, bias = self.convolution(part)
+        channels, width = weight.shape[1:]
+        kept = {"device": units.device}
+        conv = cache.buffer(
+            f"{self.name}.conv",
+            (width - 1, self.units, channels),
+            dtype=units.dtype,
+            **kept,
+        )
+        shape = self.shape
+        state = cache.buffer(
+            f"{self.name}.state",
+            (shape.heads, shape.key_channels, shape.value_channels),
+            dtype=torch.promote_types(units.dtype, torch.float32),
+            **kept,
+        )
+        slots = cache.slots
+        if units.shape[0] == 1:
+            mixed = causal_conv1d_step(
+                units[0, ..., :channels],
+                weight,
+                bias,
+                state=conv,
+                slots=slots,
+                activation="silu",
+            )
+            inputs = self.inputs(mixed, units[0, ..., channels:], part)
+            out = self.step(inputs, state=state, slots=slots)
+            return self._without_padding(self.added(out, inputs, part), slots).unsqueeze(0)
+        rows = cache.new_tokens(units.shape[0])
+        packed = rows.pack(units)
+        mixed, last = causal_conv1d(
+            packed[..., :channels],
+            weight,
+            bias,
+            sequences=rows.sequences,
+            activation="silu",
+            initial=carried(conv, slots),
+        )
+        keep(conv, slots, last)
+        inputs = self.inputs(mixed, packed[..., channels:], part)
+        out, states = recur(self.recurrence, inputs, rows.sequences, initial=carried(state, slots))
+        keep(state, slots, states)
+        return rows.unpack(self.added(out, inputs, part))
+
+    @staticmethod
+    def _without_padding(out: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return out [b, H, V], zero in rows of slot -1 whatever they hold."""
+        return out.masked_fill((slots < 0)[:, None, None], 0)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent mixers on one rank and on several: what they send, what they keep in fp32, what they
+refuse. Their values are held to plain fp64 models in tests/parity and to transformers in hf."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.backend import LOCAL
+from megatron.core.comm import trace
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.initialize import InitSpec
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.optimizer.loss_scaler import ConstantLossScaler
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.ssm import mixer
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba2 import Mamba2
+from megatron.core.ssm.segments import recur_split
+from megatron.core.tensor_parallel import TensorParallelRegion
+from megatron.core.transformer import LayerBuild, NormConfig
+from megatron.core.weight_gather import WeightStore
+from tests.support.inputs import generator
+from tests.support.ranks import run_ranks
+
+HIDDEN = 20
+DELTA = GatedDeltaNetConfig(
+    num_key_heads=4, num_value_heads=8, key_channels=6, value_channels=5, conv_width=4
+)
+MAMBA = Mamba2Config(num_heads=8, head_channels=5, state_channels=6, num_groups=2)
+MIXERS: dict[str, tuple[type, Any]] = {"delta": (GatedDeltaNet, DELTA), "mamba": (Mamba2, MAMBA)}
+
+
+def made(
+    kind: str,
+    groups: ProcessGroupCollection | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    strategy: str = "no_shard",
+    **context: Any,
+) -> tuple[torch.nn.Module, WeightStore]:
+    """Return a mixer named "m" and its store."""
+    groups = groups or ProcessGroupCollection.single()
+    layer_class, config = MIXERS[kind]
+    store = WeightStore(groups, seed=2, dtype=dtype)
+    build = LayerBuild(
+        store=store,
+        region=TensorParallelRegion(groups["tp"], False),
+        backend=LOCAL,
+        hidden_size=HIDDEN,
+        init=InitSpec.normal(0.5),
+        output_init=InitSpec.normal(0.4),
+        context=ContextParallel(group=groups["cp"], **context),
+    )
+    with store.unit("m"):
+        layer = layer_class("m", 0, config=config, norm=NormConfig(), build=build)
+    store.materialize(DataParallelConfig(strategy=strategy).storage())
+    return layer, store
+
+
+def _sent(rank: int, world: int, kind: str, sequences: int, apart: bool) -> Counter:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    layer, store = made(kind, groups, linear_mode="headwise")
+    engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
+    engine.begin_step()
+    length = 64 * 2 * world
+    bounds = [length * i // sequences for i in range(sequences + 1)]
+    ids = torch.bucketize(torch.arange(length), torch.tensor(bounds[1:-1]), right=True)
+    cut = SequenceCut.of(length, world, cu_seqlens=bounds if apart else None)
+    layout = SequenceLayout.make(cut, rank, rows=1, document_ids=ids[None])
+    hidden = torch.randn(cut.local_length, 1, HIDDEN, generator=generator(rank))
+    hidden.requires_grad_()
+    with trace(groups) as records:
+        out = layer(hidden, layout)
+        out.sum().backward()
+    assert hidden.grad is not None
+    assert float(hidden.grad.abs().min()) > 0.0
+    return Counter(record.kind for record in records if record.group == "cp")
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+@pytest.mark.parametrize(("sequences", "apart"), [(1, False), (4, True), (64, True), (64, False)])
+def test_a_layer_sends_four_times_whatever_the_sequences(
+    kind: str, sequences: int, apart: bool
+) -> None:
+    for sent in run_ranks(_sent, 2, kind, sequences, apart):
+        assert sent == {"all_to_all": 4}
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_split_sequences_give_what_whole_ones_do(kind: str, monkeypatch) -> None:
+    segments = []
+
+    def cut(*args, **settings):
+        segments.append(settings["splits"])
+        return recur_split(*args, **settings)
+
+    monkeypatch.setattr(mixer, "recur_split", cut)
+    hidden = torch.randn(700, 1, HIDDEN, generator=generator(1))
+    layout = SequenceLayout.dense(700)
+    found = []
+    for splits in (1, 3):
+        layer, store = made(kind, linear_splits=splits)
+        engine = DataParallel(
+            store, ProcessGroupCollection.single(), config=DataParallelConfig(strategy="no_shard")
+        )
+        engine.begin_step()
+        x = hidden.clone().requires_grad_()
+        out = layer(x, layout)
+        (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
+        found.append((out.detach(), x.grad))
+    for whole, split in zip(*found, strict=True):
+        scale = float(whole.abs().max())
+        assert float((whole - split).abs().max()) < 2e-5 * scale
+    assert segments == [3]
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_document_mask_without_bounds_is_refused(kind: str) -> None:
+    layer, _ = made(kind)
+    layout = SequenceLayout.packed(8, document_ids=torch.tensor([[0] * 3 + [1] * 5]))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        layer(torch.zeros(8, 1, HIDDEN), layout)
+
+
+def _trained(rank: int, world: int, kind: str, strategy: str) -> dict[str, torch.Tensor]:
+    """Train one step of tiny size in bf16; return the fp32 weights before and after."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    layer, store = made(kind, groups, dtype=torch.bfloat16, strategy=strategy)
+    engine = DataParallel(store, groups, config=DataParallelConfig(strategy=strategy))
+    optimizer = Optimizer(
+        engine.owned(),
+        groups,
+        config=OptimizerConfig(kind="sgd", clip_grad=0.0),
+        scaler=ConstantLossScaler(1.0),
+    )
+    hidden = torch.randn(24, 1, HIDDEN, generator=generator(rank)).bfloat16()
+    engine.begin_step()
+    before = _wide(store)
+    out = layer(hidden, SequenceLayout.dense(24))
+    engine.backward(out.float().square().sum() / 100, last=True)
+    engine.finish()
+    optimizer.step(1e-5, 0.0)
+    engine.start_param_sync(force_sync=True)
+    return {**before, **{f"{name} after": value for name, value in _wide(store).items()}}
+
+
+def _wide(store: WeightStore) -> dict[str, torch.Tensor]:
+    return {
+        held.box.name: held.tensor.clone()
+        for handle in store.handles.values()
+        for held in store.held(handle)
+        if held.tensor.dtype == torch.float32
+    }
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("kind", MIXERS)
+def test_rates_stay_fp32_in_a_bf16_model(kind: str, strategy: str) -> None:
+    names = {"m.A_log", "m.dt_bias"} | ({"m.D"} if kind == "mamba" else set())
+    moved: Counter = Counter()
+    for found in run_ranks(_trained, 2, kind, strategy):
+        for name in names & found.keys():
+            before, after = found[name], found[f"{name} after"]
+            assert before.dtype == after.dtype == torch.float32
+            # Steps that bf16 weights would not see.
+            moved[name] += int(((before != after) & (before.bfloat16() == after.bfloat16())).sum())
+    assert set(moved) == names
+    assert all(count > 0 for count in moved.values()), moved

@@ -148,11 +148,11 @@ class Chunks:
         shape = (self.count, self.size, *x.shape[1:])
         if self._plain and self.is_whole:
             return x.reshape(shape)
+        if self.is_whole:
+            return x.index_select(0, self.index).view(shape)
         padded = x.new_zeros((self.count * self.size, *x.shape[1:]))
         if self._plain:
             padded[: x.shape[0]] = x
-        elif self.is_whole:
-            torch.index_select(x, 0, self.index, out=padded)
         else:
             padded.index_copy_(0, self.inverse, x)
         return padded.view(shape)
@@ -176,38 +176,6 @@ class Chunks:
             return self._sequences.moved(np.argsort(np.asarray(self.order)))
 
         return states.index_select(0, self._sequences.made(("places", self.size), make))
-
-    def heads(
-        self, x: torch.Tensor, *, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return [n, H, C, ...] from x [t, H, ...], zero where a sequence has ended.
-
-        One copy, head by head, so that products over all chunks and heads are one batch.
-
-        Args:
-            x: [t, H, ...].
-            dtype: of the result.
-            out: where to write it; None is new memory.
-        """
-        shape = (self.count, x.shape[1], self.size, *x.shape[2:])
-        grid = x.new_empty(shape, dtype=dtype) if out is None else out
-        if not self._plain or self.is_whole:
-            return grid.copy_(self.take(x).transpose(1, 2))
-        full = x.shape[0] // self.size
-        if full:
-            whole = x[: full * self.size].reshape(full, self.size, *x.shape[1:])
-            grid[:full] = whole.transpose(1, 2)
-        rest = x[full * self.size :]
-        grid[full, :, : rest.shape[0]] = rest.transpose(0, 1)
-        grid[full, :, rest.shape[0] :] = 0
-        return grid
-
-    def tokens(self, grid: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-        """Return [t, H, ...] from [n, H, C, ...]: undo `heads`."""
-        flat = grid.new_empty(
-            (self.count, self.size, grid.shape[1], *grid.shape[3:]), dtype=dtype
-        ).copy_(grid.transpose(1, 2))
-        return self.put_back(flat)
 
     def put_back(self, grid: torch.Tensor) -> torch.Tensor:
         """Return [t, ...] from [n, C, ...]: undo `take`. May be a view."""

@@ -26,147 +26,44 @@ and keys that read by exp(G), keys that write by exp(-G): so its gradient needs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.gated_delta_rule.block import Block, product
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Chunks, Sequences
-from megatron.core.ops.state_sweep import chained, sweep, sweep_back
+from megatron.core.ops.state_sweep import Sweep, SweepBack
 
-
-class _Chunked:
-    """What all chunks have, each made at first use: n chunks, H = G · r heads, C tokens.
-
-    Args:
-        inputs: of all tokens.
-        chunks: where they lie.
-        scale: of queries.
-        inverse: T [n, H, C, C] if known.
-    """
-
-    def __init__(
-        self,
-        inputs: RecurrenceInputs,
-        chunks: Chunks,
-        *,
-        scale: float,
-        inverse: torch.Tensor | None,
-    ) -> None:
-        dtype = accumulation_dtype(inputs.value.dtype)
-        n, size, (groups, keys) = chunks.count, chunks.size, inputs.key.shape[1:]
-        self.groups, self.keys = groups, keys
-        self.heads, self.values = inputs.value.shape[1:]
-        self.shared = self.heads // groups  # r
-        # Queries above keys [n, G, 2C, K]: most products are with both.
-        self.pair = inputs.key.new_empty((n, groups, 2 * size, keys), dtype=dtype)
-        chunks.heads(inputs.query, dtype=dtype, out=self.pair[:, :, :size]).mul_(scale)
-        self.key = chunks.heads(inputs.key, dtype=dtype, out=self.pair[:, :, size:])
-        self.value = chunks.heads(inputs.value, dtype=dtype)  # [n, H, C, V]
-        self.beta = chunks.heads(inputs.strength, dtype=dtype)  # [n, H, C]
-        self.total = chunks.heads(inputs.decay, dtype=dtype).cumsum(-1)  # G
-        self.growth = self.total.exp()  # Γ
-        self.left = (self.total[..., -1:] - self.total).exp_()  # e
-        self.scale = scale
-        self.chunks, self.size, self._inverse = chunks, size, inverse
-
-    def by_group(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [n, H, ...] as [n, G, r, ...]."""
-        return x.unflatten(1, (self.groups, self.shared))
-
-    @cached_property
-    def falls(self) -> torch.Tensor:
-        """D [n, H, C, C]; masked before the exponential, which would be infinite above."""
-        above = self.total.new_full((self.size, self.size), -torch.inf).triu_(1)
-        return (self.total[..., None] - self.total[..., None, :]).add_(above).exp_()
-
-    @cached_property
-    def seen(self) -> torch.Tensor:
-        """P [n, H, C, C]."""
-        return self._products(self.pair[:, :, : self.size])
-
-    def _products(self, left: torch.Tensor) -> torch.Tensor:
-        """Return (left Kᵀ) ∘ D [n, H, C, C] for left [n, G, C, K]."""
-        found = torch.bmm(left.flatten(0, 1), self.key.flatten(0, 1).mT)
-        found = found.view(-1, self.groups, 1, self.size, self.size)
-        return (found * self.by_group(self.falls)).flatten(1, 2)
-
-    @cached_property
-    def inverse(self) -> torch.Tensor:
-        """T [n, H, C, C]."""
-        if self._inverse is not None:
-            return self._inverse
-        lower = self._products(self.key).mul_(self.beta[..., None])
-        identity = torch.eye(self.size, dtype=lower.dtype, device=lower.device)
-        return torch.linalg.solve_triangular(
-            lower, identity.expand_as(lower), upper=False, unitriangular=True
-        )
-
-    @cached_property
-    def solved(self) -> torch.Tensor:
-        """[U | -W] [n, H, C, V + K]."""
-        given = torch.empty_like(self.value, memory_format=torch.contiguous_format).new_empty(
-            (*self.value.shape[:-1], self.values + self.keys)
-        )
-        torch.mul(self.value, self.beta[..., None], out=given[..., : self.values])
-        factor = (self.beta * self.growth).neg_()[..., None]
-        keys = self.by_group(given)[..., self.values :]
-        torch.mul(self.key[:, :, None], self.by_group(factor), out=keys)
-        return _product(self.inverse, given)
-
-    @cached_property
-    def written(self) -> torch.Tensor:
-        """E K [n, H, C, K]."""
-        left = self.by_group(self.left)[..., None]
-        return (self.key[:, :, None] * left).flatten(1, 2)
-
-    @cached_property
-    def affine(self) -> torch.Tensor:
-        """[X | M] [n, H, K, V + K]."""
-        found = _product(self.written.mT, self.solved)
-        return self._with_decay(found, self.values)
-
-    @cached_property
-    def transition(self) -> torch.Tensor:
-        """M [n, H, K, K]."""
-        if "affine" in self.__dict__:
-            return self.affine[..., self.values :]
-        return self._with_decay(_product(self.written.mT, self.solved[..., self.values :]), 0)
-
-    def _with_decay(self, found: torch.Tensor, offset: int) -> torch.Tensor:
-        """Add the decay of whole chunks to the diagonal of M, which begins at column `offset`."""
-        found.diagonal(offset, -2, -1).add_(self.growth[..., -1:])
-        return found
-
-    def readers(self, *, with_values: bool) -> torch.Tensor:
-        """Return Γ Q - P W [n, H, C, K], behind P U [n, H, C, V] if `with_values`."""
-        first = 0 if with_values else self.values
-        found = _product(self.seen, self.solved[..., first:])
-        growth = self.by_group(self.growth)[..., None]
-        reads = self.by_group(found)[..., self.values - first :]
-        reads.addcmul_(self.pair[:, :, None, : self.size], growth)
-        return found
+# Elements of one part of a block, e.g. its values: the twenty or so parts stay in a cache.
+ELEMENTS_IN_CACHE = 1 << 18
 
 
 @dataclass
-class _Prepared:
-    """What `DeltaRecurrence` keeps between its operations."""
+class Prepared:
+    """What `DeltaRecurrence` keeps from one operation to the next.
+
+    Args:
+        inputs: as they were given.
+        sequences: of their tokens.
+        inverse: T [n, H, C, C], from a sweep on.
+        starts: [n, H, K, V], the state before each chunk, from a sweep on.
+    """
 
     inputs: RecurrenceInputs
     sequences: Sequences
-    inverse: torch.Tensor
+    inverse: torch.Tensor | None = None
     starts: torch.Tensor | None = None
-    chunked: _Chunked | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class DeltaRecurrence:
     """The gated delta rule as a `Recurrence`.
 
-    Between forward and backward it keeps, beside the inputs, T and the state before each chunk;
-    products of one batched matrix multiplication are made again.
+    Beside the inputs it keeps T and the state before each chunk; what one product of a batch gives
+    is made again.
 
     Args:
         scale: of queries; None is K^-0.5.
@@ -176,130 +73,109 @@ class DeltaRecurrence:
     scale: float | None = None
     chunk_size: int = 64
 
-    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> _Prepared:
-        """See `Recurrence`."""
-        chunked = self._chunked(inputs, sequences, None)
-        return _Prepared(inputs, sequences, chunked.inverse, chunked=chunked)
-
-    def _chunked(
-        self, inputs: RecurrenceInputs, sequences: Sequences, inverse: torch.Tensor | None
-    ) -> _Chunked:
-        scale = inputs.key.shape[-1] ** -0.5 if self.scale is None else self.scale
-        chunks = sequences.chunks(self.chunk_size)
-        return _Chunked(inputs, chunks, scale=scale, inverse=inverse)
-
-    def _again(self, prepared: _Prepared) -> _Chunked:
-        """Return what the chunks have; make it once more if it was dropped."""
-        if prepared.chunked is None:
-            prepared.chunked = self._chunked(prepared.inputs, prepared.sequences, prepared.inverse)
-        return prepared.chunked
+    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> Prepared:
+        """See `Recurrence`; everything waits for the sweep, to go through a cache once."""
+        return Prepared(inputs, sequences)
 
     def sweep(
-        self, prepared: _Prepared, initial: torch.Tensor | None
+        self, prepared: Prepared, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        chunked = self._again(prepared)
-        values, affine = chunked.values, chunked.affine
-        prepared.starts, last = sweep(
-            chunked.chunks, affine[..., values:], affine[..., :values], initial
-        )
-        found = chunked.readers(with_values=True)
-        out = found[..., :values].flatten(0, 1)
-        out.baddbmm_(found[..., values:].flatten(0, 1), prepared.starts.flatten(0, 1))
-        prepared.chunked = None
-        dtype = prepared.inputs.value.dtype
-        return chunked.chunks.tokens(found[..., :values], dtype=dtype), last
+        work = _Work(self, prepared)
+        value = work.grids.value
+        states = Sweep(work.chunks, work.states_or_zeros(initial))
+        out = value.new_empty(value.shape)
+        # Its columns lie next to each other: so triangular solves give them.
+        size = work.chunks.size
+        inverse = value.new_empty((len(value), work.heads, size, size), dtype=work.dtype).mT
+        for where in work.blocks():
+            block = work.block(where, inverse[where])
+            states.through(where, block.transition, block.added)
+            out[where] = block.out(states.starts[where]).transpose(1, 2)
+        prepared.inverse, prepared.starts = inverse, states.starts
+        return work.chunks.put_back(out), states.last()
 
-    def summary(self, prepared: _Prepared) -> tuple[torch.Tensor, torch.Tensor]:
+    def summary(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        chunked = self._again(prepared)
-        added, transition = chunked.affine.split([chunked.values, chunked.keys], -1)
-        _, last = sweep(chunked.chunks, transition, added, None)
-        return last, chained(chunked.chunks, transition)
+        work = _Work(self, prepared)
+        added = Sweep(work.chunks, work.states_or_zeros(None))
+        keys = work.grids.key.shape[-1]
+        identity = torch.eye(keys, dtype=work.dtype, device=work.grids.key.device)
+        shape = (work.chunks.sequence_count, work.heads, keys, keys)
+        chained = Sweep(work.chunks, identity.expand(shape))
+        for where in work.blocks():
+            block = work.block(where)
+            added.through(where, block.transition, block.added)
+            chained.through(where, block.transition, None)
+        return added.last(), chained.last()
 
-    def state_gradient(self, prepared: _Prepared, grad: torch.Tensor) -> torch.Tensor:
+    def state_gradient(self, prepared: Prepared, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
-        chunked = self._again(prepared)
-        grad = chunked.chunks.heads(grad, dtype=chunked.value.dtype)
-        added = _product(chunked.readers(with_values=False).mT, grad)
-        return sweep_back(chunked.chunks, chunked.transition, added, None)[1]
+        work = _Work(self, prepared)
+        grids = work.chunks.take(grad).transpose(1, 2)  # [n, H, C, V]
+        grads = SweepBack(work.chunks, work.states_or_zeros(None))
+        for where in reversed(work.blocks()):
+            block = work.block(where)
+            pulled = product(block.readers.mT, grids[where].to(work.dtype))
+            grads.through(where, block.transition, pulled)
+        return grads.first()
 
     def backward(
-        self, prepared: _Prepared, grad: torch.Tensor, grad_last: torch.Tensor | None
+        self, prepared: Prepared, grad: torch.Tensor, grad_last: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
-        chunked, starts = self._again(prepared), prepared.starts
-        prepared.chunked = None
-        shape = (*chunked.value.shape[:2], 2 * chunked.size, chunked.values)
-        pulls = chunked.value.new_empty(shape)  # [dO ; x]
-        grad = chunked.chunks.heads(grad, dtype=pulls.dtype, out=pulls[:, :, : chunked.size])
-        added = _product(chunked.readers(with_values=False).mT, grad)
-        ends, first = sweep_back(chunked.chunks, chunked.transition, added, grad_last)
-        changes = torch.baddbmm(
-            *(chunked.solved[..., : chunked.values].flatten(0, 1),),
-            chunked.solved[..., chunked.values :].flatten(0, 1),
-            starts.flatten(0, 1),
-        ).view(chunked.value.shape)  # V'
-        pulled = _product(chunked.seen.mT, grad)  # dV'
-        pulled.flatten(0, 1).baddbmm_(chunked.written.flatten(0, 1), ends.flatten(0, 1))
-        torch.bmm(
-            chunked.inverse.flatten(0, 1).mT,
-            pulled.flatten(0, 1),
-            out=pulls[:, :, chunked.size :].flatten(0, 1),
+        work = _Work(self, prepared)
+        grids = work.chunks.take(grad).transpose(1, 2)  # [n, H, C, V]
+        grads = SweepBack(work.chunks, work.states_or_zeros(grad_last))
+        found = RecurrenceInputs(*(x.new_empty(x.shape) for x in work.grids))
+        for where in reversed(work.blocks()):
+            block = work.block(where)
+            shape = (*block.value.shape[:2], 2 * block.size, block.values)
+            pulls = block.value.new_empty(shape)  # [dO ; x]
+            pulls[:, :, : block.size] = grids[where]
+            pulled = product(block.readers.mT, pulls[:, :, : block.size])
+            grads.through(where, block.transition, pulled)
+            parts = block.gradients(pulls, prepared.starts[where], grads.ends[where])
+            for total, part in zip(found, parts, strict=True):
+                total[where] = part.transpose(1, 2)
+        return RecurrenceInputs(*map(work.chunks.put_back, found)), grads.first()
+
+
+class _Work:
+    """The chunks of one operation, and how they are cut in blocks."""
+
+    def __init__(self, recurrence: DeltaRecurrence, prepared: Prepared) -> None:
+        inputs = prepared.inputs
+        self.chunks: Chunks = prepared.sequences.chunks(recurrence.chunk_size)
+        self.grids = RecurrenceInputs(*map(self.chunks.take, inputs))
+        self.dtype = accumulation_dtype(inputs.value.dtype)
+        self.heads = inputs.value.shape[1]
+        scale = recurrence.scale
+        self.scale = inputs.key.shape[-1] ** -0.5 if scale is None else scale
+        self._inverse = prepared.inverse
+
+    def blocks(self) -> list[slice]:
+        """Return the chunks of each block."""
+        count, width = self.chunks.count, max(self.chunks.size, *self.grids.value.shape[-1:])
+        step = max(1, ELEMENTS_IN_CACHE // (self.heads * self.chunks.size * width))
+        if self.grids.value.device.type != "cpu":
+            step = max(1, count)
+        return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+
+    def block(self, where: slice, inverse: torch.Tensor | None = None) -> Block:
+        """Return the block of some chunks; its T goes to `inverse`."""
+        return Block(
+            RecurrenceInputs(*(grid[where] for grid in self.grids)),
+            scale=self.scale,
+            dtype=self.dtype,
+            inverse=inverse if self._inverse is None else self._inverse[where],
+            is_solved=self._inverse is not None,
         )
-        return _input_gradients(chunked, prepared.inputs, pulls, changes, starts, ends), first
 
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiply [n, H, a, b] by [n, H, b, c] in one batch, without copies."""
-    found = torch.bmm(left.flatten(0, 1), right.flatten(0, 1))
-    return found.view(*left.shape[:2], *found.shape[1:])
-
-
-def _input_gradients(chunked, inputs, pulls, changes, starts, ends):
-    n, size = chunked.chunks.count, chunked.size
-    groups, shared, heads, keys = chunked.groups, chunked.shared, chunked.heads, chunked.keys
-    beta = chunked.beta
-    reads = _product(pulls, starts.mT)  # [n, H, 2C, K]
-    reads.view(n, heads, 2, size, keys).mul_(chunked.growth[:, :, None, :, None])
-    within = _product(pulls, changes.mT)  # [n, H, 2C, C]
-    halves = within.view(n, heads, 2, size, size).mul_(chunked.falls[:, :, None])
-    halves[:, :, 1].diagonal(0, -2, -1).zero_()
-    rows = shared * 2 * size
-    reads.view(n * groups, rows, keys).baddbmm_(
-        within.view(n * groups, rows, size), chunked.key.flatten(0, 1)
-    )
-    along = (chunked.by_group(reads) * chunked.pair[:, :, None]).sum(-1)
-    along = along.view(n, heads, 2, size)
-    x = pulls[:, :, size:]
-    grad_beta = (x * chunked.value).sum(-1).sub_(along[:, :, 1])
-    halves[:, :, 1].mul_(beta.neg()[..., None])
-    carried = _product(changes, ends.mT).mul_(chunked.left[..., None])  # e V' dS
-    key = chunked.key[:, :, None]
-    falling = (chunked.by_group(carried) * key).sum((-2, -1)).flatten(1, 2)
-    falling += (starts * ends).sum((-2, -1)).mul_(chunked.growth[..., -1])
-    wrote = chunked.by_group(carried)
-    split = chunked.by_group(within)
-    for j in range(shared):
-        target = wrote[:, :, j].flatten(0, 1) if shared == 1 else wrote.flatten(0, 1)[:, j]
-        left = split.flatten(0, 1)[:, j]
-        target.baddbmm_(left.mT, chunked.pair.flatten(0, 1))
-    grad_total = along[:, :, 0] - along[:, :, 1] * beta
-    grad_total -= (wrote * key).sum(-1).flatten(1, 2)
-    grad_total[..., -1] += falling
-    grad_decay = grad_total.flip(-1).cumsum(-1).flip(-1)
-    split_reads = reads.view(n, heads, 2, size, keys)
-    grad_key = wrote.flatten(1, 2).addcmul_(split_reads[:, :, 1], beta[..., None], value=-1)
-    grad_query = split_reads[:, :, 0]
-    if shared > 1:
-        grad_key = chunked.by_group(grad_key).sum(2)
-        grad_query = chunked.by_group(grad_query).sum(2)
-    grad_value = x * beta[..., None]
-    tokens = chunked.chunks.tokens
-    return RecurrenceInputs(
-        tokens(grad_query, dtype=inputs.query.dtype).mul_(chunked.scale),
-        tokens(grad_key, dtype=inputs.key.dtype),
-        tokens(grad_value, dtype=inputs.value.dtype),
-        tokens(grad_decay, dtype=inputs.decay.dtype),
-        tokens(grad_beta, dtype=inputs.strength.dtype),
-    )
+    def states_or_zeros(self, states: torch.Tensor | None) -> torch.Tensor:
+        """Return states [N, H, K, V] in the dtype of the work, zeros for None."""
+        if states is not None:
+            return states.to(self.dtype)
+        key, value = self.grids.key, self.grids.value
+        shape = (self.chunks.sequence_count, self.heads, key.shape[-1], value.shape[-1])
+        return value.new_zeros((), dtype=self.dtype).expand(shape)

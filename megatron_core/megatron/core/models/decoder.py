@@ -24,7 +24,6 @@ from megatron.core.models.pattern import (
     EXPERTS,
     LATENT,
     MAMBA,
-    RECURRENT,
     layer_blocks,
     symbol_problems,
     symbols_of,
@@ -32,6 +31,8 @@ from megatron.core.models.pattern import (
 from megatron.core.moe import MoE, MoEConfig
 from megatron.core.ops.dropout import dropout, dropout_key
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba2 import Mamba2
 from megatron.core.transformer import (
     MLP,
     AttentionConfig,
@@ -220,7 +221,7 @@ class Decoder(nn.Module):
             raise ValueError(f"blocks [{start}, {stop}) of a pattern of {len(symbols)}")
         self.layers: list[tuple[int, int]] = []
         self.blocks = nn.ModuleList()
-        self.num_attention_layers = self.num_recurrent_layers = 0
+        self.num_attention_layers = 0
         layers = layer_blocks(symbols)
         self._all_layers = len(layers)
         for layer, (first, last) in enumerate(layers):
@@ -249,7 +250,7 @@ class Decoder(nn.Module):
         return Block(prefix, norm, mixer=mixer, drop=drop, handles=handles)
 
     def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> nn.Module:
-        """Build what a block does; those with a cache are numbered by kind of cache."""
+        """Build what a block does; attention layers are numbered, for their caches."""
         config = self.config
         if symbol == EXPERTS:
             assert config.moe is not None
@@ -258,18 +259,12 @@ class Decoder(nn.Module):
             assert config.mlp is not None
             return MLP(f"{prefix}.mlp", config=config.mlp, build=build)
         shared = {"norm": config.norm, "build": build}
-        if symbol in RECURRENT:
-            from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-            from megatron.core.ssm.mamba2 import Mamba2
-
-            at = self.num_recurrent_layers
-            self.num_recurrent_layers += 1
-            if symbol == DELTA_NET:
-                assert config.delta_net is not None
-                name = f"{prefix}.delta_net"
-                return GatedDeltaNet(name, at, config=config.delta_net, **shared)
+        if symbol == DELTA_NET:
+            assert config.delta_net is not None
+            return GatedDeltaNet(f"{prefix}.delta_net", config=config.delta_net, **shared)
+        if symbol == MAMBA:
             assert config.mamba is not None
-            return Mamba2(f"{prefix}.mamba", at, config=config.mamba, **shared)
+            return Mamba2(f"{prefix}.mamba", config=config.mamba, **shared)
         at = self.num_attention_layers
         self.num_attention_layers += 1
         if isinstance(config.attention, LatentAttentionConfig):

@@ -38,7 +38,6 @@ class GatedDeltaNet(RecurrentMixer):
 
     Args:
         name: prefix of its weights.
-        index: number of this layer among the recurrent ones.
         config: its shape.
         norm: for the epsilon of its norm.
         build: the surroundings.
@@ -50,7 +49,6 @@ class GatedDeltaNet(RecurrentMixer):
     def __init__(
         self,
         name: str,
-        index: int,
         *,
         config: GatedDeltaNetConfig,
         norm: NormConfig,
@@ -63,7 +61,6 @@ class GatedDeltaNet(RecurrentMixer):
         heads = config.num_key_heads
         super().__init__(
             name,
-            index,
             units=heads // group.size,
             recurrence=delta_recurrence(),
             build=build,

@@ -44,7 +44,6 @@ class Mamba2(RecurrentMixer):
 
     Args:
         name: prefix of its weights.
-        index: number of this layer among the recurrent ones.
         config: its shape.
         norm: for the epsilon of its norm.
         build: the surroundings.
@@ -54,7 +53,7 @@ class Mamba2(RecurrentMixer):
     """
 
     def __init__(
-        self, name: str, index: int, *, config: Mamba2Config, norm: NormConfig, build: LayerBuild
+        self, name: str, *, config: Mamba2Config, norm: NormConfig, build: LayerBuild
     ) -> None:
         group, context = build.region.group, build.context
         problems = config.problems(group.size, cp=context.group.size, mode=context.linear_mode)
@@ -62,7 +61,7 @@ class Mamba2(RecurrentMixer):
             raise ValueError("; ".join(problems))
         groups, heads = config.num_groups, config.num_heads
         units = max(1, groups // group.size)
-        super().__init__(name, index, units=units, recurrence=state_space_recurrence(), build=build)
+        super().__init__(name, units=units, recurrence=state_space_recurrence(), build=build)
         self.config, self.epsilon = config, norm.epsilon
         self.heads = heads // group.size // units  # of a unit on this rank
         inner, shared = config.inner_channels, groups * config.state_channels

@@ -54,17 +54,14 @@ class RecurrentMixer(nn.Module, ABC):
 
     Args:
         name: prefix of its weights.
-        index: number of this layer among the recurrent ones.
         units: u of this rank.
         recurrence: what runs over the tokens.
         build: the surroundings.
     """
 
-    def __init__(
-        self, name: str, index: int, *, units: int, recurrence: Recurrence, build: LayerBuild
-    ) -> None:
+    def __init__(self, name: str, *, units: int, recurrence: Recurrence, build: LayerBuild) -> None:
         super().__init__()
-        self.name, self.index, self.units = name, index, units
+        self.name, self.units = name, units
         self.recurrence, self.context = recurrence, build.context
         self._store, self._tp = build.store, build.region.group
 

@@ -60,7 +60,7 @@ def made(
         context=ContextParallel(group=groups["cp"], **context),
     )
     with store.unit("m"):
-        layer = layer_class("m", 0, config=config, norm=NormConfig(), build=build)
+        layer = layer_class("m", config=config, norm=NormConfig(), build=build)
     store.materialize(DataParallelConfig(strategy=strategy).storage())
     return layer, store
 

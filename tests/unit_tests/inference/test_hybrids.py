@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command on a hybrid checkpoint, against the whole model run anew; in parts, on two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import Solo, TensorChunk, save_checkpoint
+from megatron.core.inference import engine
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig
+from megatron.core.moe.config import RouterConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.transformer import AttentionConfig, MLPConfig, RopeConfig
+from megatron.inference.generate import main
+from megatron.training.checkpoint_io import weight_chunks
+from tests.support.closeness import assert_close_by_metric
+from tests.support.hf_folders import VOCABULARY, make_model, save_folder
+from tests.support.inputs import generator, one_thread
+from tests.support.ranks import start_ranks
+
+CONFIG = GPTConfig(
+    num_layers=8,
+    pattern="GEM-*EM-",
+    hidden_size=20,
+    vocab_size=259,
+    attention=AttentionConfig(
+        num_attention_heads=4, num_query_groups=2, kv_channels=8, output_gate=True
+    ),
+    rope=RopeConfig(percent=0.25),
+    mlp=MLPConfig(ffn_hidden_size=36),
+    moe=MoEConfig(
+        num_experts=4, ffn_hidden_size=14, router=RouterConfig(topk=2), capacity_factor=0.5
+    ),
+    delta_net=GatedDeltaNetConfig(
+        num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
+    ),
+    mamba=Mamba2Config(num_heads=4, head_channels=7, state_channels=3, num_groups=2, bias=True),
+    mtp_num_layers=1,
+    mtp_pattern="*-",
+    init_std=0.4,
+)
+PROMPTS = ("Once", "", "two words é", "ab")
+NEW = 9
+
+
+def place_values(chunk: TensorChunk) -> None:
+    """Fill a chunk with what its logical tensor holds there, off its initial values."""
+    noise = torch.randn(chunk.shape, generator=generator(7, *chunk.name.encode()))
+    values = 0.2 * noise  # larger ones would magnify rounding
+    if "norm" in chunk.name:
+        values = 1.0 + 0.2 * noise
+    elif "A_log" in chunk.name:
+        values = 0.3 * noise - 1.5
+    places = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+    chunk.tensor.copy_(values[tuple(slice(first, first + size) for first, size in places)])
+
+
+def filled(config: GPTConfig) -> GPTModel:
+    model = GPTModel(config, ProcessGroupCollection.single())
+    for chunk in weight_chunks(model.store):
+        place_values(chunk)
+    return model
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    extra = {
+        "model": json.loads(json.dumps(CONFIG.to_json())),
+        "config": {"bf16": False, "max-position-embeddings": 40},
+        "tokenizer": {
+            "type": "byte",
+            "model": None,
+            "vocab_size": 257,
+            "fingerprint": "byte-257",
+        },
+    }
+    save_checkpoint(folder, 7, weight_chunks(filled(CONFIG).store), extra, coordinator=Solo())
+    return folder
+
+
+def arguments(load: Path, output: Path, *more: str) -> list[str]:
+    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
+    flags = ["--max-new-tokens", str(NEW), "--temperature", "0", "--device", "cpu", *more]
+    return [*prompts, "--load", str(load), "--output-json", str(output), *flags]
+
+
+def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Run the command in this process; return its exit code and stderr."""
+    err = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err), one_thread():
+        code = main(words, environment)
+    return code, err.getvalue()
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a["ids"] == b["ids"]
+        found, wanted = (torch.tensor(r["logprobs"]) for r in (a, b))
+        assert_close_by_metric(a["prompt"], found, wanted)
+
+
+@pytest.fixture(scope="module")
+def written(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("text") / "one.json"
+    code, err = run(arguments(root, path), {})
+    assert code == 0, err
+    return results(path)
+
+
+def test_greedy_text_is_what_the_whole_model_finds_most_probable(
+    written: list[dict[str, Any]],
+) -> None:
+    # Each prompt alone, without a cache, by a model of which no expert is ever full.
+    moe = replace(CONFIG.moe, capacity_factor=None)
+    model = filled(replace(CONFIG, moe=moe, mtp_num_layers=0, mtp_pattern=""))
+    said = set()
+    for result in written:
+        tokens = result["prompt_ids"] + result["ids"]
+        with torch.no_grad(), one_thread():
+            logits = model.full_logits(torch.tensor([tokens])).squeeze(1)
+        logits = logits[len(result["prompt_ids"]) - 1 : -1]
+        assert logits.argmax(-1).tolist() == result["ids"]
+        found = logits.log_softmax(-1).amax(-1)
+        assert_close_by_metric(result["prompt"], torch.tensor(result["logprobs"]), found)
+        said |= set(result["ids"])
+    assert len(said) > 8
+
+
+@pytest.mark.parametrize("batch_size", ["16", "3", "1"])
+def test_prompts_in_parts_and_other_batches_yield_the_same(
+    root: Path,
+    written: list[dict[str, Any]],
+    batch_size: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths, prefill = [], engine.PaddedBatch.prefill
+
+    def watched(self, model, *, chunk):
+        lengths.append(chunk)
+        return prefill(
+            self, lambda x, **k: lengths.append(x.shape[1]) or model(x, **k), chunk=chunk
+        )
+
+    monkeypatch.setattr(engine.PaddedBatch, "prefill", watched)
+    path = tmp_path / "parts.json"
+    more = ("--prefill-chunk-tokens", "5", "--batch-size", batch_size)
+    code, err = run(arguments(root, path, *more), {})
+    assert code == 0, err
+    assert_same(results(path), written)
+    assert max(lengths) == 5
+    longest = len(PROMPTS[2].encode())
+    assert longest == 12
+    if batch_size == "16":
+        assert lengths == [5, 5, 5, 2]  # asked for, then fed
+
+
+def command_on_a_rank(
+    rank: int, world: int, words: list[str], launcher: dict[str, str]
+) -> tuple[int, str]:
+    return run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+
+def test_two_ranks_generate_what_one_process_does(
+    root: Path, written: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    more = ("--tensor-model-parallel-size", "2", "--batch-size", "3")
+    more += ("--prefill-chunk-tokens", "5")
+    words = arguments(root, tmp_path / "two.json", *more)
+    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+        outcomes = ranks.values(timeout=60.0)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert_same(results(tmp_path / "two.json"), written)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3next", "mamba2", "nemotronh"])
+def test_transformers_says_the_same_with_its_own_cache(case: str, tmp_path: Path) -> None:
+    model = make_model(case, eos_token_id=None)
+    folder = save_folder(model, tmp_path / "model")
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    fields = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "model": fields, "pre_tokenizer": {"type": "Whitespace"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    prompts = [[7, 250, 3], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [11, 12]]
+    path = tmp_path / "out.json"
+    line = f"--load {folder} --temperature 0 --max-new-tokens 12 --device cpu --output-json {path}"
+    texts = [word for ids in prompts for word in ("--prompt", " ".join(f"w{i}" for i in ids))]
+    code, err = run([*texts, *line.split(), "--prefill-chunk-tokens", "4"], {})
+    assert code == 0, err
+    for result, prompt in zip(results(path), prompts, strict=True):
+        with one_thread(), torch.no_grad():
+            said = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=12,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+            )
+        assert result["ids"] == said[0, len(prompt) :].tolist()
+    assert len({i for result in results(path) for i in result["ids"]}) > 8

@@ -72,7 +72,8 @@ class Prepared:
     @property
     def gain(self) -> torch.Tensor:
         """exp(a_C) [n, G, 1, r, 1]."""
-        return self.sums[..., -1].exp().view(len(self.sums), self.groups, 1, -1, 1)
+        gain = self.sums[..., -1].exp()
+        return gain.unflatten(1, (self.groups, 1, -1))[..., None]
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, G, C, K], in the accumulation dtype, from x [t, G, K]."""

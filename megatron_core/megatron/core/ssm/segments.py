@@ -15,44 +15,21 @@ Source: the affine form of a chunk (Yang et al. 2024, arXiv 2412.06464, section 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.nn import functional
 
 from megatron.core.comm.collectives import all_gather, all_to_all
 from megatron.core.context_parallel.pieces import OwnPieces, PieceHalo
 from megatron.core.ops.dispatch import accumulation_dtype
-from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, emptied, filled, recur
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
-from megatron.core.ssm.chains import NOBODY, Fold, Selected, Step
+from megatron.core.ssm.links import Links, filled_up
 from megatron.core.ssm.splits import Split
 
 #: Tokens that splits keep together: whole chunks of the recurrences here.
 CHUNK = 128
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Links:
-    """How own pieces hang together with those of other ranks.
-
-    Args:
-        group: cp.
-        exports: pieces whose summaries others need, filled up to `export_slots`.
-        entries: pieces whose first states come from others, filled up to `entry_slots`.
-        first: gives first states from summaries.
-        last: gives gradients of last states from those of first ones.
-        chained: whether any M is needed.
-    """
-
-    group: Group
-    exports: Selected
-    entries: Selected
-    export_slots: int
-    entry_slots: int
-    first: Fold
-    last: Fold
-    chained: bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,7 +45,7 @@ class _Call:
 
     recurrence: Recurrence
     sequences: Sequences
-    links: _Links | None = None
+    links: Links | None = None
     split: Split | None = None
 
 
@@ -104,7 +81,7 @@ def recur_in_segments(
     sequences.check("recur_in_segments", **inputs._asdict())
     links = None
     if pieces.crossed:
-        links = sequences.made("links", lambda: _links_of(pieces, group))
+        links = sequences.made("links", lambda: Links.of(pieces, group))
     call = _Call(
         recurrence=recurrence,
         sequences=sequences,
@@ -147,87 +124,100 @@ def recur_split(
     return _Segments.apply(call, initial, *inputs)
 
 
+@dataclass(eq=False)
+class _Kept:
+    """What backward needs of one rank's run.
+
+    Args:
+        inputs: of own tokens.
+        prepared: what the recurrence keeps; None of no tokens.
+        steps: M of segments, None where nothing is split.
+        between: the gathered M between own pieces and the ends of their documents.
+    """
+
+    inputs: RecurrenceInputs
+    prepared: Any = None
+    steps: torch.Tensor | None = None
+    between: torch.Tensor | None = None
+
+
 class _Segments(torch.autograd.Function):
     """forward: summaries, gathered; first states; the sweep. dgrad and wgrad: gradients of first
     states, gathered; those of last states; the recurrence's own. Saves what the recurrence keeps,
     M of segments, and the gathered M between own pieces and the ends of their documents."""
 
     @staticmethod
-    def forward(ctx, call: _Call, first, *tensors):
-        inputs, split = RecurrenceInputs(*tensors), call.split
-        ctx.call, ctx.prepared, ctx.inputs = call, None, inputs
-        ctx.has_first = first is not None
+    def forward(ctx, call: _Call, first, *inputs):
+        kept, split, states = _Kept(RecurrenceInputs(*inputs)), call.split, None
+        ctx.call, ctx.has_first = call, first is not None
         ctx.set_materialize_grads(False)
         if call.sequences.tokens:
             segments = call.sequences if split is None else split.segments
-            ctx.prepared = call.recurrence.prepare(inputs, segments)
-            ctx.inputs = None  # kept there
-        states = None
+            kept.prepared = call.recurrence.prepare(kept.inputs, segments)
         if split is not None:
-            states, ctx.steps = call.recurrence.summary(ctx.prepared)
+            states, kept.steps = call.recurrence.summary(kept.prepared)
         if call.links is not None:
-            first = _first_states(ctx, inputs, states)
-        if ctx.prepared is None:
-            return torch.zeros_like(inputs.value), None
-        if split is None:
-            return call.recurrence.sweep(ctx.prepared, first)
-        first = split.first_states(states, ctx.steps, first)
-        out, last = call.recurrence.sweep(ctx.prepared, first)
-        return out, split.lasts(last)
+            first = _first_states(call, kept, states)
+        if split is not None:
+            first = split.first_states(states, kept.steps, first)
+        out, last = torch.zeros_like(kept.inputs.value), None
+        if kept.prepared is not None:
+            out, last = call.recurrence.sweep(kept.prepared, first)
+        ctx.shell, tensors = (kept.inputs, ()) if last is None else emptied(kept.prepared)
+        ctx.save_for_backward(kept.steps, kept.between, *tensors)
+        return out, last if split is None else split.lasts(last)
 
     @staticmethod
     def backward(ctx, grad, last):
-        call, prepared, split = ctx.call, ctx.prepared, ctx.call.split
-        inputs = ctx.inputs if prepared is None else prepared.inputs
+        call, split, first = ctx.call, ctx.call.split, None
+        steps, between, *tensors = ctx.saved_tensors
+        prepared = filled(ctx.shell, tuple(tensors)) if tensors else None
+        inputs = ctx.shell if prepared is None else prepared.inputs
+        kept = _Kept(inputs, prepared, steps, between)
         grad = torch.zeros_like(inputs.value) if grad is None else grad
-        first = None
         if split is not None:
             first = call.recurrence.state_gradient(prepared, grad)
         if call.links is not None:
-            last = _last_gradients(ctx, inputs, grad, first)
+            last = _last_gradients(call, kept, grad, first)
         if prepared is None:
             return None, None, *(torch.zeros_like(x) for x in inputs)
-        if split is None:
-            grads, first = call.recurrence.backward(prepared, grad, last)
-        else:
-            last = split.last_gradients(first, ctx.steps, last)
-            grads, first = call.recurrence.backward(prepared, grad, last)
+        if split is not None:
+            last = split.last_gradients(first, steps, last)
+        grads, first = call.recurrence.backward(prepared, grad, last)
+        if split is not None:
             first = split.firsts(first)
         return None, first if ctx.has_first else None, *grads
 
 
-def _first_states(
-    ctx, inputs: RecurrenceInputs, states: torch.Tensor | None
-) -> torch.Tensor | None:
+def _first_states(call: _Call, kept: _Kept, states: torch.Tensor | None) -> torch.Tensor | None:
     """Return the first states of pieces [N, H, K, V], None if all are zero; keep M for backward.
 
     Args:
-        ctx: of the call.
-        inputs: of own tokens.
+        call: what runs.
+        kept: of own tokens.
         states: S_ext of segments, None where nothing is split.
     """
-    call: _Call = ctx.call
-    links = call.links
+    links, recurrence = call.links, call.recurrence
     assert links is not None
-    if not links.exports.count:
-        states, steps = _no_summaries(call, inputs)
+    exports = links.exports
+    if not exports.count:
+        states, steps = _no_summaries(call, kept.inputs)
     elif states is not None:
-        assert call.split is not None
-        found = call.split.summaries(states, ctx.steps)
-        states, steps = (links.exports.results(x) for x in found)
-    elif links.exports.is_apart:
-        own = call.recurrence.prepare(links.exports.inputs(inputs), links.exports.sequences)
-        states, steps = call.recurrence.summary(own)
+        found = call.split.summaries(states, kept.steps)
+        states, steps = (exports.results(x) for x in found)
+    elif exports.is_apart:
+        own = recurrence.prepare(exports.inputs(kept.inputs), exports.sequences)
+        states, steps = recurrence.summary(own)
     else:
-        states, steps = (links.exports.results(x) for x in call.recurrence.summary(ctx.prepared))
+        states, steps = (exports.results(x) for x in recurrence.summary(kept.prepared))
     size = states.shape[1:]  # [H, K, V]
     parts = [states, steps] if links.chained else [states]
     message = torch.cat([part.flatten(2) for part in parts], dim=2)  # [n, H, K · V + M]
-    gathered = all_gather(_filled(message, links.export_slots), links.group)
+    gathered = all_gather(filled_up(message, links.export_slots), links.group)
     states, rest = gathered.tensor_split([size[1:].numel()], dim=2)
     states = states.unflatten(2, size[1:])  # [cp · E, H, K, V]
     steps = rest.unflatten(2, steps.shape[2:]) if links.chained else steps
-    ctx.between = steps.index_select(0, links.last.transitions)
+    kept.between = steps.index_select(0, links.last.transitions)
     if not links.first.hands_out:
         return None
     return links.first.states(states, steps.index_select(0, links.first.transitions))
@@ -242,42 +232,34 @@ def _no_summaries(call: _Call, inputs: RecurrenceInputs) -> tuple[torch.Tensor, 
 
 
 def _last_gradients(
-    ctx, inputs: RecurrenceInputs, grad: torch.Tensor, first: torch.Tensor | None
+    call: _Call, kept: _Kept, grad: torch.Tensor, first: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return the gradients of the last states of pieces [N, H, K, V], None if all are zero.
 
     Args:
-        ctx: of the call.
-        inputs: of own tokens.
+        call: what runs.
+        kept: of own tokens.
         grad: of out.
         first: of the first states of segments by themselves, None where nothing is split.
     """
-    call: _Call = ctx.call
-    links = call.links
+    links, recurrence = call.links, call.recurrence
     assert links is not None
-    if not links.entries.count:
-        value = inputs.value
-        shape = (0, value.shape[1], inputs.key.shape[2], value.shape[2])
+    entries = links.entries
+    if not entries.count:
+        value, key = kept.inputs.value, kept.inputs.key
+        shape = (0, value.shape[1], key.shape[2], value.shape[2])
         own = value.new_zeros(shape, dtype=accumulation_dtype(value.dtype))
     elif first is not None:
-        assert call.split is not None
-        own = links.entries.results(call.split.first_gradients(first, ctx.steps))
-    elif links.entries.is_apart:
-        prepared = call.recurrence.prepare(links.entries.inputs(inputs), links.entries.sequences)
-        own = call.recurrence.state_gradient(prepared, links.entries.tokens(grad))
+        own = entries.results(call.split.first_gradients(first, kept.steps))
+    elif entries.is_apart:
+        prepared = recurrence.prepare(entries.inputs(kept.inputs), entries.sequences)
+        own = recurrence.state_gradient(prepared, entries.tokens(grad))
     else:
-        own = links.entries.results(call.recurrence.state_gradient(ctx.prepared, grad))
-    gathered = all_gather(_filled(own, links.entry_slots), links.group)
+        own = entries.results(recurrence.state_gradient(kept.prepared, grad))
+    gathered = all_gather(filled_up(own, links.entry_slots), links.group)
     if not links.last.hands_out:
         return None
-    return links.last.states(gathered, ctx.between, transposed=True)
-
-
-def _filled(x: torch.Tensor, slots: int) -> torch.Tensor:
-    """Return x [n, ...] with rows of zeros behind, [slots, ...]."""
-    if x.shape[0] == slots:
-        return x
-    return functional.pad(x, (0, 0) * (x.ndim - 1) + (0, slots - x.shape[0]))
+    return links.last.states(gathered, kept.between, transposed=True)
 
 
 def _split(sequences: Sequences, splits: int, chunk: int) -> Split | None:
@@ -288,38 +270,6 @@ def _split(sequences: Sequences, splits: int, chunk: int) -> Split | None:
         return None
     split = sequences.made(("split", splits, chunk), lambda: Split(sequences, splits, chunk=chunk))
     return split if split.cuts else None
-
-
-def _links_of(pieces: OwnPieces, group: Group) -> _Links:
-    """Return how own pieces hang together with those of other ranks."""
-    sequences, rank = pieces.sequences, pieces.rank
-    exports, entries = pieces.export_slots, pieces.entry_slots
-    first, last = [], []
-    for chain in pieces.chains:
-        steps = []
-        for link in chain:
-            slot = link.source * exports + link.export
-            taker = pieces.entries[link.entry] if link.target == rank else NOBODY
-            steps.append(Step(slot, slot, taker))
-        first.append(steps)
-        steps, behind = [], NOBODY
-        for link in reversed(chain):
-            slot = link.target * entries + link.entry
-            taker = pieces.exports[link.export] if link.source == rank else NOBODY
-            # The piece behind this link is the one before the next: M is what that one exported.
-            steps.append(Step(slot, behind, taker))
-            behind = link.source * exports + link.export
-        last.append(steps)
-    return _Links(
-        group=group,
-        exports=Selected(pieces.exports, sequences),
-        entries=Selected(pieces.entries, sequences),
-        export_slots=exports,
-        entry_slots=entries,
-        first=Fold(first, sequences),
-        last=Fold(last, sequences),
-        chained=pieces.chained,
-    )
 
 
 def _check(pieces: OwnPieces, group: Group) -> None:
@@ -369,7 +319,7 @@ class _Halo(torch.autograd.Function):
             send_counts=halo.send_counts,
             receive_counts=halo.receive_counts,
         )
-        known = _filled(received, received.shape[0] + 1)
+        known = filled_up(received, received.shape[0] + 1)
         return known.index_select(0, halo.take).unflatten(0, (-1, width))  # [N, width, ...]
 
     @staticmethod

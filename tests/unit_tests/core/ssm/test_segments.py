@@ -15,12 +15,14 @@ from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
 from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.state_space_dual import state_space_recurrence
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm.choice import LinearShape, sent_bytes
 from megatron.core.ssm.segments import halo_rows, recur_in_segments, recur_split
 from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.ssm.token_by_token import TokenByToken, run_all
+from tests.unit_tests.core.context_parallel.test_host import reads
+from tests.unit_tests.core.ssm.token_by_token import run_all
 
 ROWS, GROUPS, SHARED, KEYS, VALUES, WIDTH, LENGTH = 2, 2, 2, 3, 5, 4, 24
 CHANNELS = 2 * KEYS + SHARED * VALUES  # of a unit, that are convolved
@@ -30,7 +32,8 @@ KINDS = ("delta", "dual")
 
 def recurrence_of(kind: str):
     """Return the recurrence under test, in small chunks."""
-    return delta_recurrence(chunk_size=4) if kind == "delta" else TokenByToken(kind)
+    made = {"delta": delta_recurrence, "dual": state_space_recurrence}[kind]
+    return made(chunk_size=4)
 
 
 @dataclass
@@ -273,6 +276,36 @@ def test_what_leaves_a_rank_is_the_formula(cp):
         assert set(left) == {2 * sent_bytes("segments", shape, cp)}, case
 
 
+def two_layers(rank: int, world: int):
+    """Run two bf16 layers, twice; return what the host read, maps made, and what was gathered."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    case = Case(kind="delta", documents=UNEVEN)
+    layout = SequenceLayout.make(
+        cut_of(case, world), rank, rows=ROWS, document_ids=document_ids(case)
+    )
+    places = torch.tensor(layout.cut.places(rank))
+    x = local(given()["units"], places).bfloat16().requires_grad_()
+    for _ in range(2):  # maps are made in the first
+        with reads() as seen, trace(groups) as records:
+            pieces = layout.own_pieces(ROWS)
+            packed, out = pieces.pack(x), 0.0
+            for _ in range(2):
+                halo = halo_rows(packed, pieces, groups["cp"], width=3)
+                inputs = inputs_of(packed[..., :CHANNELS], packed[..., CHANNELS:])
+                recurrence = recurrence_of("delta")
+                out = out + recur_in_segments(recurrence, inputs, pieces, groups["cp"])
+                out = out + halo.sum()
+            torch.autograd.backward((out.sum(),))
+    return seen, layout.maps_made, {(record.kind, record.dtype) for record in records}
+
+
+def test_the_host_never_waits_and_states_travel_in_fp32():
+    for seen, maps, sent in run_ranks(two_layers, 2):
+        assert seen == []
+        assert maps == 1
+        assert sent == {("all_gather", "float32"), ("all_to_all", "bfloat16")}
+
+
 SPLITS = {"one long": (0, 29), "several": (0, 3, 3, 17, 18, 40)}
 
 
@@ -324,6 +357,6 @@ def test_what_cannot_be_is_refused():
         halo_rows(x, pieces, Group.single("cp"), width=3)
     inputs = RecurrenceInputs(x, x, x, x[..., 0], x[..., 0])
     with pytest.raises(ValueError, match="linear-recurrence-splits 0: use 1 or more"):
-        recur_split(TokenByToken("dual"), inputs, Sequences((0, 4)), splits=0)
+        recur_split(state_space_recurrence(), inputs, Sequences((0, 4)), splits=0)
     with pytest.raises(ValueError, match=r"query .* has 4 tokens, the sequences 5"):
-        recur_split(TokenByToken("dual"), inputs, Sequences((0, 5)), splits=2)
+        recur_split(state_space_recurrence(), inputs, Sequences((0, 5)), splits=2)

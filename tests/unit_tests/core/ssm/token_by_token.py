@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from megatron.core.ops.recurrence import RecurrenceInputs
@@ -57,55 +55,3 @@ def zeros(inputs: RecurrenceInputs, count: int) -> torch.Tensor:
     """Return so many states of zeros."""
     shape = (count, inputs.value.shape[1], inputs.key.shape[2], inputs.value.shape[2])
     return inputs.value.new_zeros(shape)
-
-
-@dataclass
-class Prepared:
-    """Inputs, and what the sweep built."""
-
-    inputs: RecurrenceInputs
-    sequences: Sequences
-    graph: tuple | None = None
-
-
-@dataclass(frozen=True)
-class TokenByToken:
-    """A `Recurrence` that is one of these."""
-
-    kind: str
-
-    def prepare(self, inputs, sequences):
-        inputs = RecurrenceInputs(*(x.detach() for x in inputs))
-        return Prepared(inputs, sequences)
-
-    def sweep(self, prepared, initial):
-        prepared.graph = self._graph(prepared, initial)
-        return tuple(x.detach() for x in prepared.graph[1])
-
-    def summary(self, prepared):
-        inputs = prepared.inputs
-        _, states = run_all(self.kind, inputs, prepared.sequences)
-        channels = inputs.key.shape[2]
-        nothing = torch.zeros_like(inputs.value[..., :1]).expand(-1, -1, channels)
-        one = torch.eye(channels, dtype=states.dtype).expand(*states.shape[:2], -1, -1)
-        homogeneous = inputs._replace(value=nothing)
-        _, steps = run_all(self.kind, homogeneous, prepared.sequences, one)
-        return states, steps if self.kind == "delta" else steps[..., :1, :1]
-
-    def state_gradient(self, prepared, grad):
-        leaves, (out, _) = self._graph(prepared, None)
-        return torch.autograd.grad((out,), leaves[-1:], (grad,))[0]
-
-    def backward(self, prepared, grad, grad_last):
-        leaves, outputs = prepared.graph
-        grad_last = torch.zeros_like(outputs[1]) if grad_last is None else grad_last
-        found = torch.autograd.grad(outputs, leaves, (grad, grad_last), retain_graph=True)
-        return RecurrenceInputs(*found[:-1]), found[-1]
-
-    def _graph(self, prepared, initial):
-        inputs, sequences = prepared.inputs, prepared.sequences
-        first = zeros(inputs, sequences.count) if initial is None else initial
-        leaves = [x.detach().requires_grad_() for x in (*inputs, first)]
-        with torch.enable_grad():
-            outputs = run_all(self.kind, RecurrenceInputs(*leaves[:-1]), sequences, leaves[-1])
-        return leaves, outputs

@@ -20,12 +20,19 @@ def moe_config(config: Config) -> MoEConfig | None:
         ffn_hidden_size=experts.moe_ffn_hidden_size or model.inner_features,
         router=_router(config),
         gated=model.swiglu,
-        activation="silu" if model.swiglu else "gelu",
+        activation=activation(config),
         capacity_factor=experts.moe_expert_capacity_factor,
         drop_policy=experts.moe_token_drop_policy,
         shared_ffn_hidden_size=experts.moe_shared_expert_intermediate_size,
         shared_gate=experts.moe_shared_expert_gate,
     )
+
+
+def activation(config: Config) -> str:
+    """Return the activation of MLPs and experts."""
+    if config.model.swiglu:
+        return "silu"
+    return "squared_relu" if config.model.squared_relu else "gelu"
 
 
 def _router(config: Config) -> RouterConfig:
@@ -53,6 +60,7 @@ def _router(config: Config) -> RouterConfig:
 def latent_config(config: Config) -> LatentAttentionConfig:
     """Return the shape of latent attention."""
     latent, scale = config.attention, 1.0
+    assert config.model.num_attention_heads is not None
     if config.position.position_embedding_type == "yarn":
         factor = config.position.yarn_rotary_scaling_factor
         scale = yarn_growth(factor, latent.mscale_all_dim) ** 2
@@ -63,7 +71,7 @@ def latent_config(config: Config) -> LatentAttentionConfig:
         nope_channels=latent.qk_head_dim,
         rope_channels=latent.qk_pos_emb_head_dim,
         value_channels=latent.v_head_dim,
-        dropout=config.model.attention_dropout,
+        dropout=latent.attention_dropout,
         scale_factor=scale,
     )
 

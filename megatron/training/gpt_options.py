@@ -12,6 +12,7 @@ import torch
 from megatron.core.backend import LOCAL, Backend
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.models.pattern import DENSE
 from megatron.core.models.stages import StageSplit
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
@@ -36,10 +37,17 @@ from megatron.core.transformer import (
 )
 from megatron.training.config import Config
 from megatron.training.config.expert_layers import expert_layers
+from megatron.training.config.layer_pattern import depths, has, has_attention, is_hybrid
 from megatron.training.config.resolve import Run
 from megatron.training.config.stages import schedule_name, stage_split
 from megatron.training.config.values import name_factors
-from megatron.training.expert_options import latent_config, moe_config, yarn_attention_factor
+from megatron.training.expert_options import (
+    activation,
+    latent_config,
+    moe_config,
+    yarn_attention_factor,
+)
+from megatron.training.hybrid_options import hybrid_fields
 
 
 def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
@@ -49,37 +57,52 @@ def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
         vocab_size: without padding.
     """
     model = config.model
-    assert model.ffn_hidden_size is not None, "the config must be resolved"
-    biases = not model.disable_bias_linear
     return GPTConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
         attention=attention_config(config),
-        mlp=MLPConfig(
-            ffn_hidden_size=model.ffn_hidden_size,
-            gated=model.swiglu,
-            activation="silu" if model.swiglu else "gelu",
-            bias=biases or model.add_mlp_bias,
+        mlp=_mlp(config),
+        norm=NormConfig(
+            kind=model.normalization,
+            epsilon=model.norm_epsilon,
+            zero_centered=model.apply_layernorm_1p,
         ),
-        norm=NormConfig(kind=model.normalization, epsilon=model.norm_epsilon),
         rope=_rope(config),
         tied=not model.untie_embeddings_and_output_weights,
         hidden_dropout=model.hidden_dropout,
         init_std=model.init_method_std,
         moe=moe_config(config),
         ffn_pattern=expert_layers(config),
-        mtp_num_layers=config.training.mtp_num_layers or 0,
+        mtp_num_layers=depths(config),
         mtp_loss_factor=config.training.mtp_loss_scaling_factor,
+        **hybrid_fields(config),
     )
 
 
-def attention_config(config: Config) -> AttentionConfig | LatentAttentionConfig:
-    """Return the shape of attention that resolved options describe."""
+def _mlp(config: Config) -> MLPConfig | None:
+    """Return the shape of MLPs; None for a hybrid that has none."""
     model = config.model
-    if config.attention.multi_latent_attention:
+    if is_hybrid(config) and not has(config, DENSE):
+        return None
+    assert model.ffn_hidden_size is not None, "the config must be resolved"
+    return MLPConfig(
+        ffn_hidden_size=model.ffn_hidden_size,
+        gated=model.swiglu,
+        activation=activation(config),
+        bias=not model.disable_bias_linear or model.add_mlp_bias,
+    )
+
+
+def attention_config(config: Config) -> AttentionConfig | LatentAttentionConfig | None:
+    """Return the shape of attention that resolved options describe; None where there is none."""
+    model, chosen = config.model, config.attention
+    if not has_attention(config):
+        return None
+    if chosen.multi_latent_attention:
         return latent_config(config)
     assert model.num_query_groups is not None, "the config must be resolved"
+    assert model.num_attention_heads is not None
     assert model.kv_channels is not None
     biases = not model.disable_bias_linear
     return AttentionConfig(
@@ -88,10 +111,11 @@ def attention_config(config: Config) -> AttentionConfig | LatentAttentionConfig:
         kv_channels=model.kv_channels,
         qkv_bias=biases or model.add_qkv_bias,
         output_bias=biases or model.add_attention_output_bias,
-        qk_norm=model.qk_layernorm,
-        dropout=model.attention_dropout,
-        window=config.attention.window_size,
-        sinks=config.attention.softmax_type == "learnable",
+        qk_norm=chosen.qk_layernorm,
+        dropout=chosen.attention_dropout,
+        window=chosen.window_size,
+        sinks=chosen.softmax_type == "learnable",
+        output_gate=chosen.attention_output_gate,
     )
 
 
@@ -140,6 +164,8 @@ def backend(config: Config) -> Backend:
     chosen = replace(
         LOCAL,
         context_engine=config.parallel.cp_comm_type,
+        linear_mode=config.parallel.linear_cp_mode,
+        linear_splits=config.parallel.linear_recurrence_splits,
         dispatcher=config.parallel.moe_token_dispatcher_type,
         overlap_shared_expert=config.parallel.moe_shared_expert_overlap,
     )
@@ -150,7 +176,7 @@ def backend(config: Config) -> Backend:
 
 def recompute(config: Config) -> Recompute:
     """Return what is computed again in backward."""
-    chosen = config.recompute
+    chosen = config.execution
     return Recompute(
         granularity=chosen.recompute_granularity,
         method=chosen.recompute_method,
@@ -171,7 +197,7 @@ def pipeline_order(config: Config) -> dict[str, Any]:
     """
     group = config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
     name = schedule_name(config)
-    at_once = name == "zb-h1" and config.recompute.recompute_granularity == "full"
+    at_once = name == "zb-h1" and config.execution.recompute_granularity == "full"
     return {"schedule": name, "group_size": group, "weight_delay": 0 if at_once else None}
 
 
@@ -180,13 +206,13 @@ def early_gather(config: Config) -> tuple[bool, str | None]:
     that was not to be had though it was asked for, a line that says why."""
     chosen = config.data_parallel
     wanted = chosen.fsdp_all_gather_in_start_param_sync
-    if config.cuda_graphs.cuda_graph_impl == "none" or not wanted:
+    if config.execution.cuda_graph_impl == "none" or not wanted:
         return wanted, None
     if not chosen.overlap_param_gather:
         return False, None
     return False, (
         "--no-fsdp-all-gather-in-start-param-sync is set, as --cuda-graph-impl "
-        f"{config.cuda_graphs.cuda_graph_impl} cannot wait for gathers that start outside a step"
+        f"{config.execution.cuda_graph_impl} cannot wait for gathers that start outside a step"
     )
 
 

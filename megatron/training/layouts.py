@@ -13,6 +13,7 @@ from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.context_parallel.blockwise import worth_blocks
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.process_groups import Group
+from megatron.training.config.layer_pattern import is_recurrent
 from megatron.training.config.resolve import Run
 from megatron.training.run_groups import RunGroups
 
@@ -25,12 +26,20 @@ class Layouts:
         device: where layers work.
         block_heads: query heads of a rank, where documents of whole rows may be attended one by
             one; None masks them.
+        recurrent: whether layers carry states along documents, so that they must know where these
+            begin.
     """
 
     def __init__(
-        self, context: Group, device: torch.device, *, block_heads: int | None = None
+        self,
+        context: Group,
+        device: torch.device,
+        *,
+        block_heads: int | None = None,
+        recurrent: bool = False,
     ) -> None:
         self._context, self._device, self._block_heads = context, device, block_heads
+        self._recurrent = recurrent
         self._dense: dict[tuple[int, int], SequenceLayout] = {}
 
     def of(self, batch: GPTBatch) -> SequenceLayout | None:
@@ -48,7 +57,9 @@ class Layouts:
     def _of_rows(self, batch: GPTBatch) -> SequenceLayout | None:
         rows, length = batch.loss_mask.shape
         if self._context.size == 1 and not self._part_by_part(batch):
-            return None
+            if not self._recurrent or batch.document_ids is None:
+                return None
+            return self._make(batch, masks_by_ids=True)
         if batch.positions is None and batch.document_ids is None:
             if (rows, length) not in self._dense:
                 self._dense[rows, length] = self._make(batch)
@@ -63,7 +74,7 @@ class Layouts:
         }
         return SequenceLayout.packed(batch.loss_mask.shape[1], device=self._device, **moved)
 
-    def _make(self, batch: GPTBatch) -> SequenceLayout:
+    def _make(self, batch: GPTBatch, *, masks_by_ids: bool = False) -> SequenceLayout:
         rows, length = batch.loss_mask.shape
         return SequenceLayout.make(
             SequenceCut.of(length, self._context.size),
@@ -72,6 +83,7 @@ class Layouts:
             positions=batch.positions,
             document_ids=batch.document_ids,
             device=self._device,
+            masks_by_ids=masks_by_ids,
         )
 
     def _part_by_part(self, batch: GPTBatch) -> bool:
@@ -88,5 +100,10 @@ def layouts_of(run: Run, place: RunGroups) -> Layouts:
     parallel = run.config.parallel
     # On a GPU one call masks documents of any length, and a kernel asked for by name is one call.
     masks = place.device.type != "cpu" or parallel.attention_backend != "auto"
-    heads = run.config.model.num_attention_heads // parallel.tensor_model_parallel_size
-    return Layouts(place.groups["cp"], place.device, block_heads=None if masks else heads)
+    heads = (run.config.model.num_attention_heads or 0) // parallel.tensor_model_parallel_size
+    return Layouts(
+        place.groups["cp"],
+        place.device,
+        block_heads=None if masks or not heads else heads,
+        recurrent=is_recurrent(run.config),
+    )

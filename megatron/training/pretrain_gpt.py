@@ -13,11 +13,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import checkpoint_defaults
+from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.errors import run_entry_point
 from megatron.training.failures.stopping import StopRequests
@@ -28,15 +30,45 @@ from megatron.training.options.flags import CommandLine, parse_command_line, sho
 if TYPE_CHECKING:
     from megatron.training.failures.peers import PeerWatch
 
-PROG = "pretrain_gpt"
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What the entry scripts of pretraining differ in.
+
+    Args:
+        name: of the module in megatron.training, and in front of its messages.
+        description: one line on what it does, for help.
+        problems: says what is wrong with a config for this program alone, each with its mend.
+        defaults: told the options given; returns its own values of others.
+    """
+
+    name: str
+    description: str
+    problems: Callable[[Config], Iterator[str]]
+    defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda given: {}
+
+
+def _gpt_problems(config: Config) -> Iterator[str]:
+    if is_hybrid(config):
+        yield (
+            f"{FLAG} {config.hybrid.hybrid_layer_pattern} is no GPT's, which has *- or *E (+- or "
+            "+E) for each layer: start python -m megatron.training.pretrain_hybrid"
+        )
+
+
+PRETRAIN_GPT = Program(
+    name="pretrain_gpt",
+    description="Pretrain a GPT; start several processes with torchrun.",
+    problems=_gpt_problems,
+)
 
 #: How long a rank other than 0 keeps a fault to itself before the ranks know each other, in
 #: seconds: the launcher ends all of them as soon as one has ended, and rank 0 shall speak before.
 PATIENCE_SECONDS = 5.0
 
 
-def read_run(argv: Sequence[str], launch: Launch) -> Run:
-    """Turn arguments into a run.
+def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN_GPT) -> Run:
+    """Turn arguments into a run of a program.
 
     Raises:
         HelpRequested: `--help`, `--print-config` and the like.
@@ -45,14 +77,14 @@ def read_run(argv: Sequence[str], launch: Launch) -> Run:
     line = parse_command_line(
         Config,
         argv,
-        prog=f"python -m megatron.training.{PROG}",
-        description="Pretrain a GPT; start several processes with torchrun.",
+        prog=f"python -m megatron.training.{program.name}",
+        description=program.description,
         print_now=False,
-        defaults=_defaults,
+        defaults=lambda given: _defaults(given, program),
     )
     from megatron.training.config.check import check
 
-    problems = check(line.config, launch.world_size)
+    problems = [*program.problems(line.config), *check(line.config, launch.world_size)]
     if problems:
         raise ValueError("; ".join(problems))
     run = resolve(line.config, launch.world_size)
@@ -65,14 +97,17 @@ def read_run(argv: Sequence[str], launch: Launch) -> Run:
     return run
 
 
-def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a Hugging Face folder or a checkpoint adds to those given."""
+def _defaults(given: Mapping[str, Any], program: Program) -> dict[str, Any]:
+    """Return the values that a Hugging Face folder, a checkpoint or a layer pattern adds to those
+    given."""
     found: dict[str, Any] = {}
     if given.get("load-hf") is not None:
         from megatron.hf.defaults import folder_defaults
 
         found = folder_defaults(given)
-    return {**checkpoint_defaults({**given, **found}), **found}
+    found = {**checkpoint_defaults({**given, **found}), **found}
+    # A pattern that is given says how many layers there are, whatever others say.
+    return {**program.defaults(given), **found, **pattern_defaults(given)}
 
 
 def start_watch(run: Run, launch: Launch) -> tuple[Launch, PeerWatch | None]:
@@ -124,12 +159,15 @@ def train(run: Run, launch: Launch, *, watch: PeerWatch | None, stop: StopReques
         pretrain(going_on(run) if place.restarts.going_on else run, place)
 
 
-def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+def main(
+    argv: Sequence[str], environment: Mapping[str, str], *, program: Program = PRETRAIN_GPT
+) -> int:
     """Run the command and return this process's exit code.
 
     Args:
         argv: arguments without the program's name.
         environment: of this process, where torchrun says which rank it is.
+        program: which of the entry scripts this is.
     """
     launches: list[Launch] = []
     speaking = threading.Lock()
@@ -151,7 +189,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     def say(text: str) -> None:
         with speaking:
             if claim(text):
-                print(f"{PROG}: {text}", file=sys.stderr, flush=True)
+                print(f"{program.name}: {text}", file=sys.stderr, flush=True)
 
     def end(code: int) -> None:
         speaking.acquire(timeout=2.0)  # the main thread may be about to print what it has claimed
@@ -162,20 +200,25 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     def work() -> None:
         launch = Launch.from_environment(environment)
         launches.append(launch)
-        run = read_run(argv, launch)
+        run = read_run(argv, launch, program=program)
         launch, stop.watch = start_watch(run, launch)
         train(run, launch, watch=stop.watch, stop=stop)
 
     with signals_to_thread(stop.react, stop.on_main):
-        code = run_entry_point(work, prog=PROG, claim=claim, speaking=behind_rank_0())
+        code = run_entry_point(work, prog=program.name, claim=claim, speaking=behind_rank_0())
     if stop.watch is not None:
         stop.watch.tidy()
     return code
 
 
-if __name__ == "__main__":
-    code = main(sys.argv[1:], os.environ)
+def run_program(program: Program) -> None:
+    """Run an entry script in this process, and end it."""
+    code = main(sys.argv[1:], os.environ, program=program)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: threads of a process group whose peer is dead would hold the interpreter's end.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run_program(PRETRAIN_GPT)

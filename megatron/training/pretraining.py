@@ -46,7 +46,7 @@ from megatron.training.gpt_options import (
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.loop import LoopParts, train
 from megatron.training.monitoring.batch_line import batch_line, batch_words
-from megatron.training.monitoring.context_line import context_line, context_words
+from megatron.training.monitoring.context_line import context_line, context_words, linear_lines
 from megatron.training.monitoring.data_parallel_line import data_parallel_line
 from megatron.training.monitoring.expert_line import expert_line
 from megatron.training.monitoring.flops import visible_square
@@ -320,6 +320,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         for line in (
             pipeline_line(run),
             context_line(run),
+            *linear_lines(run),
             expert_line(run, session.model.config),
             batch_line(run),
             data_parallel_line(session.step.engine, session.optimizer),

@@ -18,7 +18,7 @@ from megatron.core.optimizer.weight_groups import check_patterns
 from megatron.hf.config_json import differences
 from megatron.hf.defaults import open_model
 from megatron.hf.folder import is_folder
-from megatron.hf.read_weights import read_weights
+from megatron.hf.read_weights import left_out, read_weights
 from megatron.training.checkpoint_io import (
     RunFacts,
     load_run,
@@ -201,7 +201,7 @@ def _step_runner(
         return PipelineForwardBackward(
             model, engine, groups=place.groups, shown=reruns.stage, **order
         )
-    eager, chosen = ForwardBackward(model, engine), run.config.cuda_graphs
+    eager, chosen = ForwardBackward(model, engine), run.config.execution
     if chosen.cuda_graph_impl == "none":
         return eager
     return FullIterationGraph(
@@ -244,8 +244,9 @@ def restore(session: Session) -> tuple[Progress, str]:
     if chosen.save is not None:
         clear_the_way(chosen.save, 0, from_the_newest=False, coordinator=place.coordinator)
     if chosen.load_hf is not None:
-        _read_folder(chosen.load_hf, session)
-        return Progress(), f"read the weights of {chosen.load_hf}; starting at iteration 0"
+        odd = _read_folder(chosen.load_hf, session)
+        also = "" if odd is None else f" ({odd})"
+        return Progress(), f"read the weights of {chosen.load_hf}{also}; starting at iteration 0"
     why = "" if chosen.load is None else f": no checkpoint in {chosen.load}"
     return Progress(), f"starting at iteration 0{why}"
 
@@ -286,8 +287,11 @@ def _clear(
     return start, f"loaded {folder}; going on at iteration {start.iteration}"
 
 
-def _read_folder(path: str, session: Session) -> None:
+def _read_folder(path: str, session: Session) -> str | None:
     """Fill the model from a Hugging Face folder, and the optimizer's masters from the model.
+
+    Returns:
+        A line about tensors that have no place in the model and are passed over, if there are any.
 
     Raises:
         ValueError: the folder is damaged or holds another model.
@@ -298,3 +302,4 @@ def _read_folder(path: str, session: Session) -> None:
     chunks = weight_chunks(session.model.store)
     read_weights(folder, model, chunks, coordinator=session.place.coordinator)
     session.optimizer.after_load(with_state=False)
+    return left_out(folder, model)

@@ -30,7 +30,7 @@ from megatron.training.launch import Launch
 from megatron.training.monitoring import observation
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.pretrain_gpt import read_run, start_watch
-from tests.functional_tests.small_run import run_here
+from tests.functional_tests.small_run import program_of, run_here
 
 #: What a clock measures, and when.
 _CLOCKED = re.compile(
@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
 
 def plan(argv: list[str], world: int) -> Any:
     """Return what follows from options without a run: sizes, schedules, configs of the core."""
-    run = read_run(argv, Launch(world_size=world))
+    run = read_run(argv, Launch(world_size=world), program=program_of(argv))
     samples = range(0, run.train_samples, 4)
     lr, decay = gpt_options.learning_rate_schedule(run), gpt_options.weight_decay_schedule(run)
     scaler = gpt_options.loss_scaler(run.config)

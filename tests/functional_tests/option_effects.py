@@ -57,6 +57,11 @@ _MOE = "--num-experts 4"
 _GROUPS = f"{_MOE} --moe-router-num-groups 2"
 _SHARED = f"{_MOE} --moe-shared-expert-intermediate-size 40"
 _LATENT = "--multi-latent-attention"
+_DELTA = (
+    "--hybrid-layer-pattern G* --linear-num-key-heads 4 --linear-num-value-heads 8 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 8"
+)
+_MAMBA = "--hybrid-layer-pattern M* --mamba-head-dim 12 --mamba-state-dim 8 --mamba-num-groups 2"
 _GROUPED = "--group-query-attention --num-query-groups"
 
 EFFECTS: dict[str, Effect] = {
@@ -70,14 +75,17 @@ EFFECTS: dict[str, Effect] = {
     "kv-channels": Effect("plan", "12", "16"),
     "max-position-embeddings": Effect("refusal", "24", "23"),
     "normalization": Effect("plan", "RMSNorm", "LayerNorm"),
+    "apply-layernorm-1p": Effect("plan"),
     "norm-epsilon": Effect("plan", "1e-5", "1e-6"),
     "swiglu": Effect("plan"),
+    "squared-relu": Effect("plan", without="--swiglu"),
     "qk-layernorm": Effect("plan"),
     "disable-bias-linear": Effect("plan"),
     "add-qkv-bias": Effect("plan"),
     "add-attention-output-bias": Effect("plan"),
     "add-mlp-bias": Effect("plan"),
     "untie-embeddings-and-output-weights": Effect("plan"),
+    "attention-output-gate": Effect("plan"),
     "attention-dropout": Effect("plan", "0.1", "0.2"),
     "hidden-dropout": Effect("plan", "0.1", "0.2"),
     "init-method-std": Effect("plan", "0.02", "0.01"),
@@ -137,6 +145,26 @@ EFFECTS: dict[str, Effect] = {
     ),
     "moe-shared-expert-intermediate-size": Effect("plan", "", "40", _MOE),
     "moe-shared-expert-gate": Effect("plan", base=_SHARED),
+    # Hybrids
+    "hybrid-layer-pattern": Effect("plan", "*-|*-", "*|-*-", _PP, world=2),
+    "linear-num-key-heads": Effect("plan", "2", "4", _DELTA),
+    "linear-num-value-heads": Effect("plan", "16", "32", _DELTA),
+    "linear-key-head-dim": Effect("plan", "16", "32", _DELTA),
+    "linear-value-head-dim": Effect("plan", "16", "32", _DELTA),
+    "linear-conv-kernel-dim": Effect("plan", "4", "3", _DELTA),
+    "linear-cp-mode": Effect(
+        "plan", "auto", "segments", f"{_DELTA} --context-parallel-size 2", world=2
+    ),
+    "linear-recurrence-splits": Effect("plan", "1", "2", _DELTA),
+    "mamba-num-heads": Effect("plan", "", "8", _MAMBA),
+    "mamba-head-dim": Effect("plan", "12", "24", _MAMBA),
+    "mamba-state-dim": Effect("plan", "16", "32", _MAMBA),
+    "mamba-num-groups": Effect("plan", "1", "2", _MAMBA),
+    "mamba-norm-groups": Effect("plan", "", "1", _MAMBA),
+    "mamba-conv-kernel-dim": Effect("plan", "4", "3", _MAMBA),
+    "mamba-conv-bias": Effect("plan", base=_MAMBA),
+    "add-mamba-bias": Effect("plan", base=_MAMBA),
+    "mamba-dt-limit": Effect("plan", "0.001", "0.001 0.1", _MAMBA),
     "tokenizer-type": Effect("parts", "null", "byte", "--vocab-size 300"),
     "tokenizer-model": Effect("parts", "{tokenizer}", "{tokenizer2}", without="--vocab-size"),
     "vocab-size": Effect("plan", "61", "62"),
@@ -189,7 +217,6 @@ EFFECTS: dict[str, Effect] = {
         "refusal", base=f"{_LONG} --account-for-embedding-in-pipeline-split", world=2
     ),
     "pipeline-model-parallel-layout": Effect("plan", "Et|tL", "Ett|L", _PP, world=2),
-    "hybrid-layer-pattern": Effect("plan", "*-|*-", "*|-*-", _PP, world=2),
     # Activations
     "recompute-granularity": Effect("plan", "", "selective"),
     "recompute-method": Effect("plan", "uniform", "block", f"{_FULL} --recompute-num-layers 1"),

@@ -22,6 +22,7 @@ from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import read_manifest
 from megatron.training import pretrain_gpt
 from megatron.training.monitoring.metrics import read_metrics
+from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 from tests.support.arguments import last_wins
 from tests.support.ranks import Outcome, RankSet, start_ranks
 
@@ -60,9 +61,17 @@ def flags(prefix: Path, more: str = "") -> list[str]:
     return words
 
 
+def program_of(argv: list[str]) -> pretrain_gpt.Program:
+    """Return the entry script that arguments are for: a pattern with recurrent blocks has its
+    own."""
+    flag = "--hybrid-layer-pattern"
+    pattern = argv[argv.index(flag) + 1] if flag in argv else ""
+    return PRETRAIN_HYBRID if set("GM") & set(pattern) else pretrain_gpt.PRETRAIN_GPT
+
+
 def run_here(argv: list[str]) -> int:
     """Run in this process, as a single rank, and return the exit code."""
-    return pretrain_gpt.main(argv, {})
+    return pretrain_gpt.main(argv, {}, program=program_of(argv))
 
 
 def rank_process(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
@@ -75,7 +84,7 @@ def rank_process(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    code = pretrain_gpt.main(argv, environment)
+    code = pretrain_gpt.main(argv, environment, program=program_of(argv))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -43,10 +43,15 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
             f"folders{f' ({found[0]})' if found else ''}: convert dense models"
         )
     attention = config.attention
-    if not isinstance(attention, AttentionConfig) or attention.sinks:
+    if config.pattern:
         raise ValueError(
-            "latent attention and sinks are not read from torch_dist folders: convert models "
-            "with plain attention"
+            f"models of the blocks {config.pattern} are not read from torch_dist folders: convert "
+            "GPTs"
+        )
+    if not isinstance(attention, AttentionConfig) or attention.sinks or attention.output_gate:
+        raise ValueError(
+            "latent attention, sinks and gates of attention are not read from torch_dist folders: "
+            "convert models with plain attention"
         )
     made = _Map(tensors, config, attention)
     made.add_ends()
@@ -86,6 +91,7 @@ def shape_of_model(config: GPTConfig) -> dict[str, object]:
     """Return the same of a model that flags describe."""
     attention = config.attention
     assert isinstance(attention, AttentionConfig)
+    assert config.mlp is not None
     return {
         "num-layers": config.num_layers,
         "hidden-size": config.hidden_size,

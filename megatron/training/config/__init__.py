@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from megatron.training.config.attention import AttentionOptions
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.config.cuda_graphs import CudaGraphConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.data_parallel import DataParallelConfig
+from megatron.training.config.execution import ExecutionConfig
 from megatron.training.config.experts import ExpertConfig
 from megatron.training.config.failures import FailureConfig
+from megatron.training.config.hybrid import HybridConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig, PositionConfig, TokenizerConfig
 from megatron.training.config.muon import MuonConfig
@@ -26,18 +27,18 @@ from megatron.training.config.optimization import LossScaleConfig, OptimizerConf
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.pipeline import PipelineConfig
 from megatron.training.config.profiling import ProfilingConfig
-from megatron.training.config.recompute import RecomputeConfig
 from megatron.training.config.training import TrainingConfig
 
 __all__ = [
     "AttentionOptions",
     "CheckpointConfig",
     "Config",
-    "CudaGraphConfig",
     "DataConfig",
     "DataParallelConfig",
+    "ExecutionConfig",
     "ExpertConfig",
     "FailureConfig",
+    "HybridConfig",
     "LoggingConfig",
     "LossScaleConfig",
     "ModelConfig",
@@ -47,7 +48,6 @@ __all__ = [
     "PipelineConfig",
     "PositionConfig",
     "ProfilingConfig",
-    "RecomputeConfig",
     "ScheduleConfig",
     "TokenizerConfig",
     "TrainingConfig",
@@ -62,12 +62,12 @@ class Config:
     attention: AttentionOptions
     position: PositionConfig
     experts: ExpertConfig
+    hybrid: HybridConfig
     tokenizer: TokenizerConfig
     parallel: ParallelConfig
     pipeline: PipelineConfig
     data_parallel: DataParallelConfig
-    recompute: RecomputeConfig
-    cuda_graphs: CudaGraphConfig
+    execution: ExecutionConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
     muon: MuonConfig

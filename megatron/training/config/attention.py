@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.training.config.values import not_negative, positive, require_all
+from megatron.training.config.values import fraction, not_negative, positive, require_all
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What a token attends to; multi-head latent attention."""
+    """What a token attends to and how; multi-head latent attention."""
 
+    attention_dropout: float = 0.1
+    """Dropout rate of attention probabilities."""
+    qk_layernorm: bool = False
+    """Normalise each query and key head before the rotary embedding."""
+    attention_output_gate: bool = False
+    """Multiply what each head gives by the sigmoid of a learned product with the token."""
     window_size: int | None = None
     """Tokens that a token attends to, itself and those right before it; derived: all of them."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
@@ -43,6 +49,7 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         require_all(
+            lambda: fraction(self, "attention_dropout"),
             lambda: positive(self, "window_size"),
             lambda: positive(self, "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
             lambda: positive(self, "qk_pos_emb_head_dim", "v_head_dim"),
@@ -53,12 +60,16 @@ class AttentionOptions:
 def problems(config: Config) -> Iterator[str]:
     """Name what does not go with latent attention, each with its mend; nothing without it."""
     flag, model = "--multi-latent-attention", config.model
-    if not config.attention.multi_latent_attention:
+    if not config.attention.multi_latent_attention or model.num_attention_heads is None:
         return
     refused = {
         "--group-query-attention": (model.group_query_attention, "all heads have their own keys"),
         "--kv-channels": (model.kv_channels, "heads are as --qk-head-dim and --v-head-dim say"),
-        "--qk-layernorm": (model.qk_layernorm, "its low-rank vectors are always normalised"),
+        "--qk-layernorm": (
+            config.attention.qk_layernorm,
+            "its low-rank vectors are always normalised",
+        ),
+        "--attention-output-gate": (config.attention.attention_output_gate, "it has no gate"),
         "--add-qkv-bias": (model.add_qkv_bias, "it has no biases"),
         "--add-attention-output-bias": (model.add_attention_output_bias, "it has no biases"),
         "--window-size": (config.attention.window_size, "it sees all tokens before"),

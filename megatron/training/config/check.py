@@ -17,6 +17,8 @@ from megatron.training.config import (
     cuda_graphs,
     data_parallel,
     experts,
+    hybrid,
+    layer_pattern,
     optimization,
     stages,
     switches,
@@ -27,12 +29,15 @@ from megatron.training.data import data_paths
 
 def check(config: Config, world_size: int) -> list[str]:
     """List every problem of a config on `world_size` processes, each with its mend."""
+    config = layer_pattern.with_layers(config)
     return list(
         itertools.chain(
             _layout(config, world_size),
             context.problems(config),
             _batch(config, world_size),
             _data_parallel(config, world_size),
+            layer_pattern.problems(config),
+            hybrid.problems(config),
             _heads(config),
             _inner_features(config),
             attention.problems(config),
@@ -124,6 +129,10 @@ def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
 def _heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads is None:
+        if layer_pattern.has_attention(config):
+            yield "missing --num-attention-heads: give it"
+        return
     latent_heads = config.attention.multi_latent_attention
     if heads % tp and not latent_heads:
         yield (
@@ -199,7 +208,7 @@ def _rope_scaling(config: Config) -> Iterator[str]:
 
 
 def _kernels(config: Config) -> Iterator[str]:
-    dropout = config.model.attention_dropout
+    dropout = config.attention.attention_dropout
     if config.parallel.attention_backend == "triton" and dropout:
         yield (
             f"--attention-backend triton has no --attention-dropout {dropout}: set that to 0 or "
@@ -208,7 +217,7 @@ def _kernels(config: Config) -> Iterator[str]:
 
 
 def _recompute(config: Config) -> Iterator[str]:
-    chosen, layers = config.recompute, config.model.num_layers
+    chosen, layers = config.execution, layer_pattern.num_layers(config)
     given = {
         "--recompute-method": chosen.recompute_method,
         "--recompute-num-layers": chosen.recompute_num_layers,
@@ -221,7 +230,7 @@ def _recompute(config: Config) -> Iterator[str]:
             yield f"{flag} has no effect without --recompute-granularity full: add that"
     count = chosen.recompute_num_layers
     if full and count is not None and count > layers:
-        yield f"--recompute-num-layers {count} is above --num-layers {layers}: lower it"
+        yield f"--recompute-num-layers {count} is above the {layers} layers there are: lower it"
 
 
 def _length(config: Config, world_size: int) -> Iterator[str]:
@@ -363,5 +372,5 @@ def _planted(config: Config, world_size: int) -> Iterator[str]:
             f"--plant-fault {planted.text}: the run ends at iteration {length}, before the fault: "
             "name an earlier one"
         )
-    if config.cuda_graphs.cuda_graph_impl != "none":
+    if config.execution.cuda_graph_impl != "none":
         yield "--plant-fault does not reach into a CUDA graph: leave out --cuda-graph-impl"

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.models.pattern import symbols_of
 from megatron.training.config import Config
 from megatron.training.options.schema import Option, options
 
-_SECTIONS = ("model", "attention", "position", "experts", "tokenizer")
+_SECTIONS = ("model", "attention", "position", "experts", "hybrid", "tokenizer")
 #: Of other sections, what gives a model weights.
 _WEIGHTS = {"mtp-num-layers", "mtp-loss-scaling-factor"}
 _LENGTHS = {"train-iters", "train-samples"}
@@ -41,11 +42,14 @@ def checkpoint_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     if not wanted or not roots:
         return {}
     folder, saved = _saved_options(roots)
-    return {
+    found = {
         option.name: option.from_json(saved[option.name], f"{folder}: {option.name}")
         for option in wanted
         if option.name in saved
     }
+    if (pattern := found.get("hybrid-layer-pattern")) is not None:
+        found["hybrid-layer-pattern"] = symbols_of(pattern)  # its cuts are a layout's
+    return found
 
 
 def _is_wanted(option: Option, given: Mapping[str, Any]) -> bool:

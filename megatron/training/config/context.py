@@ -29,7 +29,8 @@ def problems(config: Config) -> Iterator[str]:
             "has: leave it at auto"
         )
     latent = config.attention.multi_latent_attention  # names its heads itself
-    if parallel.cp_comm_type == "a2a" and not latent:
+    some = config.model.num_attention_heads is not None
+    if parallel.cp_comm_type == "a2a" and some and not latent:
         yield from _heads(config)
 
 
@@ -37,6 +38,7 @@ def _heads(config: Config) -> Iterator[str]:
     """Name heads that cannot be cut over the ranks."""
     tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     heads = config.model.num_attention_heads
+    assert heads is not None
     groups = config.model.num_query_groups or heads
     shown = f" on each of {tp} tensor parallel ranks" if tp > 1 else ""
     mend = f"--context-parallel-size {cp}: use --cp-comm-type p2p"

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from megatron.training.config.values import positive
+from megatron.training.config.layer_pattern import is_recurrent
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -16,24 +15,9 @@ if TYPE_CHECKING:
 DOCUMENTS = "--reset-attention-mask"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CudaGraphConfig:
-    """CUDA graphs: one call launches what Python would launch kernel by kernel."""
-
-    cuda_graph_impl: Literal["none", "full_iteration"] = "none"
-    """full_iteration records forward and backward of all microbatches of a step as one CUDA graph
-    and replays it; nothing is gathered between steps then (as with
-    --no-fsdp-all-gather-in-start-param-sync)."""
-    cuda_graph_warmup_steps: int = 3
-    """Steps that run without a graph before one is recorded."""
-
-    def __post_init__(self) -> None:
-        positive(self, "cuda_graph_warmup_steps")
-
-
 def problems(config: Config) -> Iterator[str]:
     """Name what does not go together with recorded steps, each with its mend."""
-    chosen = config.cuda_graphs
+    chosen = config.execution
     if chosen.cuda_graph_impl == "none":
         return
     flag = f"--cuda-graph-impl {chosen.cuda_graph_impl}"
@@ -52,6 +36,11 @@ def problems(config: Config) -> Iterator[str]:
             f"--context-parallel-size {cp} with {'--sft' if config.data.sft else DOCUMENTS}",
             cp > 1 and packed,
             "attends block by block where documents meet, other blocks in every step",
+        ),
+        (
+            f"recurrent blocks with {'--sft' if config.data.sft else DOCUMENTS}",
+            is_recurrent(config) and packed,
+            "work on sequences of other lengths in every step",
         ),
         (
             "--check-weight-gather",

@@ -7,7 +7,8 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
-from megatron.core.models.pattern import ATTENTION, DENSE, EXPERTS, symbols_of
+from megatron.core.models.pattern import DENSE, EXPERTS, ffn_of
+from megatron.training.config.layer_pattern import FLAG, is_hybrid, written
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -17,24 +18,28 @@ _MOST_LAYERS = 10_000
 
 
 def expert_layers(config: Config) -> str:
-    """Return what follows attention in each layer: `E` experts, `-` an MLP.
+    """Return what follows attention in each layer of a GPT: `E` experts, `-` an MLP.
+
+    Nothing for a hybrid, whose pattern says all.
 
     Raises:
         ValueError: a text that says nothing of the kind, or the two of them differ.
     """
-    layers, written = config.model.num_layers, config.experts.moe_layer_freq
+    layers, given = config.model.num_layers, config.experts.moe_layer_freq
+    if is_hybrid(config):
+        return ""
     if config.experts.num_experts is None:
         return DENSE * layers
-    pattern = config.pipeline.hybrid_layer_pattern
-    found = None if written is None else read_frequency(written, layers)
+    pattern = written(config)
+    found = None if given is None else read_frequency(given, layers)
     if pattern is None:
         return found or EXPERTS * layers
-    # Where it is no pattern of such a model at all, `stages.problems` says so.
-    of_pattern = symbols_of(pattern).replace(ATTENTION, "")
+    of_pattern = ffn_of(pattern.blocks)
+    assert of_pattern is not None, "it is no hybrid"
     if found is not None and found != of_pattern:
         raise ValueError(
-            f"--moe-layer-freq {written} and --hybrid-layer-pattern {pattern} differ in which "
-            "layers have experts: drop the first"
+            f"--moe-layer-freq {given} and {FLAG} {pattern.main} differ in which layers have "
+            "experts: drop the first"
         )
     return of_pattern
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.core.models.pattern import EXPERTS
+from megatron.core.models.pattern import DENSE, EXPERTS
 from megatron.training.config.expert_layers import expert_layers
+from megatron.training.config.layer_pattern import FLAG, blocks, depth_blocks
 from megatron.training.config.values import not_negative, positive, require_all
 
 if TYPE_CHECKING:
@@ -99,19 +100,20 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
 
 def _layers(config: Config) -> Iterator[str]:
     """Compare what says which layers have experts, and that there are some."""
-    experts, pattern = config.experts, config.pipeline.hybrid_layer_pattern
+    experts, pattern = config.experts, config.hybrid.hybrid_layer_pattern
     if experts.num_experts is None:
         if EXPERTS in (pattern or ""):
-            yield f"--hybrid-layer-pattern {pattern} has layers with experts: give --num-experts"
+            yield f"{FLAG} {pattern} has layers with experts: give --num-experts"
         return
     try:
-        layers = expert_layers(config)
+        expert_layers(config)
     except ValueError as error:
         yield str(error)
         return
-    if EXPERTS not in layers:
+    kinds = set(blocks(config) + depth_blocks(config))
+    if EXPERTS not in kinds:
         yield f"--num-experts {experts.num_experts}: no layer has experts: change which layers do"
-    elif config.model.add_mlp_bias and config.model.disable_bias_linear and set(layers) == {"E"}:
+    elif config.model.add_mlp_bias and config.model.disable_bias_linear and DENSE not in kinds:
         yield "--add-mlp-bias has no effect where all layers have experts: drop it"
 
 
@@ -141,7 +143,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
 
 def _switches(config: Config) -> Iterator[str]:
     """Name options that do not go with experts, or with each other."""
-    chosen, graphs = config.experts, config.cuda_graphs.cuda_graph_impl
+    chosen, graphs = config.experts, config.execution.cuda_graph_impl
     if not config.model.disable_bias_linear:
         yield (
             "experts have no biases: add --disable-bias-linear (attention keeps its own with "

@@ -14,11 +14,12 @@ class ModelConfig:
     """Shape of the transformer."""
 
     num_layers: int
-    """Number of transformer layers; a layer is one attention and one MLP block."""
+    """Number of transformer layers; a layer is one attention and one MLP block. Of a hybrid, the
+    number of blocks; derived where --hybrid-layer-pattern is given."""
     hidden_size: int
     """Width of the residual stream, in features."""
-    num_attention_heads: int
-    """Number of query heads."""
+    num_attention_heads: int | None = None
+    """Number of query heads; needed by every model with attention."""
     ffn_hidden_size: int | None = None
     """Inner width of the MLP, in features; derived: 4 x hidden, with --swiglu 8/3 x hidden rounded
     down to a multiple of 64."""
@@ -34,10 +35,13 @@ class ModelConfig:
     """Which normalisation every block and the final norm use."""
     norm_epsilon: float = 1e-5
     """Added to the variance inside every norm."""
+    apply_layernorm_1p: bool = False
+    """Store the weight of every norm as its distance from one; the norm behind a recurrence keeps a
+    plain weight."""
     swiglu: bool = False
     """Use a gated MLP, silu(gate) * up, instead of GELU."""
-    qk_layernorm: bool = False
-    """Normalise each query and key head before the rotary embedding."""
+    squared_relu: bool = False
+    """Use an MLP with the square of relu instead of GELU."""
     disable_bias_linear: bool = False
     """Leave the bias out of every linear layer."""
     add_qkv_bias: bool = False
@@ -48,12 +52,11 @@ class ModelConfig:
     """Keep a bias on both projections of the MLP even with --disable-bias-linear."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output head a weight of its own instead of the embedding's."""
-    attention_dropout: float = 0.1
-    """Dropout rate of attention probabilities."""
     hidden_dropout: float = 0.1
     """Dropout rate of the embedding and of every block's output."""
     init_method_std: float = 0.02
-    """Standard deviation of initial weights; output projections use it / sqrt(2 x layers)."""
+    """Standard deviation of initial weights; output projections use it / sqrt(blocks), of
+    which a layer has two."""
 
     @property
     def inner_features(self) -> int:
@@ -71,7 +74,11 @@ class ModelConfig:
             ),
             lambda: positive(self, "num_query_groups", "kv_channels", "max_position_embeddings"),
             lambda: positive(self, "norm_epsilon", "init_method_std"),
-            lambda: fraction(self, "attention_dropout", "hidden_dropout"),
+            lambda: fraction(self, "hidden_dropout"),
+            lambda: require(
+                not (self.swiglu and self.squared_relu),
+                "--swiglu and --squared-relu exclude each other: keep one",
+            ),
         )
 
 

@@ -24,6 +24,12 @@ class ParallelConfig:
     """How attention meets the tokens of other ranks: by p2p keys and values go round; all_gather
     has those of all ranks at once; a2a cuts heads instead of tokens; auto takes what moves
     least."""
+    linear_cp_mode: Literal["auto", "headwise", "segments"] = "auto"
+    """How a recurrence meets the tokens of other ranks: headwise cuts heads instead of tokens;
+    segments passes states from each part of a document to the next; auto takes what moves least."""
+    linear_recurrence_splits: int = 1
+    """Parts of each sequence that a rank runs a recurrence on side by side, for few long
+    sequences."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer, each with some of them."""
     expert_tensor_parallel_size: int | None = None
@@ -44,4 +50,4 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "context_parallel_size")
         positive(self, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        positive(self, "distributed_timeout_minutes")
+        positive(self, "distributed_timeout_minutes", "linear_recurrence_splits")

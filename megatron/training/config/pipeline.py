@@ -39,9 +39,6 @@ class PipelineConfig:
     pipeline_model_parallel_layout: str | None = None
     """What each virtual stage has, in the model's order: E the embedding, t a layer, L the loss, |
     between stages, as in Et*3|(tt|)*2tL."""
-    hybrid_layer_pattern: str | None = None
-    """The layers as symbols, *- for each (attention, MLP) or *E (attention, experts), with | where
-    stages are cut."""
 
     def __post_init__(self) -> None:
         require_all(
@@ -56,11 +53,6 @@ class PipelineConfig:
                 self, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
             ),
         )
-
-    @property
-    def cuts_pattern(self) -> bool:
-        """Whether the layer pattern says where stages begin."""
-        return "|" in (self.hybrid_layer_pattern or "")
 
     def given(self, *names: str) -> list[str]:
         """Return those of the named options that have another value than their default, as flags
@@ -83,24 +75,22 @@ _UNEVEN = (
 )
 
 
-def problems(config: PipelineConfig) -> Iterator[str]:
-    """Name what does not go together here, each with its mend."""
+def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
+    """Name what does not go together here, each with its mend.
+
+    Args:
+        cut_pattern: the layer pattern if it says where stages begin, else None.
+    """
+    shown = [] if cut_pattern is None else [f"--hybrid-layer-pattern {cut_pattern}"]
     if config.pipeline_model_parallel_size == 1:
-        yield from _without_stages(config)
+        idle = config.given(*(field.name for field in dataclasses.fields(config)))
+        for flag in idle + shown:
+            yield f"{flag} has no effect without --pipeline-model-parallel-size above 1: raise that"
         return
-    ways = config.given("pipeline_model_parallel_layout")
-    ways += config.given("hybrid_layer_pattern") if config.cuts_pattern else []
+    ways = config.given("pipeline_model_parallel_layout") + shown
     if len(ways) > 1:
         yield f"{' and '.join(ways)} exclude each other: keep one"
     for flag in config.given(*_VIRTUAL, *_UNEVEN) if ways else ():
         yield f"{flag} has no effect with {ways[0]}, which says where each layer is: drop one"
     if len(virtual := config.given(*_VIRTUAL)) > 1:
         yield f"{' and '.join(virtual)} exclude each other: keep one"
-
-
-def _without_stages(config: PipelineConfig) -> Iterator[str]:
-    """Name the options that mean nothing where there is one stage."""
-    names = [field.name for field in dataclasses.fields(config)]
-    idle = [n for n in names if n != "hybrid_layer_pattern" or config.cuts_pattern]
-    for flag in config.given(*idle):
-        yield f"{flag} has no effect without --pipeline-model-parallel-size above 1: raise that"

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.core.datasets.division import Division
+from megatron.core.models.pattern import MAMBA
 from megatron.training.config import (
     Config,
     DataParallelConfig,
     ExpertConfig,
+    HybridConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
@@ -25,6 +27,8 @@ from megatron.training.config import (
     TrainingConfig,
 )
 from megatron.training.config.expert_layers import expert_layers, write_frequency
+from megatron.training.config.hybrid import mamba_heads
+from megatron.training.config.layer_pattern import has, with_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,7 @@ class Run:
 
 def resolve(config: Config, world_size: int) -> Run:
     """Return the run that a config describes on `world_size` processes."""
+    config = with_layers(config)
     dp = world_size // config.model_parallel_size
     training = _training(config.training, dp)
     batch = training.global_batch_size
@@ -92,6 +97,7 @@ def resolve(config: Config, world_size: int) -> Run:
         config,
         model=_model(config, training.seq_length),
         experts=_experts(config),
+        hybrid=_hybrid(config),
         parallel=_parallel(config),
         tokenizer=_tokenizer(config.tokenizer),
         data_parallel=_data_parallel(config.data_parallel, dp),
@@ -118,7 +124,7 @@ def resolve(config: Config, world_size: int) -> Run:
 
 def _model(config: Config, seq_length: int) -> ModelConfig:
     model, channels = config.model, None
-    if not config.attention.multi_latent_attention:
+    if model.num_attention_heads is not None and not config.attention.multi_latent_attention:
         channels = model.kv_channels or model.hidden_size // model.num_attention_heads
     grouped = model.group_query_attention and model.num_query_groups is not None
     return replace(
@@ -134,11 +140,22 @@ def _experts(config: Config) -> ExpertConfig:
     experts = config.experts
     if experts.num_experts is None:
         return experts
-    layers = write_frequency(expert_layers(config))
+    layers = expert_layers(config)  # of a hybrid its pattern says it
     return replace(
         experts,
-        moe_layer_freq=experts.moe_layer_freq or layers,
+        moe_layer_freq=experts.moe_layer_freq or (write_frequency(layers) if layers else None),
         moe_ffn_hidden_size=experts.moe_ffn_hidden_size or config.model.inner_features,
+    )
+
+
+def _hybrid(config: Config) -> HybridConfig:
+    hybrid = config.hybrid
+    if not has(config, MAMBA):
+        return hybrid
+    return replace(
+        hybrid,
+        mamba_num_heads=mamba_heads(config),
+        mamba_norm_groups=hybrid.mamba_norm_groups or hybrid.mamba_num_groups,
     )
 
 

@@ -8,34 +8,38 @@ from collections.abc import Iterator
 from megatron.core.datasets.division import Division
 from megatron.core.models.pattern import (
     ATTENTION,
+    CUT,
     DENSE,
     EXPERTS,
+    ffn_of,
     layer_blocks,
-    symbols_of,
+    written_problems,
 )
 from megatron.core.models.stages import (
     StageSplit,
     even_problems,
     layout_problems,
+    part_problems,
     pattern_problems,
 )
 from megatron.core.pipeline_parallel import schedule
-from megatron.training.config import Config, pipeline
+from megatron.training.config import Config, layer_pattern, pipeline
+from megatron.training.config.layer_pattern import FLAG, is_hybrid
 
 
 def stage_split(config: Config) -> StageSplit:
     """Return the layers of every virtual stage; `problems` must have found nothing."""
-    chosen, layers = config.pipeline, config.model.num_layers
+    chosen, layers, cut = config.pipeline, config.model.num_layers, _cut_pattern(config)
     stages = chosen.pipeline_model_parallel_size
     if chosen.pipeline_model_parallel_layout is not None:
         layout = chosen.pipeline_model_parallel_layout
         return StageSplit.from_layout(layout, stages, num_layers=layers)
-    if chosen.hybrid_layer_pattern is not None and chosen.cuts_pattern:
-        kinds = _layer_kinds(config)
-        return StageSplit.from_pattern(chosen.hybrid_layer_pattern, stages, ffn_pattern=kinds)
+    if cut is not None:
+        return StageSplit.from_pattern(cut, stages, ffn_pattern=_layer_kinds(config))
     chunks = _even_chunks(config)
     assert chunks is not None, "check() asks for chunks of the same size"
-    return StageSplit.even(layers, stages, chunks=chunks, **_exceptions(config))
+    each = _blocks_of_layer(config)
+    return StageSplit.even(layers, stages, chunks=chunks, layer_blocks=each, **_exceptions(config))
 
 
 def schedule_name(config: Config) -> str:
@@ -46,8 +50,11 @@ def schedule_name(config: Config) -> str:
 def problems(config: Config, world_size: int) -> Iterator[str]:
     """Name what is wrong with the stages on `world_size` processes, each with its mend."""
     chosen = config.pipeline
-    found = [*pipeline.problems(chosen), *_pattern(config)]
-    if chosen.pipeline_model_parallel_size > 1:
+    found = [*pipeline.problems(chosen, _cut_pattern(config)), *_pattern(config)]
+    stages, cut = chosen.pipeline_model_parallel_size, _cut_pattern(config)
+    if stages > 1 and _is_broken(config) and cut is not None:
+        found += part_problems(f"{FLAG} {cut}", cut, stages)
+    elif stages > 1 and not _is_broken(config):
         found += _layers(config)
         chunks = _chunks(config)
         if chunks is not None:
@@ -55,6 +62,16 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
         if not found:
             found += _recompute(config)
     yield from found
+
+
+def _cut_pattern(config: Config) -> str | None:
+    """Return the layer pattern of the model if it says where stages begin."""
+    pattern = layer_pattern.written(config)
+    return None if pattern is None or CUT not in pattern.main else pattern.main
+
+
+def _blocks_of_layer(config: Config) -> int:
+    return 1 if is_hybrid(config) else 2
 
 
 def _schedule_name(config: Config, chunks: int) -> str:
@@ -67,9 +84,7 @@ def _schedule_name(config: Config, chunks: int) -> str:
 def _chunks(config: Config) -> int | None:
     """Return the virtual stages of each rank; None if the options do not say."""
     chosen = config.pipeline
-    written = chosen.pipeline_model_parallel_layout
-    if written is None and chosen.cuts_pattern:
-        written = chosen.hybrid_layer_pattern
+    written = chosen.pipeline_model_parallel_layout or _cut_pattern(config)
     if written is None:
         both = (
             chosen.num_layers_per_virtual_pipeline_stage,
@@ -82,19 +97,29 @@ def _chunks(config: Config) -> int | None:
 
 def _pattern(config: Config) -> Iterator[str]:
     """Compare a pattern that cuts nothing with the model."""
-    pattern, cuts = config.pipeline.hybrid_layer_pattern, config.pipeline.cuts_pattern
-    if pattern is not None and not cuts:
-        for problem in pattern_problems(pattern, 1, ffn_pattern=_layer_kinds(config)):
-            yield f"--hybrid-layer-pattern: {problem}"
+    pattern = layer_pattern.written(config)
+    if pattern is None or CUT in pattern.main or _is_broken(config):
+        return
+    for problem in pattern_problems(pattern.main, 1, ffn_pattern=_layer_kinds(config)):
+        yield f"{FLAG}: {problem}"
 
 
-def _layer_kinds(config: Config) -> str:
-    """Return what follows attention in each layer, which the layer pattern says if it says as many.
+def _is_broken(config: Config) -> bool:
+    """Return whether the layer pattern itself is wrong, so that nothing can be cut."""
+    text = config.hybrid.hybrid_layer_pattern
+    return text is not None and bool(written_problems(text))
+
+
+def _layer_kinds(config: Config) -> str | None:
+    """Return what follows attention in each layer of a GPT, which the layer pattern says if it says
+    as many; None for a hybrid.
 
     Where it has experts and the model none, or not in these layers, `experts.problems` says so.
     """
-    pattern, layers = config.pipeline.hybrid_layer_pattern or "", config.model.num_layers
-    kinds = symbols_of(pattern).replace(ATTENTION, "")
+    pattern, layers = layer_pattern.written(config), config.model.num_layers
+    kinds = DENSE * layers if pattern is None else ffn_of(pattern.blocks)
+    if kinds is None:
+        return None
     return kinds if len(kinds) == layers and EXPERTS in kinds else DENSE * layers
 
 
@@ -106,30 +131,36 @@ def _layers(config: Config) -> Iterator[str]:
         flag = "--pipeline-model-parallel-layout"
         layout = chosen.pipeline_model_parallel_layout
         found = layout_problems(layout, stages, num_layers=layers)
-    elif chosen.hybrid_layer_pattern is not None and chosen.cuts_pattern:
-        flag = "--hybrid-layer-pattern"
-        kinds = _layer_kinds(config)
-        found = pattern_problems(chosen.hybrid_layer_pattern, stages, ffn_pattern=kinds)
+        if is_hybrid(config):
+            found = [f"a layout is of a GPT's layers: cut {FLAG} by '|' instead"]
+    elif (cut := _cut_pattern(config)) is not None:
+        flag = FLAG
+        found = pattern_problems(cut, stages, ffn_pattern=_layer_kinds(config))
     else:
         flag = f"--pipeline-model-parallel-size {stages}"
         chunks = _even_chunks(config)
         # Chunks that do not come out are an error of their own, unless the stages are not even.
-        found = even_problems(layers, stages, chunks=chunks or 1, **_exceptions(config))
+        each = _blocks_of_layer(config)
+        found = even_problems(
+            layers, stages, chunks=chunks or 1, layer_blocks=each, **_exceptions(config)
+        )
         if chunks is None and not found:
             flag = (
                 "--num-layers-per-virtual-pipeline-stage "
                 f"{chosen.num_layers_per_virtual_pipeline_stage}"
             )
-            each, ranks = _shared_layers(config)
-            found = [f"a stage has {each // max(1, ranks)} layers: use a divisor of that"]
+            shared, ranks = _shared_layers(config)
+            noun = "layers" if each > 1 else "blocks"
+            found = [f"a stage has {shared // max(1, ranks)} {noun}: use a divisor of that"]
     yield from (f"{flag}: {problem}" for problem in found)
 
 
 def _recompute(config: Config) -> Iterator[str]:
     """Name a number of layers that no chunk has."""
-    count, layers = config.recompute.recompute_num_layers, config.model.num_layers
-    full = config.recompute.recompute_granularity == "full"
-    pattern = (ATTENTION + DENSE) * layers
+    count, layers = config.execution.recompute_num_layers, layer_pattern.num_layers(config)
+    full = config.execution.recompute_granularity == "full"
+    written = layer_pattern.written(config)
+    pattern = (ATTENTION + DENSE) * layers if written is None else written.blocks
     ranges = stage_split(config).ranges
     most = max(len(layer_blocks(pattern[first:last])) for first, last in ranges)
     if full and count is not None and most < count <= layers:

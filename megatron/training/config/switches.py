@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron.training.config.layer_pattern import depths, is_recurrent
+
 if TYPE_CHECKING:
     from megatron.training.config import Config
 
@@ -18,16 +20,20 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
     yarn = position.position_embedding_type == "yarn"
     yield position, "yarn_", yarn, "--position-embedding-type yarn"
+    turns = position.position_embedding_type != "none"
+    for start in ("rotary_", "use_rope_"):
+        yield position, start, turns, "--position-embedding-type rope or yarn"
     yield from _of_experts(config)
+    yield from _of_recurrent(config)
     latent = config.attention.multi_latent_attention
-    for start in ("q_", "kv_", "qk_", "v_"):
+    for start in ("q_", "kv_", "qk_head_", "qk_pos_", "v_"):
         yield config.attention, start, latent, "--multi-latent-attention"
     both = "--multi-latent-attention with --position-embedding-type yarn"
     yield config.attention, "mscale", latent and yarn, both
-    graphs = config.cuda_graphs.cuda_graph_impl != "none"
+    graphs = config.execution.cuda_graph_impl != "none"
     cuts = config.parallel.context_parallel_size > 1
     yield config.parallel, "cp_comm_type", cuts, "--context-parallel-size above 1"
-    yield config.cuda_graphs, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
+    yield config.execution, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
     spikes = failures.loss_spike_factor is not None
     yield failures, "loss_spike_window", spikes, "--loss-spike-factor"
     stats = failures.rerun_mode == "report_determinism_stats"
@@ -37,7 +43,7 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"
     offloads = optimizer.optimizer_cpu_offload
     yield optimizer, "optimizer_offload_fraction", offloads, "--optimizer-cpu-offload"
-    further = config.training.mtp_num_layers is not None
+    further = depths(config) > 0
     yield config.training, "mtp_loss_", further, "--mtp-num-layers"
     loads = checkpoint.load is not None
     yield config.data, "allow_data_change", loads, "--load"
@@ -64,6 +70,20 @@ def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:
         yield experts, "moe_token_drop_policy", drops, "--moe-expert-capacity-factor"
         biased = experts.moe_router_enable_expert_bias
         yield experts, "moe_router_bias_", biased, "--moe-router-enable-expert-bias"
+
+
+def _of_recurrent(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield what `_dependents` does for the options of recurrent blocks."""
+    hybrid, parallel, flag = config.hybrid, config.parallel, "--hybrid-layer-pattern"
+    some, cuts = is_recurrent(config), parallel.context_parallel_size > 1
+    delta_nets, mamba = (symbol in (hybrid.hybrid_layer_pattern or "") for symbol in "GM")
+    yield hybrid, "linear_", delta_nets, f"G in {flag}"
+    for start in ("mamba_", "add_mamba_"):
+        yield hybrid, start, mamba, f"M in {flag}"
+    yield parallel, "linear_recurrence_", some, f"G or M in {flag}"
+    yield parallel, "linear_cp_", some, f"G or M in {flag}"
+    if some:
+        yield parallel, "linear_cp_", cuts, "--context-parallel-size above 1"
 
 
 def without_switch(config: Config) -> Iterator[str]:

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line of a run's log on context parallelism: the engine of attention, and why it was taken."""
+"""The lines of a run's log on context parallelism: how attention and recurrences meet the tokens of
+other ranks, and why."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.core.context_parallel.choice import AttentionShape, explain
+from megatron.core.ssm.choice import LinearShape
+from megatron.core.ssm.choice import explain as explain_linear
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run
 from megatron.training.gpt_options import attention_config, weight_dtype
+from megatron.training.hybrid_options import recurrent_shapes
 
 
 def context_words(config: Config) -> str:
@@ -18,11 +25,11 @@ def context_words(config: Config) -> str:
 
 def context_line(run: Run) -> str | None:
     """Return how attention meets the tokens of other ranks and why; None where there are none."""
-    parallel, model, training = run.config.parallel, run.config.model, run.config.training
+    parallel, training = run.config.parallel, run.config.training
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    if cp == 1:
-        return None
     attention = attention_config(run.config)
+    if cp == 1 or attention is None:
+        return None
     if isinstance(attention, AttentionConfig):
         groups, features = attention.num_query_groups, attention.kv_channels
     else:  # values are as wide as keys on their way
@@ -31,7 +38,7 @@ def context_line(run: Run) -> str | None:
     shape = AttentionShape(
         tokens=training.seq_length // cp,
         rows=training.micro_batch_size,
-        heads=model.num_attention_heads // tp,
+        heads=attention.num_attention_heads // tp,
         groups=max(1, groups // tp),
         features=features,
         element_bytes=weight_dtype(run.config).itemsize,
@@ -39,4 +46,57 @@ def context_line(run: Run) -> str | None:
     return (
         f"{explain(parallel.cp_comm_type, shape, cp)}; each rank has {shape.tokens:,} of the "
         f"{training.seq_length:,} tokens of a sample"
+    )
+
+
+def linear_lines(run: Run) -> list[str]:
+    """Return how each kind of recurrent block meets the tokens of other ranks and why; none where
+    there are no others."""
+    parallel, training = run.config.parallel, run.config.training
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if cp == 1:
+        return []
+    tokens = {
+        "tokens": training.seq_length // cp,
+        "rows": training.micro_batch_size,
+        "element_bytes": weight_dtype(run.config).itemsize,
+    }
+    found = []
+    for name, config in recurrent_shapes(run.config).items():
+        shape = replace(linear_shape(config, tp), **tokens)
+        found.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
+    return found
+
+
+def linear_shape(config: GatedDeltaNetConfig | Mamba2Config, tp: int) -> LinearShape:
+    """Return what decides how much a recurrent block sends, without its tokens, on each of so many
+    tensor parallel ranks."""
+    if isinstance(config, GatedDeltaNetConfig):
+        heads = config.num_value_heads // tp
+        keys = 2 * config.num_key_heads // tp * config.key_channels
+        values = heads * config.value_channels
+        return LinearShape(
+            units=config.num_key_heads // tp,
+            features_in=keys + values + 2 * heads,
+            features_out=values,
+            heads=heads,
+            key_channels=config.key_channels,
+            value_channels=config.value_channels,
+            transition=config.key_channels,
+            conv_channels=keys + values,
+            conv_width=config.conv_width,
+        )
+    heads, units = config.num_heads // tp, max(1, config.num_groups // tp)
+    values, shared = heads * config.head_channels, units * 2 * config.state_channels
+    return LinearShape(
+        units=units,
+        features_in=values + shared + heads,
+        features_out=values,
+        heads=heads,
+        key_channels=config.state_channels,
+        value_channels=config.head_channels,
+        transition=1,
+        conv_channels=values + shared,
+        conv_width=config.conv_width,
+        shared_features=shared,
     )

@@ -19,13 +19,13 @@ def expert_line(run: Run, model: GPTConfig) -> str | None:
     if moe is None:
         return None
     grid = rank_grid(run)
-    layers = model.ffn_pattern.count(EXPERTS)
+    layers, noun = model.blocks.count(EXPERTS), "blocks" if model.pattern else "layers"
     total, active = (f"{count:,}" for count in parameters(model))
     scores = moe.router.score_function
     scores += ", weights that sum to 1" if moe.router.normalize else ", weights as they are"
     shared = "" if moe.shared_ffn_hidden_size is None else " and a shared one"
     return (
-        f"experts: {moe.num_experts} in {layers} of {model.num_layers} layers, a token goes to "
+        f"experts: {moe.num_experts} in {layers} of {model.num_layers} {noun}, a token goes to "
         f"{moe.router.topk}{shared} by {scores}; expert parallel {grid.ep}, expert tensor parallel "
         f"{grid.size('etp')}, expert data parallel {grid.edp}; {_dispatcher(run, model)}; a token "
         f"uses {active} of {total} parameters"

@@ -14,9 +14,10 @@ from typing import TypeVar
 import numpy as np
 
 from megatron.core.models.gpt_config import GPTConfig
-from megatron.core.models.pattern import DENSE, EXPERTS
+from megatron.core.models.pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
 from megatron.core.moe import MoEConfig
-from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
 
@@ -44,8 +45,9 @@ def training_flops(model: GPTConfig, *, vocab_size: int, seq_length: int, sample
 
     Per token 6 for each weight that it is multiplied by: those of attention, of the MLP, or of the
     router, k experts and the shared expert, and of the head; per sequence what attention's two
-    products see. Each depth of multi-token prediction has a layer of the last kind, a projection
-    of 2 h to h and the head once more.
+    products see. A recurrence counts as one over tokens, whatever is computed in chunks: each time
+    that a state is decayed, read or added to is 2 for each of its elements, forward. Each depth of
+    multi-token prediction has its own blocks, a projection of 2 h to h and the head once more.
 
     Args:
         vocab_size: vocabulary with padding.
@@ -62,25 +64,59 @@ def training_flops(model: GPTConfig, *, vocab_size: int, seq_length: int, sample
 def product_weights(model: GPTConfig, vocab_size: int) -> int:
     """Return how many weights a token is multiplied by, those of its own experts alone."""
     depths, size = model.mtp_num_layers, model.hidden_size
-    kinds = model.ffn_pattern + model.ffn_pattern[-1:] * depths
-    layers = len(kinds) * _attention_weights(model)
-    layers += kinds.count(DENSE) * _mlp_weights(size, model.mlp)
+    kinds = all_blocks(model)
+    layers = 0
+    if model.attention is not None:
+        layers += attention_blocks(model) * _attention_weights(size, model.attention)
+    if model.mlp is not None:
+        layers += kinds.count(DENSE) * _mlp_weights(size, model.mlp)
     if model.moe is not None:
         layers += kinds.count(EXPERTS) * _expert_weights(size, model.moe)
+    if model.delta_net is not None:
+        layers += kinds.count(DELTA_NET) * _delta_net_weights(size, model.delta_net)
+    if model.mamba is not None:
+        layers += kinds.count(MAMBA) * _mamba_weights(size, model.mamba)
     return layers + depths * 2 * size * size + (1 + depths) * size * vocab_size
 
 
-def _attention_weights(model: GPTConfig) -> int:
-    shape, size = model.attention, model.hidden_size
-    if isinstance(shape, AttentionConfig):
-        return size * shape.kv_channels * 2 * (shape.num_attention_heads + shape.num_query_groups)
+def all_blocks(model: GPTConfig) -> str:
+    """Return the symbols of all blocks, those of every depth of multi-token prediction too."""
+    return model.blocks + model.depth_blocks * model.mtp_num_layers
+
+
+def attention_blocks(model: GPTConfig) -> int:
+    """Return how many of them are attention."""
+    return sum(symbol in ATTENTIONS for symbol in all_blocks(model))
+
+
+def _attention_weights(size: int, shape: AttentionConfig | LatentAttentionConfig) -> int:
     heads = shape.num_attention_heads
+    if isinstance(shape, AttentionConfig):
+        gates = heads if shape.output_gate else 0
+        return size * shape.kv_channels * (2 * (heads + shape.num_query_groups) + gates)
     query = heads * (shape.nope_channels + shape.rope_channels)
     key_value = heads * (shape.nope_channels + shape.value_channels)
     rank = shape.q_lora_rank
     down = size * query if rank is None else rank * (size + query)
     latent = size * (shape.kv_lora_rank + shape.rope_channels) + shape.kv_lora_rank * key_value
     return down + latent + heads * shape.value_channels * size
+
+
+def _delta_net_weights(size: int, shape: GatedDeltaNetConfig) -> int:
+    """Return the weights of a gated delta net, and what its states come to as weights: each is
+    decayed, read by the key, added to, and read by the query."""
+    keys = shape.num_key_heads * shape.key_channels
+    values = shape.num_value_heads * shape.value_channels
+    projections = size * (2 * keys + 2 * values + 2 * shape.num_value_heads) + values * size
+    return projections + shape.conv_width * (2 * keys + values) + 4 * shape.key_channels * values
+
+
+def _mamba_weights(size: int, shape: Mamba2Config) -> int:
+    """Return the weights of a Mamba-2 block, and what its states come to as weights: each is
+    decayed, added to and read."""
+    inner, shared = shape.inner_channels, 2 * shape.num_groups * shape.state_channels
+    projections = size * (2 * inner + shared + shape.num_heads) + inner * size
+    return projections + shape.conv_width * (inner + shared) + 3 * shape.state_channels * inner
 
 
 def _mlp_weights(size: int, mlp: MLPConfig) -> int:
@@ -102,12 +138,13 @@ def flops_per_square(model: GPTConfig) -> float:
     of each of two products, queries with keys and probabilities with values.
     """
     shape = model.attention
+    if shape is None:
+        return 0.0
     if isinstance(shape, AttentionConfig):
         features = 2 * shape.kv_channels
     else:
         features = shape.nope_channels + shape.rope_channels + shape.value_channels
-    layers = model.num_layers + model.mtp_num_layers
-    return 3.0 * shape.num_attention_heads * features * layers
+    return 3.0 * shape.num_attention_heads * features * attention_blocks(model)
 
 
 def window(model: GPTConfig) -> int | None:

@@ -245,7 +245,7 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
         (
             f"{EXPERTS} --hybrid-layer-pattern *EE",
             1,
-            "--hybrid-layer-pattern: layer pattern '*EE' without its '|' must be '*E*E'",
+            "--num-layers 2 and --hybrid-layer-pattern *EE, which has 3 blocks, differ: drop the",
         ),
         (f"{EXPERTS} --moe-layer-freq a", 1, "--moe-layer-freq a is neither a number"),
         (

@@ -120,6 +120,7 @@ class StageSplit:
             "last_layers": last_layers,
             "count_embedding": count_embedding,
             "count_loss": count_loss,
+            "layer_blocks": layer_blocks,
         }
         _refuse(even_problems(num_layers, stages, **chosen))
         if first_layers is None and last_layers is None:
@@ -182,39 +183,41 @@ def even_problems(
     last_layers: int | None = None,
     count_embedding: bool = False,
     count_loss: bool = False,
+    layer_blocks: int = len(_LAYER),
 ) -> list[str]:
     """List why `StageSplit.even` cannot be, each with its mend; empty if it can."""
-    named = {"layers": num_layers, "pipeline stages": stages, "chunks of a stage": chunks}
+    noun = "layers" if layer_blocks > 1 else "blocks"
+    named = {noun: num_layers, "pipeline stages": stages, "chunks of a stage": chunks}
     found = [f"{size} {name}: use 1 or more" for name, size in named.items() if size < 1]
     ends = {"first": first_layers, "last": last_layers}
     given = {name: layers for name, layers in ends.items() if layers is not None}
     for name, layers in given.items():
         if layers < 0:
-            found.append(f"{layers} layers in the {name} pipeline stage: use 0 or more")
+            found.append(f"{layers} {noun} in the {name} pipeline stage: use 0 or more")
         elif chunks > 1 and layers % chunks:
             found.append(
-                f"{layers} layers in the {name} pipeline stage do not divide over its {chunks} "
+                f"{layers} {noun} in the {name} pipeline stage do not divide over its {chunks} "
                 f"chunks: use a multiple of {chunks}"
             )
     counted = [w for w, on in (("embedding", count_embedding), ("loss", count_loss)) if on]
     if given and counted:
         found.append(
-            f"the layers of the {' and the '.join(given)} pipeline stage are given, so the "
+            f"the {noun} of the {' and the '.join(given)} pipeline stage are given, so the "
             f"{' and the '.join(counted)} cannot be counted as a layer: use one or the other"
         )
     if given and stages == 1:
-        found.append("layers of the first or the last pipeline stage need 2 stages or more")
+        found.append(f"{noun} of the first or the last pipeline stage need 2 stages or more")
     if found:
         return found
     if not given:
-        return _uneven(num_layers, counted, stages * chunks)
-    return _uneven_rest(num_layers, given, stages, chunks)
+        return _uneven(f"{num_layers} {noun}", num_layers, counted, stages * chunks)
+    return _uneven_rest(f"{num_layers} {noun}", num_layers, given, stages=stages, chunks=chunks)
 
 
 def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = None) -> list[str]:
     """List why a pattern cannot be cut like that, each with its mend; empty if it can."""
     found = symbol_problems(pattern)
-    found += _part_problems(f"layer pattern {pattern!r}", pattern, stages)
+    found += part_problems(f"layer pattern {pattern!r}", pattern, stages)
     if ffn_pattern is None:
         return found
     wanted = "".join(ATTENTION + kind for kind in ffn_pattern)
@@ -240,7 +243,7 @@ def layout_problems(layout: str, stages: int, *, num_layers: int) -> list[str]:
             for symbol, name in missing.items()
             if symbol not in layout
         ]
-    found = _part_problems(what, text, stages)
+    found = part_problems(what, text, stages)
     for symbol, name, place in (("E", "embedding", "begins"), ("L", "loss", "ends")):
         count = text.count(symbol)
         if count != 1:
@@ -263,7 +266,8 @@ def _from_sizes(stages: int, sizes: Iterable[int], layer_blocks: int) -> StageSp
     return StageSplit(stages, tuple(itertools.pairwise(ends)), layer_blocks)
 
 
-def _part_problems(what: str, text: str, stages: int) -> list[str]:
+def part_problems(what: str, text: str, stages: int) -> list[str]:
+    """List why the parts of a text do not divide over stages; `what` names it."""
     parts = text.count(CUT) + 1
     if stages < 1:
         return [f"{stages} pipeline stages: use 1 or more"]
@@ -275,30 +279,33 @@ def _part_problems(what: str, text: str, stages: int) -> list[str]:
     ]
 
 
-def _uneven(num_layers: int, counted: list[str], virtual_stages: int) -> list[str]:
+def _uneven(shown: str, num_layers: int, counted: list[str], virtual_stages: int) -> list[str]:
     """List what keeps layers, and what counts as one, from dividing over all virtual stages."""
     total = num_layers + len(counted)
     if total % virtual_stages == 0:
         return []
     and_more = "".join(f" and the {what}" for what in counted)
     return [
-        f"{num_layers} layers{and_more} do not divide over {virtual_stages} virtual pipeline "
-        "stages: use another number of layers or of stages, give the first or the last stage "
-        "another number, or write a layout"
+        f"{shown}{and_more} do not divide over {virtual_stages} virtual pipeline stages: use "
+        "another number of them or of stages, give the first or the last stage another number, or "
+        "write where to cut, in a layout or by '|' in the layer pattern"
     ]
 
 
-def _uneven_rest(num_layers: int, given: dict[str, int], stages: int, chunks: int) -> list[str]:
+def _uneven_rest(
+    shown: str, num_layers: int, given: dict[str, int], *, stages: int, chunks: int
+) -> list[str]:
     """List what keeps the layers outside the first and the last stage from dividing."""
     rest, others = num_layers - sum(given.values()), stages - len(given)
     taken = " and ".join(f"{layers} in the {name}" for name, layers in given.items())
     if rest >= 0 and (rest % (others * chunks) == 0 if others else rest == 0):
         return []
     if rest < 0:
-        return [f"{taken} pipeline stage are more than the {num_layers} layers: use fewer"]
+        return [f"{taken} pipeline stage are more than the {shown}: use fewer"]
     return [
-        f"{num_layers} layers leave {rest} with {taken} pipeline stage, which do not divide over "
-        f"the {others} other stages of {chunks} chunks each: use other numbers or write a layout"
+        f"{shown} leave {rest} with {taken} pipeline stage, which do not divide over "
+        f"the {others} other stages of {chunks} chunks each: use other numbers or write where to "
+        "cut"
     ]
 
 

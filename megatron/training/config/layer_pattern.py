@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer pattern says of a model: how many layers, of which blocks, a GPT or a hybrid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.models.pattern import (
+    ATTENTION,
+    ATTENTIONS,
+    LATENT,
+    RECURRENT,
+    Pattern,
+    ffn_of,
+    layer_blocks,
+    written_problems,
+)
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+
+FLAG = "--hybrid-layer-pattern"
+
+
+def pattern_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a layer pattern adds to those given, by option name."""
+    text = given.get("hybrid-layer-pattern")
+    if text is None or given.get("num-layers") is not None:
+        return {}
+    blocks = Pattern.of(text).blocks
+    ffn = ffn_of(blocks)
+    return {"num-layers": max(1, len(blocks if ffn is None else ffn))}
+
+
+def written(config: Config) -> Pattern | None:
+    """Return the layer pattern; None without one."""
+    text = config.hybrid.hybrid_layer_pattern
+    return None if text is None else Pattern.of(text)
+
+
+def is_hybrid(config: Config) -> bool:
+    """Return whether the blocks are not those of a GPT, pairs of attention and what follows it."""
+    pattern = written(config)
+    return pattern is not None and ffn_of(pattern.blocks) is None
+
+
+def has_attention(config: Config) -> bool:
+    """Return whether some block is attention."""
+    pattern = written(config)
+    return pattern is None or any(symbol in pattern.main + pattern.further for symbol in ATTENTIONS)
+
+
+def is_recurrent(config: Config) -> bool:
+    """Return whether some block is a gated delta net or Mamba-2."""
+    pattern = written(config)
+    return pattern is not None and any(s in pattern.main + pattern.further for s in RECURRENT)
+
+
+def has(config: Config, symbol: str) -> bool:
+    """Return whether some block of a layer pattern, or of its depths, is of this kind."""
+    return symbol in (config.hybrid.hybrid_layer_pattern or "")
+
+
+def with_layers(config: Config) -> Config:
+    """Return the config with as many layers as `GPTConfig` counts, where the number of blocks was
+    given for that of a GPT's layers."""
+    pattern = written(config)
+    ffn = None if pattern is None else ffn_of(pattern.blocks)
+    if ffn is None or config.model.num_layers != 2 * len(ffn):
+        return config
+    return replace(config, model=replace(config.model, num_layers=len(ffn)))
+
+
+def blocks(config: Config) -> str:
+    """Return the blocks of the model, one symbol each."""
+    from megatron.training.config.expert_layers import expert_layers
+
+    pattern = written(config)
+    if pattern is not None and is_hybrid(config):
+        return pattern.blocks
+    attention = LATENT if config.attention.multi_latent_attention else ATTENTION
+    return "".join(attention + kind for kind in expert_layers(config))
+
+
+def depth_blocks(config: Config) -> str:
+    """Return the blocks of each depth of multi-token prediction; nothing without it."""
+    pattern = written(config)
+    if pattern is not None and pattern.further:
+        return pattern.further
+    return blocks(config)[-2:] if config.training.mtp_num_layers else ""
+
+
+def depths(config: Config) -> int:
+    """Return the depths of multi-token prediction."""
+    pattern = written(config)
+    if pattern is not None and pattern.depths:
+        return pattern.depths
+    return config.training.mtp_num_layers or 0
+
+
+def num_layers(config: Config) -> int:
+    """Return the layers that are stored and recomputed as one: blocks that mix tokens, each with
+    what follows it."""
+    pattern = written(config)
+    return config.model.num_layers if pattern is None else len(layer_blocks(pattern.blocks))
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Name what is wrong with the layer pattern and beside it, each with its mend."""
+    text, model = config.hybrid.hybrid_layer_pattern, config.model
+    if text is None:
+        return
+    found = [f"{FLAG}: {problem}" for problem in written_problems(text)]
+    yield from found
+    if found:
+        return
+    pattern, kinds = Pattern.of(text), set(text)
+    latent = config.attention.multi_latent_attention
+    if ATTENTION in kinds and latent:
+        yield f"{FLAG} {text} has '*' and --multi-latent-attention is given: write '+' for it"
+    if LATENT in kinds and not latent:
+        yield f"{FLAG} {text} has '+': add --multi-latent-attention, or write '*'"
+    if is_hybrid(config):
+        if model.num_layers != len(pattern.blocks):
+            yield (
+                f"--num-layers {model.num_layers} and {FLAG} {text}, which has "
+                f"{len(pattern.blocks)} blocks, differ: drop the first"
+            )
+        yield from _of_hybrid(config, pattern)
+    given, length = config.training.mtp_num_layers, config.training.seq_length
+    if pattern.depths >= length:
+        yield (
+            f"{FLAG} {text} has {pattern.depths} parts behind '/': samples of {length} tokens have "
+            "none so far ahead: use fewer"
+        )
+    if pattern.depths and given not in (None, pattern.depths):
+        yield (
+            f"--mtp-num-layers {given} and {FLAG} {text}, which has {pattern.depths} parts behind "
+            "'/', differ: drop the first"
+        )
+
+
+def _of_hybrid(config: Config, pattern: Pattern) -> Iterator[str]:
+    """Name what a pattern that is not a GPT's does not go with."""
+    if config.training.mtp_num_layers and not pattern.depths:
+        yield (
+            f"--mtp-num-layers {config.training.mtp_num_layers} with {FLAG} {pattern.main}: write "
+            "the blocks of each depth behind a '/' of the pattern, as in G-*-/*-"
+        )
+    if config.experts.moe_layer_freq is not None:
+        yield f"--moe-layer-freq has no effect with {FLAG} {pattern.main}: drop it"
+    if not has_attention(config):
+        heads, position = config.model.num_attention_heads, config.position.position_embedding_type
+        if heads is not None:
+            yield (
+                f"--num-attention-heads {heads} has no effect: {FLAG} {pattern.main} has no "
+                "attention: drop it"
+            )
+        if position != "none":
+            yield (
+                f"--position-embedding-type {position} is of attention, and {FLAG} {pattern.main} "
+                "has none: use none"
+            )

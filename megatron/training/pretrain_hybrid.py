@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry script: pretrain a hybrid, a model of the blocks that a layer pattern says.
+
+    torchrun --nproc-per-node 2 -m megatron.training.pretrain_hybrid --hybrid-layer-pattern G-*- ...
+
+The same program as pretrain_gpt, for any pattern. As recurrent blocks know where a token is,
+attention has no positions here unless --position-embedding-type says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.training.config import Config
+from megatron.training.config.layer_pattern import FLAG
+from megatron.training.pretrain_gpt import Program, run_program
+
+
+def _problems(config: Config) -> Iterator[str]:
+    if config.hybrid.hybrid_layer_pattern is None:
+        yield f"missing {FLAG}: give it, as in G-G-G-*-, or start pretrain_gpt"
+
+
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"position-embedding-type": "none"}
+
+
+PRETRAIN_HYBRID = Program(
+    name="pretrain_hybrid",
+    description="Pretrain a model of the blocks of a pattern; start several processes with "
+    "torchrun.",
+    problems=_problems,
+    defaults=_defaults,
+)
+
+
+if __name__ == "__main__":
+    run_program(PRETRAIN_HYBRID)

@@ -128,13 +128,19 @@ class PerSequence(Form):
 
     def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each section."""
-        cp, whole = self.group.size, [self.heads * size for size in self.sections]
-        found: list[list[torch.Tensor]] = [[] for _ in self.sections]
-        for part, order in zip(x[:, 0].split(self.lengths), self.orders, strict=True):
-            for section, columns in enumerate(part.split(whole, -1)):
-                rows = columns.unflatten(-1, (cp, -1)).transpose(0, 1).flatten(0, 1)
-                rows = Exchange.apply(rows.contiguous(), self.group).index_select(0, order)
-                found[section].append(rows.unflatten(-1, (self.heads // cp, -1)))
+        sections = x[:, 0].split([self.heads * size for size in self.sections], -1)
+        return self.moved([section.unflatten(-1, (self.heads, -1)) for section in sections])
+
+    def moved(self, sections: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return each section [t, n/cp, w] from those of this rank's tokens, [s/cp, n, w]."""
+        cp = self.group.size
+        found: list[list[torch.Tensor]] = [[] for _ in sections]
+        for number, order in enumerate(self.orders):
+            first = sum(self.lengths[:number])
+            for section, parts in zip(sections, found, strict=True):
+                part = section[first : first + self.lengths[number]].unflatten(1, (cp, -1))
+                rows = part.transpose(0, 1).flatten(0, 1).contiguous()
+                parts.append(Exchange.apply(rows, self.group).index_select(0, order))
         return tuple(torch.cat(parts) for parts in found)
 
     def back(self, y: torch.Tensor) -> torch.Tensor:

@@ -157,14 +157,16 @@ class OwnPieces(TokenRows):
         return self.sequences.made(("halo", width), lambda: self._halo(width))
 
     def _halo(self, width: int) -> PieceHalo:
-        lent = [
-            piece
-            for row, borders in enumerate(self._documents)
-            for piece in _lent(self.cut, width, row, borders)
-        ]
+        lent = list(_lent(self.cut, width, self._documents, rank=self.rank))
         sent = sorted((p for p in lent if p.source == self.rank), key=lambda p: (p.target, p.order))
         got = sorted((p for p in lent if p.target == self.rank), key=lambda p: (p.source, p.order))
-        send = [self._packed(piece) for piece in sent]
+        starts = [run.start for run in self._runs]
+        before = [0, *accumulate(run.length for run in self._runs)]  # packed tokens of a row
+        send = []
+        for piece in sent:
+            run = bisect_right(starts, piece.start) - 1
+            first = piece.row * before[-1] + before[run] + piece.start - starts[run]
+            send.append((first, piece.length))
         places = [
             (self._firsts[piece.row, piece.run] * width + piece.first, piece.length)
             for piece in got
@@ -181,13 +183,6 @@ class OwnPieces(TokenRows):
             moved(take),
             moved(place),
         )
-
-    def _packed(self, piece: _Lent) -> tuple[int, int]:
-        """Return where lent tokens lie among the packed ones, and how many they are."""
-        number = bisect_right([run.start for run in self._runs], piece.start) - 1
-        before = [0, *accumulate(run.length for run in self._runs)]
-        within = before[number] + piece.start - self._runs[number].start
-        return piece.row * before[-1] + within, piece.length
 
 
 def own_pieces(layout: SequenceLayout, batch: int) -> OwnPieces:
@@ -245,24 +240,29 @@ def _lengths(run: Run, borders: Sequence[int]) -> list[int]:
     return [end - first for first, end in pairwise((run.place, *inner, run.end)) if end > first]
 
 
-def _lent(cut: SequenceCut, width: int, row: int, borders: Sequence[int]) -> Iterator[_Lent]:
-    """Yield what the runs of one row borrow, less what is of earlier documents."""
-    runs = [cut.runs(rank) for rank in range(cut.size)]
-    for piece in cut.halo(width).pieces:
-        top = runs[piece.target][piece.run].place - width  # the place of the halo's first row
-        # The document of the run's first token begins here; where the run begins it, all is cut.
-        begin = borders[bisect_right(borders, top + width) - 1]
-        less = max(0, begin - (top + piece.row))
-        if less < piece.length:
-            yield _Lent(
-                source=piece.source,
-                target=piece.target,
-                row=row,
-                run=piece.run,
-                first=piece.row + less,
-                start=piece.start + less,
-                length=piece.length - less,
-            )
+def _lent(
+    cut: SequenceCut, width: int, documents: Sequence[Sequence[int]], *, rank: int
+) -> Iterator[_Lent]:
+    """Yield what a rank lends and borrows, of all rows, less what is of earlier documents."""
+    places = [[run.place for run in cut.runs(target)] for target in range(cut.size)]
+    pieces = [piece for piece in cut.halo(width).pieces if rank in (piece.source, piece.target)]
+    for row, borders in enumerate(documents):
+        for piece in pieces:
+            place = places[piece.target][piece.run]
+            top = place - width  # the place of the halo's first row
+            # Where the document of the run's first token begins; all is cut if that is the run's.
+            begin = borders[bisect_right(borders, place) - 1]
+            less = max(0, begin - (top + piece.row))
+            if less < piece.length:
+                yield _Lent(
+                    source=piece.source,
+                    target=piece.target,
+                    row=row,
+                    run=piece.run,
+                    first=piece.row + less,
+                    start=piece.start + less,
+                    length=piece.length - less,
+                )
 
 
 def _spread(parts: Sequence[tuple[int, int]]) -> np.ndarray:

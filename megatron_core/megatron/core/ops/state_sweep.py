@@ -2,8 +2,8 @@
 """State sweeps: carrying the states of sequences from chunk to chunk, forwards and backwards.
 
 Within a chunk the last state is `M · first + X`, so with M and X at hand one product a step is left
-to do in order. A step works on all sequences and heads at once (see `Chunks`). What else there is to
-do may go along, block by block of chunks, so that it stays in a cache.
+to do in order. A step works on all sequences and heads at once (see `Chunks`). What else is to be
+done may go along, block by block of chunks, so that it stays in a cache.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ The formulas, and their letters, are those of `reference`.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -40,7 +39,7 @@ class Block:
         # Queries above keys [m, G, 2C, K]: most products are with both.
         self.pair = grids.key.new_empty((count, self.groups, 2 * self.size, self.keys), dtype=dtype)
         self.query, self.key = self.pair.split(self.size, 2)
-        torch.mul(grids.query.transpose(1, 2), scale, out=self.query)
+        self.query.copy_(grids.query.transpose(1, 2)).mul_(scale)  # widened, then scaled
         self.key.copy_(grids.key.transpose(1, 2))
         self.value = _heads(grids.value, dtype)  # [m, H, C, V]
         self.beta = _heads(grids.strength, dtype)  # [m, H, C]

@@ -26,7 +26,6 @@ and keys that read by exp(G), keys that write by exp(-G): so its gradient needs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +37,7 @@ from megatron.core.ops.sequences import Chunks, Sequences
 from megatron.core.ops.state_sweep import Sweep, SweepBack
 
 # Elements of one part of a block, e.g. its values: the twenty or so parts stay in a cache.
-ELEMENTS_IN_CACHE = 1 << 18
+ELEMENTS_IN_CACHE = 1 << 17
 
 
 @dataclass

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of packed sequences, and sweeps of states over them, against loops over tokens."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron.core.ops.recurrence import passed
+from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.state_sweep import Sweep, SweepBack
+from tests.support.closeness import relative_error
+from tests.support.inputs import generator
+from tests.support.nan_memory import nan_memory
+
+BOUNDS = [
+    (0, 12),
+    (0, 13),
+    (0, 3, 3, 14, 15, 31, 35),
+    (0, 8, 12, 12),  # sorted already, whole chunks
+    (0, 4, 12),  # whole chunks in another order
+    (0, 0),
+]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+def test_chunks_hold_each_token_once_and_never_cross(bounds):
+    sequences = Sequences(bounds)
+    chunks = sequences.chunks(4)
+    assert sequences.chunks(4) is chunks
+    x = torch.arange(1.0, sequences.tokens + 1)[:, None] * torch.tensor([1.0, 100.0])
+    with nan_memory():
+        grid = chunks.take(x)
+    assert grid.shape == (chunks.count, 4, 2)
+    assert torch.equal(chunks.put_back(grid), x)
+    rows = {tuple(row.tolist()) for row in grid[..., 0]}
+    wanted = set()
+    for begin, end in pairwise(bounds):
+        for first in range(begin, end, 4):
+            inside = range(first, min(first + 4, end))
+            wanted.add((*(t + 1.0 for t in inside), *[0.0] * (4 - len(inside))))
+    assert rows == wanted
+    assert len(wanted) == chunks.count == sum(chunks.steps)
+
+
+def test_chunks_of_a_step_are_those_of_the_longest_sequences():
+    chunks = Sequences((0, 3, 14, 14, 19)).chunks(4)
+    assert chunks.steps == (3, 2, 1)
+    assert chunks.order == (1, 3, 0, 2)
+    states = torch.arange(4.0)
+    assert torch.equal(chunks.sorted(states), torch.tensor([1.0, 3.0, 0.0, 2.0]))
+    assert torch.equal(chunks.unsorted(chunks.sorted(states)), states)
+
+
+def test_what_layers_share_is_made_once():
+    sequences, made = Sequences((0, 5)), []
+    for _ in range(3):
+        assert sequences.made("key", lambda: made.append(1) or len(made)) == 1
+    assert sequences.chunks(2).index is sequences.chunks(2).index
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+@pytest.mark.parametrize("block", [1, 2, 100])
+@pytest.mark.parametrize("scales", [False, True], ids=["matrices", "numbers"])
+def test_sweeps_are_loops_over_the_chunks_of_each_sequence(bounds, block, scales):
+    sequences = Sequences(bounds)
+    chunks, source = sequences.chunks(4), generator(5)
+    n, count, shape = chunks.count, sequences.count, (2, 3, 5)
+
+    def draw(*sizes):
+        return torch.randn(sizes, generator=source, dtype=torch.float64)
+
+    transition = draw(n, 2, 1, 1) if scales else draw(n, 2, 3, 3)
+    added, back = draw(n, *shape), draw(n, *shape)
+    initial, grad_last = draw(count, *shape), draw(count, *shape)
+    blocks = [slice(i, min(i + block, n)) for i in range(0, n, block)]
+    with nan_memory():
+        sweep, sweep_back = Sweep(chunks, initial), SweepBack(chunks, grad_last)
+        for part in blocks:
+            sweep.through(part, transition[part], added[part])
+        for part in reversed(blocks):
+            sweep_back.through(part, transition[part], back[part])
+    for place, number in enumerate(chunks.order):
+        state, gradient, mine = initial[number], grad_last[number], []
+        for step, size in enumerate(chunks.steps):
+            if place < size:
+                mine.append(sum(chunks.steps[:step]) + place)
+        for chunk in mine:
+            assert relative_error(sweep.starts[chunk], state) <= 1e-12
+            state = passed(transition[chunk], state) + added[chunk]
+        assert relative_error(sweep.last()[number], state) <= 1e-12
+        for chunk in reversed(mine):
+            assert relative_error(sweep_back.ends[chunk], gradient) <= 1e-12
+            gradient = passed(transition[chunk], gradient, transposed=True) + back[chunk]
+        assert relative_error(sweep_back.first()[number], gradient) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ((), "give 0 and the end of each sequence"),
+        ((0,), "give 0 and the end"),
+        ((1, 4), r"cu_seqlens \[1, 4\]: give 0"),
+        ((0, 4, 3), "falls from 4 to 3 at sequence 1"),
+    ],
+)
+def test_malformed_bounds_are_refused(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        Sequences(bounds)
+
+
+def test_misfits_are_refused():
+    with pytest.raises(ValueError, match="use at least 1"):
+        Sequences((0, 4)).chunks(0)
+    with pytest.raises(ValueError, match=r"op: x \(5, 2\) has 5 tokens, the sequences 4"):
+        Sequences((0, 4)).check("op", x=torch.zeros(5, 2))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import pytest
@@ -187,6 +188,7 @@ def all_cases(rank: int, world: int, cases: tuple[Case, ...]):
     return [passed_on(groups, case) for case in cases]
 
 
+@functools.cache
 def wanted_of(case: Case) -> dict[str, torch.Tensor]:
     """Return the results of whole documents."""
     rows = given()

@@ -215,8 +215,8 @@ def test_step_is_one_token_and_leaves_other_slots_alone():
     inputs = [x.detach() for x in make(7, sequences=1)]
     expected, last = naive(*inputs, (0, 7))
     state = torch.full((5, HEADS, KEYS, VALUES), torch.nan, dtype=torch.float64)
-    state[3] = inputs[5][0]
-    untouched, slots = state.clone(), torch.tensor([-1, 3, -1])
+    state[3], state[0] = inputs[5][0], 2.0
+    untouched, slots = state.nan_to_num(7.0), torch.tensor([-1, 3, -1])
     for t in range(7):
         rows = [torch.full((3, *x.shape[1:]), torch.nan, dtype=x.dtype) for x in inputs[:5]]
         for row, x in zip(rows, inputs[:5], strict=True):
@@ -226,7 +226,7 @@ def test_step_is_one_token_and_leaves_other_slots_alone():
         assert torch.equal(out[[0, 2]], torch.zeros_like(out[:2]))
     assert_close(state[3], last[0], torch.float64, "state")
     others = [0, 1, 2, 4]
-    assert torch.equal(state[others].isnan(), untouched[others].isnan())
+    assert torch.equal(state[others].nan_to_num(7.0), untouched[others])
     before = state.nan_to_num(7.0)
     rows = [row[:2] for row in rows]
     assert not state_space_step(*rows, state=state, slots=torch.tensor([-1, -1])).any()

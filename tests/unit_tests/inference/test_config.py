@@ -48,6 +48,7 @@ def test_prompts_of_a_config_file_stay_unless_the_command_line_has_some(tmp_path
         (["--load", "x", "--top-k", "many"], "--top-k is 'many': expected an integer"),
         (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--load", "x", "--batch-size", "-1"], "--batch-size is -1"),
+        (["--load", "x", "--prefill-chunk-tokens", "0"], "--prefill-chunk-tokens is 0"),
         (["--load", "x", "--tensor-model-parallel-size", "0"], "parallel-size is 0"),
     ],
 )

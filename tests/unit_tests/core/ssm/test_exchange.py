@@ -11,10 +11,12 @@ import torch
 
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm.exchange import to_heads, to_tokens
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
+from tests.unit_tests.core.context_parallel.test_host import reads
 
 ROWS, HEADS, WIDTH, LAYERS = 3, 8, 5, 2
 
@@ -124,23 +126,33 @@ def test_each_rank_has_whole_rows_of_its_heads(size):
 
 
 def counted(rank: int, world: int):
-    """Return how many collectives a layer needs, by the sequences that are packed."""
+    """Return what a layer needs, by the sequences that are packed: collectives, and reads of what
+    is on the device once an earlier layer has made the maps."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     found = {}
     for count in (1, 4, 64):
         cut = SequenceCut.of(256, world, cu_seqlens=range(0, 257, 256 // count))
         layout = SequenceLayout.make(cut, rank, rows=1)
         x = torch.randn(256 // world, 1, HEADS, WIDTH, requires_grad=True)
-        with trace(groups) as records:
-            out = to_tokens(to_heads(x, layout, groups["cp"]) * 2, layout, groups["cp"])
-            torch.autograd.grad(out.square().sum(), x)
-        found[count] = (len(records), layout.whole_rows(1).sequences.count)
+        weight = torch.randn(HEADS // world, WIDTH, 4)
+        for _ in range(2):
+            with trace(groups) as records, reads() as seen:
+                mixed, _ = causal_conv1d(
+                    to_heads(x, layout, groups["cp"]),
+                    weight,
+                    None,
+                    sequences=layout.whole_rows(1).sequences,
+                    activation="silu",
+                )
+                out = to_tokens(mixed, layout, groups["cp"])
+                torch.autograd.grad(out.square().sum(), x)
+        found[count] = (len(records), seen, layout.whole_rows(1).sequences.count)
     return found
 
 
-def test_a_layer_has_four_collectives_for_any_number_of_sequences():
+def test_a_layer_has_four_collectives_for_any_number_of_sequences_and_reads_nothing_back():
     for found in run_ranks(counted, 2):
-        assert found == {1: (4, 1), 4: (4, 4), 64: (4, 64)}
+        assert found == {count: (4, [], count) for count in (1, 4, 64)}
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.support.ranks import run_ranks
 from tools.bench import hybrid_step, linear_exchange
 from tools.bench.__main__ import BENCHES
@@ -10,7 +12,7 @@ from tools.bench.__main__ import BENCHES
 
 def test_all_forms_of_the_exchange_do_the_same():
     # It raises where sections, tokens, gradients or numbers of collectives differ.
-    for found in run_ranks(linear_exchange.measured, 2, 32, (1, 4), 1):
+    for found in run_ranks(linear_exchange.measured, 2, 32, (1, 4), 1, torch.bfloat16):
         assert {key: len(taken) for key, taken in found.items()} == {
             (form.__name__, count): 1 for form in linear_exchange.FORMS for count in (1, 4)
         }

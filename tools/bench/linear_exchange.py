@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -34,20 +35,25 @@ SEQUENCES = (1, 4, 16)
 #: Least ratio, by form and sequences.
 TARGETS = {(PerSequence, 4): ">= 1.5", (PerSequence, 16): ">= 4"}
 WARMUP_ROUNDS = 2
+DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 
 
 class Layer:
     """The exchanges of one layer, forward and backward, in one form."""
 
-    def __init__(self, form: Form, source: torch.Generator) -> None:
+    def __init__(self, form: Form, dtype: torch.dtype) -> None:
         self.form, cp = form, form.group.size
+        source = torch.Generator().manual_seed(form.group.rank)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=source, dtype=dtype)
+
         length, width = form.cut.local_length, HEADS * sum(SECTIONS)
-        natural = torch.randn(length, 1, width, generator=source)
-        self.x = natural[..., form.columns()].requires_grad_()
+        self.x = random(length, 1, width)[..., form.columns()].requires_grad_()
         size = (length * cp, HEADS // cp)
-        self.pulls = [torch.randn(*size, w, generator=source) for w in SECTIONS]
-        self.y = torch.randn(*size, SECTIONS[VALUE], generator=source, requires_grad=True)
-        self.pull = torch.randn(length, 1, HEADS, SECTIONS[VALUE], generator=source)
+        self.pulls = [random(*size, columns) for columns in SECTIONS]
+        self.y = random(*size, SECTIONS[VALUE]).requires_grad_()
+        self.pull = random(length, 1, HEADS, SECTIONS[VALUE])
 
     def __call__(self) -> list[torch.Tensor]:
         """Return the sections, their tokens back, and the gradients of both ways."""
@@ -61,7 +67,12 @@ class Layer:
 
 
 def measured(
-    rank: int, world: int, tokens: int, sequences: Sequence[int], rounds: int
+    rank: int,
+    world: int,
+    tokens: int,
+    sequences: Sequence[int],
+    rounds: int,
+    dtype: torch.dtype,
 ) -> dict[tuple[str, int], list[tuple[float, float]]]:
     """Return (seconds, processor seconds) of each round by form and sequences, as one rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
@@ -72,7 +83,7 @@ def measured(
         layers = {
             form.__name__: Layer(
                 form(cut, groups["cp"], sections=SECTIONS, heads=HEADS),
-                torch.Generator().manual_seed(rank),
+                dtype,
             )
             for form in FORMS
         }
@@ -110,9 +121,12 @@ def _check(groups: ProcessGroupCollection, layers: dict[str, Layer], count: int)
             raise ValueError(f"{type(layer.form).__name__} returns something else")
 
 
-def rows_of(tokens: int, sequences: Sequence[int], rounds: int) -> list[Row]:
+def rows_of(
+    tokens: int, sequences: Sequence[int], rounds: int, dtype: torch.dtype = torch.float32
+) -> list[Row]:
     """Race the forms on gloo ranks."""
-    ranks = gloo_ranks.run(measured, RANKS, tokens, tuple(sequences), rounds)
+    ranks = gloo_ranks.run(measured, RANKS, tokens, tuple(sequences), rounds, dtype)
+    short = str(dtype).removeprefix("torch.")
     found = []
     for count in sequences:
         for form in FORMS[1:]:
@@ -124,7 +138,7 @@ def rows_of(tokens: int, sequences: Sequence[int], rounds: int) -> list[Row]:
                 found.append(
                     Row(
                         bench="linear_exchange",
-                        what=f"{RANKS} ranks, {count} sequences: {unit} / {form.__name__}",
+                        what=f"{RANKS} ranks, {count} sequences: {unit}, {short} / {form.__name__}",
                         ours=1e3 * statistics.median(ours),
                         peer=1e3 * statistics.median(peer),
                         ratio=statistics.median(b / a for a, b in zip(ours, peer, strict=True)),
@@ -135,8 +149,10 @@ def rows_of(tokens: int, sequences: Sequence[int], rounds: int) -> list[Row]:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Race the forms with 4 and 16 sequences and, unless `quick`, with one."""
-    return rows_of(TOKENS, SEQUENCES[1:] if quick else SEQUENCES, 5 if quick else 15)
+    """Race the forms with 4 and 16 sequences and, unless `quick`, with one and in bfloat16."""
+    if quick:
+        return rows_of(TOKENS, SEQUENCES[1:], 5)
+    return [row for dtype in DTYPES.values() for row in rows_of(TOKENS, SEQUENCES, 15, dtype)]
 
 
 def main() -> None:
@@ -147,8 +163,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a rank")
     parser.add_argument("--sequences", type=int, nargs="+", default=list(SEQUENCES))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     arguments = parser.parse_args()
-    print(format_table(rows_of(arguments.tokens, arguments.sequences, arguments.rounds)))
+    asked = (arguments.tokens, arguments.sequences, arguments.rounds, DTYPES[arguments.dtype])
+    print(format_table(rows_of(*asked)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron.core.ssm.choice import LinearShape, sent_bytes
 from megatron.core.ssm.segments import halo_rows, recur_in_segments, recur_split
 from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
+from tests.unit_tests.core.context_parallel.random_cuts import random_case
 from tests.unit_tests.core.context_parallel.test_host import reads
 from tests.unit_tests.core.ssm.token_by_token import run_all
 
@@ -58,30 +60,30 @@ class Case:
 
     Args:
         documents: of each row, where its documents begin and end; None is one a row.
-        apart: cut the documents of the (equal) rows apart.
-        padded: cu_seqlens of these with padding.
+        bounds: of the sequences that are cut apart.
+        padded: these with padding.
         splits: segments of each piece.
     """
 
     kind: str
     order: str = "zigzag"
     documents: tuple[tuple[int, ...], ...] | None = None
-    apart: bool = False
+    bounds: tuple[int, ...] | None = None
     padded: tuple[int, ...] | None = None
     splits: int = 1
+    length: int = LENGTH
 
 
 # Borders off and on those of runs, which are multiples of 3, 6 or 12; documents within a run.
 UNEVEN = ((0, 5, 6, 17, 24), (0, 12, 18, 19, 24))
-APART = {"documents": ((0, 8, 24),) * ROWS, "apart": True}
 CASES = {
     "dense": {},
     "dense, contiguous": {"order": "contiguous"},
     "documents": {"documents": UNEVEN},
     "documents, contiguous": {"documents": UNEVEN, "order": "contiguous"},
-    "cut apart": APART,
-    "padded": {**APART, "documents": ((0, 5, 24),) * ROWS, "padded": (0, 8, 32)},
-    "tiny and padded": {**APART, "documents": ((0, 1, 8, 24),) * ROWS, "padded": (0, 8, 16, 32)},
+    "cut apart": {"bounds": (0, 8, 24)},
+    "padded": {"bounds": (0, 5, 24), "padded": (0, 8, 32)},
+    "tiny and padded": {"bounds": (0, 1, 8, 24), "padded": (0, 8, 16, 32)},
     "split": {"documents": UNEVEN, "splits": 3},
     "split, dense": {"splits": 2},
     "nothing crosses": {"documents": ((0, 3, 6, 9, 12, 15, 18, 21, 24),) * ROWS},
@@ -90,9 +92,8 @@ CASES = {
 
 def cut_of(case: Case, cp: int) -> SequenceCut:
     """Return how the rows of a case lie over the ranks."""
-    bounds = case.documents[0] if case.apart and case.documents else None
     return SequenceCut.of(
-        LENGTH, cp, order=case.order, cu_seqlens=bounds, padded_cu_seqlens=case.padded
+        case.length, cp, order=case.order, cu_seqlens=case.bounds, padded_cu_seqlens=case.padded
     )
 
 
@@ -100,7 +101,7 @@ def document_ids(case: Case) -> torch.Tensor | None:
     """Return [b, s], the number of each token's document in its row."""
     if case.documents is None:
         return None
-    places = torch.arange(LENGTH)
+    places = torch.arange(case.length)
     borders = [torch.tensor(bounds[1:-1]) for bounds in case.documents]
     return torch.stack([(places[:, None] >= border).sum(1) for border in borders])
 
@@ -111,12 +112,12 @@ def random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=source, dtype=torch.float64)
 
 
-def given() -> dict[str, torch.Tensor]:
+def given(length: int = LENGTH) -> dict[str, torch.Tensor]:
     """Return units of whole rows, the weight of the convolution and the gradient of the output."""
     return {
-        "units": random(3, LENGTH, ROWS, GROUPS, FEATURES),
+        "units": random(3, length, ROWS, GROUPS, FEATURES),
         "weight": random(4, GROUPS, CHANNELS, WIDTH),
-        "grad": random(5, LENGTH, ROWS, GROUPS * SHARED, VALUES),
+        "grad": random(5, length, ROWS, GROUPS * SHARED, VALUES),
     }
 
 
@@ -139,7 +140,7 @@ def inputs_of(mixed: torch.Tensor, rest: torch.Tensor) -> RecurrenceInputs:
     return RecurrenceInputs(
         query,
         functional.normalize(key, dim=-1),
-        value.reshape(len(value), -1, VALUES),
+        value.unflatten(-1, (SHARED, VALUES)).flatten(1, 2),
         -functional.softplus(decay - 1).flatten(1),
         strength.sigmoid().flatten(1),
     )
@@ -151,7 +152,7 @@ def passed_on(groups: ProcessGroupCollection, case: Case):
     cut = cut_of(case, group.size)
     layout = SequenceLayout.make(cut, group.rank, rows=ROWS, document_ids=document_ids(case))
     places = torch.tensor(cut.places(group.rank))
-    rows = given()
+    rows = given(case.length)
     units = local(rows["units"], places).requires_grad_()
     weight = rows["weight"].requires_grad_()
     with trace(groups) as records:
@@ -191,11 +192,11 @@ def all_cases(rank: int, world: int, cases: tuple[Case, ...]):
 @functools.cache
 def wanted_of(case: Case) -> dict[str, torch.Tensor]:
     """Return the results of whole documents."""
-    rows = given()
+    rows = given(case.length)
     units, weight = rows["units"].requires_grad_(), rows["weight"].requires_grad_()
     outs = []
     for row in range(ROWS):
-        bounds = case.documents[row] if case.documents else (0, LENGTH)
+        bounds = case.documents[row] if case.documents else case.bounds or (0, case.length)
         sequences = Sequences(bounds)
         packed = units[:, row]
         mixed = convolved(packed[..., :CHANNELS], weight, sequences)
@@ -211,7 +212,9 @@ def together(case: Case, ranks) -> dict[str, torch.Tensor]:
     cut = cut_of(case, len(ranks))
     found = {}
     for name in ("out", "units"):
-        values = torch.full((LENGTH, *ranks[0][0][name].shape[1:]), torch.nan, dtype=torch.float64)
+        values = torch.full(
+            (case.length, *ranks[0][0][name].shape[1:]), torch.nan, dtype=torch.float64
+        )
         for rank, (local_results, *_) in enumerate(ranks):
             places = torch.tensor(cut.places(rank))
             values[places[places >= 0]] = local_results[name][places >= 0]
@@ -243,6 +246,39 @@ def test_ranks_pass_states_as_one_process_does(cp):
             assert [kind for kind, _ in backward] == kinds[::-1], name
     assert crossed == (0 if cp == 1 else 2 * (len(CASES) - 1))
     assert (alone > 1, apart > 2, joint > 2) == (cp > 1,) * 3
+
+
+def drawn(seed: int) -> Case:
+    """Return a random case for 3 ranks."""
+    rng = Random(seed)
+    row = random_case(rng)
+    while row.size != 3 or row.total > 60:
+        row = random_case(rng)
+    cut = row.cut()
+    borders = [rng.sample(range(row.total + 1), min(row.total, n)) for n in (0, 3)]
+    return Case(
+        kind=rng.choice(KINDS),
+        order=row.order,
+        documents=tuple(tuple(sorted({*cut.bounds, *more})) for more in borders),
+        bounds=cut.bounds,
+        padded=cut.padded,
+        splits=rng.choice([1, 1, 2]),
+        length=row.total,
+    )
+
+
+@pytest.mark.slow
+def test_ranks_pass_states_of_any_cut():
+    cases = [drawn(seed) for seed in range(80)]
+    ranks = run_ranks(all_cases, 3, tuple(cases))
+    crossed = 0
+    for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+        try:
+            assert_all_close(together(case, results), wanted_of(case), bound=1e-11)
+        except AssertionError as error:
+            raise AssertionError(f"{case}:\n{error}") from error
+        crossed += bool(results[0][2][0])
+    assert crossed > 40
 
 
 @pytest.mark.parametrize("cp", [2, 4])

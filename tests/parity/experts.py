@@ -89,6 +89,7 @@ def attention_config(row: Row, *, heads: int, channels: int) -> object:
         dropout=row["dropout"],
         window=row["window"],
         sinks=row["sinks"],
+        output_gate=row["attention_gate"],
     )
 
 

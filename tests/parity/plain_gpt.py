@@ -8,20 +8,28 @@ logical tensors. So its gradients are the logical ones, and nothing of the code 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from tests.parity.sequences import Documents
 from tests.support.inputs import Microbatch
 
 Weights = Mapping[str, torch.Tensor]
 
+#: What a recurrent mixer makes of (weights, name of its block, normalised x, ids of documents).
+Mixer = Callable[[Weights, str, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlainGPT:
-    """The shape of a decoder: pre-norm blocks, rotary positions, causal grouped-query attention."""
+    """The shape of a decoder: pre-norm blocks, rotary positions, causal grouped-query attention.
+
+    Args:
+        recurrent: what the first layers have in the place of attention.
+    """
 
     layers: int
     heads: int
@@ -34,23 +42,36 @@ class PlainGPT:
     window: int | None = None
     rotary_base: float = 10000.0
     epsilon: float = 1e-5
+    recurrent: tuple[Mixer, ...] = ()
 
-    def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
-        """Return [b, s, v] for tokens [b, s]."""
+    def logits(
+        self, weights: Weights, tokens: torch.Tensor, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return [b, s, v] for tokens [b, s] of documents [b, s]; None is one a row."""
+        ids = torch.zeros_like(tokens) if ids is None else ids
         hidden = weights["embedding.weight"][tokens]  # [b, s, h]
         for layer in range(self.layers):
-            hidden = hidden + self.attention(weights, f"decoder.blocks.{2 * layer}", hidden)
+            name = f"decoder.blocks.{2 * layer}"
+            if layer < len(self.recurrent):
+                x = self.norm_of(weights, f"{name}.norm", hidden)
+                hidden = hidden + self.recurrent[layer](weights, name, x, ids)
+            else:
+                hidden = hidden + self.attention(weights, name, hidden, ids)
             hidden = hidden + self.mlp(weights, f"decoder.blocks.{2 * layer + 1}", hidden)
         hidden = self.norm_of(weights, "decoder.final_norm", hidden)
         head = weights["embedding.weight" if self.tied else "head.weight"]
         return hidden @ head.T
 
     def token_losses(
-        self, weights: Weights, tokens: torch.Tensor, labels: torch.Tensor
+        self,
+        weights: Weights,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the negative log-likelihoods [b, s]."""
         return functional.cross_entropy(
-            self.logits(weights, tokens).transpose(1, 2), labels, reduction="none"
+            self.logits(weights, tokens, ids).transpose(1, 2), labels, reduction="none"
         )
 
     def _linear(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -67,8 +88,10 @@ class PlainGPT:
         bias = weights.get(f"{name}.bias")
         return out if bias is None else out + bias
 
-    def attention(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what attention block `name` adds to hidden [b, s, h]."""
+    def attention(
+        self, weights: Weights, name: str, hidden: torch.Tensor, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what attention block `name` adds to hidden [b, s, h] of documents [b, s]."""
         x = self.norm_of(weights, f"{name}.norm", hidden)
         query = self._heads(weights, f"{name}.attention.query", x)  # [b, n, s, d]
         key = self._heads(weights, f"{name}.attention.key", x)  # [b, g, s, d]
@@ -84,13 +107,18 @@ class PlainGPT:
         visible = torch.ones(length, length, dtype=torch.bool).tril()
         if self.window is not None:
             visible = visible.triu(1 - self.window)
+        if ids is not None:
+            visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
         scores = scores.masked_fill(~visible, -math.inf)
         sinks = weights.get(f"{name}.attention.sinks")
         if sinks is not None:  # one more key, whose value is nothing
             more = sinks[:, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, more], dim=-1)
         mixed = scores.softmax(-1)[..., :length] @ value  # [b, n, s, d]
-        return self._linear(weights, f"{name}.attention.output", mixed.transpose(1, 2).flatten(2))
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if f"{name}.attention.gate.weight" in weights:
+            mixed = mixed * self._linear(weights, f"{name}.attention.gate", x).sigmoid()
+        return self._linear(weights, f"{name}.attention.output", mixed)
 
     def _heads(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
         return self._linear(weights, name, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -128,11 +156,13 @@ def step_loss(
     Mean loss: the mean over microbatches of each one's mean over its counted tokens. Per-token
     loss: the sum over all counted tokens of the step, over their number.
     """
-    sums, counts = [], []
-    for batch in microbatches:
-        losses = model.token_losses(weights, batch.tokens, batch.labels)
-        sums.append((losses * batch.loss_mask).sum())
-        counts.append(batch.loss_mask.sum().double())
-    if per_token:
-        return torch.stack(sums).sum() / torch.stack(counts).sum()
-    return (torch.stack(sums) / torch.stack(counts)).mean()
+    tokens = torch.cat([batch.tokens for batch in microbatches])
+    labels = torch.cat([batch.labels for batch in microbatches])
+    ids = None
+    if isinstance(microbatches[0], Documents):
+        ids = torch.cat([batch.ids for batch in microbatches])
+    losses = model.token_losses(weights, tokens, labels, ids).split(len(microbatches[0].tokens))
+    masks = [batch.loss_mask for batch in microbatches]
+    sums = torch.stack([(x * mask).sum() for x, mask in zip(losses, masks, strict=True)])
+    counts = torch.stack([mask.sum().double() for mask in masks])
+    return sums.sum() / counts.sum() if per_token else (sums / counts).mean()

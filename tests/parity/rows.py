@@ -53,6 +53,11 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "shared": ("none", "plain", "gated"),
     "attention": ("grouped", "latent"),
     "predictions": (0, 1, 2),  # depth of multi-token prediction
+    "attention_gate": (False, True),
+    "mixer": (None, "delta", "mamba"),  # of the first layer, and of further predictions
+    "linear_mode": ("headwise", "segments"),
+    "mamba_groups": (8, 1, 2),
+    "norm_groups": (None, 1, 8),
 }
 
 #: The row that others are written as changes of: the first setting of most factors.
@@ -67,7 +72,17 @@ CUT_WEIGHTS = "optim_grads_params"
 
 #: What a row without experts has for them, and one of latent attention for what only the other has.
 EXPERTS_OFF = {"ep": 1, "etp": 1, "dispatcher": "alltoall", "capacity": None, "shared": "none"}
-LATENT_SETTINGS = {"groups": 8, "qk_norm": False, "window": None, "sinks": False}
+LATENT_SETTINGS = {
+    "groups": 8,
+    "qk_norm": False,
+    "window": None,
+    "sinks": False,
+    "attention_gate": False,
+}
+
+#: What a row without a recurrent mixer has for it, and one without Mamba-2 for its groups.
+RECURRENCE_OFF = {"linear_mode": "headwise"}
+MAMBA_OFF = {"mamba_groups": 8, "norm_groups": None}
 
 
 def _only_with(
@@ -79,6 +94,9 @@ def _only_with(
         for name, off in otherwise.items()
     ]
 
+
+#: Groups are Mamba-2's.
+MAMBA_ALONE = _only_with("mixer", lambda mixer: mixer == "mamba", MAMBA_OFF)
 
 _CONSTRAINTS = (
     Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
@@ -107,6 +125,16 @@ _CONSTRAINTS = (
     ),
     *_only_with("attention", lambda attention: attention == "grouped", LATENT_SETTINGS),
     Constraint(("attention", "bias"), lambda a, bias: a == "grouped" or bias != "qkv"),
+    *_only_with("mixer", lambda mixer: mixer is not None, RECURRENCE_OFF),
+    *MAMBA_ALONE,
+    Constraint(("cp", "linear_mode"), lambda cp, mode: cp > 1 or mode == "headwise"),
+    # Headwise cuts the heads of a rank once more: four key heads go no further than four ranks.
+    Constraint(
+        ("mixer", "tp", "cp", "linear_mode"),
+        lambda mixer, tp, cp, mode: (
+            mixer is None or mode == "segments" or tp * cp <= (4 if mixer == "delta" else 8)
+        ),
+    ),
 )
 
 
@@ -119,7 +147,7 @@ def _worlds(low: int, high: int) -> Constraint:
 def rows_for_every_change() -> list[Row]:
     """Return all allowed pairs on two and four ranks, those of two stages of two lanes and of
     a sequence on two ranks, and five rows of eight ranks."""
-    small = covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 4)), seed=1, candidates=10)
+    small = covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 4)), seed=3, candidates=10)
     return small + rows_of_stages_and_lanes() + rows_of_sequences() + rows_of_eight()
 
 
@@ -127,13 +155,14 @@ def rows_of_stages_and_lanes() -> list[Row]:
     """Return all allowed pairs on two stages of two lanes: every schedule carries out the traffic
     of every strategy, which rows of a single lane do not."""
     square = {**FACTORS, "tp": (1,), "dp": (2,), "pp": (2,), "cp": (1,)}
-    return covering_array(square, _CONSTRAINTS, seed=3, candidates=10)
+    square |= {name: (setting,) for name, setting in MAMBA_OFF.items()}
+    return covering_array(square, _CONSTRAINTS, seed=1, candidates=10)
 
 
 def rows_of_sequences() -> list[Row]:
     """Return all allowed pairs on two ranks that share the tokens of their rows."""
     shared = {**FACTORS, "tp": (1,), "dp": (1,), "pp": (1,), "cp": (2,)}
-    return covering_array(shared, _CONSTRAINTS, seed=4, candidates=10)
+    return covering_array(shared, _CONSTRAINTS, seed=1, candidates=10)
 
 
 def row_with(**changes: Any) -> Row:
@@ -158,6 +187,7 @@ def rows_of_eight() -> list[Row]:
         qk_norm=True,
         dropout=0.1,
         recompute="full",
+        attention_gate=True,
     )
     deep = row_with(
         tp=2,
@@ -179,9 +209,11 @@ def rows_of_eight() -> list[Row]:
     staged = {**deep, "dp": 2, "pp": 2, "schedule": "zb-h1", "cut": "uneven", "accumulation": 3}
     staged |= {"instances": 1, "outer": "no_shard", "tied": True, "sequence_parallel": True}
     long = {**staged, "dp": 1, "cp": 2, "documents": "packed", "window": 5, "sinks": True}
-    long |= {"placement": "optim_grads", "granularity": "unit"}
+    long |= {"placement": "optim_grads", "granularity": "unit", "mixer": "delta"}
+    long |= {"linear_mode": "segments"}
     routed = {**staged, "experts": "sigmoid", "ep": 2, "etp": 1, "shared": "gated", "gated": True}
     routed |= {"capacity": "probs", "attention": "latent", "groups": 8, "predictions": 1}
+    routed |= {"mixer": "mamba", "mamba_groups": 1, "norm_groups": 1}
     return [wide, deep, staged, long, routed]
 
 
@@ -202,6 +234,7 @@ def label(row: Row) -> str:
             "sinks",
             "qk_norm",
             "gated",
+            "attention_gate",
         )
         if row[name]
     ]
@@ -229,6 +262,7 @@ def label(row: Row) -> str:
         *([_label_of_experts(row)] if row["experts"] else []),
         *(["latent"] if row["attention"] == "latent" else []),
         *([f"predict{row['predictions']}"] if row["predictions"] else []),
+        *([_label_of_mixer(row)] if row["mixer"] else []),
     ]
     return "-".join(parts + (["dropout"] if row["dropout"] else []))
 
@@ -237,3 +271,11 @@ def _label_of_experts(row: Row) -> str:
     capacity = "dropless" if row["capacity"] is None else f"keep_{row['capacity']}"
     where = f"ep{row['ep']}-etp{row['etp']}-{row['dispatcher']}"
     return f"{row['experts']}_experts-{where}-{capacity}-shared_{row['shared']}"
+
+
+def _label_of_mixer(row: Row) -> str:
+    how = [row["linear_mode"]] if row["cp"] > 1 else []
+    if row["mixer"] == "mamba":
+        norm = [] if row["norm_groups"] is None else [f"norm_groups{row['norm_groups']}"]
+        how += [f"mamba_groups{row['mamba_groups']}", *norm]
+    return "-".join([row["mixer"], *how])

@@ -80,6 +80,24 @@ def _with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
     )
 
 
+def with_bounds(batch: Microbatch) -> Microbatch:
+    """Return whole rows with a layout that says where their documents begin: a recurrence needs
+    to know that, ids are for masks."""
+    if not isinstance(batch, Documents):
+        return batch
+    layout = SequenceLayout.make(
+        SequenceCut.of(SEQUENCE, 1),
+        0,
+        rows=batch.tokens.shape[0],
+        positions=batch.positions,
+        document_ids=batch.ids,
+        sample_ids=batch.sample_ids,
+        masks_by_ids=True,
+    )
+    columns = batch.tokens, batch.labels, batch.loss_mask
+    return Part(*columns, batch.sample_ids, layout=layout, ahead=batch.ahead)
+
+
 def cut_of(row: Row) -> SequenceCut:
     """Return how rows of tokens lie over the ranks."""
     padded = row["documents"] == "padded"

@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.stages import StageSplit
 from megatron.core.moe import MoE
 from megatron.core.pipeline_parallel import Action
+from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.transformer import MLP, LatentAttention, SelfAttention
 from megatron.training.pipeline_step import PipelineForwardBackward
 from tests.support.covering_array import Row
@@ -37,11 +38,12 @@ class StagePart:
     """What of the model a rank has, and the list that it is to carry out.
 
     Args:
-        plain: attention of heads with keys of their own, and MLPs.
+        plain: attention of heads with keys of their own, recurrent mixers, and MLPs.
         latent: latent attention.
         experts: mixtures of experts.
         shared: of them, those with a shared expert.
         attentions: attention of both kinds.
+        recurrent: gated delta nets and Mamba-2.
         embeddings, heads: uses of these.
     """
 
@@ -50,6 +52,7 @@ class StagePart:
     experts: Blocks
     shared: Blocks
     attentions: Blocks
+    recurrent: Blocks
     embeddings: int
     heads: int
     listed: tuple[Action, ...] = ()
@@ -63,14 +66,14 @@ class StagePart:
         return self.heads > 0
 
 
-def stage_split(row: Row, layers: int) -> StageSplit:
+def stage_split(row: Row, pattern: str) -> StageSplit:
     """Return which blocks of the model each chunk of each stage has: some have none, and cuts go
     through layers."""
-    blocks, stages = 2 * layers, row["pp"] * CHUNKS[row["schedule"]]
+    blocks, stages = len(pattern), row["pp"] * CHUNKS[row["schedule"]]
     ends = [(2 * i * blocks + stages) // (2 * stages) for i in range(1, stages)]
     if row["cut"] == "uneven":
         ends = [max(0, end - 1) for end in ends]
-    symbols = ["*-"[i % 2] for i in range(blocks)]
+    symbols = list(pattern)
     for end in reversed(ends):
         symbols.insert(end, "|")
     return StageSplit.from_pattern("".join(symbols), row["pp"])
@@ -115,11 +118,12 @@ def stage_part(row: Row, model: GPTModel, engine: DataParallel) -> StagePart:
     if runner is not None:
         listed = runner.schedule(row["accumulation"]).ranks[engine.groups["pp"].rank]
     return StagePart(
-        plain=of(lambda mixer: isinstance(mixer, (SelfAttention, MLP))),
+        plain=of(lambda mixer: isinstance(mixer, (SelfAttention, MLP, RecurrentMixer))),
         latent=of(lambda mixer: isinstance(mixer, LatentAttention)),
         experts=of(lambda mixer: isinstance(mixer, MoE)),
         shared=of(lambda mixer: isinstance(mixer, MoE) and mixer.shared is not None),
         attentions=of(lambda mixer: isinstance(mixer, (SelfAttention, LatentAttention))),
+        recurrent=of(lambda mixer: isinstance(mixer, RecurrentMixer)),
         embeddings=model.holds_embedding + len(depths),
         heads=model.holds_head + len(depths),
         listed=listed,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.parity.expert_faults import EXPERT_FAULTS
 from tests.parity.hunting import Hunt
+from tests.parity.hybrid_faults import HYBRID_FAULTS
 from tests.parity.rows import row_with
 from tests.parity.verdict import assert_agrees, assert_same_numbers
 from tests.support.executed import executed
@@ -250,6 +251,7 @@ FAULTS = {
         {"tp": 1, "dp": 2, "placement": "optim"},
     ),
     **EXPERT_FAULTS,
+    **HYBRID_FAULTS,
     "feature off: gathers ahead of need": (
         "distributed.data_parallel",
         "DataParallel.__init__",

@@ -13,8 +13,10 @@ import torch
 
 from tests.parity.pieces import assembled
 from tests.parity.plain_gpt import PlainGPT, step_loss
+from tests.parity.recurrent import epsilon_of, plain_mixers
 from tests.parity.rows import (
     FACTORS,
+    MAMBA_ALONE,
     label,
     row_with,
     rows_for_every_change,
@@ -111,6 +113,11 @@ MODELS = {
         "accumulation",
         "window",
         "sinks",
+        "attention_gate",
+        "documents",
+        "mixer",
+        "mamba_groups",
+        "norm_groups",
     )
 }
 ONE_RANK = row_with(tp=1, dp=2)
@@ -118,11 +125,15 @@ ONE_RANK = row_with(tp=1, dp=2)
 
 def _updated(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a weight after a step of SGD; norms and biases do not decay."""
-    decay = WEIGHT_DECAY if weight.dim() == 2 else 0.0
+    decay = WEIGHT_DECAY if weight.dim() > 1 else 0.0
     return weight - LEARNING_RATE * (gradient + decay * weight)
 
 
-@pytest.mark.parametrize("model", covering_array(MODELS), ids=lambda model: str(model["groups"]))
+def _name_of(model):
+    return f"{model['mixer'] or 'attention'}-groups{model['groups']}"
+
+
+@pytest.mark.parametrize("model", covering_array(MODELS, MAMBA_ALONE), ids=_name_of)
 @pytest.mark.covers("numbers of a definition", runs="alone")
 def test_the_single_process_trains_as_the_definition(model):
     row = {**ONE_RANK, **model}
@@ -137,6 +148,8 @@ def test_the_single_process_trains_as_the_definition(model):
         qk_norm=row["qk_norm"],
         gated=row["gated"],
         window=row["window"],
+        recurrent=plain_mixers(row),
+        epsilon=epsilon_of(row),
     )
     weights = {name: w.double().requires_grad_() for name, w in ref.initial.items()}
     for number in range(steps_of(row)):

@@ -14,6 +14,7 @@ from megatron.core.context_parallel.choice import sent_groups
 from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import GROUP_NAMES
 from tests.parity.expert_traffic import assert_expert_traffic
+from tests.parity.recurrent_traffic import Sent, sent_by_mixers
 from tests.parity.rows import CUT_WEIGHTS
 from tests.parity.sequences import SEQUENCE, cut_of
 from tests.parity.stages import Blocks, StagePart
@@ -30,7 +31,7 @@ CUT_GRADIENTS = ("optim_grads", CUT_WEIGHTS)
 def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
     """Fail unless every rank's step `number` ran exactly the collectives that the row asks for."""
     steps = [run.steps[number] for run in runs]
-    for run, step in zip(runs, steps, strict=True):
+    for rank, (run, step) in enumerate(zip(runs, steps, strict=True)):
         _over_lanes(row, step, last=number == len(run.steps) - 1)
         _launched(row, run, step)
         _gathers(row, run)
@@ -43,13 +44,18 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
         else:
             assert_silent(step.records, group="tp")
         _between_stages(row, run.part, step)
-        _over_the_sequence(row, run.part, step)
-    partial = row["sequence_parallel"] or row["qk_norm"] or row["experts"] is not None
+        mixers = sent_by_mixers(row, run.part, rank, number) if row["cp"] > 1 else Sent()
+        _over_the_sequence(row, run.part, step, mixers)
+    # Norms of all heads: q/k norms, and that of a gated delta net.
+    partial = row["sequence_parallel"] or row["qk_norm"] or row["mixer"] == "delta"
+    partial = partial or row["experts"] is not None
     _once_a_step(row, runs, number, group="tp", wanted=row["tp"] > 1 and partial)
     assert_expert_traffic(row, runs, number)
     for size in (2, 4):  # kv heads that several ranks hold
-        replicas = row["tp"] // row["groups"]
-        _once_a_step(row, runs, number, group=f"tp/{size}", wanted=replicas == size)
+        replicas = {row["tp"] // row["groups"]}
+        if row["mixer"] == "mamba":
+            replicas.add(row["tp"] // row["mamba_groups"])
+        _once_a_step(row, runs, number, group=f"tp/{size}", wanted=size in replicas)
     _ties(row, runs, number)
 
 
@@ -77,8 +83,9 @@ def _between_stages(row: Row, part: StagePart, step: Step) -> None:
         raise AssertionError(f"{row['schedule']}, but backward is split: {split}")
 
 
-def _over_the_sequence(row: Row, part: StagePart, step: Step) -> None:
-    """What brings queries and keys together, by engine; and the count of a microbatch's tokens."""
+def _over_the_sequence(row: Row, part: StagePart, step: Step, mixers: Sent) -> None:
+    """What brings queries and keys together, by engine; what recurrent mixers send; and the count
+    of a microbatch's tokens."""
     cp = row["cp"]
     if cp == 1:
         assert_silent(step.records, group="cp")
@@ -103,10 +110,12 @@ def _over_the_sequence(row: Row, part: StagePart, step: Step) -> None:
     }[row["engine"]]
     for kind in ("send", "receive", "all_gather", "reduce_scatter", "all_to_all"):
         count, each = wanted.get(kind, (0, 0))
+        size = count * each + mixers[kind]
+        count += mixers[f"{kind}+"]
         found = matching(step.records, kind=kind, group="cp")
-        if (len(found), sum(r.bytes for r in found)) != (count, count * each):
+        if (len(found), sum(r.bytes for r in found)) != (count, size):
             raise AssertionError(
-                f"{len(found)} {kind} over cp, wanted {count} of {each}:\n{table(step.records)}"
+                f"{len(found)} {kind} over cp, wanted {count} of {size} B:\n{table(step.records)}"
             )
     counted = (not row["per_token"]) + (row["experts"] is not None)  # tokens, and auxiliary losses
     assert_active(step.records, kind="all_reduce", group="cp", exactly=counted)
@@ -236,7 +245,11 @@ def _all_reduces_in_regions(row: Row, part: StagePart) -> int:
     whole, latent = _regions(part), part.latent
     ends = 2 * whole.count + whole.again + 4 * latent.count + latent.again
     ends += part.embeddings + part.heads
-    return (2 * part.heads + (0 if row["sequence_parallel"] else ends)) * row["accumulation"]
+    found = 2 * part.heads + (0 if row["sequence_parallel"] else ends)
+    if row["mixer"] == "mamba" and (row["norm_groups"] or row["mamba_groups"]) < row["tp"]:
+        # The squares of a norm whose channels several ranks have, in forward and in backward.
+        found += 2 * part.recurrent.count + part.recurrent.again
+    return found * row["accumulation"]
 
 
 def _regions(part: StagePart) -> Blocks:

@@ -38,7 +38,8 @@ from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
 from tests.parity.experts import attention_config, moe_config, watched_routes
 from tests.parity.pieces import Piece, weight_pieces, write_weights
-from tests.parity.sequences import SEQUENCE, part_of, with_documents
+from tests.parity.recurrent import decoder_settings, epsilon_of, pattern_of
+from tests.parity.sequences import SEQUENCE, part_of, with_bounds, with_documents
 from tests.parity.stages import StagePart, pipeline, stage_part, stage_split
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
@@ -118,7 +119,7 @@ class Run:
 def gpt_config(row: Row) -> GPTConfig:
     """Return the model of a row."""
     return GPTConfig(
-        num_layers=LAYERS,
+        **decoder_settings(row, LAYERS),
         hidden_size=HIDDEN,
         vocab_size=row["vocabulary"],
         attention=attention_config(row, heads=HEADS, channels=HEAD_DIM),
@@ -128,11 +129,10 @@ def gpt_config(row: Row) -> GPTConfig:
             activation="silu" if row["gated"] else "gelu",
             bias=row["bias"] == "all",
         ),
-        norm=NormConfig(kind=row["norm"]),
+        norm=NormConfig(kind=row["norm"], epsilon=epsilon_of(row)),
         tied=row["tied"],
         hidden_dropout=row["dropout"],
         moe=moe_config(row),
-        ffn_pattern="-" * LAYERS if row["experts"] is None else "-" * (LAYERS - 1) + "E",
         mtp_num_layers=row["predictions"],
         mtp_loss_factor=0.4,
     )
@@ -176,10 +176,11 @@ def train_row(
         sequence_parallel=row["sequence_parallel"],
         seed=SEED,
         storage=config.storage(bucket_bytes=BUCKET_BYTES[row["bucket"]]),
-        split=stage_split(row, LAYERS) if groups["pp"].size > 1 else None,
+        split=stage_split(row, pattern_of(row, LAYERS)) if groups["pp"].size > 1 else None,
         backend=replace(
             LOCAL,
             context_engine=row["engine"],
+            linear_mode=row["linear_mode"],
             dispatcher=row["dispatcher"],
             overlap_shared_expert=row["overlap"],
         ),
@@ -208,8 +209,7 @@ def train_row(
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
             data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
-            if groups["world"].size > 1:
-                data = [part_of(row, batch, groups["cp"].rank) for batch in data]
+            data = [_local(row, groups, batch) for batch in data]
             run.steps.append(_trained(row, model, engine, optimizer, data))
             if balance is not None:
                 balance.finish(applied=True)
@@ -221,6 +221,13 @@ def train_row(
     run.states = model.store.states
     run.loads = [] if balance is None else balance.report()
     return run
+
+
+def _local(row: Row, groups: ProcessGroupCollection, batch: Microbatch) -> Microbatch:
+    """Return a rank's part of a microbatch; a single process has all of it."""
+    if groups["world"].size > 1:
+        return part_of(row, batch, groups["cp"].rank)
+    return batch if row["mixer"] is None else with_bounds(batch)
 
 
 def _trained(

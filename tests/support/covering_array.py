@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,10 @@ class _Space:
         self._of = {
             name: [c for c in self.constraints if name in c.factors] for name in self.constrained
         }
+        self._near = {
+            name: sorted({other for c in self._of[name] for other in c.factors})
+            for name in self._of
+        }
         self._known: dict[tuple[Hashable, ...], bool] = {}
         self._parts: dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
 
@@ -61,15 +65,26 @@ class _Space:
 
     def feasible(self, row: Row) -> bool:
         """Tell whether some complete row contains `row`. Factors without constraints are free."""
-        fixed = {name: row[name] for name in self.constrained if name in row}
         missing = tuple(name for name in self.constrained if name not in row)
-        return self.consistent(fixed) and self._completable(fixed, missing)
+        touched = dict.fromkeys(c for name in row for c in self._of.get(name, ()))
+        return all(_holds(c, row) for c in touched) and self._completable(row, missing)
+
+    def still_feasible(self, row: Row, added: str) -> bool:
+        """Tell the same of a row that was feasible before it got a value for `added`."""
+        if added not in self._of:
+            return True
+        missing = tuple(name for name in self.constrained if name not in row)
+        if not all(_holds(c, row) for c in self._of[added]):
+            return False
+        return all(
+            self._has_values(row, part, near)
+            for part, near in self._divided(missing)
+            if added in near  # what no constraint joins with it has values as before
+        )
 
     def _completable(self, row: Row, missing: tuple[str, ...]) -> bool:
         """Tell whether values for `missing` exist; what no constraint joins is tried apart."""
-        if missing not in self._parts:
-            self._parts[missing] = list(self._divided(missing))
-        return all(self._has_values(row, part, near) for part, near in self._parts[missing])
+        return all(self._has_values(row, part, near) for part, near in self._divided(missing))
 
     def _has_values(self, row: Row, part: tuple[str, ...], near: tuple[str, ...]) -> bool:
         """Tell whether values for a part exist, given those of the factors near it."""
@@ -82,21 +97,24 @@ class _Space:
             )
         return self._known[key]
 
-    def _divided(self, missing: Sequence[str]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    def _divided(self, missing: tuple[str, ...]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Divide factors into sets that share no constraint, each with the other factors that
         share one with it."""
-        left = list(missing)
-        while left:
-            part, near, edge = [], set(), [left[0]]
-            while edge:
-                name = edge.pop()
-                if name in left:
-                    left.remove(name)
-                    part.append(name)
-                    edge += [other for c in self._of[name] for other in c.factors]
-                elif name not in part:
-                    near.add(name)
-            yield tuple(part), tuple(sorted(near))
+        if missing not in self._parts:
+            found, left = [], dict.fromkeys(missing)
+            while left:
+                part, near, edge = {}, set(), [next(iter(left))]
+                while edge:
+                    name = edge.pop()
+                    if name in left:
+                        del left[name]
+                        part[name] = None
+                        edge += self._near[name]
+                    elif name not in part:
+                        near.add(name)
+                found.append((tuple(part), tuple(sorted(near))))
+            self._parts[missing] = found
+        return self._parts[missing]
 
 
 def _holds(constraint: Constraint, row: Row) -> bool:
@@ -188,10 +206,8 @@ def _draft(
         values = list(space.factors[name])
         draw.shuffle(values)
         options = [{**row, name: value} for value in values]
-        row = max(
-            (option for option in options if space.feasible(option)),
-            key=lambda option: _new_with(uncovered, option, name, strength),
-        )
+        options.sort(key=lambda option: -_new_with(uncovered, option, name, strength))
+        row = next(option for option in options if space.still_feasible(option, name))
     return row
 
 

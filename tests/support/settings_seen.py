@@ -26,6 +26,7 @@ _ENGINES = {
     "all_gather": "context by all-gather",
     "a2a": "context by all-to-all",
 }
+_MODES = {"headwise": "recurrence by heads", "segments": "recurrence by segments"}
 _DISPATCHERS = {"alltoall": "tokens by all-to-all", "allgather": "tokens by all-gather"}
 
 
@@ -37,10 +38,12 @@ def model_settings(config: GPTConfig, *, tp: int) -> Iterator[str]:
     """
     yield config.norm.kind
     yield "tied embedding" if config.tied else "own head"
-    yield "gated MLP" if config.mlp.gated else "plain MLP"
-    if config.mlp.bias:
-        yield "biases"
-    if config.hidden_dropout or config.attention.dropout:
+    if config.mlp is not None:
+        yield "gated MLP" if config.mlp.gated else "plain MLP"
+        if config.mlp.bias:
+            yield "biases"
+    attention = config.attention
+    if config.hidden_dropout or (attention is not None and attention.dropout):
         yield "dropout"
     if config.rope is None:
         yield "no positions"
@@ -48,10 +51,11 @@ def model_settings(config: GPTConfig, *, tp: int) -> Iterator[str]:
         yield "scaled rope"
     if config.mtp_num_layers:
         yield "multi-token prediction"
-    if isinstance(config.attention, AttentionConfig):
-        yield from _attention(config.attention, tp)
-    else:
+    if isinstance(attention, AttentionConfig):
+        yield from _attention(attention, tp)
+    elif attention is not None:
         yield "latent attention"
+    yield from _recurrence(config, tp)
     yield from _experts(config)
 
 
@@ -68,6 +72,19 @@ def _attention(attention: AttentionConfig, tp: int) -> Iterator[str]:
         yield "window"
     if attention.sinks:
         yield "sinks"
+    if attention.output_gate:
+        yield "output gate"
+
+
+def _recurrence(config: GPTConfig, tp: int) -> Iterator[str]:
+    if config.delta_net is not None:
+        yield "gated delta net"
+    if config.mamba is not None:
+        yield "Mamba-2"
+        if config.mamba.num_groups < tp:
+            yield "fewer groups than tp"
+        if config.mamba.normed_groups < tp:
+            yield "norm over several ranks"
 
 
 def _experts(config: GPTConfig) -> Iterator[str]:
@@ -114,6 +131,11 @@ def model_paths(config: GPTConfig, engine: DataParallel, backend: Backend) -> It
     """Name which of several ways was chosen by name to share samples, and to reach experts."""
     if engine.groups["cp"].size > 1 and backend.context_engine in _ENGINES:
         yield _ENGINES[backend.context_engine]
+    if config.delta_net is not None or config.mamba is not None:
+        if engine.groups["cp"].size > 1 and backend.linear_mode in _MODES:
+            yield _MODES[backend.linear_mode]
+        if backend.linear_splits > 1:
+            yield "sequences side by side"
     spread = engine.groups.grid.ep > 1 or engine.groups.grid.size("etp") > 1
     if config.moe is not None and spread and backend.dispatcher in _DISPATCHERS:
         yield _DISPATCHERS[backend.dispatcher]

@@ -130,7 +130,11 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "attention": (
         "every head its own kv", "grouped queries", "fewer kv heads than tp", "q/k norm", "window",
         "sinks", "latent attention", "context by ring", "context by all-gather",
-        "context by all-to-all",
+        "context by all-to-all", "output gate",
+    ),
+    "recurrence": (
+        "gated delta net", "Mamba-2", "fewer groups than tp", "norm over several ranks",
+        "recurrence by heads", "recurrence by segments", "sequences side by side",
     ),
     "experts": (
         "softmax router", "sigmoid router", "losses of routers", "balance by biases",
@@ -176,7 +180,8 @@ _CONTEXTS = ("context by ring", "context by all-gather", "context by all-to-all"
 _PARTED = (
     "reduce overlapped", "reduce at the end", "gather overlapped", "gather by weight",
     "state cut over instances too", "bf16 gradients summed in fp32", "fewer kv heads than tp",
-    "replica digests",
+    "replica digests", "fewer groups than tp", "norm over several ranks",
+    "recurrence by heads", "recurrence by segments",
     *_CONTEXTS, "tokens by all-to-all", "tokens by all-gather",
     *(name for name, claim in CLAIMS.items() if claim.needs),
 )  # fmt: skip

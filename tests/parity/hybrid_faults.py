@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of recurrent mixers and of gated attention that the parity rows must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.parity.expert_faults import Fault
+
+_DELTA = {"tp": 1, "cp": 2, "mixer": "delta"}
+_MAMBA = {"tp": 1, "cp": 2, "mixer": "mamba"}
+
+#: name: (module, function, code, faulty code, what a row must have for the fault to show)
+HYBRID_FAULTS: Mapping[str, Fault] = {
+    "a norm sees some of the value heads, and nobody sums its gradient": (
+        "ssm.gated_delta_net",
+        "GatedDeltaNet._declare",
+        '"tp": "partial"',
+        '"tp": "identical"',
+        {"mixer": "delta"},
+    ),
+    "decays are those of value heads in another order": (
+        "ssm.gated_delta_net",
+        "GatedDeltaNet.inputs",
+        "part.of(self.rates.use(wide)).view(-1, self.ratio)",
+        "part.of(self.rates.use(wide)).view(self.ratio, -1).mT",
+        {"mixer": "delta"},
+    ),
+    "a rank takes the weights of its neighbour's heads": (
+        "ssm.mixer",
+        "Part.of",
+        "[self.index]",
+        "[self.index - 1]",
+        _DELTA,
+    ),
+    "tokens come back by the map that took them": (
+        "context_parallel.token_rows",
+        "TokenRows.__init__",
+        "slots[places] = np.arange(len(places))",
+        "slots[np.arange(len(places))] = places",
+        _MAMBA,
+    ),
+    "states go on into the next document": (
+        "context_parallel.token_rows",
+        "whole_rows",
+        "[row * length + end for end in ends[1:]]",
+        "[row * length + ends[-1]]",
+        {**_DELTA, "documents": "packed"},
+    ),
+    "a convolution borrows tokens of the document before": (
+        "context_parallel.pieces",
+        "_lent",
+        "less = max(0, begin - (top + piece.row))",
+        "less = 0",
+        {**_DELTA, "linear_mode": "segments", "documents": "packed"},
+    ),
+    "gradients of states are multiplied by what is not transposed": (
+        "ssm.segments",
+        "_grad_last",
+        "transposed=True",
+        "transposed=False",
+        {**_DELTA, "linear_mode": "segments"},
+    ),
+    "states are folded from one rank's summaries": (
+        "ssm.segments",
+        "_plan_of",
+        "link.source * exports + link.export",
+        "rank * exports + link.export",
+        {**_MAMBA, "linear_mode": "segments"},
+    ),
+    "ranks that hold the same group keep their own gradients": (
+        "weight_sharding",
+        "gradient_plan",
+        "elif parts < size:",
+        "elif parts > size:",
+        {"mixer": "mamba", "mamba_groups": 1},
+    ),
+    "copies of a group meet heads in another order": (
+        "ssm.mamba2",
+        "Mamba2.spread",
+        "part.unflatten(-1, (copies, -1))",
+        "part.unflatten(-1, (-1, copies)).mT",
+        {**_MAMBA, "mamba_groups": 1},
+    ),
+    "squares of a norm on several ranks are summed in forward alone": (
+        "ssm.mamba2",
+        "Mamba2._normed",
+        "copy_to_group(reduce_from_group(squares, self._tp), self._tp)",
+        "reduce_from_group(squares, self._tp)",
+        {"mixer": "mamba", "norm_groups": 1},
+    ),
+    "heads are gated by their neighbour": (
+        "transformer.attention",
+        "SelfAttention.forward",
+        "out * gate.sigmoid()",
+        "out * gate.roll(1, 2).sigmoid()",
+        {"attention_gate": True},
+    ),
+    "feature off: the mode of recurrences that was asked for": (
+        "ssm.mixer",
+        "RecurrentMixer.over_tokens",
+        "choose_mode(self.context.linear_mode,",
+        'choose_mode("auto",',
+        {**_DELTA, "linear_mode": "segments"},
+    ),
+}

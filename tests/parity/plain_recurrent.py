@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent mixers written out plainly: token by token, over whole logical weights.
+
+No chunks, no fused weights, no packing: a loop over the tokens of a row, which forgets where a
+document begins. So nothing of the code under test is in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainDeltaNet:
+    """The shape of a gated delta net (Yang et al. 2024, arXiv 2412.06464)."""
+
+    key_heads: int
+    value_heads: int
+    key_channels: int
+    value_channels: int
+    epsilon: float
+
+    def __call__(
+        self, weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what the mixer of block `name` makes of x [b, s, h], normalised already.
+
+        Args:
+            ids: [b, s], of documents.
+        """
+        name = f"{name}.delta_net"
+        each = self.value_heads // self.key_heads
+        query, key, value = (
+            convolved(weights, f"{name}.conv.{part}", _linear(weights, f"{name}.{part}", x), ids)
+            for part in ("query", "key", "value")
+        )
+        query, key = (
+            _unit(t.unflatten(-1, (self.key_heads, self.key_channels))).repeat_interleave(each, 2)
+            for t in (query, key)
+        )  # [b, s, Hv, K]
+        value = value.unflatten(-1, (self.value_heads, self.value_channels))
+        beta = _linear(weights, f"{name}.beta", x).sigmoid()  # [b, s, Hv]
+        alpha = _linear(weights, f"{name}.alpha", x) + weights[f"{name}.dt_bias"]
+        decay = -weights[f"{name}.A_log"].exp() * functional.softplus(alpha)
+        begins = _begins(ids)
+        state = x.new_zeros(x.shape[0], self.value_heads, self.key_channels, self.value_channels)
+        out = []
+        for t in range(x.shape[1]):
+            kept = decay[:, t].exp() * ~begins[:, t, None]
+            state = state * kept[:, :, None, None]
+            known = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+            news = beta[:, t, :, None] * (value[:, t] - known)
+            state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], news)
+            out.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
+        mixed = torch.stack(out, 1) / math.sqrt(self.key_channels)  # [b, s, Hv, V]
+        mixed = _unit_mean(mixed, self.epsilon) * weights[f"{name}.output_norm.weight"]
+        gate = functional.silu(_linear(weights, f"{name}.gate", x))
+        return _linear(weights, f"{name}.output", mixed.flatten(2) * gate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainMamba:
+    """The shape of a Mamba-2 mixer (Dao & Gu 2024, arXiv 2405.21060)."""
+
+    heads: int
+    head_channels: int
+    state_channels: int
+    groups: int
+    norm_groups: int
+    epsilon: float
+
+    def __call__(
+        self, weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what the mixer of block `name` makes of x [b, s, h], normalised already.
+
+        Args:
+            ids: [b, s], of documents.
+        """
+        name = f"{name}.mamba"
+        each = self.heads // self.groups
+        brought, write, read = (
+            convolved(weights, f"{name}.conv.{part}", _linear(weights, f"{name}.{part}", x), ids)
+            for part in ("x", "B", "C")
+        )
+        write, read = (
+            t.unflatten(-1, (self.groups, self.state_channels)).repeat_interleave(each, 2)
+            for t in (write, read)
+        )  # [b, s, H, N]
+        brought = brought.unflatten(-1, (self.heads, self.head_channels))
+        dt = functional.softplus(_linear(weights, f"{name}.dt", x) + weights[f"{name}.dt_bias"])
+        decay = (-weights[f"{name}.A_log"].exp() * dt).exp()  # [b, s, H]
+        begins = _begins(ids)
+        state = x.new_zeros(x.shape[0], self.heads, self.head_channels, self.state_channels)
+        out = []
+        for t in range(x.shape[1]):
+            state = state * (decay[:, t] * ~begins[:, t, None])[:, :, None, None]
+            taken = dt[:, t, :, None] * brought[:, t]
+            state = state + torch.einsum("bhp,bhn->bhpn", taken, write[:, t])
+            out.append(torch.einsum("bhpn,bhn->bhp", state, read[:, t]))
+        mixed = torch.stack(out, 1) + weights[f"{name}.D"][:, None] * brought  # [b, s, H, P]
+        gated = mixed.flatten(2) * functional.silu(_linear(weights, f"{name}.gate", x))
+        grouped = _unit_mean(gated.unflatten(-1, (self.norm_groups, -1)), self.epsilon)
+        normed = grouped.flatten(2) * weights[f"{name}.output_norm.weight"]
+        return _linear(weights, f"{name}.output", normed)
+
+
+def convolved(weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return SiLU of the causal convolution of x [b, s, c] within each document, by a loop."""
+    kernel = weights[f"{name}.weight"][:, 0]  # [c, W]
+    bias, width = weights.get(f"{name}.bias"), kernel.shape[1]
+    out = []
+    for t in range(x.shape[1]):
+        total = torch.zeros_like(x[:, 0]) if bias is None else bias.expand_as(x[:, 0])
+        for back in range(min(width, t + 1)):
+            same = (ids[:, t - back] == ids[:, t]).unsqueeze(-1)
+            total = total + same * kernel[:, width - 1 - back] * x[:, t - back]
+        out.append(total)
+    return functional.silu(torch.stack(out, 1))
+
+
+def _begins(ids: torch.Tensor) -> torch.Tensor:
+    """Return bool [b, s]: where a document begins behind another one."""
+    begins = torch.zeros_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return begins
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def _unit_mean(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
+
+
+def _linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    out = x @ weights[f"{name}.weight"].T
+    bias = weights.get(f"{name}.bias")
+    return out if bias is None else out + bias

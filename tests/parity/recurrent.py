@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrent mixer of a parity row: its shape, its place in the pattern, and its definition.
+
+Key heads are few enough that headwise context parallelism is impossible on some grids, and groups
+of Mamba-2 fewer than the ranks that share its heads on others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from tests.parity.plain_gpt import Mixer
+from tests.parity.plain_recurrent import PlainDeltaNet, PlainMamba
+from tests.support.covering_array import Row
+
+#: Of the gated delta net: two value heads share a key head.
+KEY_HEADS, VALUE_HEADS, KEY_CHANNELS, VALUE_CHANNELS = 4, 8, 10, 7
+
+#: Of Mamba-2.
+MAMBA_HEADS, HEAD_CHANNELS, STATE_CHANNELS = 8, 3, 5
+
+#: Of all norms of a model with a recurrent mixer. What a mixer puts out for the first tokens of a
+#: document may be next to nothing; divided by its length alone it would turn with every rounding.
+EPSILON = 1e-2
+
+SYMBOLS = {None: "*", "delta": "G", "mamba": "M"}
+
+DELTA_NET = GatedDeltaNetConfig(
+    num_key_heads=KEY_HEADS,
+    num_value_heads=VALUE_HEADS,
+    key_channels=KEY_CHANNELS,
+    value_channels=VALUE_CHANNELS,
+    conv_width=4,
+)
+
+
+def epsilon_of(row: Row) -> float:
+    """Return the epsilon of a row's norms."""
+    return 1e-5 if row["mixer"] is None else EPSILON
+
+
+def mamba_config(row: Row) -> Mamba2Config:
+    """Return the Mamba-2 mixer of a row."""
+    return Mamba2Config(
+        num_heads=MAMBA_HEADS,
+        head_channels=HEAD_CHANNELS,
+        state_channels=STATE_CHANNELS,
+        num_groups=row["mamba_groups"],
+        conv_width=3,
+        conv_bias=row["bias"] != "none",
+        bias=row["bias"] == "all",
+        norm_groups=row["norm_groups"],
+    )
+
+
+def pattern_of(row: Row, layers: int) -> str:
+    """Return the blocks of a row's model: the first layer has the mixer, the last the experts."""
+    attention = "+" if row["attention"] == "latent" else "*"
+    first = attention if row["mixer"] is None else SYMBOLS[row["mixer"]]
+    mixers = [first] + [attention] * (layers - 1)
+    kinds = ["-"] * (layers - 1) + ["-" if row["experts"] is None else "E"]
+    return "".join(mixer + kind for mixer, kind in zip(mixers, kinds, strict=True))
+
+
+def decoder_settings(row: Row, layers: int) -> dict[str, Any]:
+    """Return what of a model's configuration says which blocks it has.
+
+    Without a recurrent mixer a model is told so by layers, with one by its pattern; further
+    predictions have the mixer then, and the experts.
+    """
+    pattern = pattern_of(row, layers)
+    if row["mixer"] is None:
+        return {"num_layers": layers, "ffn_pattern": pattern[1::2]}
+    shapes = {"delta_net": DELTA_NET} if row["mixer"] == "delta" else {"mamba": mamba_config(row)}
+    further = pattern[0] + pattern[-1] if row["predictions"] else ""
+    return {"num_layers": len(pattern), "pattern": pattern, "mtp_pattern": further, **shapes}
+
+
+def plain_mixers(row: Row) -> tuple[Mixer, ...]:
+    """Return what the first layers of a row's plain model have in the place of attention."""
+    if row["mixer"] is None:
+        return ()
+    if row["mixer"] == "delta":
+        return (
+            PlainDeltaNet(
+                key_heads=KEY_HEADS,
+                value_heads=VALUE_HEADS,
+                key_channels=KEY_CHANNELS,
+                value_channels=VALUE_CHANNELS,
+                epsilon=EPSILON,
+            ),
+        )
+    config = mamba_config(row)
+    return (
+        PlainMamba(
+            heads=MAMBA_HEADS,
+            head_channels=HEAD_CHANNELS,
+            state_channels=STATE_CHANNELS,
+            groups=config.num_groups,
+            norm_groups=config.normed_groups,
+            epsilon=EPSILON,
+        ),
+    )

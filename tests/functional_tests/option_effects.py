@@ -156,7 +156,7 @@ EFFECTS: dict[str, Effect] = {
         "plan", "auto", "segments", f"{_DELTA} --context-parallel-size 2", world=2
     ),
     "linear-recurrence-splits": Effect("plan", "1", "2", _DELTA),
-    "mamba-num-heads": Effect("plan", "", "8", _MAMBA),
+    "mamba-num-heads": Effect("plan", "", "6", _MAMBA),
     "mamba-head-dim": Effect("plan", "12", "24", _MAMBA),
     "mamba-state-dim": Effect("plan", "16", "32", _MAMBA),
     "mamba-num-groups": Effect("plan", "1", "2", _MAMBA),

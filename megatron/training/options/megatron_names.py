@@ -266,12 +266,11 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     ("fp8", _FP8),
     ("fp4", _FP8),
     ("tp-comm-", "tensor parallel communication is not overlapped with products yet"),
-    ("mamba-", "a Mamba-2 block has no such setting"),
     (
         "experimental-attention-",
         "G in --hybrid-layer-pattern is a gated delta net, other attention is softmax",
     ),
-    ("linear-", "a gated delta net has no such setting, and --hybrid-layer-pattern says where"),
+    ("linear-attention-", "--hybrid-layer-pattern says where gated delta nets are"),
     ("dsa-", "attention is softmax, of heads or latents"),
     ("retro-", _FAMILY),
     ("bert-", _FAMILY),

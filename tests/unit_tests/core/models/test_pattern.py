@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer patterns: what each symbol is, how a text is taken apart, and all that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
+from megatron.core.models.pattern import (
+    Pattern,
+    ffn_of,
+    layer_blocks,
+    symbol_problems,
+    written_problems,
+)
+from megatron.core.models.stages import StageSplit, even_problems, pattern_problems
+from megatron.core.moe import MoEConfig
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
+
+DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_channels=4, value_channels=6)
+MAMBA = Mamba2Config(num_heads=4, head_channels=6, state_channels=5, num_groups=2)
+HYBRID = GPTConfig(
+    num_layers=7,
+    hidden_size=24,
+    vocab_size=31,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
+    mlp=MLPConfig(ffn_hidden_size=20),
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=10),
+    pattern="G-ME*-M",
+    delta_net=DELTA,
+    mamba=MAMBA,
+    mtp_num_layers=2,
+    mtp_pattern="*EG-",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "main", "further", "depths"),
+    [
+        ("G-*-", "G-*-", "", 0),
+        ("G-|*-", "G-|*-", "", 0),
+        ("G-*-/", "G-*-", "", 0),
+        ("G-*-/*-", "G-*-", "*-", 1),
+        ("||M-|/+E/+E/+E", "||M-|", "+E", 3),
+        ("G-*-//*-", "G-*-", "*-", 1),
+    ],
+)
+def test_a_written_pattern_is_taken_apart(text, main, further, depths):
+    assert written_problems(text) == []
+    assert Pattern.of(text) == Pattern(main, further, depths)
+    assert Pattern.of(text).blocks == main.replace("|", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["'' must be one or more of '*' (attention)"]),
+        ("||", ["'||' must be one or more"]),
+        ("/*-", ["'' must be one or more"]),
+        ("G-x-y", ["'x' at 3 is unknown", "'y' at 5 is unknown"]),
+        ("GD", ["'D' at 2 would be sparse attention, which is not built here"]),
+        ("g", ["'g' at 1 is unknown: use '*' (attention), '+' (latent attention), 'G' (gated"]),
+        ("*-+-", ["has both '*' and '+'"]),
+        ("*-/+-", ["'*-/+-' has both '*' and '+'"]),
+        ("G-/*|-", ["'|' behind a '/' in '*|-': multi-token prediction is in the last pipeline"]),
+        ("G-/*-/*E", ["the parts behind '/' differ (*-, *E)"]),
+        ("G-/x", ["layer pattern 'x': 'x' at 1 is unknown"]),
+    ],
+)
+def test_what_is_no_pattern_is_named(text, parts):
+    found = written_problems(text)
+    assert len(found) == len(parts), found
+    for part, problem in zip(parts, found, strict=True):
+        assert part in problem
+
+
+def test_pairs_of_attention_and_what_follows_are_a_gpt_and_nothing_else_is():
+    assert ffn_of("*-*E*-") == "-E-"
+    assert ffn_of("+-+E") == "-E"
+    for other in ("", "*", "**", "-*", "*-*", "G-*-", "*-+-", "*EE", "M-"):
+        assert ffn_of(other) is None
+
+
+def test_a_layer_is_a_block_that_mixes_tokens_with_what_follows_it():
+    assert layer_blocks("*-**--") == [(0, 2), (2, 3), (3, 5), (5, 6)]
+    assert layer_blocks("G-MEM+E-E") == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 8), (8, 9)]
+
+
+def test_stages_of_a_hybrid_are_counted_in_blocks():
+    split = StageSplit.from_pattern("G-M|*-|M-|", 4)
+    assert (split.ranges, split.describe()) == (((0, 3), (3, 5), (5, 7), (7, 7)), "3|2|2|0 blocks")
+    virtual = StageSplit.from_pattern("G-|M*|-M|-", 2)
+    assert (virtual.chunks, virtual.describe()) == (2, "2+2|2+1 blocks")
+    assert StageSplit.even(6, 2, layer_blocks=1).ranges == ((0, 3), (3, 6))
+    assert StageSplit.even(6, 2, layer_blocks=1).describe() == "3|3 blocks"
+    assert pattern_problems("G-M|*-|M-|", 3) == [
+        "layer pattern 'G-M|*-|M-|' has 4 parts for 3 pipeline stages: write a multiple of 3 with "
+        "'|' between them (a part may be empty)"
+    ]
+    (problem,) = even_problems(7, 2, layer_blocks=1)
+    assert problem.startswith("7 blocks do not divide over 2 virtual pipeline stages")
+    assert "by '|' in the layer pattern" in problem
+
+
+def test_names_are_of_the_block_s_place_and_every_weight_is_counted():
+    names = logical_weights(HYBRID)
+    mixers = {".".join(name.split(".")[:4]) for name in names if name.startswith("decoder.blocks")}
+    kinds = ["delta_net", "mlp", "mamba", "moe", "attention", "mlp", "mamba"]
+    assert {f"decoder.blocks.{i}.{kind}" for i, kind in enumerate(kinds)} <= mixers
+    for depth in (0, 1):
+        for place in ("0.attention", "1.moe", "2.delta_net", "3.mlp"):
+            assert any(n.startswith(f"mtp.{depth}.decoder.blocks.{place}.") for n in names)
+    assert HYBRID.router_names == tuple(n[: -len(".weight")] for n in names if "router.weight" in n)
+    assert len(HYBRID.router_names) == 3
+
+
+def test_output_projections_start_by_the_number_of_blocks():
+    config = dataclasses.replace(HYBRID, hidden_size=96, init_std=0.05)
+    model = GPTModel(config, ProcessGroupCollection.single())
+    inner = model.store.handles["decoder.blocks.1.mlp.down.weight"].get()
+    assert inner.std().item() == pytest.approx(0.05 / 7**0.5, rel=0.06)  # 1,920 normal numbers
+
+
+def test_json_there_and_back_and_of_an_older_version():
+    text = json.dumps(HYBRID.to_json(), allow_nan=False)
+    assert GPTConfig.from_json(json.loads(text)) == HYBRID
+    bounded = dataclasses.replace(MAMBA, dt_limit=(0.001, 0.1))
+    other = dataclasses.replace(HYBRID, mamba=bounded)
+    assert GPTConfig.from_json(json.loads(json.dumps(other.to_json()))) == other
+    plain = GPTConfig(
+        num_layers=2,
+        hidden_size=24,
+        vocab_size=31,
+        attention=HYBRID.attention,
+        mlp=HYBRID.mlp,
+    )
+    older = plain.to_json()
+    for name in ("pattern", "delta_net", "mamba", "mtp_pattern"):
+        del older[name]
+    assert GPTConfig.from_json(older) == plain
+
+
+def test_without_further_prediction_experts_of_depths_alone_go_too():
+    config = dataclasses.replace(HYBRID, pattern="G-M-*-M")
+    assert config.problems() == []
+    alone = config.without_further_prediction()
+    assert (alone.moe, alone.mtp_num_layers, alone.mtp_pattern, alone.problems()) == (
+        None,
+        0,
+        "",
+        [],
+    )
+    assert HYBRID.without_further_prediction().moe == HYBRID.moe
+
+
+LATENT = LatentAttentionConfig(
+    num_attention_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=8,
+    nope_channels=4,
+    rope_channels=4,
+    value_channels=6,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"delta_net": None}, "has 'G': give the shape of gated delta nets"),
+        ({"mamba": None}, "has 'M': give the shape of Mamba-2"),
+        ({"mlp": None}, "has '-': give the shape of MLPs"),
+        ({"moe": None}, "layers with experts need num-experts"),
+        ({"attention": None, "rope": None}, "has '\\*': give the shape of attention"),
+        ({"attention": LATENT}, "has '\\*': attention is latent, write '\\+'"),
+        ({"pattern": "G-ME+-M", "mtp_pattern": "+EG-"}, "give the shape of latent attention, or"),
+        ({"num_layers": 6}, "has 7 blocks: num_layers is so many, not 6"),
+        ({"ffn_pattern": "-"}, "and ffn_pattern empty"),
+        ({"mtp_pattern": ""}, "2 depths of multi-token prediction of the blocks ''"),
+        ({"mtp_num_layers": 0}, "0 depths of multi-token prediction of the blocks '\\*EG-'"),
+        ({"pattern": "M", "num_layers": 1, "attention": None, "mtp_num_layers": 0,
+          "mtp_pattern": "", "moe": None}, "rotary positions without attention: leave rope out"),
+    ],
+)  # fmt: skip
+def test_a_model_of_other_blocks_than_its_shapes_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTModel(dataclasses.replace(HYBRID, **changes), ProcessGroupCollection.single())
+    assert HYBRID.problems() == []
+
+
+def test_recurrent_shapes_are_checked_on_the_ranks():
+    assert HYBRID.problems(tp=2) == []
+    found = HYBRID.problems(tp=1, cp=4, linear_mode="headwise")
+    assert len(found) == 1, found
+    assert "2 key heads of a rank do not divide over 4 context parallel ranks: use seg" in found[0]
+    assert symbol_problems(HYBRID.pattern) == []

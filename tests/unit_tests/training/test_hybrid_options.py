@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of hybrids: the model they describe, what goes together, and published models by file."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.core.backend import LOCAL
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.training.config.resolve import resolve
+from megatron.training.config.stages import stage_split
+from megatron.training.gpt_options import backend, gpt_config, split
+from megatron.training.launch import Launch
+from megatron.training.layouts import Layouts
+from megatron.training.monitoring.context_line import context_line, linear_lines, linear_shape
+from megatron.training.monitoring.expert_line import parameters
+from megatron.training.options.schema import flatten, options
+from megatron.training.options.yaml_file import write_options
+from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
+from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
+from tests.unit_tests.training.small_config import small_config
+
+PATTERN = "--hybrid-layer-pattern"
+PP, CP, TP = (f"--{kind}-parallel-size" for kind in ("pipeline-model", "context", "tensor-model"))
+DELTA = (
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 "
+    "--linear-value-head-dim 6 --linear-conv-kernel-dim 3"
+)
+MAMBA = "--mamba-head-dim 12 --mamba-state-dim 10 --mamba-num-groups 2"
+NONE = "--position-embedding-type none"
+DATA = "--mock-data --tokenizer-type null --vocab-size 61 --hidden-size 48 --seq-length 20"
+RUN = f"{DATA} --micro-batch-size 1 --train-iters 2 --lr 1e-3"
+
+
+def hybrid_run(more: str, world: int = 1):
+    """Return the run that pretrain_hybrid makes of flags."""
+    return read_run(
+        [*RUN.split(), *more.split()], Launch(world_size=world), program=PRETRAIN_HYBRID
+    )
+
+
+# --- what they become -----------------------------------------------------------------------------
+
+
+def test_the_model_is_what_the_options_say():
+    more = f"{PATTERN} G-|M*-/*-/*- --num-attention-heads 6 {DELTA} {MAMBA} {PP} 2 --mamba-dt-limit"
+    run = hybrid_run(f"{more} 0.001 0.1 --squared-relu --apply-layernorm-1p", 2)
+    model = gpt_config(run.config, 61)
+    assert (model.pattern, model.mtp_pattern, model.mtp_num_layers) == ("G-M*-", "*-", 2)
+    assert (model.num_layers, model.ffn_pattern, run.config.model.num_layers) == (5, "", 5)
+    assert model.delta_net == GatedDeltaNetConfig(
+        num_key_heads=2, num_value_heads=4, key_channels=8, value_channels=6, conv_width=3
+    )
+    assert model.mamba == Mamba2Config(
+        num_heads=8,
+        head_channels=12,
+        state_channels=10,
+        num_groups=2,
+        norm_groups=2,
+        dt_limit=(0.001, 0.1),
+    )
+    assert (model.mlp.activation, model.mlp.gated) == ("squared_relu", False)
+    assert model.norm.zero_centered
+    assert model.rope is None, "pretrain_hybrid leaves positions out unless they are asked for"
+    assert stage_split(run.config).ranges == ((0, 2), (2, 5))
+    assert model.problems() == []
+
+
+def test_what_no_block_has_is_left_out():
+    model = gpt_config(hybrid_run(f"{PATTERN} MMM {MAMBA}").config, 61)
+    assert (model.attention, model.mlp, model.delta_net, model.rope) == (None, None, None, None)
+    assert parameters(model)[0] == GPTModel(model, ProcessGroupCollection.single()).num_parameters
+
+
+@pytest.mark.parametrize("given", ["", "--num-layers 3", "--num-layers 6"])
+def test_a_gpt_may_be_written_as_a_pattern(given):
+    plain = gpt_config(
+        hybrid_run(f"--num-layers 3 {PATTERN} *-*-*- --num-attention-heads 6").config, 61
+    )
+    run = hybrid_run(f"{given} {PATTERN} *-*-*- --num-attention-heads 6")
+    assert gpt_config(run.config, 61) == plain
+    assert (plain.pattern, plain.ffn_pattern, run.config.model.num_layers) == ("", "---", 3)
+
+
+def test_a_gpt_s_pattern_may_have_its_own_further_predictions():
+    more = f"--num-attention-heads 6 --num-experts 4 --disable-bias-linear {PATTERN} *-*-"
+    model = gpt_config(hybrid_run(f"{more}/*E").config, 61)
+    assert (model.ffn_pattern, model.mtp_pattern, model.mtp_num_layers) == ("--", "*E", 1)
+    assert model.router_names == ("mtp.0.decoder.blocks.1.moe.router",)
+    same = gpt_config(hybrid_run(f"--num-attention-heads 6 {PATTERN} *-*-/*-/*-").config, 61)
+    assert (same.mtp_pattern, same.mtp_num_layers) == ("", 2)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        f"{PATTERN} G-*-/*- --num-attention-heads 6 {DELTA}",
+        f"{PATTERN} MEM- {MAMBA} --num-experts 4 --disable-bias-linear",
+        f"{PATTERN} *-*- --num-layers 4 --num-attention-heads 6",
+    ],
+)
+def test_a_resolved_run_is_fed_back_unchanged(more, tmp_path):
+    run = hybrid_run(more)
+    assert resolve(run.config, 1) == run
+    (tmp_path / "run.yaml").write_text(
+        write_options(flatten(run.config), options(type(run.config)))
+    )
+    words = ["--config", str(tmp_path / "run.yaml")]
+    assert read_run(words, Launch(), program=PRETRAIN_HYBRID) == run
+
+
+def test_modes_and_splits_reach_the_layers():
+    more = f"{PATTERN} G- {DELTA} {CP} 2 --linear-cp-mode segments --linear-recurrence-splits 2"
+    made = backend(hybrid_run(more, 2).config)
+    assert (made.linear_mode, made.linear_splits) == ("segments", 2)
+    shape = gpt_config(hybrid_run(f"{PATTERN} G- {DELTA}").config, 61)
+    model = GPTModel(
+        shape,
+        ProcessGroupCollection.single(),
+        backend=dataclasses.replace(LOCAL, linear_mode="segments", linear_splits=3),
+    )
+    context = model.decoders[0].blocks[0].mixer.context
+    assert (context.linear_mode, context.linear_splits) == ("segments", 3)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+HEADS = "--num-attention-heads"
+REFUSED = [
+    (
+        f"{PATTERN} G-x- {DELTA}",
+        1,
+        "--hybrid-layer-pattern: .*'x' at 3 is unknown: use '\\*' \\(att",
+    ),
+    (f"{PATTERN} GD {DELTA}", 1, "'D' at 2 would be sparse attention, which is not built here"),
+    (f"{PATTERN} *-+- {HEADS} 6", 1, "has both '\\*' and '\\+'"),
+    (f"{PATTERN} G-/*|- {DELTA} {HEADS} 6", 1, "cut before the '/' alone"),
+    (f"{PATTERN} G-*- {DELTA}", 1, "^missing --num-attention-heads: give it$"),
+    (
+        f"{PATTERN} G-*- {DELTA} {HEADS} 6 --num-layers 3",
+        1,
+        "--num-layers 3 .* has 4 blocks, differ",
+    ),
+    (f"{PATTERN} *-*- {HEADS} 6 --num-layers 3", 1, "must be '\\*-' for each of the 3 layers"),
+    (
+        f"{PATTERN} G- {DELTA} {HEADS} 6",
+        1,
+        f"{HEADS} 6 has no effect: {PATTERN} G- has no attention",
+    ),
+    (
+        f"{PATTERN} G- {DELTA} --position-embedding-type rope",
+        1,
+        "rope is of attention, .*: use none",
+    ),
+    (
+        f"{PATTERN} G-+- {DELTA} {HEADS} 6",
+        1,
+        "has '\\+': add --multi-latent-attention, or write '\\*'",
+    ),
+    (
+        f"{PATTERN} G-*- {DELTA} {HEADS} 6 --multi-latent-attention --disable-bias-linear "
+        "--position-embedding-type rope",
+        1,
+        "has '\\*' and --multi-latent-attention is given: write '\\+' for it",
+    ),
+    (f"{PATTERN} GE {DELTA}", 1, "has layers with experts: give --num-experts"),
+    (
+        f"{PATTERN} GE {DELTA} --num-experts 4 --disable-bias-linear --moe-layer-freq 1",
+        1,
+        f"--moe-layer-freq has no effect with {PATTERN} GE: drop it",
+    ),
+    (
+        f"{PATTERN} G- {DELTA} --num-experts 4 --disable-bias-linear",
+        1,
+        "--num-experts 4: no layer has experts",
+    ),
+    (f"{PATTERN} G- {DELTA} --mtp-num-layers 1", 1, "write the blocks of each depth behind a '/'"),
+    (
+        f"{PATTERN} G-/G-/G- {DELTA} --mtp-num-layers 1",
+        1,
+        "--mtp-num-layers 1 and .* has 2 parts behind '/', differ: drop the first",
+    ),
+    (
+        f"{PATTERN} M- --mamba-head-dim 36",
+        1,
+        "--mamba-head-dim 36 does not divide 2 x --hidden-size",
+    ),
+    (f"{PATTERN} M- {MAMBA} --linear-key-head-dim 8", 1, "has no effect without G in"),
+    (
+        f"{PATTERN} G- {DELTA} --no-mamba-conv-bias",
+        1,
+        "--no-mamba-conv-bias has no effect without M",
+    ),
+    (
+        f"{PATTERN} G- {DELTA} --linear-cp-mode segments",
+        1,
+        "without --context-parallel-size above 1",
+    ),
+    (
+        f"{PATTERN} *-*- {HEADS} 6 --linear-recurrence-splits 2",
+        1,
+        "--linear-recurrence-splits has no effect without G or M in",
+    ),
+    (
+        f"{PATTERN} G-*- {DELTA} {HEADS} 6 --rotary-base 5000",
+        1,
+        "--rotary-base has no effect without",
+    ),
+    (
+        f"{PATTERN} G- {DELTA} {TP} 4 --ffn-hidden-size 64",
+        4,
+        "gated delta net: linear-num-key-heads 2",
+    ),
+    (
+        f"{PATTERN} G- {DELTA} {CP} 2 --linear-cp-mode headwise {TP} 2",
+        4,
+        "1 key heads of a rank do not divide over 2 context parallel ranks: use segments",
+    ),
+    (f"{PATTERN} G-|M- {DELTA} {MAMBA}", 1, f"has no effect without {PP} above 1"),
+    (
+        f"{PATTERN} G-M {DELTA} {MAMBA} {PP} 2",
+        2,
+        "3 blocks do not divide over 2 virtual pipeline sta",
+    ),
+    (f"{PATTERN} G-|M| {DELTA} {MAMBA} {PP} 2", 2, "has 3 parts for 2 pipeline stages"),
+    (
+        f"{PATTERN} G-|M- {DELTA} {MAMBA} {PP} 2 --decoder-first-pipeline-num-layers 1",
+        2,
+        "--decoder-first-pipeline-num-layers 1 has no effect with --hybrid-layer-pattern G-|M-",
+    ),
+    (
+        f"{PATTERN} G-M- {DELTA} {MAMBA} {PP} 2 --pipeline-model-parallel-layout Ett|ttL",
+        2,
+        "a layout is of a GPT's layers: cut --hybrid-layer-pattern by '|' instead",
+    ),
+    (
+        f"{PATTERN} G-M- {DELTA} {MAMBA} --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 3",
+        1,
+        "--recompute-num-layers 3 is above the 2 layers there are",
+    ),
+    ("--num-layers 2 --num-attention-heads 6", 1, f"missing {PATTERN}: give it, as in G-G-G-"),
+]
+
+
+@pytest.mark.parametrize(("more", "world", "message"), REFUSED)
+def test_each_problem_is_found_alone(more, world, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        hybrid_run(more, world)
+    assert "; " not in str(caught.value)
+
+
+def test_pretrain_gpt_sends_other_patterns_to_pretrain_hybrid():
+    for pattern in ("G-*-", "MM", "*-*"):
+        words = f"{RUN} {PATTERN} {pattern} {NONE} {HEADS} 6 {DELTA if 'G' in pattern else ''}"
+        with pytest.raises(
+            ValueError, match=r"start python -m megatron\.training\.pretrain_hybrid"
+        ):
+            read_run(words.split(), Launch(), program=PRETRAIN_GPT)
+
+
+def test_sections_say_what_is_wrong_with_their_own_values():
+    for more, message in (
+        ("--linear-num-key-heads 0", "--linear-num-key-heads is 0: it must be above 0"),
+        ("--mamba-state-dim -1", "must be above 0"),
+        ("--mamba-dt-limit 0.2 0.1", "--mamba-dt-limit 0.2 0.1: give the least dt, from 0 up"),
+        ("--mamba-dt-limit 1 2 3", "and the most or nothing"),
+        ("--swiglu --squared-relu", "--swiglu and --squared-relu exclude each other: keep one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            small_config(more)
+
+
+def test_options_of_hybrids_are_checked_without_torch():
+    code = (
+        "import sys; from megatron.training.config.check import check; "
+        "from tests.unit_tests.training.small_config import small_config; "
+        f"found = check(small_config('{PATTERN} G-M* --num-layers 4 {DELTA} {MAMBA}'), 1); "
+        "assert found == [], found; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- how it runs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_log_s_shape_of_a_recurrence_is_the_layer_s(tp):
+    model = gpt_config(hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA}").config, 61)
+    whole = GPTModel(model, ProcessGroupCollection.single())
+    mixers = [m for m in whole.modules() if isinstance(m, RecurrentMixer)]
+    assert len(mixers) == 2
+    for mixer, config in zip(mixers, (model.delta_net, model.mamba), strict=True):
+        found = linear_shape(config, tp)
+        if tp == 1:
+            assert found == mixer.shape
+        for name in ("units", "heads", "features_in", "features_out", "conv_channels"):
+            assert vars(found)[name] * tp == vars(mixer.shape)[name]
+
+
+def test_the_log_says_how_recurrences_meet():
+    more = f"{PATTERN} GM* {DELTA} {MAMBA} {HEADS} 6 {CP} 2"
+    run = hybrid_run(more, 2)
+    delta, mamba = linear_lines(run)
+    assert delta.startswith("gated delta net: recurrences over context parallel 2 by ")
+    assert "least of what leaves a rank per layer: " in delta
+    assert mamba.startswith("Mamba-2: recurrences over context parallel 2 by ")
+    assert context_line(run) is not None
+    asked = linear_lines(hybrid_run(f"{more} --linear-cp-mode segments", 2))
+    assert all("by segments: segments was asked for" in line for line in asked)
+    alone = hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA} {CP} 2", 2)
+    assert context_line(alone) is None
+    assert len(linear_lines(alone)) == 2
+    assert linear_lines(hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA}")) == []
+    assert split(hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA}").config) is None
+
+
+def packed_batch() -> GPTBatch:
+    """Return a batch of two rows with documents."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2, 2]])
+    tokens = torch.arange(18).view(2, 9)
+    return GPTBatch(
+        tokens=tokens,
+        loss_mask=torch.ones(2, 8),
+        sample_ids=torch.tensor([4, 5]),
+        document_ids=ids,
+    )
+
+
+def test_recurrent_layers_know_where_documents_begin():
+    device, alone = torch.device("cpu"), Group.single("cp")
+    batch = packed_batch()
+    masked = Layouts(alone, device).of(batch)
+    assert masked is None, "attention masks by document ids"
+    layout = Layouts(alone, device, recurrent=True).of(batch)
+    assert isinstance(layout, SequenceLayout)
+    assert layout.documents is not None
+    assert layout.document_ids is not None, "attention goes on masking"
+    torch.testing.assert_close(layout.document_ids, batch.document_ids.t())
+    bounds = layout.whole_rows(2).sequences.bounds
+    assert list(bounds) == [0, 3, 8, 9, 13, 16]
+    whole = dataclasses.replace(batch, document_ids=None)
+    layouts = Layouts(alone, device, recurrent=True)
+    assert layouts.of(whole) is layouts.of(whole), "one layout, and what layers plan by it"
+    assert layouts.of(whole).whole_rows(2).sequences.bounds == (0, 8, 16)

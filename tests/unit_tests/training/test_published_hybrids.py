@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published hybrids: files of options and functions describe one model, of as many parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.models import hybrid
+from megatron.training.gpt_options import gpt_config
+from megatron.training.launch import Launch
+from megatron.training.monitoring.expert_line import parameters
+from megatron.training.pretrain_gpt import read_run
+from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "hybrid"
+PUBLISHED = [
+    ("qwen3_next_80b", hybrid.qwen3_next, 151_936),
+    ("mamba2_2.7b", hybrid.mamba2, 50_288),
+    ("nemotron_h_8b", hybrid.nemotron_h, 131_072),
+]
+
+
+@pytest.mark.parametrize(("name", "preset", "vocab_size"), PUBLISHED)
+def test_a_file_and_a_function_describe_one_model(name, preset, vocab_size):
+    words = f"--config {EXAMPLES / name}.yaml --mock-data --tokenizer-type null --seq-length 64"
+    words += " --micro-batch-size 1 --train-iters 1 --lr 1e-3"
+    run = read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
+    assert run.config.tokenizer.vocab_size == vocab_size
+    assert gpt_config(run.config, vocab_size) == preset()
+    assert preset().problems() == []
+
+
+def test_published_models_have_as_many_parameters():
+    """By their published shapes, written out."""
+    h, vocab = 2048, 151_936
+    keys, values, heads = 16 * 128, 32 * 128, 32
+    delta = h * (2 * keys + 2 * values + 2 * heads) + values * h + 4 * (2 * keys + values)
+    delta += 2 * heads + 128  # A_log, dt_bias, the norm of a head
+    attention = h * (2 * 16 + 2 * 2) * 256 + 16 * 256 * h + 2 * 256  # queries with gates
+    expert = 3 * h * 512
+    outside = 2 * vocab * h + h + 48 * (2 * h + 512 * h + expert + h) + 36 * delta + 12 * attention
+    found = parameters(hybrid.qwen3_next())
+    assert found == (outside + 48 * 512 * expert, outside + 48 * 10 * expert)
+    assert (round(found[0] / 1e9, 1), round(found[1] / 1e9, 1)) == (79.7, 3.9)
+
+    h, inner, state = 2560, 5120, 128
+    block = h * (2 * inner + 2 * state + 80) + 5 * (inner + 2 * state) + 3 * 80 + inner + inner * h
+    assert parameters(hybrid.mamba2())[0] == 50_288 * h + h + 64 * (block + h)
+
+    h, inner, state = 4096, 8192, 8 * 128
+    block = h * (2 * inner + 2 * state + 128) + 5 * (inner + 2 * state) + 3 * 128 + inner
+    block += inner * h
+    attention = h * (32 + 2 * 8) * 128 + 32 * 128 * h
+    blocks = 24 * block + 24 * 2 * h * 21_504 + 4 * attention
+    assert parameters(hybrid.nemotron_h())[0] == 2 * 131_072 * h + h + 52 * h + blocks
+
+
+def test_smaller_models_of_the_same_kind():
+    small = hybrid.qwen3_next(num_layers=6, hidden_size=32, vocab_size=50, mtp_num_layers=1)
+    assert (small.pattern, small.mtp_pattern) == ("GEGEGE*EGEGE", "*E")
+    assert small.problems() == []
+    assert hybrid.mamba2(num_layers=3, hidden_size=128, vocab_size=50).mamba.num_heads == 4
+    assert hybrid.nemotron_h(pattern="M-*-", vocab_size=50).blocks == "M-*-"

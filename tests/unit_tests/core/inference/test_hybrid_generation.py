@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference.batch_cache import BatchCache
@@ -80,6 +81,12 @@ def recurrent(model: GPTModel) -> list[RecurrentMixer]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
 @pytest.fixture(scope="module")
 def model() -> GPTModel:
     return make_model()
@@ -130,7 +137,7 @@ def assert_fed_as_whole(
     model: GPTModel, rows: list[torch.Tensor], ways: Iterable[list[int]]
 ) -> None:
     """Feed rows in so many columns at a time, in several ways; compare with whole rows."""
-    with one_thread(), nan_memory(), torch.no_grad():
+    with nan_memory(), torch.no_grad():
         whole = [model.logits(tokens[None])[:, 0] for tokens in rows]
         for steps in ways:
             got, _ = fed(model, rows, steps)
@@ -218,6 +225,26 @@ def test_padding_that_is_no_number_reaches_no_token(model: GPTModel) -> None:
             assert torch.equal(clean[:2], other[:2])
 
 
+def test_prompts_in_parts_need_the_activations_of_a_part(model: GPTModel) -> None:
+    (request,) = requests([tuple(text(60).tolist())])
+    found = {}
+    for chunk in (None, 4):
+        made: list[int] = []
+
+        def watch(_, __, out: object, made: list[int] = made) -> None:
+            made += [one.numel() for one in (out if isinstance(out, tuple) else (out,))]
+
+        options = {"sampling": GREEDY, "max_new_tokens": 1, "prefill_chunk_tokens": chunk}
+        hook = register_module_forward_hook(watch)
+        try:
+            generate(model, [request], **options)
+        finally:
+            hook.remove()
+        found[chunk] = max(made)
+    assert found[None] == 60 * 2 * 40  # up and gate of an MLP
+    assert found[4] == 4 * 2 * 40
+
+
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_a_padded_batch_equals_each_prompt_alone(
@@ -226,7 +253,7 @@ def test_a_padded_batch_equals_each_prompt_alone(
     # Slots that other sequences have had, two more than there are rows.
     states = StateCache(len(PROMPTS) + 2)
     first = {"max_new_tokens": 2, "sampling": RANDOM, "states": states}
-    with one_thread(), nan_memory():
+    with nan_memory():
         generate(model, requests([text(9, i) for i in range(5)]), **first)
         for buffer in states._buffers.values():
             buffer.fill_(math.nan)  # what ended sequences leave counts for nothing

@@ -7,10 +7,15 @@ The formulas, and their letters, are those of `reference`.
 from __future__ import annotations
 
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
 from megatron.core.ops.recurrence import RecurrenceInputs
+
+# What has faded below this is nothing beside the rounding of what has not. Products of two such
+# numbers would be denormal, which processors multiply a hundred times slower.
+SMALLEST_EXPONENT = MappingProxyType({torch.float32: -40.0, torch.float64: -300.0})
 
 
 class Block:
@@ -43,9 +48,9 @@ class Block:
         self.key.copy_(grids.key.transpose(1, 2))
         self.value = _heads(grids.value, dtype)  # [m, H, C, V]
         self.beta = _heads(grids.strength, dtype)  # [m, H, C]
-        total = _heads(grids.decay, dtype).cumsum(-1)  # G
-        self.total, self.growth = total, total.exp()  # Γ
-        self.left = (total[..., -1:] - total).exp_()  # e
+        total = _heads(grids.decay, torch.float64).cumsum(-1)  # G; of few numbers
+        self.total, self.growth = total, _power(total.to(dtype, copy=True))  # Γ
+        self.left = _power((total[..., -1:] - total).to(dtype))  # e
         self._inverse, self._is_solved = inverse, is_solved
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,26 +65,43 @@ class Block:
 
     @cached_property
     def falls(self) -> torch.Tensor:
-        """D [m, H, C, C]; masked before the exponential, which would be infinite above."""
-        above = self.total.new_full((self.size, self.size), -torch.inf).triu_(1)
-        return (self.total[..., None] - self.total[..., None, :]).add_(above).exp_()
+        """D [m, H, C, C]; masked before the exponential, which would be infinite above.
 
-    def _products(self, left: torch.Tensor) -> torch.Tensor:
-        """Return (left Kᵀ) ∘ D [m, H, C, C] for left [m, G, C, K]."""
-        found = product(left, self.key.mT)[:, :, None] * self.by_group(self.falls)
-        return found.flatten(1, 2)
+        A difference of two large sums has their rounding, so a sum is given in two parts, and the
+        larger parts are subtracted first, which is exact where it matters.
+        """
+        sums = self.total.flatten(0, 1)  # [m · H, C]
+        large = sums.to(self.beta.dtype)
+        small = (sums - large).to(large.dtype)
+        ones = torch.ones_like(large)
+        above = large.new_full((self.size, self.size), -torch.inf).triu_(1)
+        found = torch.baddbmm(
+            above.expand(len(large), -1, -1),
+            torch.stack([large, ones, small, ones], -1),
+            torch.stack([ones, -large, ones, -small], -2),
+        )
+        return _power(found).view(*self.beta.shape, self.size)
+
+    @cached_property
+    def raw(self) -> torch.Tensor:
+        """[Q Kᵀ ; K Kᵀ] [m, G, 2C, C]."""
+        return product(self.pair, self.key.mT)
+
+    def _faded(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return raw ∘ D [m, H, C, C] for raw [m, G, C, C]."""
+        return (raw[:, :, None] * self.by_group(self.falls)).flatten(1, 2)
 
     @cached_property
     def seen(self) -> torch.Tensor:
         """P [m, H, C, C]."""
-        return self._products(self.query)
+        return self._faded(self.raw[:, :, : self.size])
 
     @cached_property
     def inverse(self) -> torch.Tensor:
         """T [m, H, C, C]."""
         if self._is_solved:
             return self._inverse
-        lower = self._products(self.key).mul_(self.beta[..., None])
+        lower = self._faded(self.raw[:, :, self.size :]).mul_(self.beta[..., None])
         identity = torch.eye(self.size, dtype=lower.dtype, device=lower.device)
         # Of `lower` only what is below the diagonal is read.
         return torch.linalg.solve_triangular(
@@ -150,23 +172,30 @@ class Block:
             ends: the gradients of those behind them.
         """
         size, beta = self.size, self.beta[..., None]
-        changes = torch.baddbmm(*(_flat(self.written_values, self.minus_read, starts)))
+        changes = torch.baddbmm(*_flat(self.written_values, self.minus_read, starts))
         changes = changes.view(self.value.shape)  # V'
         grad, x = pulls.split(size, 2)
         pulled = add_product_(product(self.seen.mT, grad), self.written, ends)  # dV'
         x.copy_(product(self.inverse.mT, pulled))
-        reads, within = self._pulled(pulls, changes, starts)
+        reads = product(pulls, starts.mT)  # of states
+        reads.unflatten(2, (2, size)).mul_(self.growth[:, :, None, :, None])
         along = (self.by_group(reads) * self.pair[:, :, None]).sum(-1).flatten(1, 2)
         along_query, along_key = along.split(size, -1)
+        within = product(pulls, changes.mT)  # [Z ; N]
+        halves = within.unflatten(2, (2, size)).mul_(self.falls[:, :, None])
+        halves[:, :, 1].diagonal(0, -2, -1).zero_()
+        pairs = (self.by_group(within) * self.raw[:, :, None]).flatten(1, 2)
+        grad_beta = (x * self.value).sum(-1).sub_(along_key).sub_(pairs[:, :, size:].sum(-1))
+        # The heads of a group stand above each other.
+        rows = reads.view(-1, self.shared * 2 * size, self.keys)
+        rows.baddbmm_(within.view(*rows.shape[:2], size), self.key.flatten(0, 1))
         grad_query, faded = reads.split(size, 2)  # dQ, f
-        within[:, :, size:].mul_(beta.neg())
         written = product(changes, ends.mT).mul_(self.left[..., None])  # e V' dSᵀ
-        keys = self.shared_by(self.key)
-        at_end = (written * keys).sum((-2, -1))
-        at_end += (starts * ends).sum((-2, -1)).mul_(self.growth[..., -1])
+        left = (written * self.shared_by(self.key)).sum(-1)
+        grad_decay = self._decay_gradient(along_query - along_key * self.beta, pairs, left)
+        grad_decay += (starts * ends).sum((-2, -1)).mul_(self.growth[..., -1])[..., None]
+        within[:, :, size:].mul_(beta.neg())
         add_product_(written, within.mT, self.shared_by(self.pair))  # w
-        grad_total = along_query - along_key * self.beta - (written * keys).sum(-1)
-        grad_total[..., -1] += at_end
         grad_key = written.addcmul_(faded, beta, value=-1)
         if self.shared > 1:
             grad_query, grad_key = (self.by_group(y).sum(2) for y in (grad_query, grad_key))
@@ -174,24 +203,33 @@ class Block:
             query=grad_query * self.scale,
             key=grad_key,
             value=x * beta,
-            decay=grad_total.flip(-1).cumsum(-1).flip(-1),
-            strength=(x * self.value).sum(-1).sub_(along_key),
+            decay=grad_decay,
+            strength=grad_beta,
         )
 
-    def _pulled(
-        self, pulls: torch.Tensor, changes: torch.Tensor, starts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [dQ ; f] [m, H, 2C, K] and [Z ; N] [m, H, 2C, C]."""
-        size = self.size
-        within = product(pulls, changes.mT)
-        halves = within.unflatten(2, (2, size)).mul_(self.falls[:, :, None])
-        halves[:, :, 1].diagonal(0, -2, -1).zero_()
-        reads = product(pulls, starts.mT)
-        reads.unflatten(2, (2, size)).mul_(self.growth[:, :, None, :, None])
-        # The heads of a group stand above each other.
-        rows = reads.view(-1, self.shared * 2 * size, self.keys)
-        rows.baddbmm_(within.view(*rows.shape[:2], size), self.key.flatten(0, 1))
-        return reads, within
+    def _decay_gradient(
+        self, reads: torch.Tensor, pairs: torch.Tensor, left: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what decays between tokens, the first state and the last state contribute.
+
+        Only terms that a decay acts on are added up, each once: a difference of larger sums would
+        leave their rounding, which is more than the gradient of a strong decay.
+
+        Args:
+            reads: [m, H, C], of token i reading the first state: acted on by decays up to i.
+            pairs: [m, H, 2C, C], of i reading what j wrote, by queries and keys: those from j + 1
+                to i. It is overwritten.
+            left: [m, H, C], of what j wrote and is left at the end: those from j + 1 on.
+        """
+        by_query, by_key = pairs.split(self.size, 2)
+        by_query.addcmul_(by_key, self.beta[..., None], value=-1)  # [i, j]
+        behind = by_query.new_ones((self.size, self.size)).triu_()  # [t, i]: i >= t
+        flat = by_query.flatten(0, 1)
+        over = torch.bmm(behind.expand(flat.shape), flat)  # [t, j]
+        over.mul_(behind.new_ones(behind.shape).tril_(-1))  # j < t
+        found = over.sum(-1).view(reads.shape).add_(reads.flip(-1).cumsum(-1).flip(-1))
+        found[..., 1:] += left.cumsum(-1)[..., :-1]
+        return found
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -204,6 +242,12 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """Add the product of two batches of matrices to a third in place; return it."""
     total.flatten(0, 1).baddbmm_(*_flat(left, right))
     return total
+
+
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    """Return exp of exponents at most 0, in place; zero for those below `SMALLEST_EXPONENT`."""
+    floor = SMALLEST_EXPONENT[exponent.dtype]
+    return torch.threshold_(exponent, floor, -torch.inf).exp_()
 
 
 def _flat(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -18,10 +18,11 @@ gradients dS of the states behind the chunks, with V' = U - W S what the tokens 
     dQ = Γ dO Sᵀ + Z K              f = Γ x Sᵀ + N K
     dK = w - β f                    w = Zᵀ Q - (B N)ᵀ K + e V' dSᵀ
     dV = β x                        dβ = x · v - f · k
-    dG = Q · dQ - k · (β f + w)     and <S_next, dS> on top at the last token of a chunk
 
--β f is the gradient of a key where it reads the state, w where it writes to it. G scales queries
-and keys that read by exp(G), keys that write by exp(-G): so its gradient needs no C x C sums.
+-β f is the gradient of a key where it reads the state, w where it writes to it. A decay acts on
+whatever is read behind it and was written before it, and its gradient is the sum of these terms.
+It could be had from Q · dQ and K · dK alone, but by differences of sums that no decay acts on:
+their rounding is more than the gradient of a strong decay.
 """
 
 from __future__ import annotations

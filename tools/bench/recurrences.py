@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers, forward and backward, against transformers' torch path.
+
+python -m tools.bench.recurrences                             every layer
+python -m tools.bench.recurrences --threads 1 --clock cpu     where others use the machine too
+python -m tools.bench.recurrences --profile delta-2x4         where our time goes, by operator
+
+2,048 tokens, 256 hidden features, fp32. Both sides have the same weights and inputs and take turns
+in one process; before the race their outputs and all gradients are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from megatron.core.backend import LOCAL
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.initialize import InitSpec
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.ssm import GatedDeltaNetConfig
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.tensor_parallel import TensorParallelRegion
+from megatron.core.transformer import LayerBuild, NormConfig
+from megatron.core.weight_gather import WeightStore
+from tools.bench.table import Row, format_table
+
+TOKENS, HIDDEN = 2048, 256
+#: Largest difference over largest value, in fp32. transformers' gradients of strong decays, and so
+#: of A_log, are off by up to 4e-4: it takes differences of large sums. All others agree to 1e-5.
+BOUND = 1e-3
+CLOCKS = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
+Results = dict[str, torch.Tensor]
+
+
+class OurLayer:
+    """One of our mixers and its gradient buffers.
+
+    Args:
+        mixer: the class.
+        config: its shape.
+    """
+
+    def __init__(self, mixer: type[nn.Module], config: object) -> None:
+        groups = ProcessGroupCollection.single()
+        self.store = WeightStore(groups, seed=1, dtype=torch.float32)
+        build = LayerBuild(
+            store=self.store,
+            region=TensorParallelRegion(groups["tp"]),
+            backend=LOCAL,
+            hidden_size=HIDDEN,
+            init=InitSpec.normal(0.05),
+            output_init=InitSpec.normal(0.05),
+            context=ContextParallel(group=groups["cp"]),
+        )
+        self.config = config
+        with self.store.unit("m"):
+            self.layer = mixer("m", config=config, norm=NormConfig(epsilon=1e-6), build=build)
+        strategy = DataParallelConfig(strategy="no_shard")
+        self.store.materialize(strategy.storage())
+        self.engine = DataParallel(self.store, groups, config=strategy)
+        source = torch.Generator().manual_seed(2)
+        self.x = torch.randn(TOKENS, 1, HIDDEN, generator=source).requires_grad_()
+        self.pull = torch.randn(TOKENS, 1, HIDDEN, generator=source)
+        self.layout = SequenceLayout.dense(TOKENS)
+
+    def __call__(self) -> torch.Tensor:
+        """Run forward and backward and reduce the gradients; return the output."""
+        self.x.grad = None
+        self.engine.begin_step()
+        out = self.layer(self.x, self.layout)
+        self.engine.accumulate(last=True)
+        out.backward(self.pull)
+        self.engine.finish()
+        return out
+
+    def weights(self) -> Results:
+        """Return the local weights by name."""
+        return {name: handle.get() for name, handle in self.store.handles.items()}
+
+    def results(self) -> Results:
+        """Return the output and every gradient of a step."""
+        out = self().detach()
+        handles = self.store.handles.items()
+        slots = {name: handle.slot for name, handle in handles if handle.slot is not None}
+        assert self.x.grad is not None
+        return {"output": out, "input": self.x.grad, **slots}
+
+
+class TheirLayer:
+    """A layer of transformers with our inputs.
+
+    Args:
+        module: the layer, its weights already ours.
+        ours: whose inputs to take.
+        named: gives the gradients of its weights our names and shapes.
+    """
+
+    def __init__(
+        self, module: nn.Module, ours: OurLayer, named: Callable[[nn.Module], Results]
+    ) -> None:
+        self.module, self._named = module, named
+        self.x = ours.x.detach().transpose(0, 1).contiguous().requires_grad_()
+        self.pull = ours.pull.transpose(0, 1).contiguous()
+
+    def __call__(self) -> torch.Tensor:
+        """Run forward and backward; return the output."""
+        self.module.zero_grad(set_to_none=True)
+        self.x.grad = None
+        out = self.module(self.x)
+        out.backward(self.pull)
+        return out
+
+    def results(self) -> Results:
+        """Return what `OurLayer.results` does."""
+        out = self().detach().transpose(0, 1)
+        assert self.x.grad is not None
+        gradients = self._named(self.module)
+        return {"output": out, "input": self.x.grad.transpose(0, 1), **gradients}
+
+
+def check(ours: OurLayer, theirs: TheirLayer) -> None:
+    """Raise ValueError unless both compute the same."""
+    mine, other = ours.results(), theirs.results()
+    if mine.keys() != other.keys():
+        raise ValueError(f"compared {sorted(mine)} with {sorted(other)}")
+    for name, tensor in mine.items():
+        wanted = other[name].view_as(tensor)
+        error = float((tensor - wanted).abs().max() / wanted.abs().max())
+        if not error <= BOUND:
+            raise ValueError(f"{name}: error {error:.2g} > {BOUND}: the race is void")
+
+
+def delta(key_heads: int, value_heads: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
+    """Make a gated delta net of K = V = 64, and that of Qwen3-Next in transformers."""
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    config = GatedDeltaNetConfig(
+        num_key_heads=key_heads, num_value_heads=value_heads, key_channels=64, value_channels=64
+    )
+    ours = OurLayer(GatedDeltaNet, config)
+    module = Qwen3NextGatedDeltaNet(
+        Qwen3NextConfig(
+            hidden_size=HIDDEN,
+            linear_num_key_heads=key_heads,
+            linear_num_value_heads=value_heads,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+        ),
+        0,
+    )
+    keys, shared = 64, value_heads // key_heads
+    values = shared * 64
+    gates = (2 * keys + values, 2 * shared)  # where betas and alphas stand among a head's rows
+
+    def channels(by_head: torch.Tensor) -> torch.Tensor:
+        """Return rows [q of all | k of all | v of all] from those head after head."""
+        parts = by_head.view(key_heads, -1, *by_head.shape[1:]).split([keys, keys, values], 1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    def heads(by_part: torch.Tensor) -> torch.Tensor:
+        """Undo `channels`."""
+        parts = by_part.split([key_heads * size for size in (keys, keys, values)])
+        by_head = [part.view(key_heads, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(by_head, 1).flatten(0, 1)
+
+    weights = ours.weights()
+    fused = weights["m.input.weight"].view(key_heads, -1, HIDDEN)
+    begin, end = gates[0], gates[0] + gates[1]
+    given = {
+        "in_proj_qkvz.weight": torch.cat([fused[:, :begin], fused[:, end:]], 1).flatten(0, 1),
+        "in_proj_ba.weight": fused[:, begin:end].flatten(0, 1),
+        "conv1d.weight": channels(weights["m.conv.weight"]),
+        "A_log": weights["m.A_log"],
+        "dt_bias": weights["m.dt_bias"],
+        "norm.weight": weights["m.output_norm.weight"],
+        "out_proj.weight": weights["m.output.weight"],
+    }
+    module.load_state_dict(given)
+
+    def named(module: nn.Module) -> Results:
+        found = {name: weight.grad for name, weight in module.named_parameters()}
+        wide = found["in_proj_qkvz.weight"].view(key_heads, -1, HIDDEN)
+        small = found["in_proj_ba.weight"].view(key_heads, -1, HIDDEN)
+        rows = torch.cat([wide[:, :begin], small, wide[:, begin:]], 1)
+        return {
+            "m.input.weight": rows,
+            "m.conv.weight": heads(found["conv1d.weight"]),
+            "m.A_log": found["A_log"],
+            "m.dt_bias": found["dt_bias"],
+            "m.output_norm.weight": found["norm.weight"],
+            "m.output.weight": found["out_proj.weight"],
+        }
+
+    return ours, {"Qwen3-Next": TheirLayer(module, ours, named)}
+
+
+#: What makes our layer and its peers, by name, and what the ratio to the fastest must be.
+RACES: Mapping[str, tuple[Callable[[], tuple[OurLayer, dict[str, TheirLayer]]], str]] = (
+    MappingProxyType(
+        {
+            "delta-2x4": (lambda: delta(2, 4), ">= 4.0"),
+            "delta-4x4": (lambda: delta(4, 4), ">= 4.0"),
+        }
+    )
+)
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Return the seconds of every round of each step; the order rotates."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for index in range(rounds + 2):
+        turn = index % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            start = clock()
+            steps[name]()
+            if index >= 2:  # the first rounds warm up
+                found[name].append(clock() - start)
+    return found
+
+
+def compare(race: str, rounds: int, *, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
+    """Race one layer: a row for each peer."""
+    make, target = RACES[race]
+    ours, peers = make()
+    for theirs in peers.values():
+        check(ours, theirs)
+    seconds = take_turns({"ours": ours, **peers}, rounds, clock)
+    mine = seconds.pop("ours")
+    fastest = min(seconds, key=lambda name: statistics.median(seconds[name]))
+    return [
+        Row(
+            bench="recurrences",
+            what=f"{race}: ms of forward and backward / transformers' {name}",
+            ours=1e3 * statistics.median(mine),
+            peer=1e3 * statistics.median(theirs),
+            ratio=statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
+            target=target if name == fastest else "",
+        )
+        for name, theirs in seconds.items()
+    ]
+
+
+def profile(race: str) -> str:
+    """Return the table of a profile of ten of our steps."""
+    ours, _ = RACES[race][0]()
+    for _ in range(3):
+        ours()
+    with torch.profiler.profile() as found:
+        for _ in range(10):
+            ours()
+    return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+
+
+def rows(quick: bool) -> list[Row]:
+    """Measure every layer."""
+    return [row for race in RACES for row in compare(race, 7 if quick else 21)]
+
+
+def main() -> None:
+    """Measure what was asked for and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--race", nargs="+", choices=list(RACES), default=list(RACES))
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
+    parser.add_argument("--profile", choices=list(RACES))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.profile is not None:
+        print(profile(arguments.profile))
+        return
+    clock = CLOCKS[arguments.clock]
+    found = [row for race in arguments.race for row in compare(race, arguments.rounds, clock=clock)]
+    print(format_table(found))
+
+
+if __name__ == "__main__":
+    main()

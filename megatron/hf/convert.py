@@ -84,6 +84,7 @@ def import_model(config: ImportConfig) -> None:
     from megatron.hf.folder import open_folder
     from megatron.hf.import_folder import import_folder
     from megatron.hf.model_config import DTYPES, read_folder
+    from megatron.hf.read_weights import left_out
 
     try:
         folder = open_folder(
@@ -97,6 +98,8 @@ def import_model(config: ImportConfig) -> None:
     dtype = None if config.dtype is None else DTYPES[config.dtype]
     checkpoint = import_folder(folder, model, config.save, dtype=dtype)
     print(f"imported {config.hf} as {checkpoint}", flush=True)
+    if (line := left_out(folder, model)) is not None:
+        print(line, flush=True)
     if config.verify:
         _verify(checkpoint, Path(config.hf), dtype)
 

@@ -163,7 +163,8 @@ def _hybrid_options(config: GPTConfig) -> dict[str, Any]:
             "add-mamba-bias": mamba.bias,
         }
         if mamba.dt_limit != (0.0, math.inf):
-            found["mamba-dt-limit"] = mamba.dt_limit
+            least, most = mamba.dt_limit
+            found["mamba-dt-limit"] = (least,) if most == math.inf else (least, most)
     return found
 
 

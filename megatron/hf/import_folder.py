@@ -160,7 +160,10 @@ def _extra(
     model: HuggingFaceModel, tokenizer: dict[str, Any], dtypes: set[torch.dtype]
 ) -> dict[str, Any]:
     """Return what the checkpoint says about itself: as training does, but for its progress."""
-    options = model_options(model)
+    options = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in model_options(model).items()
+    }
     if tokenizer["type"] is not None:
         options["tokenizer-type"] = tokenizer["type"]
         options["tokenizer-model"] = tokenizer["model"]

@@ -27,6 +27,11 @@ class Part(NamedTuple):
     our_offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def whole(self) -> Box:
+        """All of this part, counted from its first element."""
+        return Box((0,) * len(self.sizes), self.sizes)
+
     def in_theirs(self, box: Box) -> Box:
         """Return a box that counts from this part's first element as one of their tensor."""
         return _placed(box, self.their_offsets)
@@ -37,7 +42,7 @@ class Part(NamedTuple):
 
     def common(self, ours: Box) -> Box | None:
         """Return what a box of our tensor has of this part, counted from its first element."""
-        whole = self.in_ours(Box((0,) * len(self.sizes), self.sizes))
+        whole = self.in_ours(self.whole)
         found = intersect(whole, ours)
         if found is None:
             return None

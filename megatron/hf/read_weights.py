@@ -52,7 +52,7 @@ def check_tensors(
     problems += [
         f"{name} has no place in the model"
         for name in opened
-        if name not in known and not _DERIVED.fullmatch(name)
+        if name not in known and not _DERIVED.fullmatch(name) and not _is_left_out(name, model)
     ]
     if problems:
         more = len(problems) - MAX_PROBLEMS
@@ -61,6 +61,21 @@ def check_tensors(
             f"{'; '.join(problems[:MAX_PROBLEMS])}{f'; and {more} more' if more > 0 else ''}"
         )
     return mapped
+
+
+def left_out(folder: HuggingFaceFolder, model: HuggingFaceModel) -> str | None:
+    """Return a line about the tensors of a folder that are passed over; None if all are read."""
+    count = sum(_is_left_out(name, model) for name in folder.files)
+    if not count:
+        return None
+    return (
+        f"left out {count} tensors under {model.kind.left_out}, layers of further prediction that "
+        f"{model.kind.class_name} has no part for"
+    )
+
+
+def _is_left_out(name: str, model: HuggingFaceModel) -> bool:
+    return model.kind.left_out is not None and name.startswith(model.kind.left_out)
 
 
 class _Read(NamedTuple):

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing import CheckpointError, load_checkpoint, r
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
+from megatron.hf.architectures import NEMOTRON_H
 from megatron.training.checkpoint_io import weight_chunks
 
 #: Largest difference between two logits in fp32.
@@ -47,8 +48,13 @@ def compare_logits(checkpoint: Path, folder: Path, *, dtype: torch.dtype | None 
         load_checkpoint(checkpoint, chunks, convert_dtype=True)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
+    described = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    if described.model_type == NEMOTRON_H.model_type:
+        # Up to 5.23 this is taken for the floor of dt, which is the limit's least.
+        described.time_step_min = described.time_step_limit[0]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         str(folder),
+        config=described,
         dtype=torch.float32,
         local_files_only=True,
         use_safetensors=True,

@@ -102,11 +102,98 @@ EXPERT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 CASES = {**DENSE_CASES, **EXPERT_CASES}
 
+#: The same of hybrids: two value heads a key head, a quarter of 16 features that rotate.
+QWEN3_NEXT: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 22,
+    "shared_expert_intermediate_size": 14,
+}
+_MAMBA: dict[str, Any] = {"n_groups": 3, "layer_norm_epsilon": 1e-3}
+_NEMOTRON: dict[str, Any] = {
+    **_MAMBA,
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 7,
+    "ssm_state_size": 9,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 22,
+    "moe_shared_expert_intermediate_size": 26,
+    "routed_scaling_factor": 1.7,
+    "time_step_min": 1e-30,  # else transformers bounds steps by it, and not by their limit
+}
+HYBRID_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "qwen3next": ("Qwen3Next", QWEN3_NEXT),
+    "qwen3next-mixed-biases": (
+        "Qwen3Next",
+        {
+            **QWEN3_NEXT,
+            "layer_types": ["full_attention", *["linear_attention"] * 2],
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "linear_num_value_heads": 2,
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "mamba2": ("Mamba2", {**_MAMBA, "num_heads": 12, "head_dim": 8, "state_size": 9}),
+    "mamba2-tied-biases": (
+        "Mamba2",
+        {
+            **_MAMBA,
+            "num_heads": 6,
+            "head_dim": 16,
+            "n_groups": 1,
+            "state_size": 9,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": True,
+            "time_step_limit": (0.1, 1.5),
+        },
+    ),
+    "nemotronh": ("NemotronH", {**_NEMOTRON, "hybrid_override_pattern": "ME*M-"}),
+    "nemotronh-groups": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "mamba", "attention"],
+            "n_group": 4,
+            "topk_group": 2,
+            "use_bias": True,
+            "norm_topk_prob": False,
+        },
+    ),
+    "nemotronh-dense": (
+        "NemotronH",
+        {**_NEMOTRON, "hybrid_override_pattern": "M-*-", "mlp_bias": True},
+    ),
+}
+#: Classes whose weights are smaller: a recurrence that is normalised magnifies rounding.
+HYBRIDS = frozenset(kind for kind, _ in HYBRID_CASES.values())
+
+
+def _center(kind: str, name: str) -> float:
+    """Return where the elements of a weight of one dimension lie around."""
+    if name.endswith("A_log"):
+        return -4.0  # a state that lasts from chunk to chunk
+    plain = kind != "Qwen3Next" or name.endswith(("linear_attn.norm.weight", "dt_bias"))
+    return 1.0 if plain else 0.0  # a norm's distance from one
+
 
 def make_model(case: str, **changes: Any) -> Any:
     """Build a model of transformers with every weight, norms and biases included, random."""
     transformers = pytest.importorskip("transformers")
-    kind, extra = CASES[case]
+    kind, extra = {**CASES, **HYBRID_CASES}[case]
     # Llama's own check wants hidden_size to divide by the heads; head_dim is another number.
     config = {
         "vocab_size": VOCABULARY,
@@ -124,6 +211,8 @@ def make_model(case: str, **changes: Any) -> Any:
         **extra,
         **changes,
     }
+    if kind == "NemotronH":
+        del config["num_hidden_layers"]
     made = getattr(transformers, f"{kind}Config")(**config)
     made._attn_implementation = made._experts_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
@@ -131,9 +220,13 @@ def make_model(case: str, **changes: Any) -> Any:
     with torch.no_grad():
         buffers = dict(model.named_buffers())
         biases = (t for name, t in buffers.items() if name.endswith("e_score_correction_bias"))
-        for weight in (*model.parameters(), *biases):
-            center = 1.0 if weight.ndim == 1 else 0.0
-            weight.copy_(center + 0.3 * torch.randn(weight.shape, generator=generator))
+        named = [*model.named_parameters(), *(("", bias) for bias in biases)]
+        for name, weight in named:
+            center = _center(kind, name) if weight.ndim == 1 else 0.0
+            weight.copy_(
+                center
+                + (0.2 if kind in HYBRIDS else 0.3) * torch.randn(weight.shape, generator=generator)
+            )
     return model
 
 

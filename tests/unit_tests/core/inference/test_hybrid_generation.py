@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,19 +45,23 @@ CONFIG = GPTConfig(
     delta_net=GatedDeltaNetConfig(
         num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
     ),
-    mamba=Mamba2Config(num_heads=4, head_channels=7, state_channels=3, num_groups=2),
+    mamba=Mamba2Config(num_heads=4, head_channels=7, state_channels=3),  # one group for two ranks
     init_std=0.5,
 )
 #: Numbers that a slot keeps: of the delta net, of Mamba-2.
 DELTA = {"conv": 3 * (2 * (6 + 6 + 2 * 5)), "state": 4 * 6 * 5}
-MAMBA = {"conv": 3 * (4 * 7 + 2 * 2 * 3), "state": 4 * 3 * 7}
+MAMBA = {"conv": 3 * (4 * 7 + 2 * 3), "state": 4 * 3 * 7}
+#: Of them, those that all ranks have: rows of B and C.
+SHARED = 3 * 2 * 3
 
 
 def make_model(
-    dtype: torch.dtype = torch.float64, groups: ProcessGroupCollection | None = None
+    dtype: torch.dtype = torch.float64,
+    groups: ProcessGroupCollection | None = None,
+    config: GPTConfig = CONFIG,
 ) -> GPTModel:
     """Return the model, sweeping in short chunks, with every weight off its initial value."""
-    model = GPTModel(CONFIG, groups or ProcessGroupCollection.single(), dtype=dtype)
+    model = GPTModel(config, groups or ProcessGroupCollection.single(), dtype=dtype)
     for handle in model.store.handles.values():
         for held in model.store.held(handle):
             box = held.box
@@ -151,6 +156,17 @@ def test_a_prompt_cut_anywhere_and_decoding_are_the_whole_sequence(model: GPTMod
     ways = [[cut, 17 - cut, 1, 1, 1] for cut in range(1, 2 * CHUNK)]
     ways += [[3, 1, 1, 7, 2, 1, 5], [1] * LENGTH]
     assert_fed_as_whole(model, rows, ways)
+
+
+@pytest.mark.parametrize("width", [1, 2, 6])
+def test_convolutions_of_other_widths_go_on_as_well(width: int) -> None:
+    config = replace(
+        CONFIG,
+        delta_net=replace(CONFIG.delta_net, conv_width=width),
+        mamba=replace(CONFIG.mamba, conv_width=width, bias=True, conv_bias=False),
+    )
+    ways = [[cut, 10 - cut, 1, 1] for cut in (1, 3, 6)]
+    assert_fed_as_whole(make_model(config=config), [text(12), text(5, 1)], ways)
 
 
 @pytest.mark.slow
@@ -298,10 +314,11 @@ def generate_on_a_rank(rank: int, world: int) -> tuple[list[list[Completion]], i
 
 def test_tensor_parallel_ranks_generate_what_one_process_does(model: GPTModel) -> None:
     ranks = run_ranks(generate_on_a_rank, 2)
-    whole = (len(PROMPTS) + 1) * (sum(DELTA.values()) + sum(MAMBA.values())) * 8
+    numbers = sum(DELTA.values()) + sum(MAMBA.values())
+    half = (len(PROMPTS) + 1) * ((numbers - SHARED) // 2 + SHARED) * 8
     for found, num_bytes in ranks:
         assert found == ranks[0][0]
-        assert num_bytes == whole // 2  # heads are cut, and their states with them
+        assert num_bytes == half  # heads are cut, and their states with them
     for got, params in zip(ranks[0][0], (GREEDY, RANDOM), strict=True):
         options = {"max_new_tokens": 9, "sampling": params, "stop_tokens": (STOP,)}
         expected = generate(model, requests(), **options)

@@ -63,7 +63,7 @@ class Sweep:
 
         Args:
             block: which m chunks; blocks follow each other.
-            transition: M [m, H, K, K], or [m, H, 1, 1] where it only scales.
+            transition: M [m, H, K, K], or [m, ..., 1] where it only scales.
             added: X [m, H, K, V]; None adds nothing.
         """
         states, steps = self._states, self._steps
@@ -127,7 +127,10 @@ class SweepBack:
                 out = grads[before + part.start : before + part.stop]
             else:
                 out = self._first[part]
-            _affine(transition[inside].mT, grads[here], added[inside], out)
+            turned = transition[inside]
+            if turned.shape[-1] > 1:
+                turned = turned.mT
+            _affine(turned, grads[here], added[inside], out)
 
     def first(self) -> torch.Tensor:
         """Return the gradient of the first states [N, H, K, V], by sequence."""
@@ -142,9 +145,10 @@ def _affine(
 ) -> None:
     """Write M · S + X to `out`: of [m, H, K, V], from M [m, H, K, K] or [m, H, 1, 1]."""
     if transition.shape[-1] == 1:
-        torch.mul(transition, state, out=out)
-        if added is not None:
-            out.add_(added)
+        if added is None:
+            torch.mul(transition, state, out=out)
+        else:
+            torch.addcmul(added, transition, state, out=out)
         return
     left, right, found = transition.flatten(0, 1), state.flatten(0, 1), out.flatten(0, 1)
     if added is None:

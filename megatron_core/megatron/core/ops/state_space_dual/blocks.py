@@ -98,7 +98,7 @@ def _elements(value: torch.Tensor) -> int:
 def blocks(
     buffers: int, dtype: torch.dtype, value: torch.Tensor, *others: torch.Tensor
 ) -> Iterator[tuple]:
-    """Yield a `Scratch` that all share and the parts of each block.
+    """Yield where each block is, a `Scratch` that all share, and the block's parts.
 
     Args:
         buffers: that the scratch has.
@@ -107,27 +107,25 @@ def blocks(
         others: [n, ...].
     """
     most = ELEMENTS_IN_CACHE if value.device.type == "cpu" else ELEMENTS_ELSEWHERE
-    chunks = max(1, most // max(1, _elements(value)))
-    if value.shape[0]:
-        scratch = Scratch(value[:chunks], buffers, dtype)
-        for block in zip(*(x.split(chunks) for x in (value, *others)), strict=True):
-            yield scratch, *block
+    size = max(1, most // max(1, _elements(value)))
+    scratch = Scratch(value[:size], buffers, dtype)
+    for first in range(0, value.shape[0], size):
+        block = slice(first, min(first + size, value.shape[0]))
+        yield block, scratch, *(x[block] for x in (value, *others))
 
 
-def written(key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return Kᵀ (scale · x): what the tokens of chunks add to a state, [n, G, K, r, V].
+def by_group(x: torch.Tensor, scale: torch.Tensor, scratch: Scratch, buffer: int) -> torch.Tensor:
+    """Return x [m, C, G, r, V] times scale [m, H, C] as [m, G, C, r, V], in a buffer."""
+    m, size, groups, shared, width = x.shape
+    scale = scale.view(m, groups, shared, size, 1).transpose(2, 3)
+    out = scratch.view(buffer, m, groups, size, shared, width)
+    return torch.mul(x.transpose(1, 2), scale, out=out)
 
-    Args:
-        key: [n, G, C, K].
-        value: x [n, C, G, r, V].
-        scale: [n, H, C].
-    """
-    n, _, groups, shared, width = value.shape
-    states = key.new_empty((n, groups, key.shape[-1], shared, width))
-    for scratch, x, keys, scales, out in blocks(1, key.dtype, value, key, scale, states):
-        columns = _columns(_by_group(x, scales, scratch, 0))
-        torch.bmm(_flat(keys).mT, columns, out=_columns(out))
-    return states
+
+def written(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return Kᵀ x [m, G, K, r, V], what x [m, G, C, r, V] adds to states by keys [m, G, C, K]."""
+    found = torch.bmm(_flat(key).mT, _columns(x))
+    return found.view(*key.shape[:2], key.shape[-1], *x.shape[3:])
 
 
 def read(block: Block, scratch: Scratch, out: torch.Tensor) -> None:
@@ -150,14 +148,14 @@ def differentiate(
 
     Args:
         block: what it reads.
-        scratch: of four buffers.
+        scratch: of five buffers, the last with exp(a) dO [m, G, C, r, V].
         grad: dO [m, C, G, r, V].
         ends: dS [m, G, K, r, V], of the states behind the chunks.
         found: where they go.
     """
     within = _differentiate_within(block, scratch, grad, found)
     _differentiate_behind(block, scratch, ends=ends, within=within, found=found)
-    pulled = _by_group(grad, block.sums.exp(), scratch, 0)
+    pulled = scratch.view(4, *block.query.shape[:3], *block.value.shape[3:])
     _flat(found.query).baddbmm_(_columns(pulled), _columns(block.states).mT)
     before = _products(block.query, block.states, scratch, 1).mul_(pulled)
     found.sums.add_(before.sum(-1).transpose(2, 3).flatten(1, 2))
@@ -207,7 +205,7 @@ def _differentiate_behind(
     torch.addcmul(_by_head(product.sum(-1)), along, left, out=found.strength)
     torch.mul(within, _by_token(strength, groups), out=product)
     torch.addcmul(product, behind, _by_token(reach, groups), out=found.value)
-    wrote = _by_group(value, reach, scratch, 1)
+    wrote = by_group(value, reach, scratch, 1)
     _flat(found.key).baddbmm_(_columns(wrote), _columns(ends).mT)
 
 
@@ -241,14 +239,6 @@ def _products(
     out = scratch.view(buffer, *rows.shape[:3], *states.shape[3:])
     torch.bmm(_flat(rows), _columns(states), out=_columns(out))
     return out
-
-
-def _by_group(x: torch.Tensor, scale: torch.Tensor, scratch: Scratch, buffer: int) -> torch.Tensor:
-    """Return x [m, C, G, r, V] times scale [m, H, C] as [m, G, C, r, V]."""
-    m, size, groups, shared, width = x.shape
-    scale = scale.view(m, groups, shared, size, 1).transpose(2, 3)
-    out = scratch.view(buffer, m, groups, size, shared, width)
-    return torch.mul(x.transpose(1, 2), scale, out=out)
 
 
 def _by_token(x: torch.Tensor, groups: int) -> torch.Tensor:

@@ -33,11 +33,12 @@ from megatron.core.ops.state_space_dual.blocks import (
     Block,
     Gradients,
     blocks,
+    by_group,
     differentiate,
     read,
     written,
 )
-from megatron.core.ops.state_space_dual.scalar_sweep import sweep, sweep_back
+from megatron.core.ops.state_sweep import Sweep, SweepBack
 
 
 @dataclass
@@ -49,7 +50,8 @@ class Prepared:
         chunks: n of them.
         sums: a [n, H, C].
         strength: dt [n, H, C].
-        local: [n, G, K, r, V], what the tokens of each chunk leave in the state; until a sweep.
+        local: [n, G, K, r, V], what the tokens of each chunk leave in the state; from `summary`
+            until a sweep.
         states: [n, G, K, r, V], what each chunk begins with; from a sweep on.
         grad, pulled: an output gradient, and [n, G, K, r, V], that of each chunk's first state from
             it alone; between `state_gradient` and `backward`.
@@ -85,9 +87,24 @@ class Prepared:
         """Return [n, C, G, r, V] from x [t, H, V]."""
         return self.chunks.take(x).unflatten(2, (self.groups, -1))
 
-    def left(self) -> torch.Tensor:
-        """Return exp(a_C - a) [n, H, C]."""
-        return (self.sums[..., -1:] - self.sums).exp_()
+    @property
+    def reach(self) -> torch.Tensor:
+        """exp(a_C - a) dt [n, H, C], how much of a token is left behind the chunk."""
+        return (self.sums[..., -1:] - self.sums).exp_().mul_(self.strength)
+
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """Return what all chunks read, as `Block` has it, without states."""
+        query, key = self.by_group(self.inputs.query), self.by_group(self.inputs.key)
+        return self.by_token(self.inputs.value), query, key, self.sums, self.strength
+
+    def states_or_zeros(self, states: torch.Tensor | None) -> torch.Tensor:
+        """Return [N, G, K, r, V] from states [N, H, K, V], or zeros."""
+        if states is not None:
+            return _by_group(states.to(self.sums.dtype), self.groups)
+        heads, width = self.inputs.value.shape[1:]
+        shared, keys = heads // self.groups, self.inputs.key.shape[-1]
+        shape = (self.chunks.sequence_count, self.groups, keys, shared, width)
+        return self.sums.new_zeros(()).expand(shape)
 
 
 @dataclass(frozen=True)
@@ -113,89 +130,90 @@ class StateSpaceDual:
         self, prepared: Prepared, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        chunks = prepared.chunks
-        if initial is not None:
-            initial = _by_group(initial, prepared.groups)
-        prepared.states, last = sweep(
-            chunks, prepared.gain, added=self._local(prepared), initial=initial
-        )
-        prepared.local = None
-        given = _read_by_blocks(prepared)
-        out = torch.empty(given.value.shape, dtype=given.value.dtype, device=given.value.device)
-        for scratch, *block, part in blocks(3, prepared.sums.dtype, *given, out):
-            read(Block(*block), scratch, part)
-        return chunks.put_back(out.flatten(2, 3)), _by_head(last)
-
-    def _local(self, prepared: Prepared) -> torch.Tensor:
-        """Return what the tokens of each chunk leave in the state; made once."""
-        if prepared.local is None:
-            inputs = prepared.inputs
-            prepared.local = written(
-                prepared.by_group(inputs.key),
-                prepared.by_token(inputs.value),
-                prepared.left().mul_(prepared.strength),
-            )
-        return prepared.local
-
-    def _pulled(self, prepared: Prepared, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of each chunk's first state from outputs of the chunk; made once."""
-        if prepared.pulled is None or prepared.grad is not grad:
-            query = prepared.by_group(prepared.inputs.query)
-            prepared.grad = grad
-            prepared.pulled = written(query, prepared.by_token(grad), prepared.sums.exp())
-        return prepared.pulled
+        chunks, gain, reach = prepared.chunks, prepared.gain, prepared.reach
+        states = Sweep(chunks, prepared.states_or_zeros(initial))
+        given = prepared.read()
+        out = torch.empty(given[0].shape, dtype=given[0].dtype, device=given[0].device)
+        for block, scratch, *parts, target in blocks(3, reach.dtype, *given, out):
+            local = prepared.local
+            if local is None:
+                added = written(parts[2], by_group(parts[0], reach[block], scratch, 0))
+            else:
+                added = local[block]
+            states.through(block, gain[block], added)
+            read(Block(*parts, states.starts[block]), scratch, target)
+        prepared.states, prepared.local = states.starts, None
+        return chunks.put_back(out.flatten(2, 3)), _by_head(states.last())
 
     def summary(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        _, last = sweep(prepared.chunks, prepared.gain, added=self._local(prepared), initial=None)
-        whole = prepared.sums[..., -1:].exp()[..., None]  # [n, H, 1, 1]
-        one = whole.new_ones(()).expand(prepared.chunks.sequence_count, *whole.shape[1:])
-        nothing = whole.new_zeros(()).expand_as(whole)
-        return _by_head(last), sweep(prepared.chunks, whole, added=nothing, initial=one)[1]
+        value, _, key, sums, _ = prepared.read()
+        prepared.local = _added(key, value, prepared.reach)
+        states = Sweep(prepared.chunks, prepared.states_or_zeros(None))
+        states.through(slice(0, prepared.chunks.count), prepared.gain, prepared.local)
+        whole = sums[..., -1:].exp()[..., None]  # [n, H, 1, 1]
+        ones = whole.new_ones(()).expand(prepared.chunks.sequence_count, *whole.shape[1:])
+        transition = Sweep(prepared.chunks, ones)
+        transition.through(slice(0, prepared.chunks.count), whole, None)
+        return _by_head(states.last()), transition.last()
 
     def state_gradient(self, prepared: Prepared, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
-        pulled = self._pulled(prepared, grad)
-        return _by_head(sweep_back(prepared.chunks, prepared.gain, added=pulled, grad_last=None)[1])
+        _, query, _, sums, _ = prepared.read()
+        prepared.grad = grad
+        prepared.pulled = _added(query, prepared.by_token(grad), sums.exp())
+        grads = SweepBack(prepared.chunks, prepared.states_or_zeros(None))
+        grads.through(slice(0, prepared.chunks.count), prepared.gain, prepared.pulled)
+        return _by_head(grads.first())
 
     def backward(
         self, prepared: Prepared, grad: torch.Tensor, grad_last: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
-        inputs, chunks, sums = prepared.inputs, prepared.chunks, prepared.sums
-        pulled = self._pulled(prepared, grad)
+        inputs, chunks, gain = prepared.inputs, prepared.chunks, prepared.gain
+        pulled = prepared.pulled if prepared.grad is grad else None
         prepared.grad = prepared.pulled = None
-        if grad_last is not None:
-            grad_last = _by_group(grad_last, prepared.groups)
-        ends, first = sweep_back(chunks, prepared.gain, added=pulled, grad_last=grad_last)
-        given = _read_by_blocks(prepared)
-        found = Gradients(
-            torch.empty(given.value.shape, dtype=given.value.dtype, device=given.value.device),
-            torch.empty(given.query.shape, dtype=sums.dtype, device=sums.device),
-            torch.empty(given.key.shape, dtype=sums.dtype, device=sums.device),
-            *(torch.empty_like(sums) for _ in range(3)),
-            sums.new_empty(sums.shape[:2]),
-        )
-        pulls = prepared.by_token(grad)
-        for scratch, *parts in blocks(4, sums.dtype, *given, pulls, ends, *found):
-            block, (pull, end), target = Block(*parts[:6]), parts[6:8], Gradients(*parts[8:])
-            differentiate(block, scratch, grad=pull, ends=end, found=target)
+        grads = SweepBack(chunks, prepared.states_or_zeros(grad_last))
+        given, states = prepared.read(), prepared.states
+        assert states is not None, "a sweep comes before gradients"
+        found = _empty_gradients(*given)
+        growth, pulls = prepared.sums.exp(), prepared.by_token(grad)
+        parts = blocks(5, growth.dtype, *given, states, pulls, *found)
+        for block, scratch, *part in reversed(list(parts)):
+            read_by, pull, target = Block(*part[:6]), part[6], Gradients(*part[7:])
+            scaled = by_group(pull, growth[block], scratch, 4)
+            added = written(read_by.query, scaled) if pulled is None else pulled[block]
+            grads.through(block, gain[block], added)
+            differentiate(read_by, scratch, grad=pull, ends=grads.ends[block], found=target)
         return RecurrenceInputs(
             _by_row(chunks, found.query, inputs.query.dtype),
             _by_row(chunks, found.key, inputs.key.dtype),
             chunks.put_back(found.value.flatten(2, 3)),
             _by_row(chunks, found.decay(), inputs.decay.dtype),
             _by_row(chunks, found.strength, inputs.strength.dtype),
-        ), _by_head(first)
+        ), _by_head(grads.first())
 
 
-def _read_by_blocks(prepared: Prepared) -> Block:
-    """Return what all chunks read, as one block."""
-    inputs = prepared.inputs
-    query, key = prepared.by_group(inputs.query), prepared.by_group(inputs.key)
-    value, states = prepared.by_token(inputs.value), prepared.states
-    assert states is not None, "a sweep comes before what reads states"
-    return Block(value, query, key, prepared.sums, prepared.strength, states)
+def _added(key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return Kᵀ (scale · x) of all chunks: [n, G, K, r, V] of [n, G, C, K], [n, C, G, r, V]."""
+    n, _, groups, shared, width = value.shape
+    states = key.new_empty((n, groups, key.shape[-1], shared, width))
+    for _, scratch, x, keys, scales, out in blocks(1, key.dtype, value, key, scale, states):
+        out.copy_(written(keys, by_group(x, scales, scratch, 0)))
+    return states
+
+
+def _empty_gradients(value, query, key, sums, strength) -> Gradients:
+    """Return memory for the gradients of all chunks."""
+    return Gradients(
+        torch.empty(value.shape, dtype=value.dtype, device=value.device),
+        query.new_empty(query.shape),
+        key.new_empty(key.shape),
+        torch.empty_like(strength),
+        torch.empty_like(sums),
+        torch.empty_like(sums),
+        sums.new_empty(sums.shape[:2]),
+    )
 
 
 def _by_chunk(chunks: Chunks, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -108,6 +108,9 @@ def test_row_44_an_impossible_pipeline_names_every_violation_before_any_group(pr
 #: Entry points, and arguments with which --print-config has all it needs.
 ENTRY_POINTS = {
     "megatron.training.pretrain_gpt": " ".join(flags(Path("absent"))),
+    "megatron.training.pretrain_hybrid": " ".join(
+        flags(Path("absent"), "--hybrid-layer-pattern *-*-")
+    ),
     "megatron.training.preprocess_data": "--input absent.jsonl --output-prefix absent",
     "megatron.training.plot": "--metrics absent.jsonl",
     "megatron.training.quickstart": "",

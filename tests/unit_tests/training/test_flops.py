@@ -163,3 +163,36 @@ def test_squared_lengths_are_of_documents_and_none_without_masks():
     assert squared_lengths(whole) == 0
     documents = torch.tensor([[0, 0, 1], [0, 0, 0]], dtype=torch.int32)
     assert squared_lengths(dataclasses.replace(whole, document_ids=documents)) == 4 + 1 + 9
+
+
+def test_a_hybrid_counts_its_weights_and_each_time_that_a_state_is_touched():
+    """Weights as they are shaped; states and their passes by hand."""
+    options = (
+        "--num-layers 8 --hybrid-layer-pattern GE|M-*-GE/*-/*- --num-experts 4 "
+        "--disable-bias-linear --attention-output-gate --position-embedding-type none "
+        "--linear-num-key-heads 2 --linear-num-value-heads 6 --linear-key-head-dim 5 "
+        "--linear-value-head-dim 7 --mamba-head-dim 12 --mamba-state-dim 10 --mamba-num-groups 2 "
+        "--pipeline-model-parallel-size 2"
+    )
+    model, vocab = gpt_config(resolve(small_config(options), 2).config, 131), 131
+    weights = 0.0
+    for name, shape in logical_weights(model).items():
+        if len(shape) < 2:  # norms, biases, decay rates
+            continue
+        share = model.moe.router.topk / 4 if ".moe.experts." in name else 1.0
+        uses = 1 + model.mtp_num_layers if name == "embedding.weight" else 1  # the head's, tied
+        weights += share * uses * math.prod(shape)
+    # The way of a state through a token: decayed, read by the key, written, read by the query.
+    states = 2 * 4 * (6 * 5 * 7)
+    # Decayed, written, read.
+    states += 3 * (8 * 12 * 10)
+    assert product_weights(model, vocab) == weights + states
+    assert flops_per_square(model) == 3 * 6 * 2 * 8 * 3  # heads of 8 in a block and two depths
+    got = training_flops(model, vocab_size=vocab, seq_length=20, samples=3)
+    assert got == 6 * 60 * (weights + states) + 3 * flops_per_square(model) * 20**2
+
+
+def test_a_model_without_attention_sees_no_square():
+    options = "--num-layers 2 --hybrid-layer-pattern MM --mamba-head-dim 12 --mamba-num-groups 2"
+    config = small_config(options, without=("--num-attention-heads",))
+    assert flops_per_square(gpt_config(resolve(config, 1).config, 61)) == 0.0

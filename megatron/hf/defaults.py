@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import EXPERTS
+from megatron.core.models.pattern import EXPERTS, symbols_of
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.hf.folder import HuggingFaceFolder, open_folder
 from megatron.hf.model_config import HuggingFaceModel, read_folder
@@ -43,13 +43,20 @@ def folder_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     conflicts = [
         f"--{name} is {given[name]!r}, there {value!r}"
         for name, value in found.items()
-        if name in given and given[name] != value and name not in FREE
+        if name in given and not _same(name, given[name], value) and name not in FREE
     ]
     if conflicts:
         raise ValueError(
             f"--load-hf {path} holds another model: {'; '.join(conflicts)}: leave these out"
         )
     return {name: value for name, value in found.items() if name not in given}
+
+
+def _same(name: str, given: Any, value: Any) -> bool:
+    """Tell whether an option that is given says what a folder does."""
+    if name == "hybrid-layer-pattern" and isinstance(given, str):
+        return symbols_of(given) == value  # where it is cut into stages is the run's to choose
+    return list(given) == list(value) if isinstance(value, tuple) else given == value
 
 
 def open_model(path: str, *, flag: str) -> tuple[HuggingFaceFolder, HuggingFaceModel]:

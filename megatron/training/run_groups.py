@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
+from megatron.core.models.pattern import MAMBA
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
+from megatron.training.config.layer_pattern import has, has_attention
 from megatron.training.config.resolve import Run
 from megatron.training.errors import PeerLost
 from megatron.training.failures.collective_check import CollectiveCheck
@@ -72,11 +74,14 @@ def rank_grid(run: Run) -> RankGrid:
 
 
 def group_names(run: Run) -> tuple[str, ...]:
-    """Return the process groups that a run needs: those of key and value heads only where several
-    ranks hold the same ones."""
-    tp, heads = run.config.parallel.tensor_model_parallel_size, run.config.model.num_query_groups
-    assert heads is not None, "the run must be resolved"
-    return (*GROUP_NAMES, f"tp/{tp // heads}") if heads < tp else GROUP_NAMES
+    """Return the process groups that a run needs: those of key and value heads, and of groups of
+    Mamba-2, only where several ranks hold the same ones."""
+    config, tp = run.config, run.config.parallel.tensor_model_parallel_size
+    counts = {config.model.num_query_groups} if has_attention(config) else set()
+    if has(config, MAMBA):
+        counts.add(config.hybrid.mamba_num_groups)
+    shared = sorted(tp // count for count in counts if count is not None and count < tp)
+    return (*GROUP_NAMES, *(f"tp/{ranks}" for ranks in shared))
 
 
 @contextlib.contextmanager

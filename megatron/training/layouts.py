@@ -56,15 +56,14 @@ class Layouts:
 
     def _of_rows(self, batch: GPTBatch) -> SequenceLayout | None:
         rows, length = batch.loss_mask.shape
-        if self._context.size == 1 and not self._part_by_part(batch):
-            if not self._recurrent or batch.document_ids is None:
-                return None
-            return self._make(batch, masks_by_ids=True)
+        masks = self._context.size == 1 and not self._part_by_part(batch)
+        if masks and not self._recurrent:
+            return None
         if batch.positions is None and batch.document_ids is None:
             if (rows, length) not in self._dense:
                 self._dense[rows, length] = self._make(batch)
             return self._dense[rows, length]
-        return self._make(batch)
+        return self._make(batch, masks_by_ids=masks)
 
     def _masked(self, batch: GPTBatch) -> SequenceLayout:
         """Return the layout of whole rows that are masked by document ids, if any."""

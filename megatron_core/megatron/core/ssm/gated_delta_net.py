@@ -168,14 +168,14 @@ class GatedDeltaNet(RecurrentMixer):
         keys = self.config.key_channels
         query, key, value = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], dim=-1)
         wide = accumulation_dtype(rest.dtype)
-        beta, alpha = rest.to(wide).flatten(1).view(len(rest), -1, 2, self.ratio).unbind(2)
+        beta, alpha = rest.to(wide).unflatten(-1, (2, self.ratio)).unbind(2)  # [t, u, r]
         rates = part.of(self.rates.use(wide)).view(-1, self.ratio)  # [u, r]
         bias = part.of(self.bias.use(wide)).view(-1, self.ratio)
         decay = -rates.exp() * functional.softplus(alpha + bias)  # [t, u, r]
         return RecurrenceInputs(
             query=l2norm(query),
             key=l2norm(key),
-            value=value.reshape(len(value), -1, self.config.value_channels),
+            value=value.unflatten(-1, (self.ratio, -1)).flatten(1, 2),
             decay=decay.flatten(1),
             strength=beta.sigmoid().flatten(1),
         )

@@ -181,7 +181,7 @@ class Mamba2(RecurrentMixer):
         return RecurrenceInputs(
             query=query,
             key=key,
-            value=value.reshape(len(value), -1, self.config.head_channels),
+            value=value.unflatten(-1, (-1, self.config.head_channels)).flatten(1, 2),
             decay=-part.of(self.rates.use(wide)).exp() * steps,
             strength=steps,
         )

@@ -174,3 +174,28 @@ def test_rates_stay_fp32_in_a_bf16_model(kind: str, strategy: str) -> None:
             moved[name] += int(((before != after) & (before.bfloat16() == after.bfloat16())).sum())
     assert set(moved) == names
     assert all(count > 0 for count in moved.values()), moved
+
+
+def _of_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
+    """Return what comes out of two tokens that both lie on rank 0, and padding."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    layer, store = made(kind, groups, linear_mode="segments")
+    engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
+    engine.begin_step()
+    cut = SequenceCut.of(2, world, cu_seqlens=[0, 2], padded_cu_seqlens=[0, 8])
+    layout = SequenceLayout.make(cut, rank, rows=1)
+    hidden = torch.randn(4, 1, HIDDEN, generator=generator(3)).requires_grad_()
+    out = layer(hidden, layout)
+    out.sum().backward()
+    assert bool(hidden.grad.isfinite().all())
+    return out.detach()
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_rank_without_tokens_takes_part(kind: str) -> None:
+    layer, _ = made(kind)
+    hidden = torch.randn(4, 1, HIDDEN, generator=generator(3))
+    wanted = layer(hidden[:2], SequenceLayout.dense(2)).detach()
+    with_tokens, without = run_ranks(_of_two_tokens, 2, kind)
+    assert float((with_tokens[:2] - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+    assert not without.any()

@@ -57,7 +57,8 @@ def test_qwen3_next_through_twenty_steps_on_four_ranks_and_back(tmp_path: Path) 
     ):
         assert not torch.equal(first[name], trained[name]), f"{name} was not trained"
 
-    said = convert("export", "--load", saved, "--save", tmp_path / "out", "--verify")
+    words = ["--load", saved, "--save", tmp_path / "out", "--like", folder]
+    said = convert("export", *words, "--verify")
     assert "verified" in said
     tokens = torch.randint(TRAINED_VOCABULARY, (2, 31), generator=generator(5))
     with one_thread(), torch.no_grad():

@@ -60,6 +60,21 @@ def test_the_weight_may_have_its_own_dtype_and_rows_may_be_none():
     assert torch.equal(weight.grad, torch.zeros(6))
 
 
+@ORDERS
+def test_gates_far_from_zero_are_open_or_shut(order):
+    """exp of such a gate is infinite in fp32."""
+    make = maker()
+    gate = make(4, 6).mul_(300)
+    assert float(gate.min()) < -100
+    assert float(gate.max()) > 100
+    compare(
+        lambda *x: gated_rms_norm(*x, eps=1e-5, order=order),
+        lambda *x: naive(*x, order=order, size=6),
+        (make(4, 6), gate, make(6)),
+        torch.float32,
+    )
+
+
 WRONG = {
     "gate": ({"gate": torch.ones(2, 5)}, "must have one shape"),
     "weight": ({"weight": torch.ones(5)}, r"weight \(5,\) must be \(6,\)"),

@@ -7,13 +7,15 @@ import torch
 from megatron.core.ops.recurrence import RecurrenceInputs, passed, recur
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import (
+    add_skip,
     blocks,
+    skip,
     state_space_dual,
     state_space_recurrence,
     state_space_step,
 )
 from tests.support.nan_memory import nan_memory
-from tests.unit_tests.core.ops.formulas import assert_close
+from tests.unit_tests.core.ops.formulas import assert_close, compare, maker
 
 HEADS, KEYS, VALUES, CHUNK = 6, 5, 3, 8
 NAMES = ("query", "key", "value", "decay", "dt", "initial")
@@ -242,6 +244,17 @@ def test_step_in_fp32_states_of_bf16_tokens():
     expected, _ = naive(*(x.double() for x in inputs[:5]), torch.zeros(2, 1, 1, 1), (0, 1, 2))
     assert out.dtype == torch.bfloat16
     assert_close(out, expected, torch.bfloat16, "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_a_token_adds_to_its_own_output(dtype, monkeypatch):
+    """Two tokens at a time and one left over."""
+    monkeypatch.setattr(skip, "ELEMENTS_IN_CACHE", 2 * HEADS * VALUES)
+    new = maker()
+    tensors = (new(5, HEADS, VALUES), new(5, HEADS, VALUES), new(HEADS))
+    compare(add_skip, lambda out, x, d: out + d[:, None] * x, tensors, dtype)
+    with pytest.raises(ValueError, match="a number for each head"):
+        add_skip(*tensors[:2], tensors[2][:1])
 
 
 WRONG = {

@@ -9,9 +9,10 @@ from megatron.core.ops.dispatch import accumulation_dtype, choose
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual.reference import StateSpaceDual
+from megatron.core.ops.state_space_dual.skip import AddSkip
 from megatron.core.ops.state_space_dual.step import step
 
-__all__ = ["state_space_dual", "state_space_recurrence", "state_space_step"]
+__all__ = ["add_skip", "state_space_dual", "state_space_recurrence", "state_space_step"]
 
 # Of 32, 64, 128 and 256 tokens, the quickest on a CPU with 64 channels a head, whether a state has
 # 64 or 128 rows.
@@ -115,6 +116,27 @@ def state_space_step(
             f"{value.shape[0]} rows"
         )
     return step(inputs, state=state, slots=slots)
+
+
+def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+    """Return out + D x, which Mamba-2 adds to what is read from the state.
+
+    Args:
+        out, x: [t, H, V].
+        skip: D [H].
+
+    Returns:
+        [t, H, V] in out's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if x.ndim != 3 or out.shape != x.shape or skip.shape != x.shape[1:2]:
+        raise ValueError(
+            f"add_skip: out {tuple(out.shape)} and x {tuple(x.shape)} must be (tokens, heads, "
+            f"features), skip {tuple(skip.shape)} a number for each head"
+        )
+    return AddSkip.apply(out, x, skip)
 
 
 def _check(op: str, inputs: RecurrenceInputs) -> None:

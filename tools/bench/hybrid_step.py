@@ -33,7 +33,7 @@ from tools.bench import gloo_ranks
 from tools.bench.exchange_forms import PerSequence
 from tools.bench.table import Row, format_table
 
-RANKS, TOKENS, SEQUENCES, PATTERN, VOCABULARY = 4, 512, 16, "G-G-G-*-", 512
+RANKS, TOKENS, SEQUENCES, PATTERN, VOCABULARY = 4, 256, 16, "G-G-G-*-", 512
 DELTA = GatedDeltaNetConfig(
     num_key_heads=8, num_value_heads=8, key_channels=32, value_channels=32, conv_width=4
 )
@@ -151,7 +151,7 @@ def rows_of(tokens: int, sequences: int, rounds: int) -> list[Row]:
         found.append(
             Row(
                 bench="hybrid_step",
-                what=f"{RANKS} ranks, {sequences} sequences: {unit} of a step with "
+                what=f"{RANKS} ranks of {tokens} tokens, {sequences} sequences: {unit}, "
                 f"{sent['ours']} all-to-alls / {sent['per sequence']}",
                 ours=1e3 * statistics.median(ours),
                 peer=1e3 * statistics.median(peer),

@@ -27,6 +27,7 @@ BENCHES = (
     "linear_exchange",
     "hybrid_step",
     "moe",
+    "recurrences",
 )
 
 

@@ -158,50 +158,60 @@ def delta(key_heads: int, value_heads: int) -> tuple[OurLayer, dict[str, TheirLa
         ),
         0,
     )
-    keys, shared = 64, value_heads // key_heads
-    values = shared * 64
-    gates = (2 * keys + values, 2 * shared)  # where betas and alphas stand among a head's rows
-
-    def channels(by_head: torch.Tensor) -> torch.Tensor:
-        """Return rows [q of all | k of all | v of all] from those head after head."""
-        parts = by_head.view(key_heads, -1, *by_head.shape[1:]).split([keys, keys, values], 1)
-        return torch.cat([part.flatten(0, 1) for part in parts])
-
-    def heads(by_part: torch.Tensor) -> torch.Tensor:
-        """Undo `channels`."""
-        parts = by_part.split([key_heads * size for size in (keys, keys, values)])
-        by_head = [part.view(key_heads, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(by_head, 1).flatten(0, 1)
-
-    weights = ours.weights()
-    fused = weights["m.input.weight"].view(key_heads, -1, HIDDEN)
-    begin, end = gates[0], gates[0] + gates[1]
-    given = {
-        "in_proj_qkvz.weight": torch.cat([fused[:, :begin], fused[:, end:]], 1).flatten(0, 1),
-        "in_proj_ba.weight": fused[:, begin:end].flatten(0, 1),
-        "conv1d.weight": channels(weights["m.conv.weight"]),
-        "A_log": weights["m.A_log"],
-        "dt_bias": weights["m.dt_bias"],
-        "norm.weight": weights["m.output_norm.weight"],
-        "out_proj.weight": weights["m.output.weight"],
-    }
-    module.load_state_dict(given)
+    order = _DeltaRows(key_heads, value_heads // key_heads)
+    module.load_state_dict(order.theirs(ours.weights()))
 
     def named(module: nn.Module) -> Results:
-        found = {name: weight.grad for name, weight in module.named_parameters()}
-        wide = found["in_proj_qkvz.weight"].view(key_heads, -1, HIDDEN)
-        small = found["in_proj_ba.weight"].view(key_heads, -1, HIDDEN)
-        rows = torch.cat([wide[:, :begin], small, wide[:, begin:]], 1)
+        return order.ours({name: weight.grad for name, weight in module.named_parameters()})
+
+    return ours, {"Qwen3-Next": TheirLayer(module, ours, named)}
+
+
+class _DeltaRows:
+    """How rows of weights lie in Qwen3-Next and in our fused ones, for K = V = 64."""
+
+    def __init__(self, heads: int, shared: int) -> None:
+        self.heads, self.parts = heads, [64, 64, 64 * shared]
+        # Where betas and alphas stand among the rows of a head.
+        self.begin = sum(self.parts)
+        self.end = self.begin + 2 * shared
+
+    def theirs(self, found: Results) -> Results:
+        """Return our weights by transformers' names."""
+        fused = found["m.input.weight"].view(self.heads, -1, HIDDEN)
+        wide = torch.cat([fused[:, : self.begin], fused[:, self.end :]], 1)
+        by_head = found["m.conv.weight"].unflatten(0, (self.heads, -1)).split(self.parts, 1)
         return {
-            "m.input.weight": rows,
-            "m.conv.weight": heads(found["conv1d.weight"]),
+            "in_proj_qkvz.weight": wide.flatten(0, 1),
+            "in_proj_ba.weight": fused[:, self.begin : self.end].flatten(0, 1),
+            "conv1d.weight": torch.cat([part.flatten(0, 1) for part in by_head]),
+            "A_log": found["m.A_log"],
+            "dt_bias": found["m.dt_bias"],
+            "norm.weight": found["m.output_norm.weight"],
+            "out_proj.weight": found["m.output.weight"],
+        }
+
+    def ours(self, found: Results) -> Results:
+        """Undo `theirs`."""
+        wide = found["in_proj_qkvz.weight"].view(self.heads, -1, HIDDEN)
+        small = found["in_proj_ba.weight"].view(self.heads, -1, HIDDEN)
+        by_part = found["conv1d.weight"].split([self.heads * size for size in self.parts])
+        by_head = [part.unflatten(0, (self.heads, -1)) for part in by_part]
+        return {
+            "m.input.weight": torch.cat([wide[:, : self.begin], small, wide[:, self.begin :]], 1),
+            "m.conv.weight": torch.cat(by_head, 1).flatten(0, 1),
             "m.A_log": found["A_log"],
             "m.dt_bias": found["dt_bias"],
             "m.output_norm.weight": found["norm.weight"],
             "m.output.weight": found["out_proj.weight"],
         }
 
-    return ours, {"Qwen3-Next": TheirLayer(module, ours, named)}
+
+def _mamba(state: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
+    """Make a Mamba-2 layer with states of so many rows, and those of transformers."""
+    from tools.bench.mamba_layers import mamba
+
+    return mamba(state)
 
 
 #: What makes our layer and its peers, by name, and what the ratio to the fastest must be.
@@ -210,6 +220,8 @@ RACES: Mapping[str, tuple[Callable[[], tuple[OurLayer, dict[str, TheirLayer]]], 
         {
             "delta-2x4": (lambda: delta(2, 4), ">= 4.0"),
             "delta-4x4": (lambda: delta(4, 4), ">= 4.0"),
+            "mamba-64": (lambda: _mamba(64), ">= 2.0"),
+            "mamba-128": (lambda: _mamba(128), ">= 2.0"),
         }
     )
 )

@@ -5,15 +5,16 @@ Chunk form (Yang et al. 2024, arXiv 2412.06464, section 3), per chunk of C token
 with G_i the decay summed up to token i, D_ij = exp(G_i - G_j) for i >= j else 0, B = diag(beta),
 Γ = diag(exp(G)), e = diag(exp(G_C - G)), and queries that hold their scale:
 
-    A = tril(B (K Kᵀ ∘ D), -1)      T = (I + A)⁻¹      U = T B V      W = T B Γ K
-    P = Q Kᵀ ∘ D                    M = exp(G_C) I - (e K)ᵀ W          X = (e K)ᵀ U
-    S_next = M S + X                O = (Γ Q - P W) S + P U
+    T = (I + tril(B K Kᵀ, -1))⁻¹    W = T B K           U = (T ∘ D) B V     P = Q Kᵀ ∘ D
+    M = exp(G_C) (I - Kᵀ W)         X = (e K)ᵀ U
+    S_next = M S + X                O = Γ (Q - tril(Q Kᵀ) W) S + P U
 
-So all but `M S + X` is done for all chunks and heads at once. The inverse is a triangular solve; A
-has no entry that grows with the decay, since all of D is at most 1. Backward, given dO and the
-gradients dS of the states behind the chunks, with V' = U - W S what the tokens change states by:
+So all but `M S + X` is done for all chunks and heads at once. The inverse, by a triangular solve,
+has no decay in it: those of a path from token to token multiply to D, and on the way from the state
+before the chunk to Γ. Backward, given dO and the gradients dS of the states behind the chunks, with
+V' = U - Γ W S what the tokens change states by:
 
-    dV' = Pᵀ dO + e K dS            x = Tᵀ dV'
+    dV' = Pᵀ dO + e K dS            x = (T ∘ D)ᵀ dV'
     Z = (dO V'ᵀ) ∘ D                N = tril((x V'ᵀ) ∘ D, -1)
     dQ = Γ dO Sᵀ + Z K              f = Γ x Sᵀ + N K
     dK = w - β f                    w = Zᵀ Q - (B N)ᵀ K + e V' dSᵀ

@@ -56,16 +56,16 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     ),
     "gradients of states are multiplied by what is not transposed": (
         "ssm.segments",
-        "_grad_last",
+        "_last_gradients",
         "transposed=True",
         "transposed=False",
         {**_DELTA, "linear_mode": "segments"},
     ),
     "states are folded from one rank's summaries": (
-        "ssm.segments",
-        "_plan_of",
-        "link.source * exports + link.export",
-        "rank * exports + link.export",
+        "ssm.links",
+        "Links.of",
+        "slot = link.source * exports + link.export",
+        "slot = group.rank * exports + link.export",
         {**_MAMBA, "linear_mode": "segments"},
     ),
     "ranks that hold the same group keep their own gradients": (

@@ -26,10 +26,10 @@ from tests.parity.training import (
     HEAD_DIM,
     HEADS,
     LAYERS,
-    LEARNING_RATE,
     WEIGHT_DECAY,
     lane_data,
     rank_of_row,
+    rate_of,
     steps_of,
     world_of,
 )
@@ -123,10 +123,10 @@ MODELS = {
 ONE_RANK = row_with(tp=1, dp=2)
 
 
-def _updated(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _updated(weight: torch.Tensor, gradient: torch.Tensor, *, rate: float) -> torch.Tensor:
     """Return a weight after a step of SGD; norms and biases do not decay."""
     decay = WEIGHT_DECAY if weight.dim() > 1 else 0.0
-    return weight - LEARNING_RATE * (gradient + decay * weight)
+    return weight - rate * (gradient + decay * weight)
 
 
 def _name_of(model):
@@ -162,7 +162,7 @@ def test_the_single_process_trains_as_the_definition(model):
         assert_close_by_metric("loss", torch.tensor(step.loss), loss)
         assert_all_close(assembled(step.gradients), gradients)
         weights = {
-            name: _updated(w.detach(), gradients[name]).requires_grad_()
+            name: _updated(w.detach(), gradients[name], rate=rate_of(row)).requires_grad_()
             for name, w in weights.items()
         }
     assert_all_close(assembled(ref.run.weights), weights)

@@ -162,11 +162,9 @@ class RecurrentMixer(nn.Module, ABC):
     def _mixed(self, packed: torch.Tensor, sequences: Sequences, part: Part) -> torch.Tensor:
         """Return out [t, H, V] of whole sequences."""
         weight, bias = self.convolution(part)
-        channels = weight.shape[1]
-        mixed, _ = causal_conv1d(
-            packed[..., :channels], weight, bias, sequences=sequences, activation="silu"
-        )
-        inputs = self.inputs(mixed, packed[..., channels:], part)
+        before, rest = _parted(packed, weight)
+        mixed, _ = causal_conv1d(before, weight, bias, sequences=sequences, activation="silu")
+        inputs = self.inputs(mixed, rest, part)
         if self.context.linear_splits > 1:
             out, _ = recur_split(
                 self.recurrence, inputs, sequences, splits=self.context.linear_splits
@@ -181,8 +179,7 @@ class RecurrentMixer(nn.Module, ABC):
         pieces = layout.own_pieces(units.shape[1])
         packed = pieces.pack(units)  # [t, u, w]
         weight, bias = self.convolution(part)
-        channels = weight.shape[1]
-        before = packed[..., :channels]
+        before, rest = _parted(packed, weight)
         mixed, _ = causal_conv1d(
             before,
             weight,
@@ -191,7 +188,7 @@ class RecurrentMixer(nn.Module, ABC):
             activation="silu",
             initial=halo_rows(before, pieces, group, width=weight.shape[-1] - 1),
         )
-        inputs = self.inputs(mixed, packed[..., channels:], part)
+        inputs = self.inputs(mixed, rest, part)
         splits = self.context.linear_splits
         out = recur_in_segments(self.recurrence, inputs, pieces, group, splits=splits)
         return pieces.unpack(self.added(out, inputs, part))
@@ -217,21 +214,17 @@ class RecurrentMixer(nn.Module, ABC):
         )
         slots = cache.slots
         if units.shape[0] == 1:
+            before, rest = _parted(units[0], weight)
             mixed = causal_conv1d_step(
-                units[0, ..., :channels],
-                weight,
-                bias,
-                state=conv,
-                slots=slots,
-                activation="silu",
+                before, weight, bias, state=conv, slots=slots, activation="silu"
             )
-            inputs = self.inputs(mixed, units[0, ..., channels:], part)
+            inputs = self.inputs(mixed, rest, part)
             out = self.step(inputs, state=state, slots=slots)
             return self._without_padding(self.added(out, inputs, part), slots).unsqueeze(0)
         rows = cache.new_tokens(units.shape[0])
-        packed = rows.pack(units)
+        before, rest = _parted(rows.pack(units), weight)
         mixed, last = causal_conv1d(
-            packed[..., :channels],
+            before,
             weight,
             bias,
             sequences=rows.sequences,
@@ -239,7 +232,7 @@ class RecurrentMixer(nn.Module, ABC):
             initial=carried(conv, slots),
         )
         keep(conv, slots, last)
-        inputs = self.inputs(mixed, packed[..., channels:], part)
+        inputs = self.inputs(mixed, rest, part)
         out, states = recur(self.recurrence, inputs, rows.sequences, initial=carried(state, slots))
         keep(state, slots, states)
         return rows.unpack(self.added(out, inputs, part))
@@ -248,3 +241,13 @@ class RecurrentMixer(nn.Module, ABC):
     def _without_padding(out: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return out [b, H, V], zero in rows of slot -1 whatever they hold."""
         return out.masked_fill((slots < 0)[:, None, None], 0)
+
+
+def _parted(packed: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the features [t, u, c] that are convolved, and the others [t, u, w - c].
+
+    One split and not two slices: its backward is one concatenation.
+    """
+    channels = weight.shape[1]
+    convolved, rest = packed.split([channels, packed.shape[-1] - channels], dim=-1)
+    return convolved, rest

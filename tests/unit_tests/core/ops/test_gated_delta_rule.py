@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.gated_delta_rule import (
+    block,
     delta_recurrence,
     gated_delta_rule,
     gated_delta_step,
@@ -138,6 +139,32 @@ def test_a_state_that_fades_at_once_is_finite(decay):
     for name, tensor in wanted.items():
         assert got[name].isfinite().all(), name
         assert relative_error(got[name], tensor) <= 1e-5, name
+
+
+def test_strong_decays_keep_their_gradients_in_fp32():
+    # As differences of sums they are wrong in the fourth digit, and so is that of a rate.
+    sequences = Sequences((0, 256))
+    inputs, initial = made(sequences)
+    rates = inputs.decay.detach() * torch.tensor([1.0, 4.0, 9.0, 16.0])
+    wide = inputs._replace(decay=rates.float().double().requires_grad_())
+    narrow = RecurrenceInputs(*(x.detach().float().requires_grad_() for x in wide))
+    got = results(chunked(sequences, 64), narrow, initial.detach().float().requires_grad_())
+    wanted = results(chunked(sequences, 64), wide, initial)
+    assert relative_error(got["decay"], wanted["decay"]) <= 3e-6
+    rate = [(found["decay"].double() * wide.decay).sum(0) for found in (got, wanted)]
+    assert relative_error(*rate) <= 3e-6
+
+
+def test_nothing_is_denormal_however_strong_decays_are():
+    sequences = Sequences((0, 64))
+    inputs, _ = made(sequences, dtype=torch.float32)
+    for rate in (-1.0, -3.0, -30.0):
+        grids = RecurrenceInputs(*(x.detach()[None] for x in inputs))
+        grids = grids._replace(decay=torch.full_like(grids.decay, rate))
+        found = block.Block(grids, scale=1.0, dtype=torch.float32)
+        for name in ("falls", "growth", "left", "faded_inverse", "transition", "readers", "added"):
+            sizes = getattr(found, name).abs()
+            assert not ((sizes > 0) & (sizes < torch.finfo(torch.float32).tiny)).any(), (rate, name)
 
 
 def test_the_same_key_again_and_again_is_stable():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,17 @@ import torch
 ELEMENTS_IN_CACHE = 1 << 17
 # On other devices: 256 MB of fp32.
 ELEMENTS_ELSEWHERE = 1 << 26
+
+
+# Below e to these nothing counts, and denormal numbers would follow, on which a processor is slow.
+_FLOORS = MappingProxyType({torch.float32: -70.0, torch.float64: -600.0})
+
+
+def power(exponent: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return exp of exponents; as if those above 0 were 0, and 0 where it would be next to it."""
+    floor = _FLOORS[exponent.dtype]
+    found = torch.clamp(exponent, floor, 0.0, out=out).exp_()
+    return torch.threshold_(found, 2 * math.exp(floor), 0.0)
 
 
 class Block(NamedTuple):
@@ -137,7 +149,7 @@ def read(block: Block, scratch: Scratch, out: torch.Tensor) -> None:
     within = scratch.view(2, *heads, width)
     torch.bmm(seen.flatten(0, 2), x.flatten(0, 2), out=within.flatten(0, 2))
     before = _products(block.query, block.states, scratch, 1)
-    growth = _by_token(block.sums.exp(), groups)
+    growth = _by_token(power(block.sums), groups)
     torch.addcmul(within.permute(0, 3, 1, 2, 4), before.transpose(1, 2), growth, out=out)
 
 
@@ -160,7 +172,7 @@ def differentiate(
     before = _products(block.query, block.states, scratch, 1).mul_(pulled)
     found.sums.add_(before.sum(-1).transpose(2, 3).flatten(1, 2))
     kept = (block.states * ends).sum((2, 4)).flatten(1)  # [m, H]
-    torch.mul(kept, block.sums[..., -1].exp(), out=found.kept)
+    torch.mul(kept, power(block.sums[..., -1]), out=found.kept)
 
 
 def _differentiate_within(
@@ -195,7 +207,7 @@ def _differentiate_behind(
 ) -> None:
     """Pull back what tokens leave in the state behind the chunk, and gather dx'."""
     value, strength, groups = block.value, block.strength, block.value.shape[2]
-    left = (block.sums[..., -1:] - block.sums).exp_()
+    left = power(block.sums[..., -1:] - block.sums)
     reach = strength * left
     behind = _products(block.key, ends, scratch, 0).transpose(1, 2)  # [m, C, G, r, V]
     product = scratch.view(1, *value.shape)
@@ -217,11 +229,12 @@ def _scores(block: Block) -> torch.Tensor:
 
 
 def _falls(block: Block, scratch: Scratch, buffer: int) -> torch.Tensor:
-    """Return L [m, G, r, C, C]. What the exponential makes of later tokens is written over."""
+    """Return L [m, G, r, C, C]."""
     m, size, groups, shared, _ = block.value.shape
     sums = block.sums.view(m, groups, shared, size)
     falls = scratch.view(buffer, m, groups, shared, size, size)
-    return torch.sub(sums[..., None], sums[..., None, :], out=falls).exp_().tril_()
+    torch.sub(sums[..., None], sums[..., None, :], out=falls)
+    return power(falls, out=falls).tril_()
 
 
 def _written(block: Block, scratch: Scratch, buffer: int) -> torch.Tensor:

@@ -35,6 +35,7 @@ from megatron.core.ops.state_space_dual.blocks import (
     blocks,
     by_group,
     differentiate,
+    power,
     read,
     written,
 )
@@ -74,7 +75,7 @@ class Prepared:
     @property
     def gain(self) -> torch.Tensor:
         """exp(a_C) [n, G, 1, r, 1]."""
-        gain = self.sums[..., -1].exp()
+        gain = power(self.sums[..., -1])
         return gain.unflatten(1, (self.groups, 1, -1))[..., None]
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ class Prepared:
     @property
     def reach(self) -> torch.Tensor:
         """exp(a_C - a) dt [n, H, C], how much of a token is left behind the chunk."""
-        return (self.sums[..., -1:] - self.sums).exp_().mul_(self.strength)
+        return power(self.sums[..., -1:] - self.sums).mul_(self.strength)
 
     def read(self) -> tuple[torch.Tensor, ...]:
         """Return what all chunks read, as `Block` has it, without states."""
@@ -151,7 +152,7 @@ class StateSpaceDual:
         prepared.local = _added(key, value, prepared.reach)
         states = Sweep(prepared.chunks, prepared.states_or_zeros(None))
         states.through(slice(0, prepared.chunks.count), prepared.gain, prepared.local)
-        whole = sums[..., -1:].exp()[..., None]  # [n, H, 1, 1]
+        whole = power(sums[..., -1:])[..., None]  # [n, H, 1, 1]
         ones = whole.new_ones(()).expand(prepared.chunks.sequence_count, *whole.shape[1:])
         transition = Sweep(prepared.chunks, ones)
         transition.through(slice(0, prepared.chunks.count), whole, None)
@@ -161,7 +162,7 @@ class StateSpaceDual:
         """See `Recurrence`."""
         _, query, _, sums, _ = prepared.read()
         prepared.grad = grad
-        prepared.pulled = _added(query, prepared.by_token(grad), sums.exp())
+        prepared.pulled = _added(query, prepared.by_token(grad), power(sums))
         grads = SweepBack(prepared.chunks, prepared.states_or_zeros(None))
         grads.through(slice(0, prepared.chunks.count), prepared.gain, prepared.pulled)
         return _by_head(grads.first())
@@ -177,7 +178,7 @@ class StateSpaceDual:
         given, states = prepared.read(), prepared.states
         assert states is not None, "a sweep comes before gradients"
         found = _empty_gradients(*given)
-        growth, pulls = prepared.sums.exp(), prepared.by_token(grad)
+        growth, pulls = power(prepared.sums), prepared.by_token(grad)
         parts = blocks(5, growth.dtype, *given, states, pulls, *found)
         for block, scratch, *part in reversed(list(parts)):
             read_by, pull, target = Block(*part[:6]), part[6], Gradients(*part[7:])

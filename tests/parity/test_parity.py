@@ -57,14 +57,14 @@ def test_a_layout_trains_as_the_single_process(row):
 OPTIMIZER_ROWS = {
     "adam, cut weights": row_with(
         dp=2, optimizer="adam", placement="optim_grads_params", early_gather=True, accumulation=3,
-        tied=True, groups=1, qk_norm=True,
+        tied=True, groups=1, qk_norm=True, mixer="mamba", mamba_groups=1,
     ),
     "adam, hybrid": row_with(
         tp=1, dp=4, optimizer="adam", placement="optim_grads", instances=2, link="late", bias="all",
     ),
     "muon, cut optimizer": row_with(
         dp=2, optimizer="muon", placement="optim", early_gather=True, bucket="small", groups=1,
-        bias="qkv", sequence_parallel=True,
+        bias="qkv", sequence_parallel=True, mixer="delta",
     ),
     "muon, hybrid and cut weights": row_with(
         tp=1, dp=4, optimizer="muon", placement="optim_grads_params", instances=2, outer="optim",

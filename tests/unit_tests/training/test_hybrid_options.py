@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.training.config import checkpoint_options
 from megatron.training.config.resolve import resolve
 from megatron.training.config.stages import stage_split
 from megatron.training.gpt_options import backend, gpt_config, split
@@ -117,6 +119,17 @@ def test_a_resolved_run_is_fed_back_unchanged(more, tmp_path):
     )
     words = ["--config", str(tmp_path / "run.yaml")]
     assert read_run(words, Launch(), program=PRETRAIN_HYBRID) == run
+
+
+def test_a_checkpoint_s_pattern_comes_without_the_cuts_of_its_layout(monkeypatch):
+    saved = flatten(hybrid_run(f"{PATTERN} G-|M-/M- {DELTA} {MAMBA} {PP} 2", 2).config)
+    monkeypatch.setattr(
+        checkpoint_options, "_saved_options", lambda roots: (Path("iter_0000001"), saved)
+    )
+    words = "--load saved --use-checkpoint-args --seq-length 20 --micro-batch-size 1"
+    run = read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
+    assert run.config.hybrid.hybrid_layer_pattern == "G-M-/M-"
+    assert gpt_config(run.config, 61).mamba.state_channels == 10
 
 
 def test_modes_and_splits_reach_the_layers():

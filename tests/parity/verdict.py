@@ -20,7 +20,7 @@ from tests.support.inputs import perturbed
 #: A constant added to all keys moves all scores of a query alike but for their rotation, and the
 #: softmax takes that away: what is left of the gradient is a thousandth of its terms. That of a
 #: decay is a difference of what tokens write and what they read; a single process is off by 4e-6.
-CANCELLING = ("key_norm.bias", "A_log")
+CANCELLING = ("key_norm.bias", "key.bias", "A_log")
 
 #: Data are drawn again, at most so often, until no route hangs by a hair.
 SEEDS = 40

@@ -26,7 +26,11 @@ from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.gated_rms_norm import gated_rms_norm
 from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.state_space_dual import state_space_recurrence, state_space_step
+from megatron.core.ops.state_space_dual import (
+    add_skip,
+    state_space_recurrence,
+    state_space_step,
+)
 from megatron.core.ssm.choice import LinearShape
 from megatron.core.ssm.config import Mamba2Config
 from megatron.core.ssm.mixer import Part, RecurrentMixer
@@ -188,8 +192,7 @@ class Mamba2(RecurrentMixer):
 
     def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
         """Return y [t, H, P] = out + D x."""
-        skip = part.of(self.skip.use(torch.float32)).to(out.dtype)
-        return out + skip[:, None] * inputs.value
+        return add_skip(out, inputs.value, part.of(self.skip.use(torch.float32)))
 
     def step(
         self, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron.core.dist_checkpointing import read_extra
 from megatron.core.distributed import DataParallel
@@ -144,8 +145,6 @@ def test_names_of_models_in_memory_and_parts_that_have_no_place(case: str, tmp_p
     assert names != tensors(hub).keys()
     assert any(name.endswith(".experts.down_proj") for name in names)
     assert case != "nemotronh" or "model.embeddings.weight" in names
-    from safetensors.torch import save_file
-
     further = {"mtp.layers.0.norm.weight": torch.ones(48), "mtp.fc.weight": torch.ones(4, 4)}
     save_file({**tensors(hub), **further}, hub / "model.safetensors")
     said = convert("import", "--hf", hub, "--save", tmp_path / "a")
@@ -155,6 +154,7 @@ def test_names_of_models_in_memory_and_parts_that_have_no_place(case: str, tmp_p
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_decay_rates_and_their_like_do_not_follow_a_dtype(tmp_path: Path) -> None:
     source = save_folder(make_model("nemotronh"), tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "a", "--dtype", "bfloat16", "--verify")

@@ -32,7 +32,7 @@ DELTA_NET = (
 MAMBA = "--mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 5 --mamba-num-groups 2"
 #: All kinds of blocks of a hybrid; further options win.
 BOTH = f"--hybrid-layer-pattern G-M*- --num-layers 5 {DELTA_NET} {MAMBA}"
-SHORT = f"--train-iters 4 --eval-interval 0 --lr-warmup-iters 0 {PACKED}"
+SHORT = f"--train-iters 4 --global-batch-size 4 --eval-interval 0 --lr-warmup-iters 0 {PACKED}"
 CP, TP = "--context-parallel-size 2", "--tensor-model-parallel-size 2"
 SQUARE = f"{TP} --sequence-parallel {CP}"
 

@@ -233,9 +233,10 @@ def test_softplus_of_step_biases_is_spread_evenly_by_its_logarithm() -> None:
     spec = InitSpec.step_bias(1e-3, 0.1)
     drawn = fill_(torch.empty(20_000), spec, seed=1, name="dt", shape=(20_000,), offsets=(0,))
     steps = torch.nn.functional.softplus(drawn.double())
-    assert 1e-3 <= float(steps.min()) * (1 + 1e-4) and float(steps.max()) <= 0.1 * (1 + 1e-4)
+    assert float(steps.min()) >= 1e-3 * (1 - 1e-4)
+    assert float(steps.max()) <= 0.1 * (1 + 1e-4)
     thirds = [(steps < bound).double().mean().item() for bound in (10 ** (-7 / 3), 10 ** (-5 / 3))]
-    assert abs(thirds[0] - 1 / 3) < 0.02 and abs(thirds[1] - 2 / 3) < 0.02
+    assert thirds == pytest.approx([1 / 3, 2 / 3], abs=0.02)
 
 
 @pytest.mark.parametrize("make", [InitSpec.log_of_uniform, InitSpec.step_bias])

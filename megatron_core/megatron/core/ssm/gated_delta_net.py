@@ -144,7 +144,7 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         config = self.config
-        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + rV]
+        units = self.units_of(self.input(hidden), cache)  # [s, b, u, w + rV]
         values = self.ratio * config.value_channels
         travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
         out = self.over_tokens(travels, layout, cache)

@@ -136,7 +136,7 @@ class Mamba2(RecurrentMixer):
         **_: object,
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
-        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + hP]
+        units = self.units_of(self.input(hidden), cache)  # [s, b, u, w + hP]
         values = self.heads * self.config.head_channels
         travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
         out = self.over_tokens(travels, layout, cache).reshape(*gate.shape[:2], -1)

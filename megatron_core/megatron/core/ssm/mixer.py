@@ -138,6 +138,14 @@ class RecurrentMixer(nn.Module, ABC):
         bound = width**-0.5  # of torch's convolutions with one channel in a group
         return self._store.declare(sharding, InitSpec.uniform(-bound, bound))
 
+    def units_of(self, features: torch.Tensor, cache: RecurrentCache | None) -> torch.Tensor:
+        """Return features [s, b, u · w] as units [s, b, u, w]; zero in rows of slot -1, whatever
+        they hold."""
+        units = features.unflatten(-1, (self.units, -1))
+        if cache is None:
+            return units
+        return units.masked_fill((cache.slots < 0)[:, None, None], 0)
+
     # --- over the tokens --------------------------------------------------------------------------
 
     def over_tokens(
@@ -220,7 +228,7 @@ class RecurrentMixer(nn.Module, ABC):
             )
             inputs = self.inputs(mixed, rest, part)
             out = self.step(inputs, state=state, slots=slots)
-            return self._without_padding(self.added(out, inputs, part), slots).unsqueeze(0)
+            return self.added(out, inputs, part).unsqueeze(0)
         rows = cache.new_tokens(units.shape[0])
         before, rest = _parted(rows.pack(units), weight)
         mixed, last = causal_conv1d(
@@ -236,11 +244,6 @@ class RecurrentMixer(nn.Module, ABC):
         out, states = recur(self.recurrence, inputs, rows.sequences, initial=carried(state, slots))
         keep(state, slots, states)
         return rows.unpack(self.added(out, inputs, part))
-
-    @staticmethod
-    def _without_padding(out: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Return out [b, H, V], zero in rows of slot -1 whatever they hold."""
-        return out.masked_fill((slots < 0)[:, None, None], 0)
 
 
 def _parted(packed: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -199,3 +199,26 @@ def test_a_rank_without_tokens_takes_part(kind: str) -> None:
     with_tokens, without = run_ranks(_of_two_tokens, 2, kind)
     assert float((with_tokens[:2] - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
     assert not without.any()
+
+
+class _Slots:
+    """A cache of one token a row for two rows, of which the second has none."""
+
+    def __init__(self) -> None:
+        self.slots = torch.tensor([0, -1])
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def buffer(self, name: str, shape: tuple[int, ...], **kind: Any) -> torch.Tensor:
+        return self._kept.setdefault(name, torch.zeros(2, *shape, **kind))
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_row_without_a_token_puts_out_zeros_whatever_it_holds(kind: str) -> None:
+    layer, _ = made(kind)
+    hidden = torch.randn(1, 2, HIDDEN, generator=generator(5))
+    wanted = layer(hidden[:, :1], SequenceLayout.dense(1)).detach()
+    hidden[:, 1] = torch.nan
+    with torch.no_grad():
+        out = layer(hidden, SequenceLayout.dense(1), cache=_Slots())
+    assert float((out[:, :1] - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+    assert not out[:, 1].any()

@@ -14,6 +14,7 @@ from megatron.core.ops.state_space_dual import (
     state_space_recurrence,
     state_space_step,
 )
+from tests.support.closeness import relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import assert_close, compare, maker
 
@@ -118,6 +119,54 @@ def test_no_decay_and_strong_decay(decays):
         for number, decay in enumerate(decays):
             inputs[3][number :: len(decays)] = decay
     check(inputs, (0, 29), torch.float32)
+
+
+@pytest.mark.parametrize("most", [16.0, 100.0, 1000.0])
+def test_strong_decays_keep_all_digits_of_fp32(most):
+    """Rounded sums were wrong in the fifth digit, and from them the gradient of a rate."""
+    narrow, tokens, results = make(200, dtype=torch.float32), 200, []
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        narrow[3].uniform_(-most, 0.0, generator=generator)
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    for inputs in (narrow, wide):
+        given = RecurrenceInputs(*inputs[:5])
+        recurrence = state_space_recurrence(64)
+        found = recur(recurrence, given, Sequences((0, tokens)), initial=inputs[5])
+        grads = dict(zip(NAMES, gradients(found, inputs), strict=True))
+        assert grads.pop("initial").isfinite().all()
+        rate = (grads["decay"].double() * inputs[3].double()).sum(0)
+        results.append({"out": found[0], "last": found[1], "rate": rate, **grads})
+    for name, true in results[1].items():
+        assert relative_error(results[0][name], true) <= 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("decay", [-torch.inf, -3e38])
+def test_a_token_may_forget_everything(decay, dtype):
+    """At the ends of a sequence and of chunks, between, twice in a row; each head by itself."""
+    inputs = make(29, dtype=dtype)
+    forgets = torch.zeros(29, HEADS, dtype=torch.bool)
+    for head, tokens in enumerate([(0,), (28,), (7, 8), (12, 13), (3, 24), ()]):
+        forgets[list(tokens), head] = True
+    with torch.no_grad():
+        inputs[3][forgets] = decay
+    check(inputs, (0, 29), dtype)
+    given = RecurrenceInputs(*inputs[:5])
+    out, _ = recur(state_space_recurrence(CHUNK), given, Sequences((0, 29)), initial=inputs[5])
+    (grad,) = torch.autograd.grad(out.sum(), inputs[3:4])
+    assert not grad[forgets].any()
+    assert grad[~forgets].all()
+
+
+def test_a_step_may_forget_everything():
+    inputs = [x.detach() for x in make(1)]
+    inputs[3][0, ::2] = -torch.inf
+    expected, last = naive(*inputs, (0, 1))
+    state = inputs[5].clone()
+    out = state_space_step(*inputs[:5], state=state, slots=torch.tensor([0]))
+    assert_close(out, expected, torch.float64, "out")
+    assert_close(state, last, torch.float64, "state")
 
 
 def test_a_token_without_strength_still_has_its_gradient():

@@ -12,6 +12,12 @@ from types import MappingProxyType
 
 import torch
 
+from megatron.core.ops.decay import (
+    decay_differences,
+    decay_sums,
+    in_two_parts,
+    without_clamped,
+)
 from megatron.core.ops.recurrence import RecurrenceInputs
 
 # What has faded below this is nothing beside the rounding of what has not. Products of two such
@@ -49,7 +55,8 @@ class Block:
         self.key.copy_(grids.key.transpose(1, 2))
         self.value = _heads(grids.value, dtype)  # [m, H, C, V]
         self.beta = _heads(grids.strength, dtype)  # [m, H, C]
-        total = _heads(grids.decay, torch.float64).cumsum(-1)  # G; of few numbers
+        self.decay = grids.decay.transpose(1, 2)  # [m, H, C]
+        total = decay_sums(self.decay)  # G; of few numbers
         self.total, self.growth = total, _power(total.to(dtype, copy=True))  # Γ
         self.left = _power((total[..., -1:] - total).to(dtype))  # e
         self._inverse, self._is_solved = inverse, is_solved
@@ -66,21 +73,8 @@ class Block:
 
     @cached_property
     def falls(self) -> torch.Tensor:
-        """D [m, H, C, C]; masked before the exponential, which would be infinite above.
-
-        A difference of two large sums has their rounding, so a sum is given in two parts, and the
-        larger parts are subtracted first, which is exact where it matters.
-        """
-        sums = self.total.flatten(0, 1)  # [m · H, C]
-        large = sums.to(self.beta.dtype)
-        small = (sums - large).to(large.dtype)
-        ones = torch.ones_like(large)
-        above = large.new_full((self.size, self.size), -torch.inf).triu_(1)
-        found = torch.baddbmm(
-            above.expand(len(large), -1, -1),
-            torch.stack([large, ones, small, ones], -1),
-            torch.stack([ones, -large, ones, -small], -2),
-        )
+        """D [m, H, C, C]; masked before the exponential, which would be infinite above."""
+        found = decay_differences(*in_two_parts(self.total.flatten(0, 1), self.beta.dtype))
         return _power(found).view(*self.beta.shape, self.size)
 
     @cached_property
@@ -200,7 +194,7 @@ class Block:
             query=grad_query * self.scale,
             key=grad_key,
             value=x * beta,
-            decay=grad_decay,
+            decay=without_clamped(grad_decay, self.decay),
             strength=grad_beta,
         )
 

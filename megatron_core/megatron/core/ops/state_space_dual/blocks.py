@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.core.ops.decay import decay_differences
+
 # Elements of one buffer of a block on a CPU: fewer stay in the cache, more save calls.
 ELEMENTS_IN_CACHE = 1 << 17
 # On other devices: 256 MB of fp32.
@@ -39,15 +41,21 @@ class Block(NamedTuple):
     Args:
         value: [m, C, G, r, V].
         query, key: [m, G, C, K], in the accumulation dtype as all that follows.
-        sums, strength: a and dt, [m, H, C].
+        strength: dt [m, H, C].
+        growth: exp(a) [m, H, C].
+        left: exp(a_C - a) [m, H, C].
+        rows, columns: [m, H, C, 4] and [m, H, 4, C], whose product is a_i - a_j.
         states: [m, G, K, r, V], before each chunk.
     """
 
     value: torch.Tensor
     query: torch.Tensor
     key: torch.Tensor
-    sums: torch.Tensor
     strength: torch.Tensor
+    growth: torch.Tensor
+    left: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
     states: torch.Tensor
 
 
@@ -58,7 +66,8 @@ class Gradients(NamedTuple):
         value: [m, C, G, r, V].
         query, key: [m, G, C, K].
         strength: [m, H, C].
-        sums: [m, H, C], of a from what reads the chunk's tokens or the state before it.
+        sums: [m, H, C], of a from what reads the chunk's tokens or the state before it; in fp64,
+            in which what no decay acts on cancels, when these are summed up.
         felt: [m, H, C], (x' · u): what all decays behind a token pull through the last state.
         kept: [m, H], exp(a_C) <S, dS>: what all decays of the chunk pull from the first to the
             last state.
@@ -95,10 +104,17 @@ class Scratch:
     def __init__(self, value: torch.Tensor, count: int, dtype: torch.dtype) -> None:
         most = value.shape[0] * _elements(value)
         self._flat = torch.empty((count, most), dtype=dtype, device=value.device).unbind()
+        self._wide: torch.Tensor | None = None
 
     def view(self, number: int, *shape: int) -> torch.Tensor:
         """Return buffer `number` in a shape."""
         return self._flat[number][: math.prod(shape)].view(shape)
+
+    def wide(self, *shape: int) -> torch.Tensor:
+        """Return one more buffer in a shape, in fp64."""
+        if self._wide is None:
+            self._wide = torch.empty_like(self._flat[0], dtype=torch.float64)
+        return self._wide[: math.prod(shape)].view(shape)
 
 
 def _elements(value: torch.Tensor) -> int:
@@ -149,7 +165,7 @@ def read(block: Block, scratch: Scratch, out: torch.Tensor) -> None:
     within = scratch.view(2, *heads, width)
     torch.bmm(seen.flatten(0, 2), x.flatten(0, 2), out=within.flatten(0, 2))
     before = _products(block.query, block.states, scratch, 1)
-    growth = _by_token(power(block.sums), groups)
+    growth = _by_token(block.growth, groups)
     torch.addcmul(within.permute(0, 3, 1, 2, 4), before.transpose(1, 2), growth, out=out)
 
 
@@ -172,7 +188,7 @@ def differentiate(
     before = _products(block.query, block.states, scratch, 1).mul_(pulled)
     found.sums.add_(before.sum(-1).transpose(2, 3).flatten(1, 2))
     kept = (block.states * ends).sum((2, 4)).flatten(1)  # [m, H]
-    torch.mul(kept, power(block.sums[..., -1]), out=found.kept)
+    torch.mul(kept, block.growth[..., -1], out=found.kept)
 
 
 def _differentiate_within(
@@ -191,7 +207,8 @@ def _differentiate_within(
     torch.bmm(total, _flat(block.key), out=_flat(found.query))
     torch.bmm(total.mT, _flat(block.query), out=_flat(found.key))
     weights.mul_(scores).diagonal(0, -2, -1).zero_()
-    torch.sub(weights.sum(-1).flatten(1, 2), weights.sum(-2).flatten(1, 2), out=found.sums)
+    wide = scratch.wide(*weights.shape).copy_(weights)
+    torch.sub(wide.sum(-1).flatten(1, 2), wide.sum(-2).flatten(1, 2), out=found.sums)
     seen, within = falls.mul_(scores), scratch.view(3, *heads, width)
     torch.bmm(seen.flatten(0, 2).mT, pull.flatten(0, 2), out=within.flatten(0, 2))
     return within.permute(0, 3, 1, 2, 4)
@@ -207,8 +224,7 @@ def _differentiate_behind(
 ) -> None:
     """Pull back what tokens leave in the state behind the chunk, and gather dx'."""
     value, strength, groups = block.value, block.strength, block.value.shape[2]
-    left = power(block.sums[..., -1:] - block.sums)
-    reach = strength * left
+    left, reach = block.left, strength * block.left
     behind = _products(block.key, ends, scratch, 0).transpose(1, 2)  # [m, C, G, r, V]
     product = scratch.view(1, *value.shape)
     along = _by_head(torch.mul(value, behind, out=product).sum(-1))
@@ -231,10 +247,10 @@ def _scores(block: Block) -> torch.Tensor:
 def _falls(block: Block, scratch: Scratch, buffer: int) -> torch.Tensor:
     """Return L [m, G, r, C, C]."""
     m, size, groups, shared, _ = block.value.shape
-    sums = block.sums.view(m, groups, shared, size)
     falls = scratch.view(buffer, m, groups, shared, size, size)
-    torch.sub(sums[..., None], sums[..., None, :], out=falls)
-    return power(falls, out=falls).tril_()
+    rows, columns = block.rows.flatten(0, 1), block.columns.flatten(0, 1)
+    decay_differences(rows, columns, out=falls.flatten(0, 2))
+    return power(falls, out=falls)
 
 
 def _written(block: Block, scratch: Scratch, buffer: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.ops.decay import decay_sums, in_two_parts, without_clamped
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Chunks, Sequences
@@ -49,8 +50,8 @@ class Prepared:
     Args:
         inputs: as they were given.
         chunks: n of them.
-        sums: a [n, H, C].
-        strength: dt [n, H, C].
+        sums: a [n, H, C], in fp64.
+        strength: dt [n, H, C], in the accumulation dtype.
         local: [n, G, K, r, V], what the tokens of each chunk leave in the state; from `summary`
             until a sweep.
         states: [n, G, K, r, V], what each chunk begins with; from a sweep on.
@@ -73,14 +74,19 @@ class Prepared:
         return self.inputs.key.shape[1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of what is accumulated."""
+        return self.strength.dtype
+
+    @property
     def gain(self) -> torch.Tensor:
         """exp(a_C) [n, G, 1, r, 1]."""
-        gain = power(self.sums[..., -1])
+        gain = power(self.sums[..., -1].to(self.dtype))
         return gain.unflatten(1, (self.groups, 1, -1))[..., None]
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, G, C, K], in the accumulation dtype, from x [t, G, K]."""
-        grid = self.chunks.take(x).to(self.sums.dtype).transpose(1, 2)
+        grid = self.chunks.take(x).to(self.dtype).transpose(1, 2)
         # The one group of a chunk is a view; several lie far apart.
         return grid if self.groups == 1 else grid.contiguous()
 
@@ -89,23 +95,29 @@ class Prepared:
         return self.chunks.take(x).unflatten(2, (self.groups, -1))
 
     @property
-    def reach(self) -> torch.Tensor:
-        """exp(a_C - a) dt [n, H, C], how much of a token is left behind the chunk."""
-        return power(self.sums[..., -1:] - self.sums).mul_(self.strength)
+    def left(self) -> torch.Tensor:
+        """exp(a_C - a) [n, H, C], how much of a token is left behind the chunk."""
+        return power((self.sums[..., -1:] - self.sums).to(self.dtype))
+
+    @property
+    def growth(self) -> torch.Tensor:
+        """exp(a) [n, H, C]."""
+        return power(self.sums.to(self.dtype))
 
     def read(self) -> tuple[torch.Tensor, ...]:
         """Return what all chunks read, as `Block` has it, without states."""
         query, key = self.by_group(self.inputs.query), self.by_group(self.inputs.key)
-        return self.by_token(self.inputs.value), query, key, self.sums, self.strength
+        gates = self.strength, self.growth, self.left, *in_two_parts(self.sums, self.dtype)
+        return self.by_token(self.inputs.value), query, key, *gates
 
     def states_or_zeros(self, states: torch.Tensor | None) -> torch.Tensor:
         """Return [N, G, K, r, V] from states [N, H, K, V], or zeros."""
         if states is not None:
-            return _by_group(states.to(self.sums.dtype), self.groups)
+            return _by_group(states.to(self.dtype), self.groups)
         heads, width = self.inputs.value.shape[1:]
         shared, keys = heads // self.groups, self.inputs.key.shape[-1]
         shape = (self.chunks.sequence_count, self.groups, keys, shared, width)
-        return self.sums.new_zeros(()).expand(shape)
+        return self.strength.new_zeros(()).expand(shape)
 
 
 @dataclass(frozen=True)
@@ -124,16 +136,19 @@ class StateSpaceDual:
         """See `Recurrence`."""
         chunks = sequences.chunks(min(self.chunk_size, max(1, *sequences.lengths)))
         dtype = accumulation_dtype(inputs.value.dtype)
-        sums = _by_chunk(chunks, inputs.decay, dtype).cumsum(-1)
-        return Prepared(inputs, chunks, sums, _by_chunk(chunks, inputs.strength, dtype))
+        sums = decay_sums(chunks.take(inputs.decay).transpose(1, 2))
+        strength = chunks.take(inputs.strength).transpose(1, 2)
+        strength = strength.to(dtype, memory_format=torch.contiguous_format)
+        return Prepared(inputs, chunks, sums, strength)
 
     def sweep(
         self, prepared: Prepared, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        chunks, gain, reach = prepared.chunks, prepared.gain, prepared.reach
+        chunks, gain = prepared.chunks, prepared.gain
         states = Sweep(chunks, prepared.states_or_zeros(initial))
         given = prepared.read()
+        reach = prepared.strength * prepared.left
         out = torch.empty(given[0].shape, dtype=given[0].dtype, device=given[0].device)
         for block, scratch, *parts, target in blocks(3, reach.dtype, *given, out):
             local = prepared.local
@@ -148,11 +163,14 @@ class StateSpaceDual:
 
     def summary(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
-        value, _, key, sums, _ = prepared.read()
-        prepared.local = _added(key, value, prepared.reach)
+        key, value = (
+            prepared.by_group(prepared.inputs.key),
+            prepared.by_token(prepared.inputs.value),
+        )
+        prepared.local = _added(key, value, prepared.strength * prepared.left)
         states = Sweep(prepared.chunks, prepared.states_or_zeros(None))
         states.through(slice(0, prepared.chunks.count), prepared.gain, prepared.local)
-        whole = power(sums[..., -1:])[..., None]  # [n, H, 1, 1]
+        whole = prepared.growth[..., -1:, None]  # [n, H, 1, 1]
         ones = whole.new_ones(()).expand(prepared.chunks.sequence_count, *whole.shape[1:])
         transition = Sweep(prepared.chunks, ones)
         transition.through(slice(0, prepared.chunks.count), whole, None)
@@ -160,9 +178,8 @@ class StateSpaceDual:
 
     def state_gradient(self, prepared: Prepared, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
-        _, query, _, sums, _ = prepared.read()
-        prepared.grad = grad
-        prepared.pulled = _added(query, prepared.by_token(grad), power(sums))
+        query, prepared.grad = prepared.by_group(prepared.inputs.query), grad
+        prepared.pulled = _added(query, prepared.by_token(grad), prepared.growth)
         grads = SweepBack(prepared.chunks, prepared.states_or_zeros(None))
         grads.through(slice(0, prepared.chunks.count), prepared.gain, prepared.pulled)
         return _by_head(grads.first())
@@ -177,11 +194,11 @@ class StateSpaceDual:
         grads = SweepBack(chunks, prepared.states_or_zeros(grad_last))
         given, states = prepared.read(), prepared.states
         assert states is not None, "a sweep comes before gradients"
-        found = _empty_gradients(*given)
-        growth, pulls = power(prepared.sums), prepared.by_token(grad)
+        found = _empty_gradients(*given[:3], prepared.sums, prepared.strength)
+        growth, pulls = given[4], prepared.by_token(grad)
         parts = blocks(5, growth.dtype, *given, states, pulls, *found)
         for block, scratch, *part in reversed(list(parts)):
-            read_by, pull, target = Block(*part[:6]), part[6], Gradients(*part[7:])
+            read_by, pull, target = Block(*part[:9]), part[9], Gradients(*part[10:])
             scaled = by_group(pull, growth[block], scratch, 4)
             added = written(read_by.query, scaled) if pulled is None else pulled[block]
             grads.through(block, gain[block], added)
@@ -190,7 +207,7 @@ class StateSpaceDual:
             _by_row(chunks, found.query, inputs.query.dtype),
             _by_row(chunks, found.key, inputs.key.dtype),
             chunks.put_back(found.value.flatten(2, 3)),
-            _by_row(chunks, found.decay(), inputs.decay.dtype),
+            without_clamped(_by_row(chunks, found.decay(), inputs.decay.dtype), inputs.decay),
             _by_row(chunks, found.strength, inputs.strength.dtype),
         ), _by_head(grads.first())
 
@@ -212,14 +229,9 @@ def _empty_gradients(value, query, key, sums, strength) -> Gradients:
         key.new_empty(key.shape),
         torch.empty_like(strength),
         torch.empty_like(sums),
-        torch.empty_like(sums),
-        sums.new_empty(sums.shape[:2]),
+        torch.empty_like(strength),
+        strength.new_empty(strength.shape[:2]),
     )
-
-
-def _by_chunk(chunks: Chunks, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return [n, H, C] from x [t, H]."""
-    return chunks.take(x).transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
 
 
 def _by_row(chunks: Chunks, grid: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

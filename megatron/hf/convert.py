@@ -101,7 +101,7 @@ def import_model(config: ImportConfig) -> None:
     if (line := left_out(folder, model)) is not None:
         print(line, flush=True)
     if config.verify:
-        _verify(checkpoint, Path(config.hf), dtype)
+        _verify(checkpoint, Path(config.hf), dtype, written=checkpoint)
 
 
 def export_model(config: ExportConfig) -> None:
@@ -129,14 +129,17 @@ def export_model(config: ExportConfig) -> None:
     files = f"{len(exported.files)} file{'s' * (len(exported.files) > 1)}"
     print(f"exported {checkpoint} to {exported.folder} ({files} of weights)", flush=True)
     if config.verify:
-        _verify(checkpoint, exported.folder, dtype)
+        _verify(checkpoint, exported.folder, dtype, written=exported.folder)
 
 
-def _verify(checkpoint: Path, folder: Path, dtype: torch.dtype | None) -> None:
+def _verify(checkpoint: Path, folder: Path, dtype: torch.dtype | None, *, written: Path) -> None:
     from megatron.hf.transformers_logits import compare_logits
 
-    difference = compare_logits(checkpoint, folder, dtype=dtype)
-    print(f"verified: logits differ by at most {difference:.3g} from transformers", flush=True)
+    try:
+        difference = compare_logits(checkpoint, folder, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(f"{written} was written, but not verified: {error}") from None
+    print(f"verified: logits differ from those of transformers by up to {difference}", flush=True)
 
 
 def run(argv: Sequence[str]) -> None:

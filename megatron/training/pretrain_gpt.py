@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.config import Config
@@ -38,14 +38,17 @@ class Program:
     Args:
         name: of the module in megatron.training, and in front of its messages.
         description: one line on what it does, for help.
-        problems: says what is wrong with a config for this program alone, each with its mend.
+        problems: says what is wrong with a config for this program alone, each with its mend; of a
+            config that is another program's, nothing else is said.
         defaults: told the options given; returns its own values of others.
+        replaced: options that it needs in the place of others that have no default.
     """
 
     name: str
     description: str
     problems: Callable[[Config], Iterator[str]]
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda given: {}
+    replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 def _gpt_problems(config: Config) -> Iterator[str]:
@@ -81,10 +84,11 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
         description=program.description,
         print_now=False,
         defaults=lambda given: _defaults(given, program),
+        replaced=program.replaced,
     )
     from megatron.training.config.check import check
 
-    problems = [*program.problems(line.config), *check(line.config, launch.world_size)]
+    problems = list(program.problems(line.config)) or check(line.config, launch.world_size)
     if problems:
         raise ValueError("; ".join(problems))
     run = resolve(line.config, launch.world_size)

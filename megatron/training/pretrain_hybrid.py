@@ -32,6 +32,7 @@ PRETRAIN_HYBRID = Program(
     "torchrun.",
     problems=_problems,
     defaults=_defaults,
+    replaced={"num-layers": "hybrid-layer-pattern"},
 )
 
 

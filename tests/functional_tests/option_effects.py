@@ -58,10 +58,13 @@ _GROUPS = f"{_MOE} --moe-router-num-groups 2"
 _SHARED = f"{_MOE} --moe-shared-expert-intermediate-size 40"
 _LATENT = "--multi-latent-attention"
 _DELTA = (
-    "--hybrid-layer-pattern G* --linear-num-key-heads 4 --linear-num-value-heads 8 "
+    "--hybrid-layer-pattern G*- --num-layers 3 --linear-num-key-heads 4 --linear-num-value-heads 8 "
     "--linear-key-head-dim 8 --linear-value-head-dim 8"
 )
-_MAMBA = "--hybrid-layer-pattern M* --mamba-head-dim 12 --mamba-state-dim 8 --mamba-num-groups 2"
+_MAMBA = (
+    "--hybrid-layer-pattern M*- --num-layers 3 --mamba-head-dim 12 --mamba-state-dim 8 "
+    "--mamba-num-groups 2"
+)
 _GROUPED = "--group-query-attention --num-query-groups"
 
 EFFECTS: dict[str, Effect] = {
@@ -155,7 +158,7 @@ EFFECTS: dict[str, Effect] = {
     "linear-cp-mode": Effect(
         "plan", "auto", "segments", f"{_DELTA} --context-parallel-size 2", world=2
     ),
-    "linear-recurrence-splits": Effect("plan", "1", "2", _DELTA),
+    "linear-recurrence-splits": Effect("plan", "1", "2", f"{_DELTA} --seq-length 260"),
     "mamba-num-heads": Effect("plan", "", "6", _MAMBA),
     "mamba-head-dim": Effect("plan", "12", "24", _MAMBA),
     "mamba-state-dim": Effect("plan", "16", "32", _MAMBA),

@@ -19,6 +19,7 @@ from megatron.training.config import (
     experts,
     hybrid,
     layer_pattern,
+    missing_blocks,
     optimization,
     stages,
     switches,
@@ -37,6 +38,7 @@ def check(config: Config, world_size: int) -> list[str]:
             _batch(config, world_size),
             _data_parallel(config, world_size),
             layer_pattern.problems(config),
+            missing_blocks.problems(config),
             hybrid.problems(config),
             _heads(config),
             _inner_features(config),
@@ -129,9 +131,10 @@ def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
 def _heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
+    if not layer_pattern.has_attention(config):
+        return  # `missing_blocks` names what is given
     if heads is None:
-        if layer_pattern.has_attention(config):
-            yield "missing --num-attention-heads: give it"
+        yield "missing --num-attention-heads: give it"
         return
     latent_heads = config.attention.multi_latent_attention
     if heads % tp and not latent_heads:
@@ -209,7 +212,8 @@ def _rope_scaling(config: Config) -> Iterator[str]:
 
 def _kernels(config: Config) -> Iterator[str]:
     dropout = config.attention.attention_dropout
-    if config.parallel.attention_backend == "triton" and dropout:
+    attends = layer_pattern.has_attention(config)
+    if attends and config.parallel.attention_backend == "triton" and dropout:
         yield (
             f"--attention-backend triton has no --attention-dropout {dropout}: set that to 0 or "
             "take auto"

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron.training.config.layer_pattern import has_attention
+
 if TYPE_CHECKING:
     from megatron.training.config import Config
 
@@ -23,6 +25,8 @@ def problems(config: Config) -> Iterator[str]:
             f"--seq-length {length} is not a multiple of 2 x {flag} = {2 * cp}, two chunks of each "
             f"sample for every rank: use {longer}, for example"
         )
+    if not has_attention(config):
+        return
     if kernel != "auto":
         yield (
             f"--attention-backend {kernel} has no effect with {flag}, which takes what its device "

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.training.config.layer_pattern import is_recurrent
 from megatron.training.config.values import positive, require, require_all
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def problems(config: Config) -> Iterator[str]:
     from megatron.training.hybrid_options import recurrent_shapes
 
     hybrid, parallel, width = config.hybrid, config.parallel, 2 * config.model.hidden_size
+    yield from _splits(config)
     shapes = recurrent_shapes(config)
     if "Mamba-2" in shapes and hybrid.mamba_num_heads is None and width % hybrid.mamba_head_dim:
         yield (
@@ -93,3 +95,19 @@ def problems(config: Config) -> Iterator[str]:
             mode=parallel.linear_cp_mode,
         ):
             yield f"{name}: {problem}"
+
+
+def _splits(config: Config) -> Iterator[str]:
+    """Name splits of sequences of which none is long enough."""
+    from megatron.core.ssm.config import SEGMENTS, SPLIT_CHUNK
+
+    parallel, length = config.parallel, config.training.seq_length
+    splits, own = parallel.linear_recurrence_splits, length
+    if parallel.linear_cp_mode == SEGMENTS:
+        own //= parallel.context_parallel_size
+    if is_recurrent(config) and splits > 1 and own <= SPLIT_CHUNK:
+        each = "" if own == length else f", of which a rank runs on {own} tokens at once"
+        yield (
+            f"--linear-recurrence-splits {splits} has no effect with --seq-length {length}{each}: "
+            f"sequences are cut at multiples of {SPLIT_CHUNK} tokens: drop it"
+        )

@@ -152,12 +152,7 @@ def _of_hybrid(config: Config, pattern: Pattern) -> Iterator[str]:
     if config.experts.moe_layer_freq is not None:
         yield f"--moe-layer-freq has no effect with {FLAG} {pattern.main}: drop it"
     if not has_attention(config):
-        heads, position = config.model.num_attention_heads, config.position.position_embedding_type
-        if heads is not None:
-            yield (
-                f"--num-attention-heads {heads} has no effect: {FLAG} {pattern.main} has no "
-                "attention: drop it"
-            )
+        position = config.position.position_embedding_type
         if position != "none":
             yield (
                 f"--position-embedding-type {position} is of attention, and {FLAG} {pattern.main} "

@@ -28,8 +28,8 @@ class ParallelConfig:
     """How a recurrence meets the tokens of other ranks: headwise cuts heads instead of tokens;
     segments passes states from each part of a document to the next; auto takes what moves least."""
     linear_recurrence_splits: int = 1
-    """Parts of each sequence that a rank runs a recurrence on side by side, for few long
-    sequences."""
+    """Parts of each sequence that a rank runs a recurrence on side by side, for few long sequences;
+    parts are cut at multiples of 128 tokens, so that a short sequence has fewer."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer, each with some of them."""
     expert_tensor_parallel_size: int | None = None

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.training.config.layer_pattern import depths, is_recurrent
+from megatron.training.config.layer_pattern import depths, has_attention, is_recurrent
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -15,24 +15,12 @@ if TYPE_CHECKING:
 
 def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     """Yield (section, beginning of its fields' names, whether the switch is on, the switch)."""
-    position, failures = config.position, config.failures
-    checkpoint, profiling = config.checkpoint, config.profiling
-    yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
-    yarn = position.position_embedding_type == "yarn"
-    yield position, "yarn_", yarn, "--position-embedding-type yarn"
-    turns = position.position_embedding_type != "none"
-    for start in ("rotary_", "use_rope_"):
-        yield position, start, turns, "--position-embedding-type rope or yarn"
+    failures, checkpoint, profiling = config.failures, config.checkpoint, config.profiling
+    if has_attention(config):  # else `missing_blocks` says more
+        yield from _of_attention(config)
     yield from _of_experts(config)
     yield from _of_recurrent(config)
-    latent = config.attention.multi_latent_attention
-    for start in ("q_", "kv_", "qk_head_", "qk_pos_", "v_"):
-        yield config.attention, start, latent, "--multi-latent-attention"
-    both = "--multi-latent-attention with --position-embedding-type yarn"
-    yield config.attention, "mscale", latent and yarn, both
     graphs = config.execution.cuda_graph_impl != "none"
-    cuts = config.parallel.context_parallel_size > 1
-    yield config.parallel, "cp_comm_type", cuts, "--context-parallel-size above 1"
     yield config.execution, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
     spikes = failures.loss_spike_factor is not None
     yield failures, "loss_spike_window", spikes, "--loss-spike-factor"
@@ -52,6 +40,24 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield profiling, "profile_step_", profiling.profile, "--profile"
     watched = profiling.profile or profiling.record_memory_history
     yield profiling, "profile_ranks", watched, "--profile or --record-memory-history"
+
+
+def _of_attention(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield what `_dependents` does for the options of attention."""
+    position = config.position
+    yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
+    yarn = position.position_embedding_type == "yarn"
+    yield position, "yarn_", yarn, "--position-embedding-type yarn"
+    turns = position.position_embedding_type != "none"
+    for start in ("rotary_", "use_rope_"):
+        yield position, start, turns, "--position-embedding-type rope or yarn"
+    latent = config.attention.multi_latent_attention
+    for start in ("q_", "kv_", "qk_head_", "qk_pos_", "v_"):
+        yield config.attention, start, latent, "--multi-latent-attention"
+    both = "--multi-latent-attention with --position-embedding-type yarn"
+    yield config.attention, "mscale", latent and yarn, both
+    cuts = config.parallel.context_parallel_size > 1
+    yield config.parallel, "cp_comm_type", cuts, "--context-parallel-size above 1"
 
 
 def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:

@@ -58,6 +58,7 @@ def parse_command_line(
     description: str,
     print_now: bool = True,
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    replaced: Mapping[str, str] | None = None,
 ) -> CommandLine[T]:
     """Parse the arguments of an entry point.
 
@@ -70,6 +71,7 @@ def parse_command_line(
             that derives more first and then calls `show_config`.
         defaults: told the values given by flags and `--config`, by option name; returns values for
             options that were not given, which win over the schema's own defaults.
+        replaced: options to ask for in the place of others that are missing, see `build`.
 
     Raises:
         HelpRequested: `--help`, `-h`, `--print-completion` or `--print-config`.
@@ -90,7 +92,7 @@ def parse_command_line(
         given = {**read_options(invocation.config, known), **given}
     if defaults is not None:
         given = {**defaults(given), **given}
-    line = CommandLine(build(schema, given), invocation)
+    line = CommandLine(build(schema, given, replaced=replaced), invocation)
     if print_now:
         show_config(line)
     return line

@@ -212,16 +212,25 @@ def _field_docs(section: type) -> dict[str, str]:
     return found
 
 
-def build(schema: type[T], values: Mapping[str, Any]) -> T:
+def build(
+    schema: type[T], values: Mapping[str, Any], *, replaced: Mapping[str, str] | None = None
+) -> T:
     """Make a schema's object from values by option name; what is absent takes its default.
+
+    Args:
+        schema: dataclass of options or of sections of options.
+        values: by option name.
+        replaced: of required options those that follow from another one, which is to be given.
 
     Raises:
         ValueError: every required option that is absent, or what a section's own check finds, all
             of them in one message.
     """
     known = options(schema)
-    missing = [f"--{o.name}" for o in known if o.required and o.name not in values]
-    if missing:
+    required = [o.name for o in known if o.required]
+    if any(name not in values for name in required):
+        wanted = [(replaced or {}).get(name, name) for name in required]
+        missing = [f"--{name}" for name in wanted if values.get(name) is None]
         raise ValueError(
             f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'}"
         )

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing import Solo, read_extra
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
+from megatron.hf import transformers_logits
 from megatron.hf.config_json import function_of, write_config
 from megatron.hf.defaults import model_options
 from megatron.hf.folder import open_folder
@@ -23,6 +24,7 @@ from megatron.hf.transformers_logits import compare_logits
 from megatron.training.checkpoint_io import weight_chunks
 from megatron.training.config import Config
 from megatron.training.config.resolve import resolve
+from megatron.training.exit_codes import ExitCode
 from megatron.training.gpt_options import gpt_config
 from megatron.training.options.schema import build
 from tests.support.hf_converter import checkpoint_model, convert, tensors
@@ -134,15 +136,23 @@ def test_a_dtype_is_kept_or_chosen(dtype: str, tmp_path: Path) -> None:
     )
 
 
-def test_what_is_carried_is_not_believed_and_verify_sees_another_function(tmp_path: Path) -> None:
+def test_what_is_carried_is_not_believed_and_verify_sees_another_function(
+    tmp_path: Path, monkeypatch
+) -> None:
     source = save_folder(make_model("llama-3to1"), tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints", "--verify")
     change_json(source / "config.json", rms_norm_eps=2e-3)
     words = ["--load", tmp_path / "checkpoints", "--like", source, "--verify"]
     convert("export", "--save", tmp_path / "out", *words)
     assert json.loads((tmp_path / "out/config.json").read_text())["rms_norm_eps"] == 1e-3
-    with pytest.raises(ValueError, match="differ by"):
-        compare_logits(tmp_path / "checkpoints/iter_0000000", source)
+    checkpoint = tmp_path / "checkpoints/iter_0000000"
+    with pytest.raises(ValueError, match=r"differ by up to [\d.e-]+, the largest is \d[\d.]*: "):
+        compare_logits(checkpoint, source)
+    monkeypatch.setattr(transformers_logits, "TOLERANCE", -1.0)
+    words += ["--save", tmp_path / "refused"]
+    said = convert("export", *words, code=ExitCode.USER_ERROR)
+    assert f"{tmp_path / 'refused'} was written, but not verified: the logits of " in said
+    assert (tmp_path / "refused/config.json").exists()
 
 
 def test_a_model_without_place_in_transformers_is_refused(tmp_path: Path) -> None:

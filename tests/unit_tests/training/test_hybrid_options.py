@@ -30,6 +30,7 @@ from megatron.training.options.schema import flatten, options
 from megatron.training.options.yaml_file import write_options
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
+from tests.support.arguments import last_wins
 from tests.unit_tests.training.small_config import small_config
 
 PATTERN = "--hybrid-layer-pattern"
@@ -134,7 +135,8 @@ def test_a_checkpoint_s_pattern_comes_without_the_cuts_of_its_layout(monkeypatch
 
 def test_modes_and_splits_reach_the_layers():
     more = f"{PATTERN} G- {DELTA} {CP} 2 --linear-cp-mode segments --linear-recurrence-splits 2"
-    made = backend(hybrid_run(more, 2).config)
+    more = last_wins(f"{RUN} {more} --seq-length 260".split())
+    made = backend(read_run(more, Launch(world_size=2), program=PRETRAIN_HYBRID).config)
     assert (made.linear_mode, made.linear_splits) == ("segments", 2)
     shape = gpt_config(hybrid_run(f"{PATTERN} G- {DELTA}").config, 61)
     model = GPTModel(
@@ -225,6 +227,16 @@ REFUSED = [
         "--linear-recurrence-splits has no effect without G or M in",
     ),
     (
+        f"{PATTERN} G- {DELTA} --linear-recurrence-splits 2",
+        1,
+        "-splits 2 has no effect with --seq-length 20: sequences are cut at multiples of 128 tok",
+    ),
+    (
+        f"{PATTERN} G- {DELTA} {CP} 2 --linear-recurrence-splits 2 --linear-cp-mode segments",
+        2,
+        "--seq-length 20, of which a rank runs on 10 tokens at once: ",
+    ),
+    (
         f"{PATTERN} G-*- {DELTA} {HEADS} 6 --rotary-base 5000",
         1,
         "--rotary-base has no effect without",
@@ -280,6 +292,9 @@ def test_pretrain_gpt_sends_other_patterns_to_pretrain_hybrid():
             ValueError, match=r"start python -m megatron\.training\.pretrain_hybrid"
         ):
             read_run(words.split(), Launch(), program=PRETRAIN_GPT)
+    with pytest.raises(ValueError, match=r"start python -m \S+$") as caught:
+        read_run(f"{RUN} {PATTERN} G- {DELTA}".split(), Launch(), program=PRETRAIN_GPT)
+    assert "; " not in str(caught.value), "positions are a mere default"
 
 
 def test_sections_say_what_is_wrong_with_their_own_values():

@@ -25,11 +25,9 @@ from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, emptied, filled, recur
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
+from megatron.core.ssm.config import SPLIT_CHUNK
 from megatron.core.ssm.links import Links, filled_up
 from megatron.core.ssm.splits import Split
-
-#: Tokens that splits keep together: whole chunks of the recurrences here.
-CHUNK = 128
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,7 +54,7 @@ def recur_in_segments(
     group: Group,
     *,
     splits: int = 1,
-    chunk: int = CHUNK,
+    chunk: int = SPLIT_CHUNK,
 ) -> torch.Tensor:
     """Run a recurrence over documents of which each rank has pieces.
 
@@ -98,7 +96,7 @@ def recur_split(
     *,
     splits: int,
     initial: torch.Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int = SPLIT_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a recurrence over every sequence by itself, each in segments side by side.
 

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of blocks that a layer pattern has not, and options that follow from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.config.resolve import resolve
+from megatron.training.gpt_options import gpt_config
+from megatron.training.launch import Launch
+from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
+from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
+from tests.unit_tests.training.test_hybrid_options import (
+    CP,
+    DELTA,
+    HEADS,
+    MAMBA,
+    PATTERN,
+    RUN,
+    hybrid_run,
+)
+
+#: Options of attention and of MLPs, for runs that have none of these.
+NO_ATTENTION = """--num-attention-heads 6|--group-query-attention|--num-query-groups 2
+--kv-channels 16|--add-qkv-bias|--add-attention-output-bias|--attention-dropout 0.2|--qk-layernorm
+--attention-output-gate|--window-size 5|--softmax-type learnable|--multi-latent-attention
+--q-lora-rank 8|--kv-lora-rank 8|--mscale 2.0|--rotary-base 5000.0|--rotary-percent 0.5
+--rotary-interleaved|--rotary-seq-len-interpolation-factor 2.0|--use-rope-scaling
+--rope-scaling-factor 4.0|--yarn-beta-fast 16.0|--cp-comm-type p2p|--attention-backend reference
+--attention-backend triton""".replace("\n", "|").split("|")
+NO_MLP = ("--swiglu", "--squared-relu", "--add-mlp-bias", "--ffn-hidden-size 64")
+MISSING = [(f"{PATTERN} GM-", option, 1, "attention") for option in NO_ATTENTION]
+MISSING += [(f"{PATTERN} M {CP} 2", option, 2, "attention") for option in NO_ATTENTION[-3:]]
+MISSING += [(f"{PATTERN} GM* {HEADS} 6", option, 1, "MLP") for option in NO_MLP]
+
+
+@pytest.mark.parametrize(("model", "option", "world", "noun"), MISSING)
+def test_options_of_blocks_that_a_pattern_has_not_are_refused(model, option, world, noun):
+    blocks = model.split()[1]
+    delta = DELTA if "G" in blocks else ""
+    with pytest.raises(ValueError, match="has no effect") as caught:
+        hybrid_run(f"{model} {MAMBA} {delta} {option}", world)
+    wanted = f"{option} has no effect: {PATTERN} {blocks} has no {noun}: drop it"
+    assert str(caught.value) == wanted
+
+
+def test_an_mlp_s_width_beside_experts_that_have_their_own_is_refused():
+    experts = "--num-experts 4 --disable-bias-linear --swiglu --ffn-hidden-size 64"
+    run = hybrid_run(f"{PATTERN} ME {MAMBA} {experts}")
+    assert gpt_config(run.config, 61).moe.ffn_hidden_size == 64
+    assert resolve(run.config, 1) == run, "of which both widths are written"
+    with pytest.raises(ValueError, match=r"^--ffn-hidden-size 64 has no effect: .* MLP, and"):
+        hybrid_run(f"{PATTERN} ME {MAMBA} {experts} --moe-ffn-hidden-size 32")
+
+
+def test_what_asks_for_nothing_may_be_given():
+    more = "--attention-dropout 0 --cp-comm-type auto --no-swiglu --no-qk-layernorm"
+    run = hybrid_run(f"{PATTERN} MM {MAMBA} {more} --window-size none --ffn-hidden-size 192")
+    assert run.config.attention.attention_dropout == 0.0
+
+
+def test_what_is_missing_has_the_pattern_and_not_what_follows_from_it():
+    for words, missing in (
+        ("", f"{PATTERN}, --hidden-size, "),
+        (f"{PATTERN} G-", "--hidden-size, "),
+        ("--num-layers 2", f"{PATTERN}, --hidden-size, "),
+        (RUN, f"{PATTERN}: give it$"),
+    ):
+        with pytest.raises(ValueError, match=f"^missing {missing}") as caught:
+            read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
+        assert "--num-layers" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"^missing --num-layers, --hidden-size, "):
+        read_run([], Launch(), program=PRETRAIN_GPT)

@@ -27,7 +27,7 @@ def choose(
         implementation: "reference", "triton" or None (pick by device).
         tensor: any of the op's inputs; its device and dtype decide.
         op: the op's name, for the message.
-        has_triton: False where the kernel does not cover this call (the caller's arguments).
+        has_triton: False where the op has no Triton kernel.
 
     Returns:
         "reference" or "triton".
@@ -50,12 +50,12 @@ def choose(
 
 def _require_triton(tensor: torch.Tensor, op: str, has_triton: bool) -> None:
     """Raise ValueError where a forced Triton kernel cannot run."""
-    if not triton_is_installed():
-        raise ValueError(f"{op}: implementation='triton' needs the triton package; install it")
     if not has_triton:
         raise ValueError(
-            f"{op}: the Triton kernel does not cover these arguments; use implementation=None"
+            f"{op}: implementation='triton': there is no Triton kernel yet; use None or 'reference'"
         )
+    if not triton_is_installed():
+        raise ValueError(f"{op}: implementation='triton' needs the triton package; install it")
     if tensor.dtype == torch.float64:
         raise ValueError(f"{op}: the Triton kernel has no float64; use implementation='reference'")
     if tensor.device.type != "cuda":

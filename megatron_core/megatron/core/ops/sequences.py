@@ -7,6 +7,7 @@ copied there without waiting; all layers of a microbatch share one object.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeVar
@@ -27,11 +28,14 @@ class Sequences:
         device: where ops work.
 
     Raises:
-        ValueError: bounds that do not start at 0, or fall.
+        ValueError: bounds that are not integers, do not start at 0, or fall.
     """
 
     def __init__(self, bounds: Sequence[int], *, device: torch.device | str = "cpu") -> None:
-        self.bounds = tuple(int(bound) for bound in bounds)
+        try:
+            self.bounds = tuple(operator.index(bound) for bound in bounds)
+        except TypeError as error:
+            raise ValueError(f"cu_seqlens {list(bounds)}: give integers") from error
         self.device = torch.device(device)
         if len(self.bounds) < 2 or self.bounds[0] != 0:
             raise ValueError(f"cu_seqlens {list(self.bounds)}: give 0 and the end of each sequence")
@@ -61,9 +65,10 @@ class Sequences:
     def check(self, op: str, **tensors: torch.Tensor) -> None:
         """Raise ValueError unless tensors [t, ...] have as many tokens as the sequences."""
         for name, tensor in tensors.items():
-            if tensor.shape[0] != self.tokens:
+            tokens = tensor.shape[0] if tensor.ndim else "no"
+            if tokens != self.tokens:
                 raise ValueError(
-                    f"{op}: {name} {tuple(tensor.shape)} has {tensor.shape[0]} tokens, the "
+                    f"{op}: {name} {tuple(tensor.shape)} has {tokens} tokens, the "
                     f"sequences {self.tokens}"
                 )
 
@@ -81,6 +86,14 @@ class Sequences:
         """Return int64 values on the device; the host does not wait."""
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         return pin(tensor, self.device).to(self.device, non_blocking=True)
+
+
+def require_sequences(op: str, sequences: object) -> None:
+    """Raise ValueError unless `sequences` are `Sequences`."""
+    if not isinstance(sequences, Sequences):
+        raise ValueError(
+            f"{op}: sequences is a {type(sequences).__name__}: give Sequences(cumulative lengths)"
+        )
 
 
 class Chunks:

@@ -305,7 +305,7 @@ BAD = {
         lambda: causal_conv1d_step(
             X, WEIGHT, None, state=torch.ones(6, 3, 3), slots=torch.arange(4)
         ),
-        "slots (4,) (5,), one for each row",
+        "slots (4,) torch.int64 must be int64, one for each of 5 rows",
     ),
 }
 

@@ -124,19 +124,18 @@ def test_no_decay_and_strong_decay(decays):
 @pytest.mark.parametrize("most", [16.0, 100.0, 1000.0])
 def test_strong_decays_keep_all_digits_of_fp32(most):
     """Rounded sums were wrong in the fifth digit, and from them the gradient of a rate."""
-    narrow, tokens, results = make(200, dtype=torch.float32), 200, []
+    narrow, tokens, results = make(120, dtype=torch.float32), 120, []
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         narrow[3].uniform_(-most, 0.0, generator=generator)
     wide = [x.detach().double().requires_grad_() for x in narrow]
-    for inputs in (narrow, wide):
-        given = RecurrenceInputs(*inputs[:5])
-        recurrence = state_space_recurrence(64)
-        found = recur(recurrence, given, Sequences((0, tokens)), initial=inputs[5])
-        grads = dict(zip(NAMES, gradients(found, inputs), strict=True))
+    given, recurrence = RecurrenceInputs(*narrow[:5]), state_space_recurrence(64)
+    found = recur(recurrence, given, Sequences((0, tokens)), initial=narrow[5])
+    for outputs, inputs in ((found, narrow), (naive(*wide, (0, tokens)), wide)):
+        grads = dict(zip(NAMES, gradients(outputs, inputs), strict=True))
         assert grads.pop("initial").isfinite().all()
         rate = (grads["decay"].double() * inputs[3].double()).sum(0)
-        results.append({"out": found[0], "last": found[1], "rate": rate, **grads})
+        results.append({"out": outputs[0], "last": outputs[1], "rate": rate, **grads})
     for name, true in results[1].items():
         assert relative_error(results[0][name], true) <= 1e-6, name
 
@@ -313,7 +312,7 @@ WRONG = {
     "dt": (lambda x: {**x, "dt": x["dt"][:, :1]}, r"dt \(4, 1\) must be \(4, 6\)"),
     "decay": (lambda x: {**x, "decay": x["decay"].float()}, "decay is torch.float32; make it"),
     "initial": (lambda x: {**x, "initial": x["initial"][..., :1]}, "initial .* must be"),
-    "triton": (lambda x: {**x, "implementation": "triton"}, "[Tt]riton"),
+    "triton": (lambda x: {**x, "implementation": "triton"}, "there is no Triton kernel yet"),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.ops.causal_conv1d import reference
 from megatron.core.ops.dispatch import choose
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.sequences import Sequences, require_sequences
 
 __all__ = ["causal_conv1d", "causal_conv1d_step"]
 
@@ -52,6 +52,7 @@ def causal_conv1d(
         ValueError: shapes that do not fit, or an unknown activation.
     """
     _check("causal_conv1d", x, weight, bias, activation=activation)
+    require_sequences("causal_conv1d", sequences)
     sequences.check("causal_conv1d", x=x)
     wanted = (sequences.count, weight.shape[-1] - 1, *x.shape[1:])
     if initial is not None and tuple(initial.shape) != wanted:
@@ -91,10 +92,14 @@ def causal_conv1d_step(
     """
     _check("causal_conv1d_step", x, weight, bias, activation=activation)
     wanted = (weight.shape[-1] - 1, *x.shape[1:])
-    if tuple(state.shape[1:]) != wanted or slots.shape != x.shape[:1]:
+    if tuple(state.shape[1:]) != wanted:
         raise ValueError(
-            f"causal_conv1d_step: state {tuple(state.shape)} must be [slots, *{wanted}] and slots "
-            f"{tuple(slots.shape)} {tuple(x.shape[:1])}, one for each row"
+            f"causal_conv1d_step: state {tuple(state.shape)} must be [slots, *{wanted}]"
+        )
+    if slots.shape != x.shape[:1] or slots.dtype != torch.int64:
+        raise ValueError(
+            f"causal_conv1d_step: slots {tuple(slots.shape)} {slots.dtype} must be int64, one for "
+            f"each of {x.shape[0]} rows"
         )
     return reference.step(x, weight, bias, state=state, slots=slots, silu=activation == "silu")
 

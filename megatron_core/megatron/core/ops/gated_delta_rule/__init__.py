@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, choose
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.gated_delta_rule.reference import DeltaRecurrence
 from megatron.core.ops.gated_delta_rule.step import step
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.recurrence_checks import check_initial, check_inputs, check_slots
+from megatron.core.ops.sequences import Sequences, require_sequences
 
 __all__ = ["delta_recurrence", "gated_delta_rule", "gated_delta_step"]
 
@@ -64,11 +65,10 @@ def gated_delta_rule(
     """
     op = "gated_delta_rule"
     inputs = RecurrenceInputs(query, key, value, decay, beta)
-    sequences.check(op, **inputs._asdict())
-    _check(op, inputs)
-    states = (sequences.count, *value.shape[1:2], key.shape[-1], value.shape[-1])
-    if initial is not None and initial.shape != states:
-        raise ValueError(f"{op}: initial {tuple(initial.shape)} must be {states}")
+    require_sequences(op, sequences)
+    sequences.check(op, query=query, key=key, value=value, decay=decay, beta=beta)
+    check_inputs(op, inputs, strength="beta")
+    check_initial(op, inputs, initial, count=sequences.count)
     choose(implementation, value, op, has_triton=False)
     return recur(delta_recurrence(), inputs, sequences, initial=initial)
 
@@ -104,41 +104,8 @@ def gated_delta_step(
     """
     op = "gated_delta_step"
     inputs = RecurrenceInputs(query, key, value, decay, beta)
-    _check(op, inputs, scale)
-    rows = (*value.shape[1:2], key.shape[-1], value.shape[-1])
-    if state.ndim != 4 or state.shape[1:] != rows:
-        raise ValueError(f"{op}: state {tuple(state.shape)} must be (slots, {str(rows)[1:]}")
-    if slots.shape != value.shape[:1] or slots.dtype != torch.int64:
-        raise ValueError(
-            f"{op}: slots {tuple(slots.shape)} {slots.dtype} must be int64, one for each of "
-            f"{value.shape[0]} rows"
-        )
-    return step(inputs, state=state, slots=slots, scale=scale)
-
-
-def _check(op: str, inputs: RecurrenceInputs, scale: float | None = None) -> None:
-    """Raise ValueError unless shapes and dtypes fit together."""
-    query, key, value, decay, beta = inputs
-    if key.ndim != 3 or query.shape != key.shape:
-        raise ValueError(
-            f"{op}: query {tuple(query.shape)} and key {tuple(key.shape)} must both be "
-            "(tokens, key heads, features)"
-        )
-    if value.ndim != 3 or value.shape[0] != key.shape[0] or value.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"{op}: value {tuple(value.shape)} must be (tokens, a multiple of "
-            f"{key.shape[1]} heads, features)"
-        )
-    for name, gate in (("decay", decay), ("beta", beta)):
-        if gate.shape != value.shape[:2]:
-            raise ValueError(
-                f"{op}: {name} {tuple(gate.shape)} must be {tuple(value.shape[:2])}, a number for "
-                "each value head"
-            )
-    if decay.dtype != torch.promote_types(decay.dtype, accumulation_dtype(value.dtype)):
-        raise ValueError(
-            f"{op}: decay is {decay.dtype}; make it {accumulation_dtype(value.dtype)}, its sums "
-            "over many tokens are powers"
-        )
+    check_inputs(op, inputs, strength="beta")
+    check_slots(op, inputs, state=state, slots=slots)
     if scale is not None and not scale > 0:
         raise ValueError(f"{op}: scale {scale}: use more than 0, or None")
+    return step(inputs, state=state, slots=slots, scale=scale)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, choose
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
-from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.recurrence_checks import check_initial, check_inputs, check_slots
+from megatron.core.ops.sequences import Sequences, require_sequences
 from megatron.core.ops.state_space_dual.reference import StateSpaceDual
 from megatron.core.ops.state_space_dual.skip import AddSkip
 from megatron.core.ops.state_space_dual.step import step
@@ -68,11 +69,10 @@ def state_space_dual(
     """
     op = "state_space_dual"
     inputs = RecurrenceInputs(query, key, value, decay, dt)
+    require_sequences(op, sequences)
     sequences.check(op, query=query, key=key, value=value, decay=decay, dt=dt)
-    _check(op, inputs)
-    states = (sequences.count, value.shape[1], key.shape[2], value.shape[2])
-    if initial is not None and initial.shape != states:
-        raise ValueError(f"{op}: initial {tuple(initial.shape)} must be {states}")
+    check_inputs(op, inputs, strength="dt")
+    check_initial(op, inputs, initial, count=sequences.count)
     choose(implementation, value, op, has_triton=False)
     return recur(state_space_recurrence(), inputs, sequences, initial=initial)
 
@@ -106,15 +106,8 @@ def state_space_step(
     """
     op = "state_space_step"
     inputs = RecurrenceInputs(query, key, value, decay, dt)
-    _check(op, inputs)
-    shape = (value.shape[1], key.shape[2], value.shape[2])
-    if state.ndim != 4 or state.shape[1:] != shape:
-        raise ValueError(f"{op}: state {tuple(state.shape)} must be (slots, {str(shape)[1:]}")
-    if slots.shape != value.shape[:1] or slots.dtype != torch.int64:
-        raise ValueError(
-            f"{op}: slots {tuple(slots.shape)} {slots.dtype} must be int64, one for each of "
-            f"{value.shape[0]} rows"
-        )
+    check_inputs(op, inputs, strength="dt")
+    check_slots(op, inputs, state=state, slots=slots)
     return step(inputs, state=state, slots=slots)
 
 
@@ -137,29 +130,3 @@ def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> torch.Te
             f"features), skip {tuple(skip.shape)} a number for each head"
         )
     return AddSkip.apply(out, x, skip)
-
-
-def _check(op: str, inputs: RecurrenceInputs) -> None:
-    """Raise ValueError unless shapes and dtypes fit together."""
-    query, key, value, decay, dt = inputs
-    if key.ndim != 3 or query.shape != key.shape:
-        raise ValueError(
-            f"{op}: query {tuple(query.shape)} and key {tuple(key.shape)} must both be "
-            "(tokens, groups, features)"
-        )
-    if value.ndim != 3 or value.shape[0] != key.shape[0] or value.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"{op}: value {tuple(value.shape)} must be (tokens, a multiple of {key.shape[1]} "
-            "heads, features)"
-        )
-    for name, gate in (("decay", decay), ("dt", dt)):
-        if gate.shape != value.shape[:2]:
-            raise ValueError(
-                f"{op}: {name} {tuple(gate.shape)} must be {tuple(value.shape[:2])}, a number for "
-                "each head"
-            )
-    if decay.dtype != torch.promote_types(decay.dtype, accumulation_dtype(value.dtype)):
-        raise ValueError(
-            f"{op}: decay is {decay.dtype}; make it {accumulation_dtype(value.dtype)}, its sums "
-            "over many tokens are powers"
-        )

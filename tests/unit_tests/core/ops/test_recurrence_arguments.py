@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong arguments of recurrences, of their steps and of convolutions are named, with the mend."""
+
+import pytest
+import torch
+
+from megatron.core.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron.core.ops.gated_delta_rule import gated_delta_rule, gated_delta_step
+from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.state_space_dual import state_space_dual, state_space_step
+
+FULL = {"delta": gated_delta_rule, "ssd": state_space_dual}
+STEP = {"delta": gated_delta_step, "ssd": state_space_step}
+
+
+def given(heads=2, keys=3):
+    tokens = torch.ones(4, heads, keys), torch.ones(4, heads, keys), torch.ones(4, 2, 5)
+    return [*tokens, -torch.ones(4, 2), torch.ones(4, 2)]
+
+
+def replaced(**dtypes):
+    """Return inputs, some in another dtype."""
+    names = ("query", "key", "value", "decay", "strength")
+    return [x.to(dtypes.get(name, x.dtype)) for name, x in zip(names, given(), strict=True)]
+
+
+WRONG = {
+    "whole numbers": (
+        replaced(query=torch.int64, key=torch.int64, value=torch.int64),
+        "value torch.int64; give all three in one floating-point dtype",
+    ),
+    "key": (replaced(key=torch.bfloat16), "query is torch.float32, key torch.bfloat16"),
+    "value": (replaced(value=torch.float64), "value torch.float64; give all three in one"),
+    "decay": (replaced(decay=torch.float16), "decay is torch.float16; make it torch.float32"),
+    "whole decay": (replaced(decay=torch.int64), "decay is torch.int64; make it torch.float32"),
+    "strength": (replaced(strength=torch.int64), "(beta|dt) is torch.int64; give a floating"),
+    "no heads": (given(heads=0), "with at least one head and one feature"),
+    "no features": (given(keys=0), "with at least one head and one feature"),
+    "no value": ([x[..., :0] if x.shape[-1] == 5 else x for x in given()], "value .* feature"),
+}
+
+
+@pytest.mark.parametrize("op", FULL)
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_inputs_are_named(op, kind):
+    inputs, message = WRONG[kind]
+    with pytest.raises(ValueError, match=message):
+        FULL[op](*inputs, sequences=Sequences((0, 4)))
+    state, slots = torch.zeros(4, 2, inputs[1].shape[2], 5), torch.arange(4)
+    with pytest.raises(ValueError, match=message):
+        STEP[op](*inputs, state=state, slots=slots)
+
+
+@pytest.mark.parametrize("op", FULL)
+def test_gates_may_be_wider(op):
+    inputs = replaced(decay=torch.float64, strength=torch.float64)
+    out, _ = FULL[op](*inputs, sequences=Sequences((0, 4)))
+    assert out.dtype == torch.float32
+    assert torch.allclose(out, FULL[op](*given(), sequences=Sequences((0, 4)))[0])
+
+
+def test_sequences_are_asked_for():
+    for op in FULL.values():
+        with pytest.raises(ValueError, match="sequences is a list: give Sequences"):
+            op(*given(), sequences=[0, 4])
+    x, weight = torch.ones(4, 3), torch.ones(3, 2)
+    with pytest.raises(ValueError, match="causal_conv1d: sequences is a tuple: give Sequences"):
+        causal_conv1d(x, weight, None, sequences=(0, 4))
+    with pytest.raises(ValueError, match=r"cu_seqlens \[0, 5.5\]: give integers"):
+        Sequences([0, 5.5])
+    with pytest.raises(ValueError, match=r"query .* has no tokens, the sequences 4"):
+        state_space_dual(torch.ones(()), *given()[1:], sequences=Sequences((0, 4)))
+
+
+def test_slots_of_a_convolution_are_int64():
+    state = torch.zeros(4, 1, 3)
+    for slots in (torch.arange(4, dtype=torch.int32), torch.arange(3)):
+        with pytest.raises(ValueError, match=r"slots .* must be int64, one for each of 4 rows"):
+            causal_conv1d_step(torch.ones(4, 3), torch.ones(3, 2), None, state=state, slots=slots)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,9 +53,16 @@ def write_tokens(prefix: Path, *, seed: int = 5, documents: int = 30) -> Path:
     return prefix
 
 
-def flags(prefix: Path, more: str = "") -> list[str]:
-    """Return the small run's arguments on the data at `prefix`, and further ones, which win."""
-    words = last_wins([*FLAGS.split(), "--data-path", str(prefix), *more.split()])
+def flags(prefix: Path, more: str = "", *, without: Collection[str] = ()) -> list[str]:
+    """Return the small run's arguments on the data at `prefix`, and further ones, which win.
+
+    Args:
+        without: flags that are left out, with their values.
+    """
+    words, left_out = [], False
+    for word in last_wins([*FLAGS.split(), "--data-path", str(prefix), *more.split()]):
+        left_out = word in without if word.startswith("--") else left_out
+        words += [] if left_out else [word]
     if not {"--save", "--metrics-file", "--tensorboard-dir"} & set(words):
         words += ["--metrics-file", str(prefix.with_name("unsaved.jsonl"))]  # not ./runs/...
     return words

@@ -1,36 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of hybrids: every layout has the numbers of one process, on documents packed to length."""
+"""Hybrids by their entry script: gated delta nets and Mamba-2 between attention, on any grid, with
+documents packed to length; what cannot be is told in one line."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron.core.dist_checkpointing import read_extra
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
 from megatron.core.models.gpt import GPTConfig
-from megatron.training import pretrain_gpt
+from megatron.training.data.corpus import build_corpus
+from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.exit_codes import ExitCode
 from megatron.training.gpt_options import gpt_config
 from megatron.training.launch import Launch
+from megatron.training.preprocess_data import preprocess
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
-from tests.functional_tests.small_run import flags, losses, running, write_tokens
+from tests.functional_tests.small_run import (
+    VOCABULARY,
+    flags,
+    losses,
+    run_here,
+    run_on,
+    running,
+    write_tokens,
+)
+from tests.functional_tests.torchrun_job import torchrun
+from tests.support.inputs import one_thread
 
 CP, PP, TP = (f"--{kind}-parallel-size 2" for kind in ("context", "pipeline-model", "tensor-model"))
+SQUARE = f"{TP} --sequence-parallel {CP}"
 PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-SHORT = f"--train-iters 3 --eval-interval 3 --lr-warmup-iters 0 {PACKED}"
-SHAPES = (
-    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 "
-    "--linear-value-head-dim 8 --mamba-head-dim 12 --mamba-state-dim 8 --mamba-num-groups 2 "
-    "--attention-output-gate --apply-layernorm-1p"
+#: Weights so large that what a state carries over moves losses by a thousandth; those of real runs
+#: are so small at first that it moves them by a millionth.
+SHORT = (
+    "--train-iters 4 --global-batch-size 4 --eval-interval 4 --lr-warmup-iters 0 "
+    f"--init-method-std 0.3 {PACKED}"
 )
+DELTA_NET = (
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 "
+    "--linear-value-head-dim 10 --linear-conv-kernel-dim 3"
+)
+MAMBA = "--mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 5 --mamba-num-groups 2"
+SHAPES = f"{DELTA_NET} {MAMBA} --attention-output-gate --apply-layernorm-1p"
+#: All kinds of blocks of a hybrid, and a further token; further options win.
 MODEL = f"--num-layers 6 --hybrid-layer-pattern G-M-*-/*- {SHAPES}"
+#: The token that ends a document.
+EOD = 3
 
 
-def train(world: int, argv: list[str]) -> str:
-    """Run on so many ranks, each with one thread, and return the last one's log."""
+def describe(prefix: Path) -> Path:
+    """Write which token ends a document, and return the prefix."""
+    described = {"tokenizer": {"vocab_size": VOCABULARY, "eod": EOD}}
+    prefix.with_suffix(".json").write_text(json.dumps(described))
+    return prefix
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    """Give runs of one process one thread, as ranks have."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> Path:
+    """Return where documents are, which a token ends."""
+    return describe(write_tokens(tmp_path_factory.mktemp("data") / "tokens"))
+
+
+@pytest.fixture(scope="module")
+def alone(prefix, tmp_path_factory) -> Path:
+    """Train on one process, with a checkpoint on the way, and return the folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    run_on(1, flags(prefix, f"{SHORT} {MODEL} --save {folder} --save-interval 2"))
+    return folder
+
+
+def trained(world: int, argv: list[str]) -> str:
+    """Run on so many ranks, and return the last one's log."""
     with running(world, argv) as ranks:
         found = ranks.outcomes(timeout=100)
         first, log = ranks.log(0), ranks.log(world - 1)
@@ -38,62 +93,123 @@ def train(world: int, argv: list[str]) -> str:
     return log
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory) -> Path:
-    """Return where documents are, which a token ends."""
-    prefix = write_tokens(tmp_path_factory.mktemp("data") / "tokens")
-    described = {"tokenizer": {"vocab_size": 61, "eod": 3}}
-    prefix.with_suffix(".json").write_text(json.dumps(described))
-    return prefix
+def assert_those_of_one(metrics: Path, alone: Path, *, since: int = 0) -> None:
+    """Expect the losses of the run of one process from an iteration on."""
+    for kind in ("train", "validation"):
+        wanted = losses(alone / "metrics.jsonl", kind)
+        assert 4 in wanted
+        wanted = {number: loss for number, loss in wanted.items() if number >= since}
+        assert losses(metrics, kind) == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.fixture(scope="module")
-def alone(prefix, tmp_path_factory) -> Path:
-    """Train on one process, with a checkpoint on the way, and return the folder."""
-    folder = tmp_path_factory.mktemp("alone")
-    train(1, flags(prefix, f"{SHORT} {MODEL} --save {folder} --save-interval 2"))
-    return folder
+def test_four_ranks_begin_and_one_goes_on_with_the_losses_of_one(prefix, alone, tmp_path):
+    save = tmp_path / "save"
+    saves = f"{SHORT} {MODEL} --save {save} --load {save} --save-interval 2"
+    begins = flags(prefix, f"{saves} {SQUARE} --linear-cp-mode headwise --exit-interval 2")
+    log = trained(4, begins)
+    for name in ("gated delta net", "Mamba-2"):
+        assert f"{name}: recurrences over context parallel 2 by headwise: headwise was asked" in log
+    assert latest_checkpoint(save, say=print) == save / "iter_0000002"
+    run_on(1, flags(prefix, saves))
+    assert_those_of_one(save / "metrics.jsonl", alone)
 
 
-def test_a_run_goes_on_with_samples_cut_over_ranks(prefix, alone, tmp_path):
+def test_one_begins_and_two_that_share_samples_go_on_with_its_losses(prefix, alone, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     more = f"{SHORT} {MODEL} {CP} --load {alone / 'iter_0000002'} --metrics-file {metrics}"
-    log = train(2, flags(prefix, more))
+    log = trained(2, flags(prefix, more))
     for name in ("gated delta net", "Mamba-2"):
         assert f"{name}: recurrences over context parallel 2 by " in log
     assert "mtp 1 loss" in log
-    for kind in ("train", "validation"):
-        wanted = losses(alone / "metrics.jsonl", kind)
-        assert losses(metrics, kind) == pytest.approx({3: wanted[3]}, rel=1e-5)
+    assert_those_of_one(metrics, alone, since=3)
 
 
 def test_a_checkpoint_says_what_its_model_is(alone, capsys):
     words = f"--load {alone} --use-checkpoint-args --micro-batch-size 2 --lr 5e-3 --seq-length 24"
     run = read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
-    saved = GPTConfig.from_json(read_extra(alone / "iter_0000003")["model"])
-    assert gpt_config(run.config, 61) == saved
+    saved = GPTConfig.from_json(read_extra(alone / "iter_0000004")["model"])
+    assert gpt_config(run.config, VOCABULARY) == saved
     assert (saved.pattern, saved.mtp_pattern) == ("G-M-*-", "*-")
-    other = f"{words} --hybrid-layer-pattern G-*-M-/*-"
-    assert pretrain_gpt.main(other.split(), {}, program=PRETRAIN_HYBRID) == ExitCode.USER_ERROR
+    assert run_here([*words.split(), "--hybrid-layer-pattern", "G-*-M-/*-"]) == ExitCode.USER_ERROR
     assert "is of another model: pattern: 'G-M-*-' in" in capsys.readouterr().err
 
 
-def test_documents_matter_to_recurrences(prefix, tmp_path):
-    """Layers without attention: what they see is the state alone."""
-    found = []
-    for name, packed in (("packed", PACKED), ("whole", "")):
-        metrics = tmp_path / f"{name}.jsonl"
-        more = SHORT.replace(PACKED, packed).replace("--train-iters 3 --eval-interval 3", "")
-        model = f"--num-layers 4 --hybrid-layer-pattern G-M- {SHAPES}"
-        more += f" {model} --train-iters 1 --eval-interval 0 --metrics-file {metrics}"
-        words = flags(prefix, more)
-        for flag in ("--num-attention-heads", "--num-query-groups", "--attention-dropout"):
-            at = words.index(flag)
-            del words[at : at + 2]
-        kept = [w for w in words if w not in ("--group-query-attention", "--attention-output-gate")]
-        train(1, kept)
-        found.append(losses(metrics)[1])
-    assert abs(found[0] - found[1]) > 1e-5, found
+def write_rows(prefix: Path, order: list[int]) -> Path:
+    """Write 8 rows of 24 tokens, each of three documents; `order` says which comes first."""
+    random, tokens = np.random.default_rng(7), []
+    for _ in range(8):
+        documents = [random.integers(EOD + 1, VOCABULARY, size) for size in (4, 7, 10)]
+        for which in order:
+            tokens += [*documents[which].tolist(), EOD]
+    tokens.append(EOD)  # the last label, which does not count
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_documents(np.array(tokens), np.array([len(tokens)]))  # one, which stays in order
+    return describe(prefix)
+
+
+@pytest.mark.parametrize("pattern", ["G-", "M-"])
+def test_a_document_changes_nothing_in_those_behind_it(tmp_path, pattern):
+    """Whatever stands before a document in its row, losses and updates are the same; there is no
+    attention, so states and convolutions alone could carry something over."""
+    model = f"--num-layers 2 --hybrid-layer-pattern {pattern} --hidden-dropout 0 "
+    model += DELTA_NET if pattern == "G-" else MAMBA
+    attention = [
+        "--num-attention-heads", "--group-query-attention", "--num-query-groups",
+        "--attention-dropout",
+    ]  # fmt: skip
+
+    def found(name: str, order: list[int], packed: str) -> dict[int, float]:
+        more = f"{SHORT.replace(PACKED, packed)} {model} --split 100,0,0 --train-iters 2"
+        more += f" --eval-interval 0 --metrics-file {tmp_path / name}.jsonl"
+        rows = write_rows(tmp_path / name, order)
+        run_on(1, flags(rows, more, without=attention))
+        return losses(tmp_path / f"{name}.jsonl")
+
+    ends = found("ends", [0, 1, 2], PACKED)
+    assert sorted(ends) == [1, 2]
+    assert found("moved", [2, 0, 1], PACKED) == pytest.approx(ends, rel=1e-6)
+    joined = found("joined", [0, 1, 2], "--eod-mask-loss")
+    assert abs(joined[1] - ends[1]) > 1e-5, (joined, ends)
+
+
+REFUSED = {
+    "a row that does not divide": (
+        f"{MODEL} {CP} --seq-length 26",
+        ["--seq-length 26 is not a multiple of 2 x --context-parallel-size 2 = 4"],
+    ),
+    "an unknown symbol": (
+        "--hybrid-layer-pattern G-X*-",
+        ["'X' at 3 is unknown", "'G' (gated delta net)", "'M' (Mamba-2)"],
+    ),
+    "key heads that tensor parallel ranks cannot share": (
+        f"{MODEL} --linear-num-key-heads 3 --linear-num-value-heads 3 {TP}",
+        ["linear-num-key-heads 3 must divide by tensor-model-parallel-size 2"],
+    ),
+    "heads that headwise cannot cut": (
+        f"{MODEL} --linear-num-key-heads 3 --linear-num-value-heads 3 {CP} "
+        "--linear-cp-mode headwise",
+        ["headwise", "do not divide", "use segments"],
+    ),
+    "groups that tensor parallel ranks cannot share": (
+        f"{MODEL} --mamba-num-heads 6 --mamba-num-groups 3 {TP}",
+        ["mamba-num-groups 3 must divide tensor-model-parallel-size 2"],
+    ),
+    "another number of blocks": (
+        f"{MODEL} --num-layers 7",
+        ["--num-layers 7", "which has 6 blocks"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_told_before_anything_is_read(capsys, name):
+    more, texts = REFUSED[name]
+    assert run_here(flags(Path("/absent"), more)) == ExitCode.USER_ERROR
+    err = capsys.readouterr().err
+    assert err.startswith("pretrain_hybrid: ")
+    assert err.count("\n") == 1, err
+    for text in texts:
+        assert text in err
 
 
 @pytest.mark.slow
@@ -102,17 +218,90 @@ def test_documents_matter_to_recurrences(prefix, tmp_path):
     ("world", "more"),
     [
         (2, f"{PP} --hybrid-layer-pattern G-|M-*-/*-"),
-        (2, f"{PP} --hybrid-layer-pattern G|-M|-*|-/*- --num-layers 6"),
-        (4, f"{TP} {CP} --sequence-parallel --linear-cp-mode segments"),
+        (2, f"{PP} --hybrid-layer-pattern G|-M|-*|-/*-"),
+        (4, f"{SQUARE} --linear-cp-mode segments"),
         (4, f"{CP} --linear-cp-mode headwise"),
         (2, f"{TP} --recompute-granularity full --recompute-method uniform "
-         "--recompute-num-layers 1 --linear-recurrence-splits 2"),
+         "--recompute-num-layers 1"),
         (2, "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"),
     ],
 )  # fmt: skip
 def test_every_layout_has_the_losses_of_one(prefix, alone, tmp_path, world, more):
     metrics = tmp_path / "metrics.jsonl"
-    train(world, flags(prefix, f"{SHORT} {MODEL} {more} --metrics-file {metrics}"))
-    for kind in ("train", "validation"):
-        wanted = losses(alone / "metrics.jsonl", kind)
-        assert losses(metrics, kind) == pytest.approx(wanted, rel=1e-5)
+    trained(world, flags(prefix, f"{SHORT} {MODEL} {more} --metrics-file {metrics}"))
+    assert_those_of_one(metrics, alone)
+
+
+@pytest.fixture(scope="module")
+def corpus_run(tmp_path_factory) -> tuple[Callable[[str], list[str]], dict[int, float], Path]:
+    """Begin a run of sixteen blocks on the corpus, on 2 x 2 ranks by the launcher of real jobs.
+
+    Returns:
+        What makes its arguments of further ones, the losses of one process alone, and where the
+        run was saved half-way.
+    """
+    folder = tmp_path_factory.mktemp("corpus")
+    build_corpus(folder / "corpus.jsonl", library=Path(json.__file__).parent)
+    preprocess(
+        PreprocessConfig(
+            input=(str(folder / "corpus.jsonl"),),
+            output_prefix=str(folder / "corpus"),
+            tokenizer_type="byte",
+            append_eod=True,
+        )
+    )
+    model = f"--hidden-size 48 --ffn-hidden-size 64 --seq-length 256 {DELTA_NET}"
+    model += " --hybrid-layer-pattern G-G-G-*-G-G-G-*- --num-layers 16"
+    common = f"{SHORT} {model} --tokenizer-type byte --train-iters 6 --eval-interval 0"
+    common += " --init-method-std 0.02"  # in sixteen blocks, larger ones make more of rounding
+
+    def argv(more: str) -> list[str]:
+        return flags(folder / "corpus", f"{common} {more}", without=["--vocab-size"])
+
+    metrics, save = folder / "alone.jsonl", folder / "save"
+    run_on(1, argv(f"--metrics-file {metrics}"))
+    job = torchrun(
+        argv(f"--save {save} --save-interval 3 --exit-interval 3 {SQUARE}"),
+        "--standalone",
+        processes=4,
+        module="megatron.training.pretrain_hybrid",
+    )
+    output, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, output
+    assert "tensor parallel 2 with sequence parallel, context parallel 2" in output
+    assert "gated delta net: recurrences over context parallel 2 by " in output
+    assert latest_checkpoint(save, say=print) == save / "iter_0000003"
+    return argv, losses(metrics), save
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, ""),
+        (2, f"{CP} --linear-cp-mode segments"),
+        (4, f"{TP} --data-parallel-sharding-strategy optim_grads_params"),
+        (4, f"{TP} --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_the_corpus_is_resumed_on_other_grids(corpus_run, tmp_path, world, layout):
+    argv, wanted, begun = corpus_run
+    save = tmp_path / "save"
+    shutil.copytree(begun, save)
+    run_on(world, argv(f"--save {save} --load {save} --save-interval 3 {layout}"), timeout=300)
+    assert sorted(wanted) == [1, 2, 3, 4, 5, 6]
+    assert losses(save / "metrics.jsonl") == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_sequences_cut_in_parts_have_the_losses_of_whole_ones(prefix, tmp_path):
+    found = []
+    for splits in (1, 4):  # of 400 tokens: three of 128, and the rest
+        metrics = tmp_path / f"{splits}.jsonl"
+        more = f"{SHORT.replace(PACKED, '')} {MODEL} --seq-length 400 --global-batch-size 2"
+        more += f" --eval-interval 0 --metrics-file {metrics} --linear-recurrence-splits {splits}"
+        trained(1, flags(prefix, more))
+        found.append(losses(metrics))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[1] != found[0], "other sums, which round otherwise"

@@ -184,7 +184,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         CONFIG,
         num_layers=1,
         ffn_pattern="",
-        vocab_size=30_000,  # the largest tensor is no expert's
+        vocab_size=50_000,  # the largest tensor is no expert's
         tied=True,
         hidden_size=768,
         mlp=MLPConfig(ffn_hidden_size=2048),
@@ -195,8 +195,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     (found,) = run_ranks(gained, 1, str(tmp_path), str(tmp_path / "out"))
     with CheckpointReader(tmp_path / "out" / "large" / "iter_0000000") as reader:
         size = sum(file.bytes for file in reader.manifest.files.values())
-    assert size > 240_000_000
-    assert found < 80_000_000, found
+    assert size > 300_000_000
+    # Of pieces of 16 MiB; the largest tensor has 154 million bytes.
+    assert found < 110_000_000, found
 
 
 @pytest.mark.covers("upcycled experts")

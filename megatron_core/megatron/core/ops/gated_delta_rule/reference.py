@@ -38,8 +38,9 @@ from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Chunks, Sequences
 from megatron.core.ops.state_sweep import Sweep, SweepBack
 
-# Elements of one part of a block, e.g. its values: the twenty or so parts stay in a cache.
-ELEMENTS_IN_CACHE = 1 << 17
+# Elements of one part of a block, e.g. its values: so many that products keep all threads busy, so
+# few that the twenty or so parts of the next block find their memory in place.
+ELEMENTS_IN_CACHE = 1 << 20
 
 
 @dataclass

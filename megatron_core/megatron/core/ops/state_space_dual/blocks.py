@@ -19,7 +19,7 @@ import torch
 from megatron.core.ops.decay import decay_differences
 
 # Elements of one buffer of a block on a CPU: fewer stay in the cache, more save calls.
-ELEMENTS_IN_CACHE = 1 << 17
+ELEMENTS_IN_CACHE = 1 << 19
 # On other devices: 256 MB of fp32.
 ELEMENTS_ELSEWHERE = 1 << 26
 

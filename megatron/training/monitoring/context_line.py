@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.context_parallel.choice import AttentionShape, explain
-from megatron.core.ssm.choice import LinearShape
 from megatron.core.ssm.choice import explain as explain_linear
-from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.choice import linear_shape
 from megatron.core.transformer import AttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run
@@ -66,37 +65,3 @@ def linear_lines(run: Run) -> list[str]:
         shape = replace(linear_shape(config, tp), **tokens)
         found.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
     return found
-
-
-def linear_shape(config: GatedDeltaNetConfig | Mamba2Config, tp: int) -> LinearShape:
-    """Return what decides how much a recurrent block sends, without its tokens, on each of so many
-    tensor parallel ranks."""
-    if isinstance(config, GatedDeltaNetConfig):
-        heads = config.num_value_heads // tp
-        keys = 2 * config.num_key_heads // tp * config.key_channels
-        values = heads * config.value_channels
-        return LinearShape(
-            units=config.num_key_heads // tp,
-            features_in=keys + values + 2 * heads,
-            features_out=values,
-            heads=heads,
-            key_channels=config.key_channels,
-            value_channels=config.value_channels,
-            transition=config.key_channels,
-            conv_channels=keys + values,
-            conv_width=config.conv_width,
-        )
-    heads, units = config.num_heads // tp, max(1, config.num_groups // tp)
-    values, shared = heads * config.head_channels, units * 2 * config.state_channels
-    return LinearShape(
-        units=units,
-        features_in=values + shared + heads,
-        features_out=values,
-        heads=heads,
-        key_channels=config.state_channels,
-        value_channels=config.head_channels,
-        transition=1,
-        conv_channels=values + shared,
-        conv_width=config.conv_width,
-        shared_features=shared,
-    )

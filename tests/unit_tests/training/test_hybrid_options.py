@@ -17,6 +17,7 @@ from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.training.config import checkpoint_options
 from megatron.training.config.resolve import resolve
@@ -24,7 +25,7 @@ from megatron.training.config.stages import stage_split
 from megatron.training.gpt_options import backend, gpt_config, split
 from megatron.training.launch import Launch
 from megatron.training.layouts import Layouts
-from megatron.training.monitoring.context_line import context_line, linear_lines, linear_shape
+from megatron.training.monitoring.context_line import context_line, linear_lines
 from megatron.training.monitoring.expert_line import parameters
 from megatron.training.options.schema import flatten, options
 from megatron.training.options.yaml_file import write_options
@@ -323,17 +324,19 @@ def test_options_of_hybrids_are_checked_without_torch():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_log_s_shape_of_a_recurrence_is_the_layer_s(tp):
+def test_what_a_recurrence_sends_is_worked_out_from_its_weights(tp):
     model = gpt_config(hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA}").config, 61)
     whole = GPTModel(model, ProcessGroupCollection.single())
     mixers = [m for m in whole.modules() if isinstance(m, RecurrentMixer)]
     assert len(mixers) == 2
     for mixer, config in zip(mixers, (model.delta_net, model.mamba), strict=True):
         found = linear_shape(config, tp)
-        if tp == 1:
-            assert found == mixer.shape
-        for name in ("units", "heads", "features_in", "features_out", "conv_channels"):
-            assert vars(found)[name] * tp == vars(mixer.shape)[name]
+        rows = mixer.input.weight.shape[0]  # the gate, as wide as what comes out, does not travel
+        assert (found.features_in + found.features_out) * tp == rows
+        assert found.features_out * tp == mixer.output.weight.shape[1]
+        assert found.conv_channels * tp == mixer.conv.shape[0]
+        assert found.heads * tp == mixer.rates.shape[0]
+        assert found.units * tp == mixer.units
 
 
 def test_the_log_says_how_recurrences_meet():

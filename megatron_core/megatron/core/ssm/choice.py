@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.cut import ZIGZAG
-from megatron.core.ssm.config import AUTO, HEADWISE, LINEAR_MODES, SEGMENTS
+from megatron.core.ssm.config import (
+    AUTO,
+    HEADWISE,
+    LINEAR_MODES,
+    SEGMENTS,
+    GatedDeltaNetConfig,
+    Mamba2Config,
+)
 
 _STATE_BYTES = 4  # states travel in fp32
 
@@ -104,6 +111,40 @@ class LinearShape:
     def transition_bytes(self) -> int:
         """Bytes of what the states of one summary are multiplied by."""
         return self.heads * self.transition**2 * _STATE_BYTES
+
+
+def linear_shape(config: GatedDeltaNetConfig | Mamba2Config, tp: int) -> LinearShape:
+    """Return what decides how much a recurrent block sends, without its tokens, on each of so many
+    tensor parallel ranks."""
+    if isinstance(config, GatedDeltaNetConfig):
+        heads = config.num_value_heads // tp
+        keys = 2 * config.num_key_heads // tp * config.key_channels
+        values = heads * config.value_channels
+        return LinearShape(
+            units=config.num_key_heads // tp,
+            features_in=keys + values + 2 * heads,
+            features_out=values,
+            heads=heads,
+            key_channels=config.key_channels,
+            value_channels=config.value_channels,
+            transition=config.key_channels,
+            conv_channels=keys + values,
+            conv_width=config.conv_width,
+        )
+    heads, units = config.num_heads // tp, max(1, config.num_groups // tp)
+    values, shared = heads * config.head_channels, units * 2 * config.state_channels
+    return LinearShape(
+        units=units,
+        features_in=values + shared + heads,
+        features_out=values,
+        heads=heads,
+        key_channels=config.state_channels,
+        value_channels=config.head_channels,
+        transition=1,
+        conv_channels=values + shared,
+        conv_width=config.conv_width,
+        shared_features=shared,
+    )
 
 
 @dataclass(frozen=True)

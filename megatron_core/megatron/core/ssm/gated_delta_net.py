@@ -12,8 +12,6 @@ and out = RMSNorm(o) · SiLU(gate), one norm weight for all heads.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch.nn import functional
 
@@ -24,7 +22,7 @@ from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_ste
 from megatron.core.ops.gated_rms_norm import gated_rms_norm
 from megatron.core.ops.l2norm import l2norm
 from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ssm.choice import LinearShape
+from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.config import GatedDeltaNetConfig
 from megatron.core.ssm.mixer import Part, RecurrentMixer
 from megatron.core.ssm.state import RecurrentCache
@@ -61,7 +59,7 @@ class GatedDeltaNet(RecurrentMixer):
         heads = config.num_key_heads
         super().__init__(
             name,
-            units=heads // group.size,
+            shape=linear_shape(config, group.size),
             recurrence=delta_recurrence(),
             build=build,
         )
@@ -114,24 +112,6 @@ class GatedDeltaNet(RecurrentMixer):
             store=build.store,
             region=build.region,
             init=build.output_init,
-        )
-
-    @cached_property
-    def shape(self) -> LinearShape:
-        """What decides how much is sent, without tokens."""
-        config = self.config
-        values = self.ratio * config.value_channels
-        channels = 2 * config.key_channels + values
-        return LinearShape(
-            units=self.units,
-            features_in=self.units * (channels + 2 * self.ratio),
-            features_out=self.units * values,
-            heads=self.units * self.ratio,
-            key_channels=config.key_channels,
-            value_channels=config.value_channels,
-            transition=config.key_channels,
-            conv_channels=self.units * channels,
-            conv_width=config.conv_width,
         )
 
     def forward(

@@ -15,8 +15,6 @@ of it travel in the same way.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch.nn import functional
 
@@ -31,7 +29,7 @@ from megatron.core.ops.state_space_dual import (
     state_space_recurrence,
     state_space_step,
 )
-from megatron.core.ssm.choice import LinearShape
+from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.config import Mamba2Config
 from megatron.core.ssm.mixer import Part, RecurrentMixer
 from megatron.core.ssm.state import RecurrentCache
@@ -64,10 +62,10 @@ class Mamba2(RecurrentMixer):
         if problems:
             raise ValueError("; ".join(problems))
         groups, heads = config.num_groups, config.num_heads
-        units = max(1, groups // group.size)
-        super().__init__(name, units=units, recurrence=state_space_recurrence(), build=build)
+        shape = linear_shape(config, group.size)
+        super().__init__(name, shape=shape, recurrence=state_space_recurrence(), build=build)
         self.config, self.epsilon = config, norm.epsilon
-        self.heads = heads // group.size // units  # of a unit on this rank
+        self.heads = heads // group.size // self.units  # of a unit on this rank
         inner, shared = config.inner_channels, groups * config.state_channels
         pieces = min(groups, group.size)
         surroundings = {"store": build.store, "region": build.region, "bias": config.bias}
@@ -86,11 +84,11 @@ class Mamba2(RecurrentMixer):
             **surroundings,
         )
         parts = {"x": (inner, None), "B": (shared, pieces), "C": (shared, pieces)}
-        shape = {"units": groups, "width": config.conv_width}
-        self.conv = self.declare_convolution("weight", parts, **shape)
+        depthwise = {"units": groups, "width": config.conv_width}
+        self.conv = self.declare_convolution("weight", parts, **depthwise)
         self.conv_bias = None
         if config.conv_bias:
-            self.conv_bias = self.declare_convolution("bias", parts, **shape)
+            self.conv_bias = self.declare_convolution("bias", parts, **depthwise)
         rates = InitSpec.log_of_uniform(1.0, 16.0)
         self.rates = self.declare_per_head("A_log", heads, rates)
         self.bias = self.declare_per_head("dt_bias", heads, InitSpec.step_bias(*FIRST_STEPS))
@@ -106,25 +104,6 @@ class Mamba2(RecurrentMixer):
             output_size=build.hidden_size,
             init=build.output_init,
             **surroundings,
-        )
-
-    @cached_property
-    def shape(self) -> LinearShape:
-        """What decides how much is sent, without tokens."""
-        config = self.config
-        values = self.heads * config.head_channels
-        channels = values + 2 * config.state_channels
-        return LinearShape(
-            units=self.units,
-            features_in=self.units * (channels + self.heads),
-            features_out=self.units * values,
-            heads=self.units * self.heads,
-            key_channels=config.state_channels,
-            value_channels=config.head_channels,
-            transition=1,
-            conv_channels=self.units * channels,
-            conv_width=config.conv_width,
-            shared_features=self.units * 2 * config.state_channels,
         )
 
     def forward(

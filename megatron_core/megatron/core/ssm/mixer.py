@@ -54,23 +54,20 @@ class RecurrentMixer(nn.Module, ABC):
 
     Args:
         name: prefix of its weights.
-        units: u of this rank.
+        shape: what decides how much is sent, without tokens.
         recurrence: what runs over the tokens.
         build: the surroundings.
     """
 
-    def __init__(self, name: str, *, units: int, recurrence: Recurrence, build: LayerBuild) -> None:
+    def __init__(
+        self, name: str, *, shape: LinearShape, recurrence: Recurrence, build: LayerBuild
+    ) -> None:
         super().__init__()
-        self.name, self.units = name, units
+        self.name, self.shape, self.units = name, shape, shape.units
         self.recurrence, self.context = recurrence, build.context
         self._store, self._tp = build.store, build.region.group
 
     # --- what a mixer says of itself --------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def shape(self) -> LinearShape:
-        """What decides how much is sent, without tokens."""
 
     @abstractmethod
     def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -23,9 +23,10 @@ WHEELS = ("megatron_core/megatron/", "megatron/")
 BANNED_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 
 CORE_DEPENDENCIES = frozenset({"torch", "numpy", "safetensors", "xxhash"})
-#: Optional packages, and the files that alone may import each (an op too long for one has two).
+#: Optional packages, and the files that alone may import each, by the end of their names (an op too
+#: long for one file has several).
 ADAPTERS = {
-    "triton": ("/triton.py", "/kernels.py"),
+    "triton": ("/triton.py", "kernels.py"),
     "transformer_engine": ("/extensions/transformer_engine.py",),
 }
 

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches: the tile sizes, warps and stages that a Triton kernel is started with.
+
+A kernel has a default, which tests, the interpreter and budgets see, and candidates. Nothing is
+tried out while a model runs: `launches.json` says which candidate is faster on which device, and
+holds only those whose results agreed with the reference when they were timed there. So a kernel is
+the same in every run and in every CUDA graph, and a size that was never seen costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from types import MappingProxyType
+
+import torch
+
+#: What a launch holds besides a kernel's own compile-time constants.
+WARPS, STAGES = "num_warps", "num_stages"
+
+
+@dataclass(frozen=True)
+class Launches:
+    """How one kernel may be started.
+
+    Args:
+        name: of the kernel, in `launches.json`.
+        default: compile-time constants by name, with `num_warps` and `num_stages`.
+        others: candidates, with the same names.
+
+    Raises:
+        ValueError: a candidate that does not name what the default names.
+    """
+
+    name: str
+    default: Mapping[str, int]
+    others: Sequence[Mapping[str, int]] = field(default=())
+
+    def __post_init__(self) -> None:
+        for other in self.others:
+            if other.keys() != self.default.keys():
+                raise ValueError(
+                    f"launches of {self.name}: {dict(other)} must name {sorted(self.default)}"
+                )
+
+    @property
+    def candidates(self) -> tuple[Mapping[str, int], ...]:
+        """All of them, the default first."""
+        return (self.default, *self.others)
+
+    def pick(self, tensor: torch.Tensor, key: str = "") -> dict[str, int]:
+        """Return what to start the kernel with on the device of `tensor`.
+
+        Args:
+            tensor: any that the kernel reads.
+            key: padded sizes and dtype, what decides the best candidate; never a number of tokens.
+
+        Returns:
+            Keyword arguments of the launch.
+        """
+        if tensor.device.type != "cuda":
+            return dict(self.default)
+        measured = measured_launches(torch.cuda.get_device_name(tensor.device))
+        return dict(measured.get(f"{self.name} {key}".strip(), self.default))
+
+
+@functools.cache
+def measured_launches(device_name: str) -> Mapping[str, Mapping[str, int]]:
+    """Return the launches that were measured on devices of this name, by kernel and key.
+
+    Args:
+        device_name: as CUDA says it, such as NVIDIA H200.
+    """
+    table = json.loads(files("megatron.core.ops").joinpath("launches.json").read_text("utf-8"))
+    entries = table.get(device_name, {})
+    return MappingProxyType({name: entry["launch"] for name, entry in entries.items()})

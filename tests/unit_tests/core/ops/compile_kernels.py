@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the Triton kernels ahead of time and print what each needs, as JSON.
+"""Compile the Triton kernels ahead of time and print what each needs, as JSON. No GPU is needed.
 
-    python tests/unit_tests/core/ops/compile_kernels.py
+    python tests/unit_tests/core/ops/compile_kernels.py [--all] [--only PART] [--list]
 
-No GPU is needed. Run by `test_aot_kernels.py` without TRITON_INTERPRET, which compilation does
-not survive.
+Kernels are described in `aot/<part>_kernels.py`; see `aot/description.py` for how to add one. Run
+by `test_aot_kernels.py` without TRITON_INTERPRET, which compilation does not survive.
 """
 
+from __future__ import annotations
+
+import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -18,87 +22,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core.ops.attention import kernels as attention
-from megatron.core.ops.attention.triton import BACKWARD_WARPS, FORWARD_WARPS, tile_shape
-from megatron.core.ops.dropout import triton as dropout
-from megatron.core.ops.layernorm import triton as layernorm
-from megatron.core.ops.linear_cross_entropy import triton as loss
-from megatron.core.ops.permutation import triton as permutation
-from megatron.core.ops.rmsnorm import triton as rmsnorm
-from megatron.core.ops.rope import triton as rope
-from megatron.core.ops.swiglu import triton as swiglu
+from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
 
-MASKS = {"CAUSAL": True, "HAS_WINDOW": True, "HAS_DOCUMENTS": True}
-ATTENTION = MASKS | tile_shape(128)
-WIDE_ATTENTION = MASKS | tile_shape(256)
-# kernel, compile-time constants, compute capabilities, warps
-KERNELS = [
-    (
-        attention.attention_forward_kernel,
-        ATTENTION | {"HAS_SINKS": True},
-        (90, 100),
-        FORWARD_WARPS,
-    ),
-    (attention.query_gradient_kernel, ATTENTION, (90,), BACKWARD_WARPS),
-    (attention.key_gradient_kernel, ATTENTION, (90, 100), BACKWARD_WARPS),
-    (
-        attention.attention_forward_kernel,
-        WIDE_ATTENTION | {"HAS_SINKS": True},
-        (90,),
-        FORWARD_WARPS,
-    ),
-    (attention.query_gradient_kernel, WIDE_ATTENTION, (90,), BACKWARD_WARPS),
-    (attention.key_gradient_kernel, WIDE_ATTENTION, (90,), BACKWARD_WARPS),
-    (rmsnorm.rms_norm_forward_kernel, {"HAS_RESIDUAL": True, "BLOCK": 4096}, (90,), 8),
-    (rmsnorm.rms_norm_backward_kernel, {"HAS_GRAD_TOTAL": True, "BLOCK": 4096}, (90,), 8),
-    (layernorm.layer_norm_backward_kernel, {"HAS_GRAD_TOTAL": True, "BLOCK": 4096}, (90,), 8),
-    (
-        rope.rope_kernel,
-        {"PER_SAMPLE": False, "INTERLEAVED": False, "HEADS": 32, "PAIRS": 64, "REST": 0},
-        (90,),
-        4,
-    ),
-    (swiglu.gated_backward_kernel, {"GELU": False, "BLOCK": 1024}, (90,), 4),
-    (dropout.dropout_kernel, {"GROUP": 4, "BLOCK": 1024}, (90,), 4),
-    (loss.chunk_statistics_kernel, {"BLOCK": 2048}, (90,), 8),
-    (permutation.take_rows_kernel, {"BLOCK": 1024}, (90,), 4),
-    (
-        permutation.sum_rows_kernel,
-        {"HAS_WEIGHTS": True, "COPIES": 8, "BLOCK": 512},
-        (90,),
-        4,
-    ),
-    (permutation.sum_rows_backward_kernel, {"COPIES": 8, "BLOCK": 512}, (90,), 4),
-]
-# Arguments that are not bf16 pointers (by ending) or 32-bit integers.
-TYPES = {
-    "rstd_ptr": "*fp32",
-    "partial_ptr": "*fp32",
-    "statistics_ptr": "*fp32",
-    "lse_ptr": "*fp32",
-    "delta_ptr": "*fp32",
-    "cos_ptr": "*fp32",
-    "sin_ptr": "*fp32",
-    "maximum_ptr": "*fp32",
-    "sum_ptr": "*fp32",
-    "target_ptr": "*fp32",
-    "documents_ptr": "*i32",
-    "query_documents_ptr": "*i32",
-    "targets_ptr": "*i64",
-    "rows_ptr": "*i64",
-    "columns_ptr": "*i64",
-    "places_ptr": "*i64",
-    "slots_ptr": "*i64",
-    "weights_ptr": "*fp32",
-    "d_weights_ptr": "*fp32",
-    "mix": "i64",
-    "scale": "fp32",
-    "eps": "fp32",
-    "offset": "fp32",
-    "sign": "fp32",
-}
-# Besides pointers and strides, what is a multiple of 16 in any real model; as the launcher says.
-DIVISIBLE = ("features", "width", "row_stride", "queries", "keys")
+PARTS = Path(__file__).with_name("aot")
+
+
+def descriptions(only: str | None = None) -> list[Description]:
+    """Collect the descriptions of all parts, or of one."""
+    found: list[Description] = []
+    for path in sorted(PARTS.glob("*_kernels.py")):
+        if only in (None, path.stem.removesuffix("_kernels")):
+            module = importlib.import_module(f"tests.unit_tests.core.ops.aot.{path.stem}")
+            found += module.KERNELS
+    names = [each.name for each in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"described twice: {sorted(twice)}; give each a label")
+    return found
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -114,33 +53,43 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def main() -> None:
-    """Compile everything; print {kernel/sm_NN: {"registers", "stack_bytes", "shared_bytes"}}.
+def needs(description: Description, architecture: int) -> dict[str, int]:
+    """Compile one kernel and return its registers, stack bytes and shared bytes."""
+    compiled = triton.compile(
+        ASTSource(
+            fn=description.kernel,
+            signature=description.signature(),
+            constexprs=description.constants,
+            attrs=description.attributes(),
+        ),
+        target=GPUTarget("cuda", architecture, 32),
+        options=description.options,
+    )
+    registers, stack = resources(compiled.asm["cubin"])
+    return {
+        "registers": registers,
+        "stack_bytes": stack,
+        "shared_bytes": compiled.metadata.shared,
+    }
 
-    Kernels of attention are named with their features.
-    """
-    found = {}
-    for kernel, constants, capabilities, warps in KERNELS:
-        features = f" {constants['FEATURES']}" if "FEATURES" in constants else ""
-        signature, attributes = {}, {}
-        for index, name in enumerate(kernel.arg_names):
-            fallback = "*bf16" if name.endswith("_ptr") else "i32"
-            signature[name] = "constexpr" if name in constants else TYPES.get(name, fallback)
-            if signature[name].startswith("*") or name in DIVISIBLE or "_stride_" in name:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        for capability in capabilities:
-            compiled = triton.compile(
-                ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
-                target=GPUTarget("cuda", capability, 32),
-                options={"num_warps": warps, "num_stages": 2},
-            )
-            registers, stack = resources(compiled.asm["cubin"])
-            found[f"{kernel.__name__}{features}/sm_{capability}"] = {
-                "registers": registers,
-                "stack_bytes": stack,
-                "shared_bytes": compiled.metadata.shared,
-            }
-    json.dump(found, sys.stdout, indent=1)
+
+def main() -> None:
+    """Print {"triton": version, "described": all names, "kernels": {kernel/sm_NN: its needs}}."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="for every architecture, not the quick")
+    parser.add_argument("--only", help="one part: the name of its file before _kernels.py")
+    parser.add_argument("--list", action="store_true", help="compile nothing")
+    options = parser.parse_args()
+    described = descriptions(options.only)
+    found = {
+        f"{each.name}/sm_{architecture}": needs(each, architecture)
+        for each in described
+        for architecture in (ARCHITECTURES if options.all else each.quick)
+        if not options.list
+    }
+    names = [f"{each.name}/sm_{n}" for each in described for n in ARCHITECTURES]
+    result = {"triton": triton.__version__, "described": names, "kernels": found}
+    json.dump(result, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Triton kernel, forward and backward, in Triton's interpreter: one process for all."""
+"""Every Triton kernel, forward and backward, in Triton's interpreter: one process a file."""
 
 import os
 import re
@@ -11,13 +11,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = Path(__file__).with_name("interpreted_cases.py")
-# A case that silently was not collected must fail.
-EXPECTED = 54
+# Files of cases, and how many each has: a case that silently was not collected must fail.
+FILES = {
+    "interpreted_cases.py": 54,
+}
 
 
-def test_kernels_agree_with_the_formulas_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+@pytest.mark.parametrize(("file", "expected"), FILES.items(), ids=FILES)
+def test_kernels_agree_with_the_formulas_in_the_interpreter(file, expected):
+    cases = Path(__file__).with_name(file)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for name in [n for n in environment if n.startswith("PYTEST_")]:
         del environment[name]
@@ -27,4 +30,8 @@ def test_kernels_agree_with_the_formulas_in_the_interpreter():
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed, run.stdout[-2000:]
-    assert int(passed.group(1)) >= EXPECTED
+    assert int(passed.group(1)) == expected
+
+
+def test_every_file_of_cases_is_run():
+    assert {path.name for path in Path(__file__).parent.glob("interpreted_*.py")} == set(FILES)

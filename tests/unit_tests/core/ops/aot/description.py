@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one Triton kernel is compiled ahead of time: what its launch passes, without a launch.
+
+The kernels of each part of the ops are described in a file of their own here, `<part>_kernels.py`,
+which names them in `KERNELS`, a tuple of `Description`s. `compile_kernels.py` finds every such
+file.
+To add a part, write
+
+    KERNELS = (
+        Description(
+            kernel=sweep_kernel,
+            launch={"CORRECTS": True, "BLOCK_K": 128, **SWEEP.default},
+            types={"sums_ptr": "*fp32", "scale": "fp32", "first_ptr": "*i64"},
+            divisible=("key_size", "value_size"),
+            label="128",
+            quick=(90, 100),
+        ),
+        ...
+    )
+
+then record what it takes: `python tests/unit_tests/core/ops/kernel_budget.py --only <part>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ARCHITECTURES = (90, 100)  # Hopper and Blackwell
+#: What a launch passes beside the kernel's own arguments.
+LAUNCH_OPTIONS = ("num_warps", "num_stages")
+DEFAULT_OPTIONS = {"num_warps": 4, "num_stages": 3}  # as Triton's launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """One kernel at the sizes of a real model, in bf16.
+
+    Args:
+        kernel: the function under `@triton.jit`.
+        launch: its compile-time constants, and `num_warps` and `num_stages` where a launch passes
+            them, so that `**NAME.default` of a `Launches` fits in.
+        types: the types of arguments that are not bf16 pointers (names that end in `_ptr`) or
+            32-bit integers (all others): "*fp32", "*i64", "i64", "fp32".
+        divisible: integer arguments that are multiples of 16 in any real model. Pointers and
+            what is named `..._stride_...` are taken to be.
+        label: tells descriptions of the same kernel apart.
+        quick: the architectures that `make test` compiles; the nightly tests compile all. Every
+            kernel has one in some description; the heaviest have both.
+    """
+
+    kernel: Any
+    launch: Mapping[str, Any]
+    types: Mapping[str, str] = field(default_factory=dict)
+    divisible: tuple[str, ...] = ()
+    label: str = ""
+    quick: tuple[int, ...] = (90,)
+
+    @property
+    def name(self) -> str:
+        """The kernel's name and the label."""
+        return f"{self.kernel.__name__} {self.label}".strip()
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The compile-time constants."""
+        return {k: v for k, v in self.launch.items() if k not in LAUNCH_OPTIONS}
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The number of warps and of stages."""
+        return {k: self.launch.get(k, v) for k, v in DEFAULT_OPTIONS.items()}
+
+    def signature(self) -> dict[str, str]:
+        """Return the type of every argument.
+
+        Raises:
+            ValueError: a name that the kernel does not have, or a constant that is missing.
+        """
+        names, constants = self.kernel.arg_names, self.constants
+        unknown = {*constants, *self.types, *self.divisible} - {*names}
+        missing = {n for n in names if n.isupper()} - {*constants}
+        if unknown or missing:
+            raise ValueError(
+                f"{self.name}: unknown arguments {sorted(unknown)}, missing constants"
+                f" {sorted(missing)}; the kernel has {names}"
+            )
+        found = {}
+        for name in names:
+            fallback = "*bf16" if name.endswith("_ptr") else "i32"
+            found[name] = "constexpr" if name in constants else self.types.get(name, fallback)
+        return found
+
+    def attributes(self) -> dict[tuple[int], list]:
+        """Say which arguments the launcher would find to be multiples of 16."""
+        return {
+            (index,): [["tt.divisibility", 16]]
+            for index, (name, kind) in enumerate(self.signature().items())
+            if kind.startswith("*") or name in self.divisible or "_stride_" in name
+        }

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of the loss over a vocabulary and of permutations of tokens."""
+
+from __future__ import annotations
+
+from megatron.core.ops.linear_cross_entropy import triton as loss
+from megatron.core.ops.permutation import triton as permutation
+from tests.unit_tests.core.ops.aot.description import Description
+
+SLOTS = {"slots_ptr": "*i64", "weights_ptr": "*fp32"}
+
+KERNELS = (
+    Description(
+        kernel=loss.chunk_statistics_kernel,
+        launch={"BLOCK": loss.STATISTICS_BLOCK, "num_warps": 8},
+        types={
+            "maximum_ptr": "*fp32",
+            "sum_ptr": "*fp32",
+            "target_ptr": "*fp32",
+            "targets_ptr": "*i64",
+        },
+        divisible=("row_stride",),
+    ),
+    Description(
+        kernel=loss.chunk_gradient_kernel,
+        launch={"BLOCK": loss.GRADIENT_BLOCK},
+        types={"targets_ptr": "*i64", "lse_ptr": "*fp32", "weights_ptr": "*fp32"},
+        divisible=("row_stride", "columns_total"),
+    ),
+    Description(
+        kernel=permutation.take_rows_kernel,
+        launch={"BLOCK": permutation.BLOCK},
+        types={"places_ptr": "*i64"},
+        divisible=("features",),
+    ),
+    Description(
+        kernel=permutation.sum_rows_kernel,
+        launch={"HAS_WEIGHTS": True, "COPIES": 8, "BLOCK": 512},
+        types=SLOTS,
+        divisible=("features",),
+    ),
+    Description(
+        kernel=permutation.sum_rows_backward_kernel,
+        launch={"COPIES": 8, "BLOCK": 512},
+        types=SLOTS | {"d_weights_ptr": "*fp32"},
+        divisible=("features",),
+    ),
+)

@@ -3,8 +3,8 @@
 
     python tests/unit_tests/core/ops/kernel_budget.py [--only PART] [--raise NAME ...]
 
-compiles the kernels and writes the record: new kernels and smaller numbers at once, larger ones only
-for the kernels that are named. Registers and stack are bytes and counts a thread; a stack is spilt
+compiles the kernels and writes the record: new kernels and smaller numbers at once, larger ones
+only for the kernels that are named. Registers and stack bytes are of a thread; a stack is spilt
 registers, so more of it is a slower kernel. Numbers are of one release of Triton, which the record
 names.
 """

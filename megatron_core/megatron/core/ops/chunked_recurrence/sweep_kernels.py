@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward sweep of a recurrence: states through chunks in fp32, outputs on the way."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decays_between(up_to_rows, up_to_columns, rest_of_rows, rest_of_columns, seen):
+    """Return exp(a_i - a_j) where `seen`, else 0, from the two parts of a.
+
+    Masked before the exponential, which would be infinite elsewhere.
+    """
+    between = (up_to_rows - up_to_columns) + (rest_of_rows - rest_of_columns)
+    return tl.exp(tl.where(seen, between, float("-inf")))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def sweep_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    strength_ptr,
+    sums_ptr,
+    solved_ptr,
+    first_ptr,
+    end_ptr,
+    begin_ptr,
+    scale,
+    chunks,
+    heads,
+    shared,
+    keys,
+    values,
+    query_stride_t,
+    query_stride_h,
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    strength_stride_t,
+    strength_stride_h,
+    initial_ptr,
+    out_ptr,
+    starts_ptr,
+    last_ptr,
+    total_ptr,
+    CORRECTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_VALUE: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_OUT: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Sweep BLOCK_V columns of the state of one head through the chunks of one sequence.
+
+    Without values the first state is the identity, so that the last one is M. HAS_TOTAL stores
+    exp of all decays of the sequence, M of a recurrence that does not correct.
+    """
+    blocks = tl.cdiv(values, BLOCK_V)
+    unit = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    head = (unit % heads).to(tl.int64)
+    sequence = (unit // heads).to(tl.int64)
+    group = head // shared
+    begin = tl.load(begin_ptr + sequence)
+    count = (tl.load(begin_ptr + sequence + 1) - begin).to(tl.int32)
+    # A sequence without tokens has no chunk to ask.
+    start = tl.load(first_ptr + begin, mask=count > 0, other=0)
+    limit = tl.load(end_ptr + begin + count - 1, mask=count > 0, other=0)
+    rows = tl.arange(0, CHUNK)
+    feature = tl.arange(0, KEYS)
+    column = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    has_feature = feature < keys
+    has_column = column < values
+    state_mask = has_feature[:, None] & has_column[None, :]
+    state_place = feature[:, None] * values + column[None, :]
+    state_size = keys.to(tl.int64) * values
+    if HAS_INITIAL:
+        place = initial_ptr + (sequence * heads + head) * state_size + state_place
+        state = tl.load(place, mask=state_mask, other=0.0).to(tl.float32)
+    elif HAS_VALUE:
+        state = tl.zeros([KEYS, BLOCK_V], dtype=tl.float32)
+    else:
+        state = tl.where(feature[:, None] == column[None, :], 1.0, 0.0)
+    query_base = query_ptr + group * query_stride_h
+    key_base = key_ptr + group * key_stride_h
+    value_base = value_ptr + head * value_stride_h
+    strength_base = strength_ptr + head * strength_stride_h
+    rest = chunks.to(tl.int64) * heads * CHUNK  # from a sum to what its rounding took off
+    total = (start * 0).to(tl.float64)
+    strength = tl.load(
+        strength_base + (start + rows) * strength_stride_t, mask=start + rows < limit, other=0.0
+    )
+    for step in range(count):
+        place = start + step * CHUNK + rows
+        inside = place < limit
+        along = inside[:, None] & has_feature[None, :]
+        number = (begin + step) * heads + head
+        sums = sums_ptr + number * CHUNK
+        key = tl.load(
+            key_base + place[:, None] * key_stride_t + feature[None, :], mask=along, other=0.0
+        )
+        key_t = tl.load(
+            key_base + place[None, :] * key_stride_t + feature[:, None],
+            mask=has_feature[:, None] & inside[None, :],
+            other=0.0,
+        )
+        large = tl.load(sums + rows)
+        small = tl.load(sums + rest + rows)
+        last_large = tl.load(sums + CHUNK - 1)
+        last_small = tl.load(sums + rest + CHUNK - 1)
+        gate = strength.to(tl.float32)
+        # Of the next chunk: nothing else would ask for it before it is waited for.
+        ahead = place + CHUNK
+        strength = tl.load(strength_base + ahead * strength_stride_t, mask=ahead < limit, other=0.0)
+        growth = tl.exp(large + small)
+        left = tl.exp((last_large - large) + (last_small - small))
+        whole = tl.exp(last_large + last_small)
+        if CORRECTS or HAS_OUT:
+            falls = decays_between(
+                large[:, None],
+                large[None, :],
+                small[:, None],
+                small[None, :],
+                rows[:, None] >= rows[None, :],
+            )
+        narrow = state.to(key.dtype)
+        if HAS_STARTS:
+            tl.store(starts_ptr + number * state_size + state_place, narrow, mask=state_mask)
+        if HAS_VALUE:
+            value = tl.load(
+                value_base + place[:, None] * value_stride_t + column[None, :],
+                mask=inside[:, None] & has_column[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        if CORRECTS:
+            solved = tl.load(solved_ptr + number * CHUNK * CHUNK + rows[:, None] * CHUNK + rows)
+            solved = (solved.to(tl.float32) * falls).to(key.dtype)
+            reads = tl.dot(key, narrow, input_precision="ieee") * growth[:, None]
+            if HAS_VALUE:
+                wanted = (value - reads) * gate[:, None]
+            else:
+                wanted = -reads * gate[:, None]
+            change = tl.dot(solved, wanted.to(key.dtype), input_precision="ieee")
+        else:
+            change = value * gate[:, None]
+        if HAS_OUT:
+            query = tl.load(
+                query_base + place[:, None] * query_stride_t + feature[None, :],
+                mask=along,
+                other=0.0,
+            )
+            seen = tl.dot(query, key_t, input_precision="ieee") * falls
+            out = tl.dot(query, narrow, input_precision="ieee") * growth[:, None]
+            out = tl.dot(seen.to(key.dtype), change.to(key.dtype), acc=out, input_precision="ieee")
+            tl.store(
+                out_ptr + (place[:, None] * heads + head) * values + column[None, :],
+                (out * scale).to(out_ptr.dtype.element_ty),
+                mask=inside[:, None] & has_column[None, :],
+            )
+        state = tl.dot(
+            key_t,
+            (change * left[:, None]).to(key.dtype),
+            acc=state * whole,
+            input_precision="ieee",
+        )
+        if HAS_TOTAL:
+            total += last_large.to(tl.float64) + last_small.to(tl.float64)
+    unit = sequence * heads + head
+    if HAS_LAST:
+        tl.store(last_ptr + unit * state_size + state_place, state, mask=state_mask)
+    if HAS_TOTAL:
+        tl.store(total_ptr + unit, tl.exp(total.to(tl.float32)), mask=block == 0)

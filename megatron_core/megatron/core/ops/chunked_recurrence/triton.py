@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule and SSD as a `Recurrence` of Triton kernels: launches and what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from megatron.core.ops.chunked_recurrence.sweep_kernels import sweep_kernel
+from megatron.core.ops.chunked_recurrence.tiles import Tiles
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.sequences import Sequences
+
+# 16-bit operands, and fp32 ones, which are twice as large and multiplied without tensor cores.
+SWEEP = Launches(
+    "recurrence_sweep",
+    {"BLOCK_V": 64, "num_warps": 4, "num_stages": 2},
+    others=(
+        {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
+        {"BLOCK_V": 128, "num_warps": 8, "num_stages": 2},
+    ),
+)
+SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1})
+
+
+@dataclass
+class Prepared:
+    """What `TritonRecurrence` keeps from one operation to the next.
+
+    Args:
+        inputs: as they were given, the last dimension of each contiguous.
+        tiles: the chunks of their tokens.
+        scale: of queries.
+        sums: fp32 [2, n, H, C], decays summed up within a chunk: rounded, and what that took off.
+        solved: T [n, H, C, C] in value's dtype; None where nothing is corrected.
+        initial: the first states [N, H, K, V] of the sweep, fp32; None is zeros.
+    """
+
+    inputs: RecurrenceInputs
+    tiles: Tiles
+    scale: float
+    sums: torch.Tensor
+    solved: torch.Tensor | None = None
+    initial: torch.Tensor | None = None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens are corrected by what the state holds already."""
+        return self.solved is not None
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.inputs.value.shape[1]
+
+    @property
+    def keys(self) -> int:
+        """K."""
+        return self.inputs.key.shape[2]
+
+    @property
+    def values(self) -> int:
+        """V."""
+        return self.inputs.value.shape[2]
+
+    def states(self, dtype: torch.dtype = torch.float32, count: int | None = None) -> torch.Tensor:
+        """Return memory for `count` states [count, H, K, V]; None is one a sequence."""
+        count = self.tiles.sequence_count if count is None else count
+        shape = (count, self.heads, self.keys, self.values)
+        return self.inputs.value.new_empty(shape, dtype=dtype)
+
+    def arguments(self, columns: int | None = None) -> tuple:
+        """Return what every kernel of the recurrence reads, in the order of its parameters.
+
+        `columns` stands in for the features of values. The order is:
+        query, key, value, strength, sums, solved; first, end, begin; scale; the numbers of chunks,
+        heads, heads of a group, features of keys and of values; the strides of query, key, value
+        (token, head) and strength (token, head).
+        """
+        query, key, value, _, strength = self.inputs
+        tiles = self.tiles
+        return (
+            *(query, key, value, strength, self.sums),
+            self.sums if self.solved is None else self.solved,
+            *(tiles.first, tiles.end, tiles.begin),
+            self.scale,
+            *(tiles.count, self.heads, self.heads // key.shape[1], self.keys),
+            self.values if columns is None else columns,
+            *(stride for x in (query, key, value, strength) for stride in x.stride()[:2]),
+        )
+
+    def constants(self) -> dict[str, object]:
+        """Return the compile-time constants of every kernel of the recurrence."""
+        return {
+            "CORRECTS": self.corrects,
+            "CHUNK": self.tiles.size,
+            "KEYS": padded(self.keys),
+        }
+
+
+@dataclass(frozen=True)
+class TritonRecurrence:
+    """The gated delta rule, or SSD, as a `Recurrence` of Triton kernels.
+
+    Args:
+        corrects: whether a token is corrected by what the state holds: the delta rule.
+        scale: of queries; None is K^-0.5.
+        chunk_size: tokens C of a chunk, 16, 32 or 64.
+    """
+
+    corrects: bool
+    scale: float | None
+    chunk_size: int
+
+    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> Prepared:
+        """See `Recurrence`."""
+        inputs = RecurrenceInputs(*map(dense, inputs[:3]), *inputs[3:])
+        tiles = Tiles.of(sequences, self.chunk_size)
+        scale = inputs.key.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if self.corrects:
+            from megatron.core.ops.gated_delta_rule.triton import solve
+
+            sums, solved = solve(inputs, tiles)
+            return Prepared(inputs, tiles, scale, sums, solved)
+        from megatron.core.ops.state_space_dual.triton import sum_decays
+
+        return Prepared(inputs, tiles, scale, sum_decays(inputs.decay, tiles))
+
+    def sweep(
+        self, prepared: Prepared, initial: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Recurrence`."""
+        prepared.initial = None if initial is None else initial.float().contiguous()
+        value = prepared.inputs.value
+        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        last = prepared.states()
+        sweep(prepared, initial=prepared.initial, out=out, last=last)
+        return out, last
+
+    def summary(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Recurrence`."""
+        states = prepared.states()
+        count, heads, keys, _ = states.shape
+        if self.corrects:
+            transition = states.new_empty((count, heads, keys, keys))
+            sweep(prepared, last=states)
+            sweep(prepared, last=transition, without_values=True)
+        else:
+            transition = states.new_empty((count, heads, 1, 1))
+            sweep(prepared, last=states, total=transition)
+        return states, transition
+
+
+def sweep(
+    prepared: Prepared,
+    *,
+    initial: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    last: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    without_values: bool = False,
+) -> None:
+    """Carry states through all chunks; write what is given memory.
+
+    Args:
+        prepared: by `TritonRecurrence.prepare`.
+        initial: first states, fp32 [N, H, K, V]; None is zeros.
+        out: [t, H, V].
+        starts: [n, H, K, V], the state before each chunk, in value's dtype.
+        last: fp32 [N, H, K, V]; [N, H, K, K] without values.
+        total: fp32 [N, H, 1, 1], exp of the decays of each sequence.
+        without_values: begin with the identity and leave values out, so that `last` is M.
+    """
+    columns = prepared.keys if without_values else prepared.values
+    launch = launch_of(SWEEP, SWEEP_WIDE, prepared, columns)
+    units = prepared.tiles.sequence_count * prepared.heads
+    unused = prepared.sums
+    sweep_kernel[(units * triton.cdiv(columns, launch["BLOCK_V"]),)](
+        *prepared.arguments(columns),
+        *(unused if x is None else x for x in (initial, out, starts, last, total)),
+        **prepared.constants(),
+        HAS_VALUE=not without_values,
+        HAS_INITIAL=initial is not None,
+        HAS_OUT=out is not None,
+        HAS_STARTS=starts is not None,
+        HAS_LAST=last is not None,
+        HAS_TOTAL=total is not None,
+        **launch,
+    )
+
+
+def launch_of(narrow: Launches, wide: Launches, prepared: Prepared, columns: int) -> dict[str, int]:
+    """Return how to start a kernel with tiles of so many columns of values.
+
+    Args:
+        narrow, wide: of 16-bit values, and of fp32 ones.
+        prepared: what the kernel works on.
+        columns: no tile is made wider than these need.
+    """
+    value = prepared.inputs.value
+    kind = wide if value.dtype == torch.float32 else narrow
+    key = f"{str(value.dtype)[6:]} C{prepared.tiles.size} K{padded(prepared.keys)}"
+    launch = kind.pick(value, f"{key} V{padded(columns)}")
+    return launch | {"BLOCK_V": min(launch["BLOCK_V"], padded(columns))}
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x with a contiguous last dimension; slices of a wider tensor stay views."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def padded(features: int) -> int:
+    """Return the columns of a tile that holds so many features."""
+    return max(16, triton.next_power_of_2(features))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of the tests that need one."""
+"""The device of the tests that need one; in a rehearsal the CPU, without what only a GPU can do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ import pytest
 import torch
 
 from megatron.core.device import choose_device
+from tests.support.gpu_agreement import REHEARSES
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The first GPU."""
-    return choose_device("cuda")
+    """The first GPU, or where a rehearsal runs."""
+    return choose_device("cpu" if REHEARSES else "cuda")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests of the machine itself out of a rehearsal."""
+    if not REHEARSES:
+        return
+    machines = [item for item in items if item.get_closest_marker("machine")]
+    config.hook.pytest_deselected(items=machines)
+    items[:] = [item for item in items if item not in machines]

@@ -10,6 +10,7 @@ from megatron.core.weight_gather.arena import Arena
 
 
 @pytest.mark.gpu
+@pytest.mark.machine
 def test_the_next_holders_stream_waits_for_the_last_one(device):
     arena = Arena(device)
     compute, gather = torch.cuda.Stream(), torch.cuda.Stream()

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing import AsyncSaver, CheckpointReader, Solo,
 from tests.functional_tests.small_run import digests, flags, run_on, write_tokens
 from tests.unit_tests.core.dist_checkpointing.layouts import same_bits, whole
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
 
 def test_what_changes_behind_settle_is_not_saved(tmp_path):

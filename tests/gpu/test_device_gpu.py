@@ -10,6 +10,7 @@ from megatron.core import device as devices
 
 
 @pytest.mark.gpu
+@pytest.mark.machine
 def test_streams_events_and_memory_on_a_gpu(device):
     gpu = device
     side = devices.new_stream(gpu, priority=-1)

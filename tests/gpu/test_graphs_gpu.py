@@ -34,7 +34,7 @@ from tests.unit_tests.training.graphed_runs import (
     step_of,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

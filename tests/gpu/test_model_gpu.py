@@ -132,6 +132,7 @@ def packed(model, engine, device, *, masks_by_ids=False):
     return loss.item(), {n: h.slot.clone() for n, h in model.store.handles.items()}
 
 
+@pytest.mark.machine
 def test_documents_a_window_and_sinks_are_the_cpus_and_nothing_waits(device):
     attention = dataclasses.replace(SMALL.attention, window=40, sinks=True)
     config = dataclasses.replace(SMALL, attention=attention)
@@ -147,6 +148,7 @@ def test_documents_a_window_and_sinks_are_the_cpus_and_nothing_waits(device):
         compare(mine, true)
 
 
+@pytest.mark.machine
 def test_a_forward_and_backward_never_wait_for_the_gpu(device):
     model = built(SMALL, device, torch.bfloat16)
     engine = DataParallel(model.store, model.groups)
@@ -163,6 +165,7 @@ def test_a_forward_and_backward_never_wait_for_the_gpu(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.machine
 def test_bf16_training_learns_and_needs_the_memory_it_should(device):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
@@ -226,6 +229,7 @@ def nccl(device):
     dist.destroy_process_group()
 
 
+@pytest.mark.machine
 def test_one_rank_of_nccl_computes_what_no_group_does(device, nccl):
     found = []
     for groups in (nccl, ProcessGroupCollection.single()):
@@ -237,6 +241,7 @@ def test_one_rank_of_nccl_computes_what_no_group_does(device, nccl):
     assert probe.tolist() == [3.0] * 5
 
 
+@pytest.mark.machine
 def test_a_gpu_beyond_the_last_is_refused(device):
     count = torch.cuda.device_count()
     with pytest.raises(ValueError, match=f"this machine shows {count}"):

@@ -20,38 +20,13 @@ from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import gated
 from megatron.core.ops.wide_product import add_product_
 from tests.support.closeness import relative_error
+from tests.support.gpu_agreement import BOUND, DTYPES, agree, made, sized
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.float32, torch.bfloat16]
-#: PROOF's metric; bf16 rounds results and the inputs of the last products.
-BOUND = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
-SEQUENCE, BATCH, HEADS, GROUPS, FEATURES, HIDDEN = 2048, 2, 16, 4, 128, 2048
-
-
-def made(device, *shape):
-    generator = torch.Generator(device).manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, device=device)
-
-
-def agree(function, inputs, dtype):
-    """Compare outputs and gradients of the Triton kernel in `dtype` with the reference in fp64.
-
-    Args:
-        function: of `inputs`, and `implementation`.
-    """
-    found = []
-    rounded = [x.to(dtype) for x in inputs]
-    for implementation, kind in (("triton", dtype), ("reference", torch.float64)):
-        leaves = [x.to(kind, copy=True).requires_grad_() for x in rounded]
-        outputs = function(*leaves, implementation=implementation)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        outputs = tuple(y for y in outputs if y.requires_grad)
-        pulls = [made(y.device, *y.shape).to(dtype).to(y.dtype) for y in outputs]
-        torch.autograd.backward(outputs, pulls)
-        found.append([*(y.detach() for y in outputs), *(x.grad for x in leaves)])
-    errors = [relative_error(mine, true) for mine, true in zip(*found, strict=True)]
-    assert max(errors) <= BOUND[dtype], errors
+SEQUENCE, BATCH, HEADS, GROUPS = sized((2048, 2, 16, 4), (72, 2, 4, 2))
+FEATURES, HIDDEN = sized((128, 2048), (6, 37))
+WINDOW, GATED = sized((300, 5504), (11, 45))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,7 +63,7 @@ def test_rope(device, dtype, interleaved):
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gated(device, dtype, activation):
     agree(
-        lambda x, **o: gated(x, activation, **o), (made(device, SEQUENCE, BATCH, 2 * 5504),), dtype
+        lambda x, **o: gated(x, activation, **o), (made(device, SEQUENCE, BATCH, 2 * GATED),), dtype
     )
 
 
@@ -110,11 +85,16 @@ def test_dropout_drops_what_the_reference_drops(device, dtype):
 
 ATTENTION = {
     "causal": {},
-    "window": {"window": 300},
+    "window": {"window": WINDOW},
     "documents": {"documents": True},
     "bidirectional": {"causal": False},
-    "places": {"query_start": 900, "key_start": 100, "window": 300},
-    "ahead": {"query_start": 0, "key_start": 500, "documents": True, "query_documents": True},
+    "places": {"query_start": 3 * WINDOW, "key_start": WINDOW // 3, "window": WINDOW},
+    "ahead": {
+        "query_start": 0,
+        "key_start": SEQUENCE // 4,
+        "documents": True,
+        "query_documents": True,
+    },
     "dropout": {"dropout": True},
 }
 
@@ -125,7 +105,9 @@ def test_attention(device, dtype, case):
     options = dict(ATTENTION[case])
     if options.pop("documents", False):
         rows = torch.arange(SEQUENCE, device=device)
-        options["document_ids"] = torch.stack([rows // 700, (rows + 9) // 311], -1)
+        options["document_ids"] = torch.stack(
+            [rows // (SEQUENCE // 3), (rows + 9) // (SEQUENCE // 7)], -1
+        )
         if options.pop("query_documents", False):
             options["query_document_ids"] = options["document_ids"].flip(1)
     if options.pop("dropout", False):
@@ -134,7 +116,7 @@ def test_attention(device, dtype, case):
         # No kernel draws dropout: what runs on a GPU is held to itself in fp64.
         agree(
             lambda q, k, v, implementation: attention(q, k, v, dropout=drop)[0],
-            [made(device, 256, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
+            [made(device, sized(256, 20), BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)],
             dtype,
         )
         return
@@ -146,21 +128,24 @@ def test_attention(device, dtype, case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("features", [192, 256, 272])
+@pytest.mark.parametrize("features", sized([192, 256, 272], [136]))
 def test_attention_of_wide_heads(device, dtype, features):
     """Latent attention has heads of 192, some models of 256; 272 take tiles of 512."""
     agree(
-        lambda q, k, v, **o: attention(q, k, v, window=300, **o)[0],
-        [made(device, 1024, BATCH, n, features) for n in (HEADS, GROUPS, GROUPS)],
+        lambda q, k, v, **o: attention(q, k, v, window=WINDOW, **o)[0],
+        [made(device, sized(1024, 37), BATCH, n, features) for n in (HEADS, GROUPS, GROUPS)],
         dtype,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, WINDOW])
 def test_attention_block_by_block(device, dtype, window):
     cut = SequenceCut.of(SEQUENCE, 2)
-    documents = [[0, 700, 1400, SEQUENCE], [0, 302, SEQUENCE]]
+    documents = [
+        [0, SEQUENCE // 3, 2 * SEQUENCE // 3, SEQUENCE],
+        [0, SEQUENCE // 7 + 10, SEQUENCE],
+    ]
     shapes = [(SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS, HEADS)]
     parts = [made(device, *shape).to(dtype) for shape in shapes]
     places = torch.tensor(cut.places(1), device=device)
@@ -188,10 +173,10 @@ def test_attention_block_by_block(device, dtype, window):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_cross_entropy(device, dtype):
-    tokens, vocabulary = 4096, 32000
+    tokens, vocabulary = sized((4096, 32000), (11, 2100))
     targets = torch.randint(0, vocabulary - 7, (tokens,), device=device)
     weights = torch.rand(tokens, device=device)
-    hidden, weight = made(device, tokens, 512), made(device, vocabulary, 512) * 0.05
+    hidden, weight = (made(device, n, sized(512, 7)) for n in (tokens, vocabulary))
 
     def loss(hidden, weight, **options):
         return linear_cross_entropy(
@@ -203,9 +188,10 @@ def test_linear_cross_entropy(device, dtype):
             **options,
         )[0]
 
-    agree(loss, (hidden, weight), dtype)
+    agree(loss, (hidden, weight * 0.05), dtype)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_weight_gradients_are_not_rounded_to_bf16(device, overwrite):
     left, right = made(device, 512, 4096).bfloat16(), made(device, 4096, 384).bfloat16()

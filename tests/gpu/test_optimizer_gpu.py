@@ -10,7 +10,7 @@ from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, drawn
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
 STEPS = 3
 MATRICES = ("q", "k", "down", "experts")

@@ -11,7 +11,7 @@ from megatron.inference.generate import main as generate
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
 SHORT = "--eval-interval 0 --train-iters 8"
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron.core.context_parallel.index_maps import inverse_of
+from megatron.core.ops.places import Places
 from megatron.core.ops.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class TokenRows:
 
     Attributes:
         sequences: the packed tokens, on the device.
+        places: of the packed tokens among [n · b, ...]; None where they are all, as they lie.
 
     Raises:
         ValueError: bounds of another number of tokens.
@@ -57,43 +59,31 @@ class TokenRows:
                 "is their number"
             )
         self.length, self.batch = length, batch
-        moved, count = self.sequences.moved, length * batch
-        self._places: torch.Tensor | None = None  # int64 [t]; None: all tokens, as they lie
-        self._slots: torch.Tensor | None = None  # int64 [n · b], the packed token at each place
-        self._padding: torch.Tensor | None = None  # int64, the places of none
-        if len(places) == count and bool((places == np.arange(count)).all()):
-            return
-        slots = np.full(count, -1, dtype=np.int64)
-        slots[places] = np.arange(len(places))
-        empty = np.flatnonzero(slots < 0)
-        self._places, self._slots = moved(places), moved(np.maximum(slots, 0))
-        self._padding = moved(empty) if len(empty) else None
+        self.places = Places.of(places, length * batch, self.sequences.moved)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """Return [t, ...] from x [n, b, ...]; a view where that is the order in memory."""
         self._check("pack", x, (self.length, self.batch))
-        return x.flatten(0, 1) if self._places is None else _Pack.apply(x, self)
+        flat = x.flatten(0, 1)
+        return flat if self.places is None else self.places.pack(flat)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, b, ...] from x [t, ...], zero where padding is; a view like `pack`'s."""
         self._check("unpack", x, (self.sequences.tokens,))
-        return _rows_of(x, self) if self._places is None else _Unpack.apply(x, self)
+        return self._rows(x if self.places is None else self.places.unpack(x))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Return what `pack` does, for ops that have a backward of their own."""
         flat = x.flatten(0, 1)
-        return flat if self._places is None else flat.index_select(0, self._places)
+        return flat if self.places is None else self.places.take(flat)
 
     def put_back(self, x: torch.Tensor) -> torch.Tensor:
         """Return what `unpack` does, for ops that have a backward of their own."""
-        if self._slots is None:
-            return _rows_of(x, self)
-        if self.sequences.tokens == 0:
-            return x.new_zeros(self.length, self.batch, *x.shape[1:])
-        found = x.index_select(0, self._slots)
-        if self._padding is not None:
-            found.index_fill_(0, self._padding, 0)
-        return _rows_of(found, self)
+        return self._rows(x if self.places is None else self.places.put_back(x))
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [n, b, ...], a view of [n · b, ...]."""
+        return x.unflatten(0, (self.length, self.batch))
 
     @staticmethod
     def _check(what: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
@@ -146,34 +136,3 @@ def known_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int
         return layout.documents
     length = layout.positions.shape[0] if layout.cut is None else layout.cut.length
     return ((0, length),) * batch
-
-
-def _rows_of(x: torch.Tensor, rows: TokenRows) -> torch.Tensor:
-    """Return [n, b, ...], a view of [n · b, ...]."""
-    return x.unflatten(0, (rows.length, rows.batch))
-
-
-class _Pack(torch.autograd.Function):
-    """forward gathers tokens; dgrad gathers them back, zero for padding. Saves nothing."""
-
-    @staticmethod
-    def forward(ctx, x, rows: TokenRows):
-        ctx.rows = rows
-        return rows.take(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.rows.put_back(grad), None
-
-
-class _Unpack(torch.autograd.Function):
-    """forward gathers tokens back, zero for padding; dgrad gathers them. Saves nothing."""
-
-    @staticmethod
-    def forward(ctx, x, rows: TokenRows):
-        ctx.rows = rows
-        return rows.put_back(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.rows.take(grad), None

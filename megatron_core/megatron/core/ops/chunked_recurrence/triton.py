@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from megatron.core.ops.chunked_recurrence.gradient_kernels import recurrence_gradients_kernel
+from megatron.core.ops.chunked_recurrence.reverse_kernels import reverse_sweep_kernel
 from megatron.core.ops.chunked_recurrence.sweep_kernels import sweep_kernel
 from megatron.core.ops.chunked_recurrence.tiles import Tiles
+from megatron.core.ops.decay import LOWEST_DECAY
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
@@ -24,6 +27,13 @@ SWEEP = Launches(
     ),
 )
 SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1})
+
+REVERSE = Launches("recurrence_reverse", {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2})
+REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1})
+GRADIENTS = Launches("recurrence_gradients", {"BLOCK_V": 64, "num_warps": 8, "num_stages": 1})
+GRADIENTS_WIDE = Launches(
+    "recurrence_gradients_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
+)
 
 
 @dataclass
@@ -153,6 +163,25 @@ class TritonRecurrence:
             sweep(prepared, last=states, total=transition)
         return states, transition
 
+    def state_gradient(self, prepared: Prepared, grad: torch.Tensor) -> torch.Tensor:
+        """See `Recurrence`."""
+        initial = prepared.states()
+        reverse_sweep(prepared, dense(grad), grad_initial=initial)
+        return initial
+
+    def backward(
+        self, prepared: Prepared, grad: torch.Tensor, grad_last: torch.Tensor | None
+    ) -> tuple[RecurrenceInputs, torch.Tensor]:
+        """See `Recurrence`."""
+        grad, value = dense(grad), prepared.inputs.value
+        starts, ends = (prepared.states(value.dtype, prepared.tiles.count) for _ in range(2))
+        x = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        initial = prepared.states()
+        sweep(prepared, initial=prepared.initial, starts=starts)
+        grad_last = None if grad_last is None else grad_last.float().contiguous()
+        reverse_sweep(prepared, grad, grad_last=grad_last, ends=ends, x=x, grad_initial=initial)
+        return gradients(prepared, grad, starts=starts, ends=ends, x=x), initial
+
 
 def sweep(
     prepared: Prepared,
@@ -191,6 +220,76 @@ def sweep(
         HAS_TOTAL=total is not None,
         **launch,
     )
+
+
+def reverse_sweep(
+    prepared: Prepared,
+    grad: torch.Tensor,
+    *,
+    grad_initial: torch.Tensor,
+    grad_last: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
+) -> None:
+    """Carry the gradients of states back through all chunks; write what is given memory.
+
+    Args:
+        prepared: by `TritonRecurrence.prepare`.
+        grad: of the output [t, H, V], its last dimension contiguous.
+        grad_initial: of the first states, fp32 [N, H, K, V].
+        grad_last: of the last states, fp32 [N, H, K, V]; None is zeros.
+        ends, x: those of the states behind chunks [n, H, K, V] and of what tokens write [t, H, V],
+            in value's dtype; both or neither.
+    """
+    launch = launch_of(REVERSE, REVERSE_WIDE, prepared, prepared.values)
+    units = prepared.tiles.sequence_count * prepared.heads
+    unused = prepared.sums
+    reverse_sweep_kernel[(units * triton.cdiv(prepared.values, launch["BLOCK_V"]),)](
+        *prepared.arguments(),
+        *(grad, *grad.stride()[:2]),
+        *(unused if y is None else y for y in (grad_last, ends, x, grad_initial)),
+        **prepared.constants(),
+        HAS_GRAD_LAST=grad_last is not None,
+        STORES=ends is not None,
+        **launch,
+    )
+
+
+def gradients(
+    prepared: Prepared,
+    grad: torch.Tensor,
+    *,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    x: torch.Tensor,
+) -> RecurrenceInputs:
+    """Return the gradients of the inputs.
+
+    Args:
+        prepared: by `TritonRecurrence.prepare`.
+        grad: of the output [t, H, V], its last dimension contiguous.
+        starts: from `sweep`.
+        ends, x: from `reverse_sweep`.
+    """
+    inputs, tiles = prepared.inputs, prepared.tiles
+    found = RecurrenceInputs(
+        *(torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in inputs)
+    )
+    if not tiles.count:
+        return found
+    is_wide = grad.dtype == torch.float32
+    recurrence_gradients_kernel[(tiles.count * inputs.key.shape[1],)](
+        *prepared.arguments(),
+        *(inputs.decay, *inputs.decay.stride()),
+        *(grad, *grad.stride()[:2]),
+        *(starts, ends, x),
+        *found,
+        LOWEST_DECAY,
+        **prepared.constants(),
+        PRECISION="ieee" if is_wide else "tf32x3",
+        **launch_of(GRADIENTS, GRADIENTS_WIDE, prepared, prepared.values),
+    )
+    return found
 
 
 def launch_of(narrow: Launches, wide: Launches, prepared: Prepared, columns: int) -> dict[str, int]:

@@ -14,8 +14,9 @@ T = (I + tril(beta K Kᵀ, -1))⁻¹, which has no decay in it:
 
 No factor of a decay is above 1: a decay is only ever a difference of sums that is at most 0. Sums
 are made in fp64 and kept in two parts of fp32 (see `ops.decay`), whose differences are exact where
-they matter. Forward is two kernels: one, parallel over chunks and groups, makes T and the sums; one
-sweeps the states through the chunks, in fp32, parallel over sequences, heads and columns of values.
+they matter. Forward is two kernels: one, parallel over chunks and groups, makes T ∘ D and the sums;
+one sweeps the states through the chunks, in fp32, parallel over sequences, heads and columns of
+values.
 Backward, with dS the gradient of the state behind a chunk and dO that of the output:
 
     pulled = scale ((Q Kᵀ) ∘ D)ᵀ dO + left (K dS)
@@ -27,7 +28,7 @@ Backward, with dS the gradient of the state behind a chunk and dO that of the ou
     dV = beta x                          dbeta = x · V - f · K
 
 It sweeps again for the states before the chunks, then backwards for dS and x; then one kernel,
-parallel over chunks and groups, makes the gradients. Nothing but the inputs, T and the sums is kept
-between forward and backward. A state is an affine function of the one before, so that a sweep from
-the identity without values is the M of `ops.recurrence`.
+parallel over chunks and groups, makes the gradients. Nothing but the inputs, T ∘ D and the sums is
+kept between forward and backward. A state is an affine function of the one before, so that a sweep
+from the identity without values is the M of `ops.recurrence`.
 """

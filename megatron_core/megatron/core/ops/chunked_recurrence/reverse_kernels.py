@@ -117,8 +117,8 @@ def reverse_sweep_kernel(
         x = tl.dot(seen_t.to(key.dtype), grad, acc=x, input_precision="ieee")
         if CORRECTS:
             solved_place = solved_ptr + number * CHUNK * CHUNK + rows[None, :] * CHUNK
-            solved_t = tl.load(solved_place + rows[:, None]).to(tl.float32) * falls_t
-            x = tl.dot(solved_t.to(key.dtype), x.to(key.dtype), input_precision="ieee")
+            solved_t = tl.load(solved_place + rows[:, None])
+            x = tl.dot(solved_t, x.to(key.dtype), input_precision="ieee")
         if STORES:
             x_place = x_ptr + (token[:, None] * heads + head) * values + column[None, :]
             tl.store(x_place, x.to(x_ptr.dtype.element_ty), mask=along)

@@ -83,34 +83,38 @@ def sweep_kernel(
     state_place = feature[:, None] * values + column[None, :]
     state_size = keys.to(tl.int64) * values
     if HAS_INITIAL:
-        place = initial_ptr + (sequence * heads + head) * state_size + state_place
-        state = tl.load(place, mask=state_mask, other=0.0).to(tl.float32)
+        state = tl.load(
+            initial_ptr + (sequence * heads + head) * state_size + state_place,
+            mask=state_mask,
+            other=0.0,
+        )
     elif HAS_VALUE:
         state = tl.zeros([KEYS, BLOCK_V], dtype=tl.float32)
     else:
         state = tl.where(feature[:, None] == column[None, :], 1.0, 0.0)
-    query_base = query_ptr + group * query_stride_h
-    key_base = key_ptr + group * key_stride_h
-    value_base = value_ptr + head * value_stride_h
-    strength_base = strength_ptr + head * strength_stride_h
+    # A place is that of a chunk, 64 bits wide, and one within it: the latter stays the same.
+    query_tile = rows[:, None] * query_stride_t + feature[None, :]
+    key_tile = rows[:, None] * key_stride_t + feature[None, :]
+    key_t_tile = rows[None, :] * key_stride_t + feature[:, None]
+    value_tile = rows[:, None] * value_stride_t + column[None, :]
+    out_tile = rows[:, None] * (heads * values) + column[None, :]
+    square_tile = rows[:, None] * CHUNK + rows[None, :]
+    query_ptr += start * query_stride_t + group * query_stride_h
+    key_ptr += start * key_stride_t + group * key_stride_h
+    value_ptr += start * value_stride_t + head * value_stride_h
+    strength_ptr += start * strength_stride_t + head * strength_stride_h
+    out_ptr += (start * heads + head) * values
     rest = chunks.to(tl.int64) * heads * CHUNK  # from a sum to what its rounding took off
+    left_over = (limit - start).to(tl.int32)  # tokens
     total = (start * 0).to(tl.float64)
-    strength = tl.load(
-        strength_base + (start + rows) * strength_stride_t, mask=start + rows < limit, other=0.0
-    )
+    strength = tl.load(strength_ptr + rows * strength_stride_t, mask=rows < left_over, other=0.0)
     for step in range(count):
-        place = start + step * CHUNK + rows
-        inside = place < limit
-        along = inside[:, None] & has_feature[None, :]
+        inside = rows < left_over
         number = (begin + step) * heads + head
         sums = sums_ptr + number * CHUNK
-        key = tl.load(
-            key_base + place[:, None] * key_stride_t + feature[None, :], mask=along, other=0.0
-        )
+        key = tl.load(key_ptr + key_tile, mask=inside[:, None] & has_feature[None, :], other=0.0)
         key_t = tl.load(
-            key_base + place[None, :] * key_stride_t + feature[:, None],
-            mask=has_feature[:, None] & inside[None, :],
-            other=0.0,
+            key_ptr + key_t_tile, mask=has_feature[:, None] & inside[None, :], other=0.0
         )
         large = tl.load(sums + rows)
         small = tl.load(sums + rest + rows)
@@ -118,12 +122,14 @@ def sweep_kernel(
         last_small = tl.load(sums + rest + CHUNK - 1)
         gate = strength.to(tl.float32)
         # Of the next chunk: nothing else would ask for it before it is waited for.
-        ahead = place + CHUNK
-        strength = tl.load(strength_base + ahead * strength_stride_t, mask=ahead < limit, other=0.0)
+        strength_ptr += CHUNK * strength_stride_t.to(tl.int64)
+        strength = tl.load(
+            strength_ptr + rows * strength_stride_t, mask=rows < left_over - CHUNK, other=0.0
+        )
         growth = tl.exp(large + small)
         left = tl.exp((last_large - large) + (last_small - small))
         whole = tl.exp(last_large + last_small)
-        if CORRECTS or HAS_OUT:
+        if HAS_OUT:
             falls = decays_between(
                 large[:, None],
                 large[None, :],
@@ -136,13 +142,10 @@ def sweep_kernel(
             tl.store(starts_ptr + number * state_size + state_place, narrow, mask=state_mask)
         if HAS_VALUE:
             value = tl.load(
-                value_base + place[:, None] * value_stride_t + column[None, :],
-                mask=inside[:, None] & has_column[None, :],
-                other=0.0,
+                value_ptr + value_tile, mask=inside[:, None] & has_column[None, :], other=0.0
             ).to(tl.float32)
         if CORRECTS:
-            solved = tl.load(solved_ptr + number * CHUNK * CHUNK + rows[:, None] * CHUNK + rows)
-            solved = (solved.to(tl.float32) * falls).to(key.dtype)
+            solved = tl.load(solved_ptr + number * CHUNK * CHUNK + square_tile)
             reads = tl.dot(key, narrow, input_precision="ieee") * growth[:, None]
             if HAS_VALUE:
                 wanted = (value - reads) * gate[:, None]
@@ -153,15 +156,13 @@ def sweep_kernel(
             change = value * gate[:, None]
         if HAS_OUT:
             query = tl.load(
-                query_base + place[:, None] * query_stride_t + feature[None, :],
-                mask=along,
-                other=0.0,
+                query_ptr + query_tile, mask=inside[:, None] & has_feature[None, :], other=0.0
             )
             seen = tl.dot(query, key_t, input_precision="ieee") * falls
             out = tl.dot(query, narrow, input_precision="ieee") * growth[:, None]
             out = tl.dot(seen.to(key.dtype), change.to(key.dtype), acc=out, input_precision="ieee")
             tl.store(
-                out_ptr + (place[:, None] * heads + head) * values + column[None, :],
+                out_ptr + out_tile,
                 (out * scale).to(out_ptr.dtype.element_ty),
                 mask=inside[:, None] & has_column[None, :],
             )
@@ -173,6 +174,11 @@ def sweep_kernel(
         )
         if HAS_TOTAL:
             total += last_large.to(tl.float64) + last_small.to(tl.float64)
+        query_ptr += CHUNK * query_stride_t.to(tl.int64)
+        key_ptr += CHUNK * key_stride_t.to(tl.int64)
+        value_ptr += CHUNK * value_stride_t.to(tl.int64)
+        out_ptr += CHUNK * (heads * values).to(tl.int64)
+        left_over -= CHUNK
     unit = sequence * heads + head
     if HAS_LAST:
         tl.store(last_ptr + unit * state_size + state_place, state, mask=state_mask)

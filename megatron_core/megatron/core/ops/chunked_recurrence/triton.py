@@ -45,7 +45,7 @@ class Prepared:
         tiles: the chunks of their tokens.
         scale: of queries.
         sums: fp32 [2, n, H, C], decays summed up within a chunk: rounded, and what that took off.
-        solved: T [n, H, C, C] in value's dtype; None where nothing is corrected.
+        solved: T ∘ D [n, H, C, C] in value's dtype; None where nothing is corrected.
         initial: the first states [N, H, K, V] of the sweep, fp32; None is zeros.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gated delta rule prepares in Triton: T and the sums of decays of every chunk."""
+"""What the gated delta rule prepares in Triton: T ∘ D and the sums of decays of every chunk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between
 from megatron.core.ops.chunked_recurrence.tiles import Tiles
 from megatron.core.ops.decay import LOWEST_DECAY
 from megatron.core.ops.launches import Launches
@@ -82,7 +83,7 @@ def solve_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Make T, and the sums of decays, of one chunk and the heads of one group.
+    """Make T ∘ D, and the sums of decays, of one chunk and the heads of one group.
 
     The heads share K Kᵀ. Rows behind the end of a sequence are those of the identity.
     """
@@ -99,12 +100,7 @@ def solve_kernel(
         mask=inside[:, None] & (feature < keys)[None, :],
         other=0.0,
     )
-    key_t = tl.load(
-        base + place[None, :] * key_stride_t + feature[:, None],
-        mask=(feature < keys)[:, None] & inside[None, :],
-        other=0.0,
-    )
-    raw = tl.dot(key, key_t, input_precision="ieee")
+    raw = tl.dot(key, tl.trans(key), input_precision="ieee")
     raw = tl.where(rows[:, None] > rows[None, :], raw, 0.0)
     for index in range(shared):
         head = group * shared + index
@@ -123,6 +119,13 @@ def solve_kernel(
             other=0.0,
         ).to(tl.float32)
         solved = unit_lower_inverse(raw * strength[:, None], CHUNK, PRECISION)
+        solved *= decays_between(
+            large[:, None],
+            large[None, :],
+            rest[:, None],
+            rest[None, :],
+            rows[:, None] >= rows[None, :],
+        )
         target = solved_ptr + (chunk * heads + head) * CHUNK * CHUNK
         target += rows[:, None] * CHUNK + rows[None, :]
         tl.store(target, solved.to(solved_ptr.dtype.element_ty))
@@ -137,7 +140,7 @@ def solve(inputs: RecurrenceInputs, tiles: Tiles) -> tuple[torch.Tensor, torch.T
 
     Returns:
         (fp32 [2, n, H, C], the decays summed up within each chunk: rounded, and the rest;
-        T [n, H, C, C] in the dtype of values, without decays.)
+        T ∘ D [n, H, C, C] in the dtype of values.)
     """
     key, value = inputs.key, inputs.value
     heads, (_, groups, keys) = value.shape[1], key.shape

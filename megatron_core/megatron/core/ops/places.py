@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places: which row of memory each packed token lies in, and the way back.
 
-Both maps are known, so that either way is a gather, and so is its gradient: nothing is added up, and
-nothing is scattered. Kernels that take `Places` fold the gather into their loads.
+Both maps are known, so that either way is a gather, and so is its gradient: nothing is added up,
+and nothing is scattered. Kernels that take `Places` fold the gather into their loads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Places:
     def of(
         rows: np.ndarray, count: int, moved: Callable[[np.ndarray], torch.Tensor]
     ) -> Places | None:
-        """Return the places of tokens on the device; None where each row is the token of its number.
+        """Return places on the device; None where each row is the token of its number.
 
         Args:
             rows: int64 [t] on the host, none twice.

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prologue of recurrences in Triton: one kernel forward, one backward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from megatron.core.ops.causal_conv1d.borders import Borders
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.places import Places
+from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence_prologue.backward_kernels import prologue_backward_kernel
+from megatron.core.ops.recurrence_prologue.forward_kernels import prologue_forward_kernel
+from megatron.core.ops.recurrence_prologue.parts import PrologueWeights, UnitParts
+from megatron.core.ops.sequences import Sequences
+
+#: Added to the sum of squares of a query or a key, as `l2norm` does.
+EPSILON = 1e-6
+#: Programs of the backward pass that its tokens are shared out to, if they are so many: sixteen for
+#: each multiprocessor of the largest current devices. Each has a partial gradient of its weights.
+BACKWARD_PROGRAMS = 2112
+#: Elements of a tile of gates.
+GATES = 1024
+
+FORWARD = Launches(
+    "prologue_forward",
+    {"BLOCK_T": 32, "num_warps": 4, "num_stages": 2},
+    others=(
+        {"BLOCK_T": 16, "num_warps": 4, "num_stages": 2},
+        {"BLOCK_T": 32, "num_warps": 8, "num_stages": 2},
+        {"BLOCK_T": 64, "num_warps": 8, "num_stages": 2},
+    ),
+)
+BACKWARD = Launches(
+    "prologue_backward",
+    {"LANES": 4, "STEPS": 64, "num_warps": 4, "num_stages": 2},
+    others=(
+        {"LANES": 2, "STEPS": 64, "num_warps": 2, "num_stages": 2},
+        {"LANES": 4, "STEPS": 32, "num_warps": 4, "num_stages": 2},
+        {"LANES": 8, "STEPS": 64, "num_warps": 8, "num_stages": 2},
+        {"LANES": 8, "STEPS": 32, "num_warps": 4, "num_stages": 2},
+    ),
+)
+
+
+def prologue(
+    source: torch.Tensor,
+    weights: PrologueWeights,
+    *,
+    parts: UnitParts,
+    sequences: Sequences,
+    places: Places | None,
+    initial: torch.Tensor | None,
+    keeps_last: bool,
+) -> tuple[RecurrenceInputs, torch.Tensor | None]:
+    """Return (inputs, last) of packed tokens, as `recurrence_prologue` does."""
+    call = _Call(parts, sequences, places, weights.weight.shape[-1])
+    inputs = RecurrenceInputs(*_Prologue.apply(call, source, initial, *weights))
+    return inputs, call.last_rows(source.detach(), initial) if keeps_last else None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the autograd function is told beside tensors; `width` is W."""
+
+    parts: UnitParts
+    sequences: Sequences
+    places: Places | None
+    width: int
+
+    @property
+    def block(self) -> int:
+        """The columns of a tile."""
+        return triton.next_power_of_2(self.parts.key_channels)
+
+    @property
+    def sections(self) -> int:
+        """Query, key, some columns of values each, gates."""
+        values = self.parts.heads * self.parts.value_channels
+        return 3 + triton.cdiv(values, self.block)
+
+    def maps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return int64 [t] of each token: its row, its number in its sequence, and that one's."""
+        ages, numbers = self.sequences.made("ages", lambda: _ages(self.sequences))
+        return ages if self.places is None else self.places.rows, ages, numbers
+
+    def constants(self, source: torch.Tensor, *, has_bias: bool, has_initial: bool) -> dict:
+        """Return the compile-time constants that both kernels have."""
+        parts, heads = self.parts, triton.next_power_of_2(self.parts.heads)
+        has_strengths = parts.strengths is not None
+        return {
+            "QUERY": parts.query,
+            "KEY": parts.key,
+            "VALUE": parts.value,
+            "STRENGTHS": parts.strengths if has_strengths else parts.steps,
+            "STEPS_COLUMN": parts.steps,
+            "KEYS": parts.key_channels,
+            "VALUES": parts.heads * parts.value_channels,
+            "HEADS": parts.heads,
+            "WIDTH": self.width,
+            "HAS_BIAS": has_bias,
+            "HAS_PLACES": self.places is not None,
+            "HAS_INITIAL": has_initial,
+            "HAS_STRENGTHS": has_strengths,
+            "NORMALISED": parts.normalised,
+            "ALIGN": alignment(source),
+            "SECTIONS": self.sections,
+            "BLOCK": self.block,
+            "BLOCK_H": heads,
+            "GATE_T": max(1, GATES // heads),
+        }
+
+    def key(self, source: torch.Tensor) -> str:
+        """Return what decides the best launch."""
+        return f"{self.block} {self.parts.normalised} {source.dtype}"
+
+    def last_rows(self, source: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+        """Return the last W-1 rows [N, W-1, u, c] of each sequence, carried ones included."""
+        near = self.width - 1
+        rows = source[..., : self.parts.convolved]
+        if near == 0:
+            return rows.new_empty(self.sequences.count, 0, *rows.shape[1:])
+        borders = Borders.of(self.sequences, self.width)
+        tail = (
+            borders.tail if self.places is None else self.places.rows.index_select(0, borders.tail)
+        )
+        zero = rows.new_zeros(1, *rows.shape[1:])
+        before = zero if initial is None else initial.detach().flatten(0, 1).to(rows.dtype)
+        index = borders.last if initial is not None else borders.last.clamp(max=borders.count)
+        table = torch.cat([rows.index_select(0, tail), before])
+        return table.index_select(0, index).unflatten(0, (-1, near))
+
+
+def alignment(source: torch.Tensor) -> int:
+    """Return the largest power of two, up to 16, that both strides are multiples of."""
+    return math.gcd(16, *source.stride()[:2])
+
+
+def _ages(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return of each token its number in its sequence, and the number of that one."""
+    lengths = np.asarray(sequences.lengths, dtype=np.int64)
+    starts = np.repeat(np.asarray(sequences.bounds[:-1], dtype=np.int64), lengths)
+    ages = np.arange(sequences.tokens) - starts
+    numbers = np.repeat(np.arange(sequences.count), lengths)
+    return sequences.moved(ages), sequences.moved(numbers)
+
+
+class _Prologue(torch.autograd.Function):
+    """forward: convolution, SiLU, norms and gates, see `recurrence_prologue`.
+
+    dgrad: of rows, each written once, and of the rows before sequences. wgrad: of taps, their bias,
+    rates and the bias of steps: partial sums of shares of the tokens, then their sum. Saves the
+    arguments.
+    """
+
+    @staticmethod
+    def forward(ctx, call: _Call, source, initial, weight, bias, rates, step_bias):
+        source, saved = _contiguous(source, initial, weight, bias, rates, step_bias)
+        parts, units, tokens = call.parts, source.shape[1], call.sequences.tokens
+        heads = units * parts.heads
+        query, key = source.new_empty(2, tokens, units, parts.key_channels).unbind()
+        value = source.new_empty(tokens, heads, parts.value_channels)
+        decay, strength = torch.empty(
+            (2, tokens, heads), dtype=torch.float32, device=source.device
+        ).unbind()
+        ctx.save_for_backward(source, *saved)
+        ctx.call = call
+        if tokens and units:
+            initial, weight, bias, rates, step_bias = saved
+            launch = FORWARD.pick(source, call.key(source))
+            constants = call.constants(
+                source, has_bias=bias is not None, has_initial=initial is not None
+            )
+            grid = (triton.cdiv(tokens, launch["BLOCK_T"]) * units * call.sections,)
+            constants["GATE_T"] = min(constants["GATE_T"], launch["BLOCK_T"])
+            prologue_forward_kernel[grid](
+                source,
+                weight,
+                weight if bias is None else bias,
+                rates,
+                step_bias,
+                source if initial is None else initial,
+                *call.maps(),
+                query,
+                key,
+                value,
+                decay,
+                strength,
+                *_numbers(source, tokens),
+                EPSILON,
+                *parts.limits,
+                **constants,
+                **launch,
+            )
+        return query, key, value, decay, strength
+
+    @staticmethod
+    def backward(ctx, *grads):
+        call: _Call = ctx.call
+        source, initial, weight, bias, rates, step_bias = ctx.saved_tensors
+        units, tokens, parts = source.shape[1], call.sequences.tokens, call.parts
+        d_source = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        if call.places is not None:
+            call.places.emptied(d_source)
+        d_initial = None if initial is None else torch.zeros_like(initial)
+        launch = BACKWARD.pick(source, call.key(source))
+        most = max(1, BACKWARD_PROGRAMS // max(1, units * call.sections))
+        stretch = launch["LANES"] * launch["STEPS"]
+        shares = min(most, triton.cdiv(tokens, stretch)) if units else 0
+        kind = {"dtype": torch.float32, "device": source.device}
+        taps = torch.empty((shares, units, call.width + 1, parts.convolved), **kind)
+        gates = torch.empty((shares, 2, units * parts.heads), **kind)
+        if shares:
+            constants = call.constants(
+                source, has_bias=bias is not None, has_initial=initial is not None
+            )
+            prologue_backward_kernel[(shares * units * call.sections,)](
+                source,
+                weight,
+                weight if bias is None else bias,
+                rates,
+                step_bias,
+                source if initial is None else initial,
+                *call.maps(),
+                *(grad.contiguous() for grad in grads),
+                d_source,
+                source if initial is None else d_initial,
+                taps,
+                gates,
+                *_numbers(source, tokens, shares),
+                EPSILON,
+                *parts.limits,
+                **constants,
+                **launch,
+            )
+        return None, d_source, d_initial, *_summed(taps, gates, weight, bias, rates, step_bias)
+
+
+def _contiguous(source, *others):
+    """Return source with columns next to each other, and the others, whole."""
+    source = source if source.stride(-1) == 1 else source.contiguous()
+    return source, [None if x is None else x.contiguous() for x in others]
+
+
+def _numbers(source: torch.Tensor, tokens: int, *shares: int) -> tuple[int, ...]:
+    """Return the numbers that both kernels are told, strides divided by their alignment."""
+    align = alignment(source)
+    rows, units = (stride // align for stride in source.stride()[:2])
+    return tokens, source.shape[1], *shares, rows, units
+
+
+def _summed(taps, gates, weight, bias, rates, step_bias):
+    """Return the gradients of weights from those of shares, [P, u, W + 1, c] and [P, 2, H]."""
+    width = weight.shape[-1]
+    found, rest = taps.sum(0), gates.sum(0)
+    d_weight = found[:, :width].flip(1).transpose(1, 2)  # [u, c, W], the last tap first
+    d_bias = None if bias is None else found[:, width].to(bias.dtype)
+    d_rates, d_step_bias = rest[0].to(rates.dtype), rest[1].to(step_bias.dtype)
+    return d_weight.to(weight.dtype).contiguous(), d_bias, d_rates, d_step_bias

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prologue's kernels in Triton's interpreter against its formulas in fp64, on memory of NaN.
+
+Run by `test_triton.py` in a process of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.ops import recurrence_prologue as op
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.places import Places
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
+from megatron.core.ops.recurrence_prologue import triton as kernels
+from megatron.core.ops.sequences import Sequences
+from tests.support.closeness import relative_error
+from tests.support.nan_memory import nan_memory
+
+#: Of fp32, the metric of all tests.
+BOUND = 1e-5
+#: Documents of a length that no tile divides, empty and shorter than a convolution.
+BOUNDS = (0, 1, 1, 3, 17, 19, 37)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and flags of one call."""
+
+    parts: UnitParts
+    bounds: tuple[int, ...] = BOUNDS
+    units: int = 2
+    width: int = 4
+    padding: int = 0  # rows without a token; negative: rows lie as they are packed
+    bias: bool = False
+    initial: bool = False
+    spare: int = 3  # columns behind a unit that are not read
+
+
+DELTA = UnitParts.delta(3, 5, 4)
+WHOLE = UnitParts.delta(2, 8, 4)  # values fill their tiles
+NARROW = UnitParts.state_space(2, 6, 9, (0.2, 0.9))
+CASES = {
+    "delta": Case(DELTA),
+    "delta from rows as they lie": Case(DELTA, padding=-1, bias=True, initial=True),
+    "delta with padding and rows before": Case(WHOLE, padding=5, initial=True),
+    "one unit, aligned": Case(WHOLE, units=1, padding=-1, bounds=(0, 19), spare=12),
+    "state space within limits": Case(NARROW, padding=3, bias=True),
+    "state space, rows before": Case(NARROW, bias=True, initial=True, spare=0),
+    "three taps": Case(NARROW, width=3, initial=True),
+    "two taps": Case(DELTA, width=2, padding=2, initial=True),
+    "one tap": Case(DELTA, width=1, padding=2, initial=True, bias=True),
+    "one token": Case(DELTA, bounds=(0, 1), initial=True),
+    "no token": Case(DELTA, bounds=(0, 0, 0), padding=2, initial=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Use tiles that tokens fill many of, on memory of NaN."""
+    monkeypatch.setattr(
+        kernels, "FORWARD", Launches("f", {"BLOCK_T": 32, "num_warps": 1, "num_stages": 1})
+    )
+    stretches = {"LANES": 4, "STEPS": 4, "num_warps": 1, "num_stages": 1}
+    monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
+    monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 20)  # fewer shares than stretches
+    monkeypatch.setattr(kernels, "GATES", 32)
+    with nan_memory():
+        yield
+
+
+def tensors(case: Case) -> dict[str, torch.Tensor]:
+    """Return the arguments in fp64, as far as there are any; the source with spare columns."""
+    parts, units, tokens = case.parts, case.units, case.bounds[-1]
+    random = torch.Generator().manual_seed(tokens + case.width)
+    heads, channels = units * parts.heads, parts.convolved
+    shapes = {
+        "source": (tokens + max(0, case.padding), units, parts.width + case.spare),
+        "weight": (units, channels, case.width),
+        "rates": (heads,),
+        "step_bias": (heads,),
+    }
+    if case.bias:
+        shapes["bias"] = (units, channels)
+    if case.initial:
+        shapes["initial"] = (len(case.bounds) - 1, case.width - 1, units, channels)
+    found = {}
+    for name, shape in shapes.items():
+        found[name] = torch.randn(shape, generator=random, dtype=torch.float64).float().double()
+    return found
+
+
+def places_of(case: Case, sequences: Sequences) -> Places | None:
+    """Return places in no order, of which some have no token."""
+    if case.padding < 0:
+        return None
+    count = sequences.tokens + case.padding
+    rows = np.random.default_rng(count).permutation(count)[: sequences.tokens]
+    return Places.of(rows, count, sequences.moved)
+
+
+def run(case: Case, given: dict[str, torch.Tensor], kind: torch.dtype, implementation: str):
+    """Return the outputs and all gradients by name."""
+    sequences = Sequences(case.bounds)
+    leaves = {name: x.to(kind).requires_grad_() for name, x in given.items()}
+    weights = PrologueWeights(
+        leaves["weight"], leaves.get("bias"), leaves["rates"], leaves["step_bias"]
+    )
+    inputs, last = recurrence_prologue(
+        leaves["source"][..., : case.parts.width],
+        weights,
+        parts=case.parts,
+        sequences=sequences,
+        places=places_of(case, sequences),
+        initial=leaves.get("initial"),
+        keeps_last=True,
+        implementation=implementation,
+    )
+    random = torch.Generator().manual_seed(9)
+    pulls = [torch.randn(y.shape, generator=random, dtype=torch.float64).to(kind) for y in inputs]
+    torch.autograd.backward(inputs, pulls)
+    found = {"last": last, **inputs._asdict()}
+    return found | {f"d_{name}": leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prologue(name):
+    case = CASES[name]
+    given = tensors(case)
+    found = run(case, given, torch.float32, "triton")
+    wanted = run(case, given, torch.float64, "reference")
+    assert found.keys() == wanted.keys()
+    errors = {what: relative_error(found[what], true) for what, true in wanted.items()}
+    assert max(errors.values()) <= BOUND, errors
+    spared = found["d_source"][..., case.parts.width :]
+    assert not spared.any()
+
+
+def test_sums_of_weights_are_the_same_every_time():
+    case = CASES["delta with padding and rows before"]
+    given = tensors(case)
+    first, second = (run(case, given, torch.float32, "triton") for _ in range(2))
+    assert all(torch.equal(first[what], second[what]) for what in first)
+
+
+def test_what_the_kernel_does_not_take_is_refused_if_forced_and_else_worked_out(monkeypatch):
+    case = Case(DELTA, width=5, padding=-1)
+    given = tensors(case)
+    with pytest.raises(ValueError, match="takes up to 4"):
+        run(case, given, torch.float32, "triton")
+    seen = []
+
+    def chosen(implementation, *args, **kwargs):
+        seen.append(implementation)
+        return "triton"
+
+    monkeypatch.setattr(op, "choose", chosen)
+    run(case, given, torch.float32, None)
+    assert seen == [None]

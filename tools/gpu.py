@@ -1,23 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make gpu` runs: the tests marked gpu, then the training benchmark, in this very Python.
+"""What `make gpu` runs, in this very Python: the tests marked gpu, then the benches, in 9 minutes.
 
-python -m tools.gpu [--tests] [--bench] [--output DIR]     neither flag: both
+python -m tools.gpu                         everything; a table and bench_results/<gpu>-<day>.json
+python -m tools.gpu --stages tests decode   some stages; the results join those of the same day
+python -m tools.gpu --rehearse              everything tiny, on a CPU, in Triton's interpreter
+python -m tools.gpu --rehearse --quick      the part of this that takes seconds
 
-No virtual environment and no network: torch, triton, numpy, safetensors, tokenizers, pytest and
-transformers are all that is needed. Without a GPU it says so and ends well.
+No virtual environment and no network: torch, triton, numpy, safetensors, pytest and transformers
+are all that is needed; flash-linear-attention and mamba_ssm are raced where they can be imported.
+Each stage has a limit, and all together one deadline. A stage that fails does not stop the next;
+the exit code is 1 then. Without a GPU it says so and ends well.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import os
-import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
+
+from tools.gpu_stages import Outcome, Stage, run_stage
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests/gpu"
+RESULTS, REHEARSED = "bench_results", "build/rehearsal"
+#: Seconds of everything, and of the stages; the deadline counts, not their sum.
+DEADLINE = 530
+TEST_SECONDS = 230
+BENCHES = (("kernels", "gpu_kernels", 140), ("decode", "gpu_decode", 40))
+TRAINING = (("training", "gpu_train", 75), ("hybrid", "gpu_hybrid", 85))
+STAGES = ("tests", *(name for name, *_ in (*BENCHES, *TRAINING)))
+#: A rehearsal is bound by the interpreter: how many times longer it may take.
+PATIENCE = 4
+#: Test files at once. Compiling takes one core each, the device's memory is enough for all.
+JOBS = 6
+QUICK_TESTS = "tests/gpu/test_launches_gpu.py"
 
 
 def missing_gpu() -> str | None:
@@ -31,16 +53,81 @@ def missing_gpu() -> str | None:
     return None
 
 
-def environment() -> dict[str, str]:
+def environment(*, rehearse: bool = False) -> dict[str, str]:
     """Return the environment in which this checkout's packages are found."""
     places = [str(ROOT), str(ROOT / "megatron_core"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in places if p)}
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in places if p)}
+    # Products have one order where a test asks for one.
+    found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    found.pop("TRITON_INTERPRET", None)
+    if rehearse:
+        found |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return found
 
 
-def test_command(*more: str) -> list[str]:
-    """Return the command that runs the tests: by settings of their own, which need no plugin."""
+def test_command(*words: str) -> list[str]:
+    """Return the command that runs tests: by settings of their own, which need no plugin."""
     settings = ["-c", f"{TESTS}/pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", *settings, "-m", "gpu", TESTS, *more]
+    return [sys.executable, "-m", "pytest", *settings, "-m", "gpu", *words]
+
+
+def stages(options: argparse.Namespace, parts: Path) -> list[Stage]:
+    """Return what to run.
+
+    Args:
+        options: of the command line.
+        parts: folder in which each bench leaves what it measured.
+    """
+    factor = PATIENCE if options.rehearse else 1
+    found = []
+    if "tests" in options.stages:
+        # A rehearsal has nothing of files whose tests need the device itself; pytest calls this 5.
+        files = (
+            [QUICK_TESTS] if options.quick else sorted(map(str, (ROOT / TESTS).glob("test_*.py")))
+        )
+        commands = {Path(f).name: test_command(f, "-q", "--durations=3") for f in files}
+        jobs = 2 if options.rehearse else JOBS
+        found.append(Stage("tests", commands, factor * TEST_SECONDS, jobs))
+    more = ["--rehearse"] if options.rehearse else []
+    more += ["--quick"] if options.quick else []
+    for name, module, seconds in (*BENCHES, *TRAINING):
+        if name in options.stages:
+            part = ["--part", str(parts / f"{name}.json"), "--seconds", str(factor * seconds - 5)]
+            command = [sys.executable, "-m", f"tools.bench.{module}", *part, *more]
+            found.append(Stage(name, {name: command}, factor * seconds))
+    return found
+
+
+def run(options: argparse.Namespace, parts: Path) -> list[Outcome]:
+    """Run the stages one after another."""
+    deadline = time.monotonic() + DEADLINE * (PATIENCE if options.rehearse else 1)
+    outcomes = []
+    for stage in stages(options, parts):
+        print(f"gpu: {stage.name}: at most {stage.seconds:g} s", flush=True)
+        outcomes.append(
+            run_stage(
+                stage,
+                folder=ROOT,
+                environment=environment(rehearse=options.rehearse),
+                deadline=deadline,
+            )
+        )
+    return outcomes
+
+
+def report(outcomes: list[Outcome], parts: Path, output: Path) -> None:
+    """Print the table, what is open and how stages ended; write the results of the benches."""
+    from tools.bench.gpu_results import joined, text_of
+
+    when = datetime.datetime.now().isoformat(timespec="seconds")
+    ended: Mapping[str, dict] = {
+        o.name: {"when": when, "seconds": round(o.seconds, 1), "problems": o.problems}
+        | {"commands": len(o.last_lines)}
+        for o in outcomes
+    }
+    path, found = joined(ended, parts, output)
+    print(text_of(found))
+    print(f"gpu: written to {path}")
 
 
 def main() -> int:
@@ -48,24 +135,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--tests", action="store_true", help="the tests only")
-    parser.add_argument("--bench", action="store_true", help="the benchmark only")
-    parser.add_argument("--output", default="bench_results", help="folder for the report")
+    parser.add_argument("--bench", action="store_true", help="the benches only")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
+    parser.add_argument("--quick", action="store_true", help="of a rehearsal the quickest part")
+    parser.add_argument("--output", default=None, help="folder for the results")
     options = parser.parse_args()
-    reason = missing_gpu()
+    if options.quick and not options.rehearse:
+        parser.error("--quick is of a rehearsal: add --rehearse")
+    if options.tests != options.bench:
+        options.stages = [s for s in options.stages if (s == "tests") == options.tests]
+    reason = None if options.rehearse else missing_gpu()
     if reason is not None:
         print(f"gpu: {reason}: nothing to run here")
         return 0
-    both = options.tests == options.bench
-    codes = []
-    if options.tests or both:
-        codes.append(subprocess.run(test_command("-q"), cwd=ROOT, env=environment()).returncode)
-    if options.bench or both:
-        bench = ["-m", "tools.bench.gpu_train", "--output", options.output]
-        codes.append(
-            subprocess.run([sys.executable, *bench], cwd=ROOT, env=environment()).returncode
-        )
-    return max(codes)
+    with tempfile.TemporaryDirectory() as parts:
+        outcomes = run(options, Path(parts))
+        output = options.output or (REHEARSED if options.rehearse else RESULTS)
+        report(outcomes, Path(parts), Path(output))
+    failed = [o for o in outcomes if o.problems]
+    for outcome in outcomes:
+        state = f"{len(outcome.problems)} problems" if outcome.problems else "passed"
+        print(f"gpu: {outcome.name}: {state} in {outcome.seconds:.0f} s")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

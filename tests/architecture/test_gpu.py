@@ -54,7 +54,7 @@ def run(command, environment):
 
 
 def test_the_gpu_tests_are_found_without_other_libraries(tmp_path):
-    done = run(gpu.test_command("--collect-only", "-q"), bare(tmp_path))
+    done = run(gpu.test_command(gpu.TESTS, "--collect-only", "-q"), bare(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"(\d+) tests collected", done.stdout)
     assert found, done.stdout

@@ -23,3 +23,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     machines = [item for item in items if item.get_closest_marker("machine")]
     config.hook.pytest_deselected(items=machines)
     items[:] = [item for item in items if item not in machines]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Let a file pass a rehearsal that has only tests of the machine itself."""
+    if REHEARSES and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK

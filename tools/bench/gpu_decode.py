@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding on a GPU: how much of the bandwidth of copies its kernels reach.
+
+python -m tools.bench.gpu_decode
+
+What a token reads and writes is its layer's state, or its row's keys and values: that is all there
+is to do. As in a model, layers come one after another, each with memory of its own, and all of a
+step is one CUDA graph; a figure is that of one layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.paged_attention import PagedBatch, paged_attention
+from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from tools.bench.gpu_bench import OURS, Bench, no_device, options_of, require_same
+from tools.bench.gpu_timing import Call
+
+#: More layers than this are not needed, and fewer where their states fill this many bytes.
+LAYERS, ENOUGH_BYTES = 48, 1 << 29
+BF16_BOUND = 0.03
+
+
+def captured(bench: Bench, call: Call) -> Call:
+    """Return the replay of a call that was captured as a CUDA graph; on a CPU the call."""
+    if not bench.watch.on_gpu:
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+class Layer:
+    """A recurrent layer's share of a decode step.
+
+    Args:
+        bench: the bench.
+        parts: the columns of a unit.
+        units: how many of them.
+        rows: sequences that go on by a token.
+    """
+
+    def __init__(self, bench: Bench, parts: UnitParts, units: int, rows: int) -> None:
+        heads, width = units * parts.heads, parts.heads * parts.value_channels
+        gates = torch.rand(2, heads, device=bench.device)
+        self.parts, self.source = parts, bench.drawn(rows, units, parts.width)
+        weight = 0.3 * bench.drawn(units, parts.convolved, 4)
+        self.weights = PrologueWeights(weight, None, gates[0], gates[1])
+        self.memory = DecodeMemory(
+            conv=bench.drawn(rows + 1, 3, units, parts.convolved),
+            state=bench.drawn(
+                rows + 1, heads, parts.key_channels, parts.value_channels, dtype=torch.float32
+            ),
+            slots=torch.randperm(rows, device=bench.device),
+        )
+        self.norm = OutputNorm(
+            gate=bench.drawn(rows, units, width),
+            weight=torch.ones(parts.value_channels, device=bench.device, dtype=bench.dtype),
+            eps=1e-6,
+        )
+
+    def __call__(self, implementation: str = "triton") -> torch.Tensor:
+        """Take every row on by a token."""
+        return recurrence_decode(
+            self.source,
+            self.weights,
+            parts=self.parts,
+            memory=self.memory,
+            norm=self.norm,
+            implementation=implementation,
+        )
+
+    @property
+    def moved_bytes(self) -> int:
+        """What must be read and written; of the spare slot nothing."""
+        rows = len(self.source)
+        kept = (self.memory.state.nbytes + self.memory.conv.nbytes) * rows // (rows + 1)
+        return 2 * kept + self.source.nbytes + 2 * self.norm.gate.nbytes
+
+
+def recurrent(bench: Bench, rows: int) -> None:
+    """Time a gated delta net of Qwen3-Next for `rows` sequences."""
+    units, heads, size = bench.sized((16, 2, 128), (2, 2, 8))
+    parts = UnitParts.delta(heads, size, size)
+    first = Layer(bench, parts, units, rows)
+    count = max(1, min(LAYERS, math.ceil(ENOUGH_BYTES / first.moved_bytes)))
+    layers = [first, *(Layer(bench, parts, units, rows) for _ in range(bench.sized(count, 2) - 1))]
+    agree(first)
+
+    def step(implementation: str) -> Callable[[], None]:
+        def run() -> None:
+            for layer in layers:
+                layer(implementation)
+
+        return run
+
+    calls = {
+        OURS: captured(bench, step("triton")),
+        "reference": captured(bench, step("reference")),
+    }
+    bench.race(
+        f"decode of a gated delta net, {rows} rows, fp32 states",
+        calls,
+        moved_bytes=sum(layer.moved_bytes for layer in layers),
+        each=len(layers),
+        unit="us",
+        # A single row is 4 MB: more of its time is the start of a kernel.
+        targets=["share >= 0.8"] if rows >= 32 else [],
+        note=f"{len(layers)} layers as one CUDA graph",
+    )
+
+
+def agree(layer: Layer) -> None:
+    """Raise ValueError unless kernel and reference go on from equal states to equal ones."""
+    state, conv = layer.memory.state, layer.memory.conv
+    before = state.clone(), conv.clone()
+    ours = layer("triton"), state.clone()
+    state.copy_(before[0])
+    conv.copy_(before[1])
+    theirs = layer("reference"), state
+    for what, mine, true in zip(("output", "state"), ours, theirs, strict=True):
+        require_same(f"decode, {what}", mine, true, BF16_BOUND)
+
+
+def paged(bench: Bench) -> None:
+    """Time attention of one new token a row to long contexts in pages."""
+    rows, context, size = bench.sized((64, 4096, 64), (2, 40, 16))
+    heads, groups, features = bench.sized((32, 8, 128), (4, 2, 8))
+    blocks = -(-context // size)
+    caches = [bench.drawn(rows * blocks, size, groups, features) for _ in range(2)]
+    query = bench.drawn(rows, heads, features)
+    table = torch.randperm(rows * blocks, device=bench.device).view(rows, blocks)
+    batch = PagedBatch(
+        block_table=table.int(),
+        query_bounds=torch.arange(rows + 1, device=bench.device).int(),
+        context_lengths=torch.full((rows,), context, device=bench.device).int(),
+        max_query=1,
+        max_context=context,
+    )
+    dense = [x[table].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for x in caches]
+
+    def ours() -> torch.Tensor:
+        return paged_attention(query, *caches, batch=batch, implementation="triton")[0]
+
+    def theirs() -> torch.Tensor:
+        out = F.scaled_dot_product_attention(query[:, :, None], *dense, enable_gqa=heads != groups)
+        return out[:, :, 0]
+
+    require_same("paged attention, ours and SDPA", ours(), theirs(), BF16_BOUND)
+    bench.race(
+        f"paged decode, {rows} rows of {context} tokens, {heads}/{groups} heads of {features}",
+        {OURS: captured(bench, ours), "SDPA without pages": captured(bench, theirs)},
+        moved_bytes=2 * rows * context * groups * features * bench.dtype.itemsize,
+        unit="us",
+        targets=["share >= 0.8"],
+    )
+
+
+CASES = (
+    ("256 rows", lambda bench: recurrent(bench, bench.sized(256, 3))),
+    ("32 rows", lambda bench: recurrent(bench, bench.sized(32, 2))),
+    ("1 row", lambda bench: recurrent(bench, 1)),
+    ("paged attention", paged),
+)
+QUICK = ("1 row",)
+
+
+def main() -> int:
+    """Measure and return the exit code."""
+    options = options_of(
+        argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+    )
+    if no_device(options, "gpu_decode"):
+        return 0
+    cases = [(name, case) for name, case in CASES if not options.quick or name in QUICK]
+    return Bench("decode", options).run(cases)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

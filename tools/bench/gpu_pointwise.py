@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of transformers: how much of the device's bandwidth or products they reach.
+
+Peers are what torch.compile makes of the formulas, and torch's own attention and cross entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.attention import attention
+from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
+from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
+from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.swiglu import gated
+from tools.bench.gpu_bench import OURS, Bench, require_same, with_gradients
+
+COMPILED, TORCH, SDPA = "torch.compile", "torch", "SDPA"
+Function = Callable[..., torch.Tensor]
+PROMISED = ("share >= 0.85",)
+BF16_BOUND = 0.03
+
+
+def both_ways(
+    bench: Bench,
+    what: str,
+    functions: dict[str, Function],
+    leaves: Sequence[torch.Tensor],
+    moved: tuple[float, float],
+) -> None:
+    """Race a bandwidth-bound op forward, then backward alone.
+
+    Args:
+        moved: bytes that forward and backward must read and write.
+    """
+    plain = [x.detach() for x in leaves]
+    outs = {key: function(*plain) for key, function in functions.items()}
+    for key, out in outs.items():
+        require_same(f"{what}, ours and {key}", outs[OURS], out, BF16_BOUND)
+    del outs
+    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
+    bench.race(f"{what}, forward", calls, moved_bytes=moved[0], targets=PROMISED)
+    calls = {key: with_gradients(function, leaves)[1] for key, function in functions.items()}
+    bench.race(f"{what}, backward", calls, moved_bytes=moved[1], targets=PROMISED)
+
+
+def compiled(bench: Bench, function: Function) -> dict[str, Function]:
+    """Return what torch.compile makes of a formula; in a rehearsal the formula."""
+    return {COMPILED: function if bench.rehearse else torch.compile(function, dynamic=False)}
+
+
+def norm(bench: Bench) -> None:
+    """Race RMSNorm."""
+    rows, features = bench.sized((16384, 4096), (5, 40))
+    x = bench.drawn(rows, features).requires_grad_()
+    weight = torch.ones(features, device=bench.device, dtype=bench.dtype).requires_grad_()
+    functions = {
+        OURS: lambda x, w: rms_norm(x, w, eps=1e-5, implementation="triton"),
+        **compiled(bench, lambda x, w: F.rms_norm(x, (features,), w, 1e-5)),
+    }
+    what = f"RMSNorm {rows} x {features}"
+    both_ways(bench, what, functions, (x, weight), (2 * x.nbytes, 3 * x.nbytes))
+
+
+def norm_with_residual(bench: Bench) -> None:
+    """Time RMSNorm with the addition before it, forward."""
+    rows, features = bench.sized((16384, 4096), (5, 40))
+    x, r, w = bench.drawn(rows, features), bench.drawn(rows, features), bench.drawn(features)
+    calls = {OURS: lambda: rms_norm(x, w, eps=1e-5, residual=r, implementation="triton")}
+    what = f"RMSNorm with residual {rows} x {features}, forward"
+    bench.race(what, calls, moved_bytes=4 * x.nbytes, targets=PROMISED)
+
+
+def swiglu(bench: Bench) -> None:
+    """Race SwiGLU."""
+    rows, width = bench.sized((16384, 5632), (5, 45))
+    x = bench.drawn(rows, 2 * width).requires_grad_()
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return (F.silu(gate.float()) * up.float()).to(x.dtype)
+
+    functions = {
+        OURS: lambda x: gated(x, "silu", implementation="triton"),
+        **compiled(bench, formula),
+    }
+    moved = (1.5 * x.nbytes, 2.5 * x.nbytes)
+    both_ways(bench, f"SwiGLU {rows} x {width}", functions, (x,), moved)
+
+
+def rope(bench: Bench) -> None:
+    """Race rotary positions."""
+    tokens, heads, size = bench.sized((32768, 32, 128), (7, 3, 6))
+    x = bench.drawn(tokens, 1, heads, size).requires_grad_()
+    cos, sin = rotary_table(torch.arange(tokens, device=bench.device), dim=size)
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.float().chunk(2, -1)
+        c, s = (table.view(tokens, 1, 1, size // 2) for table in (cos, sin))
+        return torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
+
+    functions = {
+        OURS: lambda x: apply_rope(x, cos, sin, implementation="triton"),
+        **compiled(bench, formula),
+    }
+    moved = 2.0 * x.nbytes + 2 * cos.nbytes
+    both_ways(bench, f"rope {tokens} x {heads} x {size}", functions, (x,), (moved, moved))
+
+
+def permutation(bench: Bench) -> None:
+    """Time the way of tokens to their experts and back."""
+    tokens, copies, features = bench.sized((32768, 8, 2048), (9, 2, 40))
+    order = torch.randperm(tokens * copies, device=bench.device)
+    there = Permutation.of(order, tokens, copies)
+    x, rows = bench.drawn(tokens, features), bench.drawn(tokens * copies, features)
+    weights = torch.rand(tokens, copies, device=bench.device)
+    moved = x.nbytes + rows.nbytes
+    what = f"{copies} copies of {tokens} tokens of {features}"
+    calls = {
+        OURS: lambda: take_rows(x, there, implementation="triton"),
+        TORCH: lambda: x[there.places // copies],
+    }
+    bench.race(f"rows to experts, {what}", calls, moved_bytes=moved)
+    calls = {OURS: lambda: sum_rows(rows, there, weights=weights, implementation="triton")}
+    bench.race(f"weighted sums back, {what}", calls, moved_bytes=moved)
+
+
+def cross_entropy(bench: Bench) -> None:
+    """Race the loss of a large vocabulary, forward and backward."""
+    tokens, features, vocabulary = bench.sized((8192, 2048, 128256), (9, 12, 50))
+    hidden = bench.drawn(tokens, features).requires_grad_()
+    weight = (0.02 * bench.drawn(vocabulary, features)).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
+    weights = torch.full((tokens,), 1.0 / tokens, device=bench.device)
+
+    def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, targets, weights, implementation="triton")[0]
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).float(), targets)
+
+    calls, peaks = {}, []
+    for name, function in ((OURS, ours), (TORCH, plain)):
+        calls[name] = with_gradients(function, (hidden, weight))[0]
+        peaks.append(_peak_bytes(bench, calls[name]))
+    note = f"peak {peaks[0] / 1e9:.1f} GB / {peaks[1] / 1e9:.1f} GB" if bench.watch.on_gpu else ""
+    flops = 6.0 * tokens * features * vocabulary
+    what = f"linear cross entropy {tokens} x {features} x {vocabulary}, forward + backward"
+    bench.race(what, calls, flops=flops, note=note)
+
+
+def _peak_bytes(bench: Bench, call: Callable[[], object]) -> int:
+    """Return the most memory of the device that a call takes beside what is there."""
+    if not bench.watch.on_gpu:
+        call()
+        return 0
+    call()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def causal_attention(bench: Bench) -> None:
+    """Race causal attention, forward, then forward and backward."""
+    tokens, heads, groups, size = bench.sized((8192, 16, 16, 128), (40, 4, 2, 6))
+    leaves = [bench.drawn(tokens, 1, n, size).requires_grad_() for n in (heads, groups, groups)]
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, implementation="triton")[0]
+
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=heads != groups)
+        return out.permute(2, 0, 1, 3)
+
+    functions = {OURS: ours, SDPA: theirs}
+    plain = [x.detach() for x in leaves]
+    outs = [function(*plain) for function in functions.values()]
+    require_same("attention, ours and SDPA", *outs, BF16_BOUND)
+    flops = 2.0 * tokens * tokens * heads * size  # half of 4, as half is masked
+    what = f"causal attention {heads}/{groups} heads of {size}, {tokens} tokens"
+    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
+    bench.race(f"{what}, forward", calls, flops=flops)
+    calls = {key: with_gradients(function, leaves)[0] for key, function in functions.items()}
+    bench.race(f"{what}, forward + backward", calls, flops=3.5 * flops)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of recurrent layers against other implementations and against their rooflines.
+
+Operations and bytes are those that the formulas need, each tensor read or written once: what a
+kernel computes again, or stores for itself, counts against it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.causal_conv1d import causal_conv1d
+from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rule
+from megatron.core.ops.gated_rms_norm import gated_rms_norm
+from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
+from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.state_space_dual import state_space_dual
+from megatron.core.ssm.segments import recur_split
+from tools.bench.gpu_bench import OURS, Bench, require_same, with_gradients
+
+CHUNK = 64
+FLA, MAMBA, REFERENCE = "fla", "mamba_ssm", "reference"
+#: Largest difference over largest value between two ways that round bf16 in other places.
+BF16_BOUND = 0.03
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a recurrence and what it runs over.
+
+    Args:
+        groups, heads: of queries and keys, and of values.
+        keys, values: features of each.
+        bounds: where sequences begin and end.
+    """
+
+    groups: int
+    heads: int
+    keys: int
+    values: int
+    bounds: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return self.bounds[-1]
+
+    def ideal_bytes(self, bench: Bench) -> float:
+        """Return the bytes of queries, keys, values and outputs, and of the gates."""
+        wide = bench.dtype.itemsize
+        features = 2 * self.groups * self.keys + 2 * self.heads * self.values
+        return self.tokens * (wide * features + (4 + wide) * self.heads)
+
+    def delta_flops(self) -> tuple[float, float]:
+        """Return the operations of the chunked delta rule, forward and backward."""
+        c, k, v = CHUNK, self.keys, self.values
+        forward = c * (6 * k + 4 * v) + 6 * k * v + 2 * c * c / 3
+        backward = 16 * k * v + 16 * c * k + 10 * c * v + 4 * c * c
+        return self.tokens * self.heads * forward, self.tokens * self.heads * backward
+
+    def dual_flops(self) -> tuple[float, float]:
+        """Return those of the chunked state-space dual."""
+        c, k, v = CHUNK, self.keys, self.values
+        forward = self.heads * (2 * c * v + 4 * k * v) + self.groups * 2 * c * k
+        backward = self.heads * (4 * c * v + 4 * c * k + 10 * k * v) + self.groups * 2 * c * k
+        return self.tokens * forward, self.tokens * backward
+
+
+def drawn_inputs(bench: Bench, shape: Heads) -> list[torch.Tensor]:
+    """Return (query, key, value, decay, strength) as layers make them, with gradients."""
+    t, decays = shape.tokens, torch.rand(shape.tokens, shape.heads, device=bench.device)
+    q, k = (bench.drawn(t, shape.groups, shape.keys).float() for _ in range(2))
+    found = [F.normalize(q, dim=-1).to(bench.dtype), F.normalize(k, dim=-1).to(bench.dtype)]
+    found += [bench.drawn(t, shape.heads, shape.values), -0.2 * decays]
+    found.append(torch.rand(t, shape.heads, device=bench.device).to(bench.dtype))
+    return [x.requires_grad_() for x in found]
+
+
+def _fla(shape: Heads) -> Callable[..., torch.Tensor] | None:
+    """Return flash-linear-attention's delta rule with our arguments, if it can be imported."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    ratio, many = shape.heads // shape.groups, len(shape.bounds) > 2
+
+    def call(q, k, v, g, beta, bounds):
+        q, k = (x.repeat_interleave(ratio, 1) for x in (q, k))
+        inputs = (x[None] for x in (q, k, v, g, beta))
+        return chunk_gated_delta_rule(*inputs, **({"cu_seqlens": bounds} if many else {}))[0][0]
+
+    def native(q, k, v, g, beta, bounds):
+        inputs = (x[None] for x in (q, k, v, g, beta))
+        return chunk_gated_delta_rule(*inputs, **({"cu_seqlens": bounds} if many else {}))[0][0]
+
+    return native if _takes_groups() else call
+
+
+def _takes_groups() -> bool:
+    """Say whether this version of fla shares keys among the heads of values by itself."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("flash-linear-attention", "fla-core"):
+        try:
+            return tuple(int(x) for x in version(name).split(".")[:2]) >= (0, 5)
+        except PackageNotFoundError:
+            continue
+    return True
+
+
+def delta(
+    bench: Bench, shape: Heads, name: str, *, stretch: tuple[float, float] | None = None
+) -> None:
+    """Race the delta rule, forward, then forward and backward.
+
+    Args:
+        stretch: milliseconds of both that are the best ever published.
+    """
+    inputs = drawn_inputs(bench, shape)
+    sequences = Sequences(shape.bounds, device=bench.device)
+    bounds = torch.tensor(shape.bounds, device=bench.device)
+
+    def of(implementation: str) -> Callable[..., torch.Tensor]:
+        options = {"sequences": sequences, "implementation": implementation}
+        return lambda *x: gated_delta_rule(*x, **options)[0]
+
+    functions = {OURS: of("triton"), REFERENCE: of("reference")}
+    fla = _fla(shape)
+    if fla is not None:
+        functions[FLA] = lambda *x: fla(*x, bounds)
+    outs = {key: function(*inputs).detach() for key, function in functions.items()}
+    for key in outs:
+        require_same(f"delta rule, ours and {key}", outs[OURS], outs[key], BF16_BOUND)
+    del outs
+    note = "" if fla is not None else "flash-linear-attention cannot be imported"
+    flops, moved = shape.delta_flops(), shape.ideal_bytes(bench)
+    promised = [f"{FLA} >= 1.6"]
+    further = [[f"ms <= {ms}"] if stretch else [] for ms in stretch or (0, 0)]
+    calls = {}
+    for key, function in functions.items():
+        plain = [x.detach() for x in inputs]
+        calls[key] = lambda function=function, plain=plain: function(*plain)
+    bench.race(
+        f"gated delta rule {name}, forward",
+        calls,
+        flops=flops[0],
+        moved_bytes=moved,
+        targets=promised + further[0],
+        note=note,
+    )
+    calls = {key: with_gradients(function, inputs)[0] for key, function in functions.items()}
+    bench.race(
+        f"gated delta rule {name}, forward + backward",
+        calls,
+        flops=sum(flops),
+        moved_bytes=3 * moved,
+        targets=promised + further[1],
+        note=note,
+    )
+
+
+def split(bench: Bench) -> None:
+    """Race few heads over a long sequence that is split on the card against it in one piece."""
+    tokens, size = bench.sized((32768, 128), (64, 8))
+    shape = Heads(2, 4, size, size, (0, tokens))
+    inputs = [x.detach() for x in drawn_inputs(bench, shape)]
+    sequences = Sequences(shape.bounds, device=bench.device)
+
+    def of(splits: int) -> Callable[[], object]:
+        recurrence = delta_recurrence(implementation="triton")
+        return lambda: recur_split(recurrence, RecurrenceInputs(*inputs), sequences, splits=splits)
+
+    calls = {OURS: of(bench.sized(16, 2)), "one piece": of(1)}
+    fla = _fla(shape)
+    if fla is not None:
+        calls[FLA] = lambda: fla(*inputs, None)
+    bench.race(
+        f"gated delta rule 2/4 heads, {tokens} tokens in {bench.sized(16, 2)} splits, forward",
+        calls,
+        flops=shape.delta_flops()[0],
+        moved_bytes=shape.ideal_bytes(bench),
+    )
+
+
+def dual(bench: Bench) -> None:
+    """Race the state-space dual of Nemotron-H-8B."""
+    tokens, groups, heads, keys, values = bench.sized((32768, 8, 128, 128, 64), (40, 2, 4, 8, 5))
+    shape = Heads(groups, heads, keys, values, (0, tokens))
+    inputs = drawn_inputs(bench, shape)
+    sequences = Sequences(shape.bounds, device=bench.device)
+    functions = {
+        key: lambda *x, name=name: state_space_dual(*x, sequences=sequences, implementation=name)[0]
+        for key, name in ((OURS, "triton"), (REFERENCE, "reference"))
+    }
+    note = "mamba_ssm cannot be imported"
+    if importlib.util.find_spec("mamba_ssm") is not None:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        # There the decay is the step times a number of the head; here a number of the token.
+        rates, note = -torch.rand(heads, device=bench.device), ""
+        with torch.no_grad():
+            inputs[3].copy_(inputs[4].float() * rates)
+        functions[MAMBA] = lambda q, k, v, g, dt: mamba_chunk_scan_combined(
+            v[None], dt[None], rates, k[None], q[None], chunk_size=128
+        )[0]
+    outs = {key: function(*inputs).detach() for key, function in functions.items()}
+    for key in outs:
+        require_same(f"state-space dual, ours and {key}", outs[OURS], outs[key], BF16_BOUND)
+    del outs
+    flops, moved = shape.dual_flops(), shape.ideal_bytes(bench)
+    what = f"state-space dual {heads} heads of {values}, N {keys}, {tokens} tokens"
+    plain = [x.detach() for x in inputs]
+    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
+    bench.race(f"{what}, forward", calls, flops=flops[0], moved_bytes=moved, note=note)
+    # mamba_ssm has no gradient of a decay by itself: only that through its step.
+    leaves = {key: inputs if key != MAMBA else [*inputs[:3], inputs[4]] for key in functions}
+    calls = {}
+    for key, function in functions.items():
+        chosen, pull = leaves[key], bench.drawn(tokens, heads, values)
+        calls[key] = lambda function=function, chosen=chosen, pull=pull: torch.autograd.grad(
+            function(*inputs), chosen, pull
+        )
+    bench.race(
+        f"{what}, forward + backward", calls, flops=sum(flops), moved_bytes=3 * moved, note=note
+    )
+
+
+def prologue(bench: Bench) -> None:
+    """Race convolution, SiLU, normalisation and gates in one kernel against the ops in a row."""
+    tokens, units, heads, size = bench.sized((32768, 16, 2, 128), (40, 2, 2, 8))
+    parts = UnitParts.delta(heads, size, size)
+    source = bench.drawn(tokens, units, parts.width).requires_grad_()
+    weights = PrologueWeights(
+        bench.drawn(units, parts.convolved, 4).requires_grad_(),
+        None,
+        torch.rand(units * heads, device=bench.device).requires_grad_(),
+        torch.rand(units * heads, device=bench.device).requires_grad_(),
+    )
+    sequences = Sequences((0, tokens), device=bench.device)
+
+    def of(implementation: str) -> Callable[..., RecurrenceInputs]:
+        def function(source, weight, rates, step_bias):
+            given = PrologueWeights(weight, None, rates, step_bias)
+            inputs, _ = recurrence_prologue(
+                source, given, parts=parts, sequences=sequences, implementation=implementation
+            )
+            return inputs
+
+        return function
+
+    leaves = [source, weights.weight, weights.rates, weights.step_bias]
+    functions = {OURS: of("triton"), REFERENCE: of("reference")}
+    plain = [x.detach() for x in leaves]
+    wide, out = bench.dtype.itemsize, tokens * units * heads * 8
+    moved = 2 * tokens * units * parts.convolved * wide + out
+    what = f"prologue of a delta net, {units} units of {parts.width}, {tokens} tokens"
+    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
+    bench.race(f"{what}, forward", calls, moved_bytes=moved)
+    kept = {key: function(*leaves) for key, function in functions.items()}
+    pulls = [torch.randn_like(x) for x in kept[OURS]]
+    calls = {
+        key: lambda ys=ys: torch.autograd.grad(list(ys), leaves, pulls, retain_graph=True)
+        for key, ys in kept.items()
+    }
+    bench.race(f"{what}, backward", calls, moved_bytes=1.5 * moved)
+
+
+def convolution(bench: Bench) -> None:
+    """Race the causal convolution by itself."""
+    tokens, units, channels = bench.sized((32768, 16, 512), (40, 2, 8))
+    x = bench.drawn(tokens, units, channels).requires_grad_()
+    weight = bench.drawn(units, channels, 4).requires_grad_()
+    sequences = Sequences((0, tokens), device=bench.device)
+    functions = {
+        key: lambda x, w, name=name: causal_conv1d(
+            x, w, None, sequences=sequences, activation="silu", implementation=name
+        )[0]
+        for key, name in ((OURS, "triton"), (REFERENCE, "reference"))
+    }
+    what = f"causal convolution and SiLU, {units * channels} channels, {tokens} tokens"
+    plain = (x.detach(), weight.detach())
+    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
+    bench.race(f"{what}, forward", calls, moved_bytes=2 * x.nbytes)
+    calls = {key: with_gradients(function, (x, weight))[1] for key, function in functions.items()}
+    bench.race(f"{what}, backward", calls, moved_bytes=3 * x.nbytes)
+
+
+def epilogue(bench: Bench) -> None:
+    """Race norm and gate behind a recurrence."""
+    tokens, heads, size = bench.sized((32768, 32, 128), (40, 4, 8))
+    x, gate = (bench.drawn(tokens, heads, size).requires_grad_() for _ in range(2))
+    weight = torch.ones(size, device=bench.device, dtype=bench.dtype).requires_grad_()
+    functions = {
+        key: lambda x, g, w, name=name: gated_rms_norm(x, g, w, eps=1e-6, implementation=name)
+        for key, name in ((OURS, "triton"), (REFERENCE, "reference"))
+    }
+    what = f"norm and gate, {heads} heads of {size}, {tokens} tokens"
+    plain = (x.detach(), gate.detach(), weight.detach())
+    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
+    bench.race(f"{what}, forward", calls, moved_bytes=3 * x.nbytes)
+    calls = {
+        key: with_gradients(function, (x, gate, weight))[1] for key, function in functions.items()
+    }
+    bench.race(f"{what}, backward", calls, moved_bytes=5 * x.nbytes)
+
+
+def qwen(bench: Bench) -> None:
+    """Race the delta rule of Qwen3-Next over one long sequence."""
+    shape = bench.sized(Heads(16, 32, 128, 128, (0, 32768)), Heads(2, 4, 8, 6, (0, 70)))
+    # FlashQLA's figures on an H200: 0.877 ms forward, 2.515 ms backward.
+    delta(bench, shape, _named(shape), stretch=(0.88, 3.4))
+
+
+def qwen_short(bench: Bench) -> None:
+    """Race the same over a shorter one."""
+    shape = bench.sized(Heads(16, 32, 128, 128, (0, 8192)), Heads(1, 2, 8, 6, (0, 20)))
+    delta(bench, shape, _named(shape))
+
+
+def qwen_packed(bench: Bench) -> None:
+    """Race the same over four of these."""
+    bounds = bench.sized((0, 8192, 16384, 24576, 32768), (0, 9, 9, 20, 33))
+    shape = bench.sized(Heads(16, 32, 128, 128, bounds), Heads(1, 2, 8, 6, bounds))
+    delta(bench, shape, _named(shape))
+
+
+def _named(shape: Heads) -> str:
+    many = len(shape.bounds) - 1
+    length = f"{shape.tokens // many}" if many == 1 else f"{many} x {shape.tokens // many}"
+    return f"{shape.groups}/{shape.heads} heads of {shape.keys}, {length} tokens"

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file of results a device and day: what `make gpu` measured, on what, and what is still open.
+
+    {"when", "machine": {...}, "stages": {name: {"when", "seconds", "commands", "problems",
+                                                  "rates", "rows": [GpuRow], "kernels"}}}
+
+Stages that run apart on one day join one file; a stage that runs again replaces itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from tools.bench.gpu_rows import GpuRow, gpu_table, open_targets, rates_text
+
+#: Whose versions a reader needs, those of peers too; the names of their distributions.
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "pytest")
+PEERS = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d")
+KERNELS_SHOWN = 12
+
+
+def machine() -> dict[str, str]:
+    """Return what the numbers are measured on."""
+    found = {"device": platform.processor() or "cpu", "python": platform.python_version()}
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        found |= {
+            "device": torch.cuda.get_device_name(),
+            "capability": f"{major}.{minor}",
+            "cuda": torch.version.cuda or "",
+        }
+    for package in (*PACKAGES, *PEERS):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            if package in PACKAGES:
+                found[package] = "absent"
+    return found
+
+
+def joined(ended: Mapping[str, dict], parts: Path, folder: Path) -> tuple[Path, dict]:
+    """Write how stages ended and what they measured beside those of the same device and day.
+
+    Args:
+        ended: "when", "seconds", "commands" and "problems" of each stage.
+        parts: folder with what each bench left.
+        folder: of the results.
+
+    Returns:
+        (the file, all that it holds).
+    """
+    about = machine()
+    when = max(stage["when"] for stage in ended.values())
+    device = "-".join(about["device"].split()).lower()
+    path = folder / f"{device}-{when[:10]}.json"
+    found = json.loads(path.read_text("utf-8")) if path.is_file() else {"stages": {}}
+    found |= {"when": when, "machine": about}
+    for name, stage in ended.items():
+        part = parts / f"{name}.json"
+        left = json.loads(part.read_text("utf-8")) if part.is_file() else {}
+        problems = stage["problems"] | left.pop("problems", {})
+        found["stages"][name] = stage | left | {"problems": problems}
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return path, found
+
+
+def rows_of(found: Mapping) -> list[GpuRow]:
+    """Return the rows of all stages."""
+    return [row for stage in found["stages"].values() for row in stage.get("rows", [])]
+
+
+def text_of(found: Mapping) -> str:
+    """Return the results as Markdown: the one table, how stages ended, what is open."""
+    about, rows = found["machine"], rows_of(found)
+    versions = ", ".join(f"{name} {value}" for name, value in about.items() if name != "device")
+    lines = [f"## {about['device']}, {found['when'][:10]}", "", versions + "."]
+    for name, stage in found["stages"].items():
+        rates = rates_text(stage.get("rates", {}))
+        if rates:
+            lines += ["", f"While `{name}` ran, the device {rates}: rooflines are made of these."]
+    lines += ["", gpu_table(rows)] if rows else ["", "No bench has run."]
+    lines += ["", "| stage | seconds | commands | problems |", "|---|---|---|---|"]
+    for name, stage in found["stages"].items():
+        problems = "; ".join(f"{what}: {why}" for what, why in stage["problems"].items())
+        lines.append(
+            f"| {name} | {stage['seconds']:g} | {stage['commands']} | "
+            f"{problems.replace('|', '/') or 'none'} |"
+        )
+    still = open_targets(rows)
+    if still:
+        lines += ["", "Open, because nothing was measured for it:", "", *(f"- {x}" for x in still)]
+    for stage in found["stages"].values():
+        for title, kernels in stage.get("kernels", {}).items():
+            lines += ["", *_kernels(title, kernels)]
+    return "\n".join(lines) + "\n"
+
+
+def _kernels(title: str, kernels: list[dict]) -> list[str]:
+    """Return where a step spends its time, as a table."""
+    lines = [f"Where {title} spends its time:", "", "| ms | share | calls | kernel |"]
+    lines.append("|---|---|---|---|")
+    for row in kernels[:KERNELS_SHOWN]:
+        kernel = row["kernel"].replace("|", "/")[:90]
+        lines.append(f"| {row['ms']:.3f} | {row['share']:.1%} | {row['calls']:g} | `{kernel}` |")
+    return lines

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the suite measures on a GPU: rows with peers, rooflines and targets, as JSON and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+MET, MISSED, OPEN = "met", "missed", "open"
+
+
+class Peer(TypedDict):
+    """What another implementation took: its figure, and how many times faster ours is."""
+
+    figure: float
+    ratio: float
+
+
+class GpuRow(TypedDict):
+    """One thing measured.
+
+    Args:
+        bench: which bench.
+        what: the op with its sizes.
+        unit: of the figures: "ms", "us" or "tokens/s".
+        ours: our figure; None if it could not be measured.
+        peers: others' figures of the same turns, by name.
+        bound: the figure that the device's measured rates allow, or None.
+        share: how near ours comes to it, of 1.
+        targets: what was promised, such as "fla >= 1.6" (the ratio to this peer), "share >= 0.85",
+            or "ms <= 0.88" (our figure).
+        note: what a reader must know, or why something is missing.
+    """
+
+    bench: str
+    what: str
+    unit: str
+    ours: float | None
+    peers: dict[str, Peer]
+    bound: float | None
+    share: float | None
+    targets: list[str]
+    note: str
+
+
+def verdict(row: GpuRow, target: str) -> str:
+    """Say whether a target of a row is met, missed, or open: nothing was measured for it.
+
+    Raises:
+        ValueError: a target of another form.
+    """
+    subject, sign, bound = target.split()
+    if sign not in (">=", "<="):
+        raise ValueError(f"target {target!r} of {row['what']}: write 'share >= 0.85'")
+    if subject == "share":
+        figure = row["share"]
+    elif subject == row["unit"]:
+        figure = row["ours"]
+    else:
+        figure = row["peers"][subject]["ratio"] if subject in row["peers"] else None
+    if figure is None:
+        return OPEN
+    return MET if (figure >= float(bound)) == (sign == ">=") or figure == float(bound) else MISSED
+
+
+def open_targets(rows: Sequence[GpuRow]) -> list[str]:
+    """Return a line for each target that nothing was measured for."""
+    return [
+        f"{row['what']}: {target}" + (f" ({row['note']})" if row["note"] else "")
+        for row in rows
+        for target in row["targets"]
+        if verdict(row, target) == OPEN
+    ]
+
+
+def gpu_table(rows: Sequence[GpuRow]) -> str:
+    """Return the rows as a Markdown table with aligned columns."""
+    lines = [["bench", "what", "ours", "peers", "roofline", "share", "targets", "note"]]
+    for row in rows:
+        peers = ", ".join(_peer(name, peer, row["unit"]) for name, peer in row["peers"].items())
+        share = "" if row["share"] is None else f"{row['share']:.0%}"
+        targets = ", ".join(f"{target}: {verdict(row, target)}" for target in row["targets"])
+        lines.append(
+            [row["bench"], row["what"], _figure(row["ours"], row["unit"]), peers]
+            + [_figure(row["bound"], row["unit"]), share, targets, row["note"].replace("|", "/")]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def rates_text(rates: Mapping[str, float]) -> str:
+    """Say what the device's own rates were, as far as they were measured."""
+    parts = []
+    if "copy_bytes_per_second" in rates:
+        parts.append(f"copies {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
+    if "bf16_flops" in rates:
+        parts.append(f"multiplies {rates['bf16_flops'] / 1e12:,.0f} TFLOP/s in bf16")
+    return " and ".join(parts)
+
+
+def _peer(name: str, peer: Peer, unit: str) -> str:
+    return f"{name} {_figure(peer['figure'], unit)} ({peer['ratio']:.2f} x)"
+
+
+def _figure(value: float | None, unit: str) -> str:
+    """Write a figure with three significant digits or, above 100, as a whole number."""
+    if value is None:
+        return ""
+    return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"

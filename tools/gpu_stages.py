@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages: commands with a time limit each, under one deadline, none of which stops the next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: What a process prints last is what matters of it.
+SHOWN_CHARACTERS = 6000
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is run together.
+
+    Args:
+        name: of the stage.
+        commands: what to run, by name; each is a process.
+        seconds: limit of all of them together.
+        jobs: how many of them at once.
+    """
+
+    name: str
+    commands: Mapping[str, Sequence[str]]
+    seconds: float
+    jobs: int = 1
+
+
+@dataclass
+class Outcome:
+    """How a stage ended.
+
+    Args:
+        name: of the stage.
+        seconds: that it took.
+        problems: of each command that failed or was not finished, one line.
+        last_lines: what each command said last.
+    """
+
+    name: str
+    seconds: float = 0.0
+    problems: dict[str, str] = field(default_factory=dict)
+    last_lines: dict[str, str] = field(default_factory=dict)
+
+
+class _Process:
+    """A command that writes to a file, in a process group of its own."""
+
+    def __init__(
+        self, command: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.log, self.started = log, time.monotonic()
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=dict(environment),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """End it and whatever it has started."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def text(self) -> str:
+        """Return what it has printed."""
+        return self.log.read_text("utf-8", "replace")
+
+
+def run_stage(
+    stage: Stage, *, folder: Path, environment: Mapping[str, str], deadline: float
+) -> Outcome:
+    """Run a stage; print what failed in full and one line of what did not.
+
+    Args:
+        stage: what to run.
+        folder: where commands run.
+        environment: of commands.
+        deadline: of `time.monotonic`, at which everything ends.
+    """
+    with tempfile.TemporaryDirectory() as logs:
+        return _run(stage, Path(logs), folder, environment, deadline)
+
+
+def _run(
+    stage: Stage, logs: Path, folder: Path, environment: Mapping[str, str], deadline: float
+) -> Outcome:
+    begun = time.monotonic()
+    limit = min(begun + stage.seconds, deadline)
+    outcome, waiting = Outcome(stage.name), dict(stage.commands)
+    running: dict[str, _Process] = {}
+    try:
+        while waiting or running:
+            late = time.monotonic() >= limit
+            while waiting and (late or len(running) < stage.jobs):
+                name = next(iter(waiting))
+                command = waiting.pop(name)
+                if late:
+                    outcome.problems[name] = "not started: no time left"
+                    print(f"gpu: {name}: {outcome.problems[name]}", flush=True)
+                else:
+                    log = logs / str(len(waiting))
+                    running[name] = _Process(command, log, folder, environment)
+            for name, process in list(running.items()):
+                if late or process.process.poll() is not None:
+                    del running[name]
+                    _close(name, process, outcome)
+            if running:
+                time.sleep(0.05)
+    finally:
+        for process in running.values():  # an interrupt
+            process.kill()
+    outcome.seconds = time.monotonic() - begun
+    return outcome
+
+
+def _close(name: str, process: _Process, outcome: Outcome) -> None:
+    """Note how a command ended, ending it if it has not."""
+    code = process.process.poll()
+    seconds = time.monotonic() - process.started
+    if code is None:
+        process.kill()
+        outcome.problems[name] = f"not finished after {seconds:.0f} s"
+    elif code:
+        outcome.problems[name] = f"failed with exit code {code}"
+    text = process.text()
+    lines = text.strip().splitlines()
+    outcome.last_lines[name] = lines[-1] if lines else ""
+    problem = outcome.problems.get(name)
+    print(f"gpu: {name}: {problem or outcome.last_lines[name]} [{seconds:.0f} s]", flush=True)
+    if problem:
+        print(text[-SHOWN_CHARACTERS:], flush=True)

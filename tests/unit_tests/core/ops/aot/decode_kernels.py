@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of one more token of recurrent mixers, of Qwen3-Next and of Nemotron-H."""
+
+from __future__ import annotations
+
+from megatron.core.ops.recurrence_decode.kernels import recurrence_decode_kernel
+from megatron.core.ops.recurrence_decode.triton import DECODE, NORM_BLOCK, constants_of
+from megatron.core.ops.recurrence_prologue import UnitParts
+from tests.unit_tests.core.ops.aot.description import Description
+
+WIDE = ("rates_ptr", "step_bias_ptr", "skip_ptr", "norm_ptr", "state_ptr")
+NUMBERS = ("scale", "least", "most", "eps")
+TYPES = {name: "*fp32" for name in WIDE} | {name: "fp32" for name in NUMBERS}
+TYPES |= {"slots_ptr": "*i64", "arrived_ptr": "*i32"}
+
+DELTA = constants_of(UnitParts.delta(2, 128, 128), 4) | {
+    "HAS_BIAS": False,
+    "HAS_SKIP": False,
+    "HEAD_NORM": True,
+    "UNIT_NORM": False,
+    "GATE_FIRST": False,
+    "BLOCK_NORM": NORM_BLOCK,
+}
+SPACE = constants_of(UnitParts.state_space(16, 128, 64, (0.0, 1.0)), 4) | {
+    "HAS_BIAS": True,
+    "HAS_SKIP": True,
+    "HEAD_NORM": False,
+    "UNIT_NORM": True,
+    "GATE_FIRST": True,
+    "BLOCK_NORM": NORM_BLOCK,
+}
+
+KERNELS = (
+    Description(
+        kernel=recurrence_decode_kernel,
+        launch=DELTA | DECODE.default,
+        types=TYPES,
+        divisible=("channels",),
+        label="delta",
+    ),
+    Description(
+        kernel=recurrence_decode_kernel,
+        launch=DELTA | DECODE.default,
+        types=TYPES | {"state_ptr": "*bf16"},
+        divisible=("channels",),
+        label="delta bf16",
+        quick=(),
+    ),
+    Description(
+        kernel=recurrence_decode_kernel,
+        launch=SPACE | DECODE.default,
+        types=TYPES,
+        divisible=("channels",),
+        label="state space",
+    ),
+)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernel of one more token in Triton's interpreter against the ops in fp64.
+
+Run by `test_triton.py` in a process of its own: TRITON_INTERPRET must be set before the first
+import of Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from tests.support.closeness import relative_error
+from tests.support.nan_memory import nan_memory
+
+ROWS, SLOTS, UNITS = 3, 5, 2
+#: Of a permuted batch, with rows without a token.
+PLACES = (3, -1, 0)
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Fill uninitialised memory with NaN."""
+    with nan_memory():
+        yield
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call is given, in fp64.
+
+    Args:
+        source: [b, u, w + rV], features and behind them the gate.
+        weights, parts, skip, norm: as of `recurrence_decode`; the gate of the norm is nothing.
+        memory: before the call.
+    """
+
+    source: torch.Tensor
+    weights: PrologueWeights
+    parts: UnitParts
+    memory: DecodeMemory
+    skip: torch.Tensor | None
+    norm: OutputNorm | None
+
+    def run(
+        self,
+        implementation: str,
+        dtype: torch.dtype,
+        *,
+        states: torch.dtype | None = None,
+        arrived: bool = True,
+    ) -> tuple[torch.Tensor, DecodeMemory]:
+        """Return (y, what is kept behind the call) of copies in `dtype`."""
+        parts, kept = self.parts, self.memory
+        source, gate = self.source.to(dtype).split(
+            [parts.width, parts.heads * parts.value_channels], dim=-1
+        )
+        norm = self.norm and replace(self.norm, gate=gate, weight=self.norm.weight.to(dtype))
+        memory = DecodeMemory(
+            kept.conv.to(dtype, copy=True),
+            kept.state.to(states or dtype, copy=True),
+            kept.slots,
+            torch.zeros(SLOTS, UNITS, dtype=torch.int32) if arrived else None,
+        )
+        y = recurrence_decode(
+            source,
+            PrologueWeights(*(None if w is None else w.to(dtype) for w in self.weights)),
+            parts=parts,
+            memory=memory,
+            skip=None if self.skip is None else self.skip.to(dtype),
+            norm=norm,
+            implementation=implementation,
+        )
+        return y, memory
+
+
+def called(
+    parts: UnitParts,
+    *,
+    width: int = 4,
+    bias: bool = False,
+    skip: bool = False,
+    order: str = NORM_FIRST,
+    shared: bool = False,
+    group_size: int | None = None,
+) -> Call:
+    """Return a call with numbers in everything; `group_size` 0 is without a norm."""
+    generator = torch.Generator().manual_seed(11)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    heads, c = UNITS * parts.heads, parts.convolved
+    features = parts.value_channels * (1 if shared else heads)
+    norm = OutputNorm(make(0), 1 + make(features) / 3, 1e-5, order, group_size)
+    source = make(ROWS, UNITS, parts.width + parts.heads * parts.value_channels)
+    source[..., parts.steps] -= 6.0  # steps as small as trained ones
+    source[1] = torch.nan  # slot -1
+    memory = DecodeMemory(
+        make(SLOTS, width - 1, UNITS, c),
+        make(SLOTS, heads, parts.key_channels, parts.value_channels),
+        torch.tensor(PLACES),
+    )
+    for kept in (memory.conv, memory.state):
+        kept[SLOTS - 1] = torch.nan  # nobody's
+    return Call(
+        source,
+        PrologueWeights(
+            make(UNITS, c, width), make(UNITS, c) if bias else None, make(heads) / 2, make(heads)
+        ),
+        parts,
+        memory,
+        make(heads) if skip else None,
+        None if group_size == 0 else norm,
+    )
+
+
+def assert_agrees(call: Call, **options) -> None:
+    """Compare the output and all that is kept with the reference in fp64."""
+    mine, kept = call.run("triton", torch.float32, **options)
+    true, wanted = call.run("reference", torch.float64)
+    assert relative_error(mine, true) < 1e-5
+    assert not mine[1].any()
+    for name in ("conv", "state"):
+        after, before = getattr(kept, name), getattr(call.memory, name).float()
+        bound = 1e-5 if after.dtype == torch.float32 else 2**-7
+        assert relative_error(after[:-1], getattr(wanted, name)[:-1]) < bound
+        for slot in {*range(SLOTS - 1)} - {*PLACES}:
+            assert torch.equal(after[slot].float(), before[slot].to(after.dtype).float())
+        for slot in {*PLACES} - {-1}:
+            assert after[slot].numel() == 0 or not torch.equal(after[slot].float(), before[slot])
+        assert after[-1].isnan().all()
+    assert kept.arrived is None or not kept.arrived.any(), "counts of the next call begin wrongly"
+
+
+DELTA = UnitParts.delta(3, 10, 6)
+SPACE = UnitParts.state_space(4, 5, 7, (0.01, 0.5))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
+def test_delta_rule_with_a_norm_over_a_head(heads, order, monkeypatch):
+    programs_of(monkeypatch, heads)
+    assert_agrees(called(DELTA, shared=True, order=order))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
+def test_state_space_with_a_norm_over_a_unit(heads, order, monkeypatch):
+    programs_of(monkeypatch, heads)
+    monkeypatch.setattr(recurrence_decode_triton, "NORM_BLOCK", 16)  # fewer than a unit has
+    assert_agrees(called(SPACE, bias=True, skip=True, order=order, group_size=4 * 7))
+
+
+@pytest.mark.parametrize("group_size", [7, 14, 2 * 4 * 7, 0])
+def test_norms_over_heads_parts_of_units_and_all_units_or_none(group_size):
+    call = called(SPACE, skip=True, order=GATE_FIRST, group_size=group_size)
+    assert_agrees(call)
+
+
+@pytest.mark.parametrize("width", [1, 2, 6])
+def test_widths_of_the_convolution(width):
+    assert_agrees(called(DELTA, width=width, bias=True, shared=True))
+
+
+def test_one_head_a_unit_and_no_counters():
+    assert_agrees(called(UnitParts.delta(1, 16, 8), group_size=8))
+    assert_agrees(called(SPACE, bias=True, skip=True, group_size=28), arrived=False)
+
+
+def test_small_steps_are_as_precise_as_large_ones():
+    call = called(replace(SPACE, limits=(0.0, 1.0)), group_size=0)
+    call.source[..., SPACE.steps :] -= 9.0
+    call.memory.state[:-1] = 0.0  # so that all that comes out is times a step
+    assert_agrees(call)
+
+
+def test_states_of_fewer_bits_are_rounded():
+    """To bf16, which the interpreter truncates to."""
+    call = called(DELTA, shared=True)
+    call.memory.state.copy_(call.memory.state.bfloat16())
+    assert_agrees(call, states=torch.bfloat16)
+
+
+def test_a_batch_without_tokens_touches_nothing():
+    call = called(DELTA, shared=True)
+    memory = replace(call.memory, slots=torch.full((ROWS,), -1))
+    y, kept = replace(call, memory=memory).run("triton", torch.float32)
+    assert not y.any()
+    assert torch.equal(kept.state[:-1], memory.state[:-1].float())
+    assert torch.equal(kept.conv[:-1], memory.conv[:-1].float())
+
+
+def test_a_state_that_no_program_holds_is_refused():
+    call = called(UnitParts.delta(1, 257, 65), shared=True)
+    with pytest.raises(ValueError, match=r"257 x 65.*use implementation='reference'"):
+        call.run("triton", torch.float32)
+
+
+def programs_of(monkeypatch, heads: int) -> None:
+    """Let a program do so many heads."""
+    launch = Launches("recurrence_decode", {"HEADS": heads, "num_warps": 1, "num_stages": 1})
+    monkeypatch.setattr(recurrence_decode_triton, "DECODE", launch)

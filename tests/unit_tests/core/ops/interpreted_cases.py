@@ -14,17 +14,24 @@ from megatron.core.ops.attention import reference as attention_reference
 from megatron.core.ops.attention import triton as attention_triton
 from megatron.core.ops.attention.masking import Mask
 from megatron.core.ops.dropout import dropout
+from megatron.core.ops.dropout import triton as dropout_triton
+from megatron.core.ops.launches import Launches
 from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.layernorm import triton as layernorm_triton
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
     linear_cross_entropy,
 )
+from megatron.core.ops.linear_cross_entropy import triton as loss_triton
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
+from megatron.core.ops.permutation import triton as permutation_triton
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rmsnorm import triton as rmsnorm_triton
 from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.rope import triton as rope_triton
 from megatron.core.ops.swiglu import gated
+from megatron.core.ops.swiglu import triton as swiglu_triton
 from tests.support.closeness import relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import (
@@ -57,9 +64,24 @@ def poison():
         yield
 
 
+def few_programs(monkeypatch, module):
+    """Let fewer programs than there are tiles share tiles of a few rows."""
+    for name in ("FORWARD", "BACKWARD"):
+        launch = getattr(module, name).default | {"TILE": 128, "num_warps": 1}
+        launch |= {"PROGRAMS": 2} if "PROGRAMS" in launch else {}
+        monkeypatch.setattr(module, name, Launches("few", launch))
+
+
+def narrow_blocks(monkeypatch, module, *names, size=512):
+    """Let a row have several blocks."""
+    for name in names:
+        launch = {**getattr(module, name).default, "BLOCK": size}
+        monkeypatch.setattr(module, name, Launches("narrow", launch))
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_rms_norm(make, zero_centered, monkeypatch):
-    monkeypatch.setattr(rmsnorm_triton, "BACKWARD_PROGRAMS", 4)  # fewer than rows
+    few_programs(monkeypatch, rmsnorm_triton)
     one = 1 if zero_centered else 0
     options = {"eps": 1e-5, "zero_centered": zero_centered, "implementation": "triton"}
     compare(
@@ -76,8 +98,29 @@ def test_rms_norm(make, zero_centered, monkeypatch):
     )
 
 
+def test_rms_norm_of_heads_that_are_slices_of_a_projection(make, monkeypatch):
+    """Two strides say where rows begin; where they do not, and where a row is all, it works too."""
+    few_programs(monkeypatch, rmsnorm_triton)
+    options = {"eps": 1e-5, "implementation": "triton"}
+    for shape, cut in (
+        ((5, 3, 9, 20), lambda x: x[:, :, 2:6]),  # heads
+        ((5, 3, 9, 40), lambda x: x[:, 1:, :, 20:]),  # a gate beside each head
+        ((5, 3, 40), lambda x: x[..., :20]),
+        ((5, 3, 20), lambda x: x.transpose(0, 1)),
+        ((5, 1, 20), lambda x: x[3]),
+        ((20, 7), lambda x: x.t()),
+    ):
+        compare(
+            lambda x, w, cut=cut: rms_norm(cut(x), w, **options),
+            lambda x, w, cut=cut: naive_rms(cut(x), w),
+            (make(*shape), make(20)),
+            FP32,
+        )
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_layer_norm(make, with_bias):
+def test_layer_norm(make, with_bias, monkeypatch):
+    few_programs(monkeypatch, layernorm_triton)
     compare(
         lambda x, r, w, b=None: layer_norm(
             x, w, b, eps=1e-5, residual=r, zero_centered=True, implementation="triton"
@@ -91,7 +134,12 @@ def test_layer_norm(make, with_bias):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("features", "rotated"), [(6, 6), (10, 4)])
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_rope(make, interleaved, features, rotated, per_sample):
+def test_rope(make, interleaved, features, rotated, per_sample, monkeypatch):
+    # Four tokens a program, and fourteen of them.
+    launch = {**rope_triton.ROTATE.default, "TILE": 256 if features == 10 else 128}
+    monkeypatch.setattr(rope_triton, "ROTATE", Launches("few", launch))
+    tile = rope_triton.head_tile(launch, 3, features, rotated // 2)
+    assert tile["TOKENS"] == 4
     positions = torch.arange(7) + 3
     if per_sample:
         positions = torch.stack([positions, positions * 2], -1)
@@ -107,7 +155,9 @@ def test_rope(make, interleaved, features, rotated, per_sample):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gated(make, activation):
+def test_gated(make, activation, monkeypatch):
+    narrow_blocks(monkeypatch, swiglu_triton, "FORWARD", "BACKWARD")
+
     def naive(x):
         gate, up = x.chunk(2, -1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
@@ -121,7 +171,8 @@ def test_gated(make, activation):
 
 
 @pytest.mark.parametrize("offset", [0, 5])
-def test_dropout_drops_what_the_reference_drops(make, offset):
+def test_dropout_drops_what_the_reference_drops(make, offset, monkeypatch):
+    narrow_blocks(monkeypatch, dropout_triton, "DROP")
     x = make(6, 3, 1030).float()
     grad = make(6, 3, 1030).float()
     results = []
@@ -230,10 +281,13 @@ def test_attention_backward_takes_the_lse_of_more_keys(make):
             assert_close(x, y, FP32, "gradient")
 
 
-def test_vocabulary_slices(make):
-    logits = make(6, 12).float()
+def test_vocabulary_slices(make, monkeypatch):
+    narrow_blocks(monkeypatch, loss_triton, "STATISTICS", "GRADIENT", size=16)
+    full = make(6, 37).float()
     targets, weights = torch.tensor([0, 3, 4, 9, 7, 8]), torch.rand(6)
-    for start, valid in ((0, 12), (4, 7), (0, 0)):
+    for start, valid in ((0, 37), (4, 7), (3, 33), (0, 0)):
+        logits = full.clone()
+        logits[:, valid:] = float("nan")  # padding is never looked at
         columns = {"vocab_start": start, "valid_columns": valid}
         pieces = [
             chunk_statistics(logits, targets, **columns, implementation=name)
@@ -241,7 +295,7 @@ def test_vocabulary_slices(make):
         ]
         for mine, other in zip(*pieces, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-        lse = logits.logsumexp(-1)
+        lse = full.logsumexp(-1)
         grads = [
             chunk_gradient_(logits.clone(), targets, lse, weights, **columns, implementation=name)
             for name in ("reference", "triton")
@@ -249,7 +303,8 @@ def test_vocabulary_slices(make):
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
-def test_linear_cross_entropy(make):
+def test_linear_cross_entropy(make, monkeypatch):
+    narrow_blocks(monkeypatch, loss_triton, "STATISTICS", "GRADIENT", size=16)
     targets, weights = torch.arange(11) * 5 % 19, torch.linspace(0, 2, 11)
 
     def mine(h, w):
@@ -267,7 +322,8 @@ def test_linear_cross_entropy(make):
     ("case", "features"),
     [*((case, 37) for case in PERMUTATIONS), ("two copies, dropped", 1030)],
 )
-def test_permutations(make, case, features):
+def test_permutations(make, case, features, monkeypatch):
+    narrow_blocks(monkeypatch, permutation_triton, "TAKE")
     permutation = make_permutation(case)
     (tokens, copies), rows = permutation.slots.shape, len(permutation.places)
     compare(

@@ -15,8 +15,18 @@ from megatron.core.ops.dropout.reference import (
     keep_scale,
     row_hashes,
 )
+from megatron.core.ops.launches import Launches
 
-BLOCK = 1024
+# BLOCK: columns of a program, 16 a thread, of which four share a hash.
+DROP = Launches(
+    "dropout",
+    {"BLOCK": 2048, "num_warps": 4},
+    others=(
+        {"BLOCK": 1024, "num_warps": 4},
+        {"BLOCK": 2048, "num_warps": 8},
+        {"BLOCK": 4096, "num_warps": 8},
+    ),
+)
 
 
 @triton.jit
@@ -26,6 +36,7 @@ def dropout_kernel(
     columns_ptr,
     out_ptr,
     features,
+    blocks,
     offset_in_group,
     threshold,
     scale,
@@ -33,22 +44,28 @@ def dropout_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Drop one block of one row: level = 16 bits of the mixed row and column-group hashes."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < features
-    slot = column + offset_in_group
-    state = tl.load(rows_ptr + row) + tl.load(columns_ptr + slot // GROUP, mask=inside, other=0)
+    """Drop one block of one row: level = 16 bits of the mixed row and column-group hashes.
+
+    The block is a tile [BLOCK // GROUP, GROUP], so that the columns of a group share one hash.
+    """
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    group = tl.program_id(0) % blocks * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    member = tl.arange(0, GROUP)
+    column = (group * GROUP - offset_in_group)[:, None] + member[None, :]
+    inside = (column >= 0) & (column < features)
+    some = group * GROUP - offset_in_group < features
+    state = tl.load(rows_ptr + row) + tl.load(columns_ptr + group, mask=some, other=0)
     # Arithmetic shifts copy the sign: the masks make them logical ones.
     state = state ^ ((state >> 32) & 0xFFFFFFFF)
     state = state * mix
     state = state ^ ((state >> 29) & 0x7FFFFFFFF)
-    level = (state >> (slot % GROUP * 16)) & 0xFFFF
+    level = (state[:, None] >> (member * 16).to(tl.int64)[None, :]) & 0xFFFF
     # The 16 bits are a signed number in the reference: flipping the top bit orders them alike.
     keep = (level ^ 0x8000) >= threshold
-    x = tl.load(x_ptr + row * features + column, mask=inside, other=0.0).to(tl.float32)
+    place = row * features + column
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     y = tl.where(keep, x * scale, 0.0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * features + column, y, mask=inside)
+    tl.store(out_ptr + place, y, mask=inside)
 
 
 class Dropout(torch.autograd.Function):
@@ -86,17 +103,20 @@ def dropout_values(
     last = -(-(feature_offset + features) // COLUMNS_PER_HASH)
     groups = torch.arange(first, last, dtype=torch.int64, device=x.device)
     rows = row_hashes(key, sample_ids, position_ids[:, None]).contiguous()  # [s, b]
-    dropout_kernel[(rows.numel(), triton.cdiv(features, BLOCK))](
+    launch = DROP.pick(x, str(x.dtype).removeprefix("torch."))
+    blocks = triton.cdiv(len(groups) * COLUMNS_PER_HASH, launch["BLOCK"])
+    dropout_kernel[(rows.numel() * blocks,)](
         x,
         rows,
         hash_index(column_key(key), groups),
         out,
         features,
+        blocks,
         feature_offset - first * COLUMNS_PER_HASH,
         drop_levels(rate),
         keep_scale(rate),
         signed(MIX),
         GROUP=COLUMNS_PER_HASH,
-        BLOCK=BLOCK,
+        **launch,
     )
     return out

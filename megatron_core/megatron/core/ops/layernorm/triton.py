@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation in Triton: one program a row forward, rows shared out backward."""
+"""Layer normalisation in Triton: tiles of rows forward, rows shared out backward, as RMS norms."""
 
 from __future__ import annotations
 
@@ -7,10 +7,27 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.rmsnorm.triton import BACKWARD_PROGRAMS, warps_for
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.rmsnorm.triton import launch_key, programs_for, row_tile
+
+FORWARD = Launches(
+    "layer_norm_forward",
+    {"TILE": 4096, "num_warps": 8},
+    others=({"TILE": 2048, "num_warps": 4}, {"TILE": 8192, "num_warps": 8}),
+)
+# See those of RMS norms: here a program keeps two partial gradients in registers.
+BACKWARD = Launches(
+    "layer_norm_backward",
+    {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
+    others=(
+        {"TILE": 4096, "PROGRAMS": 264, "num_warps": 8},
+        {"TILE": 4096, "PROGRAMS": 528, "num_warps": 8},
+        {"TILE": 4096, "PROGRAMS": 264, "num_warps": 16},
+    ),
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def layer_norm_forward_kernel(
     x_ptr,
     residual_ptr,
@@ -19,37 +36,40 @@ def layer_norm_forward_kernel(
     y_ptr,
     total_ptr,
     statistics_ptr,
+    rows,
     features,
     eps,
     offset,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise one row; write x + residual too when there is a residual."""
-    row = tl.program_id(0).to(tl.int64)
+    """Normalise ROWS rows; write x + residual too when there is a residual."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    inside = columns < features
-    start = row * features
-    total = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+    exists, in_row = row < rows, columns < features
+    inside = exists[:, None] & in_row[None, :]
+    place = row[:, None] * features + columns[None, :]
+    total = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
         rounded = total.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + start + columns, rounded, mask=inside)
+        tl.store(total_ptr + place, rounded, mask=inside)
         total = rounded.to(tl.float32)  # normalise what backward will read
-    mean = tl.sum(total, 0) / features
-    centred = tl.where(inside, total - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / features + eps)
-    tl.store(statistics_ptr + row * 2, mean)
-    tl.store(statistics_ptr + row * 2 + 1, rstd)
-    scale = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
-    y = centred * rstd * scale
+    mean = tl.sum(total, 1) / features
+    centred = tl.where(inside, total - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / features + eps)
+    tl.store(statistics_ptr + row * 2, mean, mask=exists)
+    tl.store(statistics_ptr + row * 2 + 1, rstd, mask=exists)
+    scale = tl.load(weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32) + offset
+    y = centred * rstd[:, None] * scale[None, :]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + start + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+        y += tl.load(bias_ptr + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def layer_norm_backward_kernel(
     grad_y_ptr,
     grad_total_ptr,
@@ -62,33 +82,37 @@ def layer_norm_backward_kernel(
     features,
     offset,
     HAS_GRAD_TOTAL: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Differentiate a share of the rows; sum this program's part of the two weight gradients."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < features
-    scale = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
-    partial_weight = tl.zeros([BLOCK], dtype=tl.float32)
-    partial_bias = tl.zeros([BLOCK], dtype=tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):  # int64, as `program` is
-        start = row * features
-        grad_y = tl.load(grad_y_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-        total = tl.load(total_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.load(statistics_ptr + row * 2)
-        rstd = tl.load(statistics_ptr + row * 2 + 1)
+    in_row = columns < features
+    scale = tl.load(weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32) + offset
+    partial_weight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    partial_bias = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):  # int64, as `program` is
+        row = first + tl.arange(0, ROWS)
+        exists = row < rows
+        inside = exists[:, None] & in_row[None, :]
+        place = row[:, None] * features + columns[None, :]
+        grad_y = tl.load(grad_y_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(total_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.load(statistics_ptr + row * 2, mask=exists, other=0.0)[:, None]
+        rstd = tl.load(statistics_ptr + row * 2 + 1, mask=exists, other=0.0)[:, None]
         normal = tl.where(inside, (total - mean) * rstd, 0.0)
         partial_weight += grad_y * normal
         partial_bias += grad_y
-        scaled = grad_y * scale
-        along = tl.sum(scaled * normal, 0) / features
-        grad = rstd * (scaled - tl.sum(scaled, 0) / features - normal * along)
+        scaled = grad_y * scale[None, :]
+        along = tl.sum(scaled * normal, 1)[:, None] / features
+        grad = rstd * (scaled - tl.sum(scaled, 1)[:, None] / features - normal * along)
         if HAS_GRAD_TOTAL:
-            grad += tl.load(grad_total_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_ptr + start + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+            grad += tl.load(grad_total_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     partial_ptr += program * 2 * features
-    tl.store(partial_ptr + columns, partial_weight, mask=inside)
-    tl.store(partial_ptr + features + columns, partial_bias, mask=inside)
+    tl.store(partial_ptr + columns, tl.sum(partial_weight, 0), mask=in_row)
+    tl.store(partial_ptr + features + columns, tl.sum(partial_bias, 0), mask=in_row)
 
 
 class LayerNorm(torch.autograd.Function):
@@ -105,9 +129,9 @@ class LayerNorm(torch.autograd.Function):
         y = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
         statistics = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(features)
         if rows:
-            layer_norm_forward_kernel[(rows,)](
+            tile = row_tile(FORWARD.pick(x, launch_key(x)), features)
+            layer_norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 x,
                 x if residual is None else residual.contiguous(),
                 weight,
@@ -115,13 +139,13 @@ class LayerNorm(torch.autograd.Function):
                 y,
                 total,
                 statistics,
+                rows,
                 features,
                 eps,
                 float(zero_centered),
                 HAS_RESIDUAL=residual is not None,
                 HAS_BIAS=bias is not None,
-                BLOCK=block,
-                num_warps=warps_for(block),
+                **tile,
             )
         ctx.save_for_backward(total, weight, statistics)
         ctx.zero_centered = zero_centered
@@ -135,10 +159,11 @@ class LayerNorm(torch.autograd.Function):
             return grad_total, grad_total, None, None, None, None
         features = total.shape[-1]
         rows = statistics.shape[0]
-        programs = min(BACKWARD_PROGRAMS, max(rows, 1))
+        launch = BACKWARD.pick(total, launch_key(total))
+        tile = row_tile(launch, features)
+        programs = programs_for(launch, rows, tile)
         grad = torch.empty_like(total)
         partial = torch.empty((programs, 2, features), dtype=torch.float32, device=total.device)
-        block = triton.next_power_of_2(features)
         layer_norm_backward_kernel[(programs,)](
             grad_y.contiguous(),
             total if grad_total is None else grad_total.contiguous(),
@@ -151,8 +176,7 @@ class LayerNorm(torch.autograd.Function):
             features,
             float(ctx.zero_centered),
             HAS_GRAD_TOTAL=grad_total is not None,
-            BLOCK=block,
-            num_warps=warps_for(block),
+            **tile,
         )
         grad_weight, grad_bias = partial.sum(0).to(weight.dtype)
         return (

@@ -7,8 +7,23 @@ import torch
 import triton
 import triton.language as tl
 
-STATISTICS_BLOCK = 2048
-GRADIENT_BLOCK = 1024
+from megatron.core.ops.launches import Launches
+
+# BLOCK: columns that a program holds at a time, RUN of them side by side in one thread.
+STATISTICS = Launches(
+    "chunk_statistics",
+    {"BLOCK": 4096, "RUN": 8, "num_warps": 8},
+    others=(
+        {"BLOCK": 2048, "RUN": 8, "num_warps": 8},
+        {"BLOCK": 4096, "RUN": 8, "num_warps": 4},
+        {"BLOCK": 8192, "RUN": 8, "num_warps": 16},
+    ),
+)
+GRADIENT = Launches(
+    "chunk_gradient",
+    {"BLOCK": 2048, "num_warps": 4},
+    others=({"BLOCK": 1024, "num_warps": 4}, {"BLOCK": 4096, "num_warps": 8}),
+)
 
 
 @triton.jit
@@ -21,21 +36,28 @@ def chunk_statistics_kernel(
     row_stride,
     vocab_start,
     valid_columns,
+    columns_total,
+    RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Pass once over a row: running maximum, sum of exponentials, the target's logit."""
+    """Pass once over a row: running maximum, sum of exponentials, the target's logit.
+
+    Every thread keeps its own maximum, and takes one more exponential a run than it has elements.
+    """
     row = tl.program_id(0).to(tl.int64)
     source = logits_ptr + row * row_stride
-    maximum = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
+    maximum = tl.full([BLOCK // RUN], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK // RUN], dtype=tl.float32)
+    place = tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     for start in range(0, valid_columns, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(source + columns, mask=columns < valid_columns, other=float("-inf"))
-        x = x.to(tl.float32)
-        larger = tl.maximum(maximum, x)
-        # Lanes that saw only padding hold -inf: shift by 0 there, so that no inf - inf arises.
+        columns = start + place
+        # Padding is read and left out: a mask at a multiple of 16 lets whole runs be loaded.
+        x = tl.load(source + columns, mask=columns < columns_total, other=float("-inf"))
+        x = tl.where(columns < valid_columns, x.to(tl.float32), float("-inf"))
+        larger = tl.maximum(maximum, tl.max(x, 1))
+        # Threads that saw only padding hold -inf: shift by 0 there, so that no inf - inf arises.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp(maximum - shift) + tl.exp(x - shift)
+        total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
         maximum = larger
     peak = tl.max(maximum, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
@@ -56,15 +78,16 @@ def chunk_gradient_kernel(
     vocab_start,
     valid_columns,
     columns_total,
+    blocks,
     BLOCK: tl.constexpr,
 ):
     """Overwrite one block of one row by (softmax - onehot) * weight, padding by 0."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     place = logits_ptr + row * row_stride + columns
     valid = columns < valid_columns
-    x = tl.load(place, mask=valid, other=float("-inf")).to(tl.float32)
-    probability = tl.exp(x - tl.load(lse_ptr + row))
+    x = tl.load(place, mask=columns < columns_total, other=0.0).to(tl.float32)
+    probability = tl.exp(tl.where(valid, x, float("-inf")) - tl.load(lse_ptr + row))
     column = tl.load(targets_ptr + row) - vocab_start
     hit = tl.where(valid & (columns == column), 1.0, 0.0)
     value = (probability - hit) * tl.load(weights_ptr + row)
@@ -91,8 +114,8 @@ def chunk_statistics(
             logits.stride(0),
             vocab_start,
             valid_columns,
-            BLOCK=STATISTICS_BLOCK,
-            num_warps=8,
+            logits.shape[1],
+            **STATISTICS.pick(logits, str(logits.dtype).removeprefix("torch.")),
         )
     return maximum, sum_exp, target
 
@@ -113,7 +136,9 @@ def chunk_gradient_(
         )
     rows, columns = logits.shape
     if logits.numel():
-        chunk_gradient_kernel[(rows, triton.cdiv(columns, GRADIENT_BLOCK))](
+        launch = GRADIENT.pick(logits, str(logits.dtype).removeprefix("torch."))
+        blocks = triton.cdiv(columns, launch["BLOCK"])
+        chunk_gradient_kernel[(rows * blocks,)](
             logits,
             targets.contiguous(),
             lse.contiguous(),
@@ -122,7 +147,8 @@ def chunk_gradient_(
             vocab_start,
             valid_columns,
             columns,
-            BLOCK=GRADIENT_BLOCK,
+            blocks,
+            **launch,
         )
     return logits
 

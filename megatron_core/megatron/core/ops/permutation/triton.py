@@ -3,19 +3,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024
-TILE = 4096  # elements of one token's rows that a program holds
+from megatron.core.ops.launches import Launches
+
+# BLOCK: elements of a row that a program copies, 16 a thread.
+TAKE = Launches(
+    "take_rows",
+    {"BLOCK": 2048, "num_warps": 4},
+    others=(
+        {"BLOCK": 1024, "num_warps": 2},
+        {"BLOCK": 4096, "num_warps": 4},
+        {"BLOCK": 4096, "num_warps": 8},
+    ),
+)
+# TILE: elements of one token's rows that a program holds. In a single warp a thread has the same
+# columns of every row, so that a sum over rows needs no other thread and no barrier.
+SUM = Launches(
+    "sum_rows",
+    {"TILE": 2048, "num_warps": 1},
+    others=(
+        {"TILE": 1024, "num_warps": 1},
+        {"TILE": 4096, "num_warps": 1},
+        {"TILE": 4096, "num_warps": 4},
+    ),
+)
+SUM_BACKWARD = Launches("sum_rows_backward", SUM.default, others=SUM.others)
 
 
 @triton.jit
-def take_rows_kernel(x_ptr, places_ptr, y_ptr, features, copies, BLOCK: tl.constexpr):
+def take_rows_kernel(x_ptr, places_ptr, y_ptr, features, copies, blocks, BLOCK: tl.constexpr):
     """Copy one block of one row: y[i] = x[places[i] // copies]."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < features
     token = tl.load(places_ptr + row) // copies
     values = tl.load(x_ptr + token * features + columns, mask=inside, other=0.0)
@@ -30,13 +54,14 @@ def sum_rows_kernel(
     out_ptr,
     features,
     copies,
+    blocks,
     HAS_WEIGHTS: tl.constexpr,
     COPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sum one block of the rows of one token; COPIES is the power of two from `copies` up."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     places = tl.arange(0, COPIES)
     slots = tl.load(slots_ptr + token * copies + places, mask=places < copies, other=-1)
     there = (slots >= 0)[:, None] & (columns < features)[None, :]
@@ -83,11 +108,24 @@ def sum_rows_backward_kernel(
     tl.store(d_weights_ptr + token * copies + places, dots, mask=real)
 
 
-def tile_shape(features: int, copies: int) -> tuple[int, int]:
-    """Return the rows and columns of what a program holds of one token, powers of two."""
+def tile_shape(launch: Mapping[str, int], features: int, copies: int) -> dict[str, int]:
+    """Return the rows and columns of what a program holds of one token, powers of two, and warps.
+
+    Args:
+        launch: TILE elements and `num_warps`; every thread has at least 8 columns.
+        features: of a row.
+        copies: rows of a token.
+    """
     rows = triton.next_power_of_2(copies)
-    columns = max(64, min(BLOCK, TILE // rows))
-    return rows, min(columns, triton.next_power_of_2(features))
+    columns = max(256 * launch["num_warps"], launch["TILE"] // rows)
+    columns = min(columns, triton.next_power_of_2(features))
+    return {"COPIES": rows, "BLOCK": columns, "num_warps": launch["num_warps"]}
+
+
+def launch_key(rows: torch.Tensor, copies: int) -> str:
+    """Name what decides how the kernels are best started."""
+    sizes = f"k{triton.next_power_of_2(copies)} h{triton.next_power_of_2(rows.shape[1])}"
+    return f"{sizes} {str(rows.dtype).removeprefix('torch.')}"
 
 
 def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
@@ -95,8 +133,13 @@ def take(x: torch.Tensor, places: torch.Tensor, copies: int) -> torch.Tensor:
     x, features = x.contiguous(), x.shape[1]
     y = torch.empty(len(places), features, dtype=x.dtype, device=x.device)
     if y.numel():
-        grid = (len(places), triton.cdiv(features, BLOCK))
-        take_rows_kernel[grid](x, places.contiguous(), y, features, copies, BLOCK=BLOCK)
+        launch = TAKE.pick(x, launch_key(x, 1))
+        block = min(launch["BLOCK"], triton.next_power_of_2(features))
+        warps = max(1, launch["num_warps"] * block // launch["BLOCK"])
+        blocks = triton.cdiv(features, block)
+        take_rows_kernel[(len(places) * blocks,)](
+            x, places.contiguous(), y, features, copies, blocks, BLOCK=block, num_warps=warps
+        )
     return y
 
 
@@ -105,17 +148,18 @@ def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) ->
     y, features, (tokens, copies) = y.contiguous(), y.shape[1], slots.shape
     out = torch.empty(tokens, features, dtype=y.dtype, device=y.device)
     if out.numel():
-        rows, columns = tile_shape(features, copies)
-        sum_rows_kernel[(tokens, triton.cdiv(features, columns))](
+        tile = tile_shape(SUM.pick(y, launch_key(y, copies)), features, copies)
+        blocks = triton.cdiv(features, tile["BLOCK"])
+        sum_rows_kernel[(tokens * blocks,)](
             y,
             out if weights is None else weights.contiguous(),
             slots.contiguous(),
             out,
             features,
             copies,
+            blocks,
             HAS_WEIGHTS=weights is not None,
-            COPIES=rows,
-            BLOCK=columns,
+            **tile,
         )
     return out
 
@@ -152,7 +196,7 @@ class Total(torch.autograd.Function):
         d_y = torch.empty(len(places), features, dtype=y.dtype, device=y.device)
         d_weights = torch.empty(tokens, copies, dtype=torch.float32, device=y.device)
         if tokens:
-            rows, columns = tile_shape(features, copies)
+            launch = SUM_BACKWARD.pick(y, launch_key(y, copies))
             sum_rows_backward_kernel[(tokens,)](
                 grad.contiguous(),
                 y.contiguous(),
@@ -162,7 +206,6 @@ class Total(torch.autograd.Function):
                 d_weights,
                 features,
                 copies,
-                COPIES=rows,
-                BLOCK=columns,
+                **tile_shape(launch, features, copies),
             )
         return d_y, d_weights, None, None

@@ -1,18 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation in Triton: one program a row forward, rows shared out backward."""
+"""RMS normalisation in Triton: tiles of rows forward, rows shared out among programs backward.
+
+A tile holds as many rows as make enough bytes in flight: one of a wide model, 32 of a query head.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 
-# Programs of the backward pass: each owns a share of the rows and one partial weight gradient.
-# Two for each multiprocessor of the largest current devices.
-BACKWARD_PROGRAMS = 264
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.rows import Rows
+
+# TILE: elements that a program holds of every tensor at a time. At 16 a thread, each is two loads
+# of 16 bytes, and eight programs of a multiprocessor have 64 KB under way.
+FORWARD = Launches(
+    "rms_norm_forward",
+    {"TILE": 4096, "num_warps": 8},
+    others=(
+        {"TILE": 2048, "num_warps": 4},
+        {"TILE": 4096, "num_warps": 4},
+        {"TILE": 8192, "num_warps": 8},
+    ),
+)
+# PROGRAMS: each owns a share of the rows and one partial weight gradient. Four for each
+# multiprocessor of a Hopper device: as many as its registers hold at rows of 2,048.
+BACKWARD = Launches(
+    "rms_norm_backward",
+    {"TILE": 2048, "PROGRAMS": 528, "num_warps": 4},
+    others=(
+        {"TILE": 2048, "PROGRAMS": 1056, "num_warps": 4},
+        {"TILE": 4096, "PROGRAMS": 264, "num_warps": 8},
+        {"TILE": 4096, "PROGRAMS": 528, "num_warps": 8},
+        {"TILE": 4096, "PROGRAMS": 264, "num_warps": 16},
+    ),
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,
@@ -20,31 +48,40 @@ def rms_norm_forward_kernel(
     y_ptr,
     total_ptr,
     rstd_ptr,
+    rows,
+    inner,
+    x_stride_outer,
+    x_stride_inner,
     features,
     eps,
     offset,
     HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise one row; write x + residual too when there is a residual."""
-    row = tl.program_id(0).to(tl.int64)
+    """Normalise ROWS rows; write x + residual too when there is a residual."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # a division of 64 bits is slow
     columns = tl.arange(0, BLOCK)
-    inside = columns < features
-    start = row * features
-    total = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+    exists = row < rows
+    inside = exists[:, None] & (columns < features)[None, :]
+    source = (row // inner).to(tl.int64) * x_stride_outer + row % inner * x_stride_inner
+    place = row.to(tl.int64)[:, None] * features + columns[None, :]
+    total = tl.load(x_ptr + source[:, None] + columns[None, :], mask=inside, other=0.0)
+    total = total.to(tl.float32)
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
         rounded = total.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + start + columns, rounded, mask=inside)
+        tl.store(total_ptr + place, rounded, mask=inside)
         total = rounded.to(tl.float32)  # normalise what backward will read
-    rstd = 1.0 / tl.sqrt(tl.sum(total * total, 0) / features + eps)
-    tl.store(rstd_ptr + row, rstd)
-    scale = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
-    y = total * rstd * scale
-    tl.store(y_ptr + start + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+    rstd = 1.0 / tl.sqrt(tl.sum(total * total, 1) / features + eps)
+    tl.store(rstd_ptr + row, rstd, mask=exists)
+    scale = tl.load(weight_ptr + columns, mask=columns < features, other=0.0)
+    scale = scale.to(tl.float32) + offset
+    y = total * rstd[:, None] * scale[None, :]
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_backward_kernel(
     grad_y_ptr,
     grad_total_ptr,
@@ -54,35 +91,74 @@ def rms_norm_backward_kernel(
     grad_ptr,
     partial_ptr,
     rows,
+    inner,
+    total_stride_outer,
+    total_stride_inner,
     features,
     offset,
     HAS_GRAD_TOTAL: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Differentiate every rows-th row and sum this program's part of the weight gradient."""
-    program = tl.program_id(0).to(tl.int64)
+    """Differentiate a share of the rows and sum this program's part of the weight gradient."""
+    program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    inside = columns < features
-    scale = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + offset
-    partial = tl.zeros([BLOCK], dtype=tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):  # int64, as `program` is
-        start = row * features
-        grad_y = tl.load(grad_y_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-        total = tl.load(total_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row)
-        normal = total * rstd
+    in_row = columns < features
+    scale = tl.load(weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32) + offset
+    partial = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        exists = row < rows
+        inside = exists[:, None] & in_row[None, :]
+        place = row.to(tl.int64)[:, None] * features + columns[None, :]
+        source = (row // inner).to(tl.int64) * total_stride_outer
+        source += row % inner * total_stride_inner
+        grad_y = tl.load(grad_y_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(total_ptr + source[:, None] + columns[None, :], mask=inside, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=exists, other=0.0)[:, None]
+        normal = total.to(tl.float32) * rstd
         partial += grad_y * normal
-        scaled = grad_y * scale
-        grad = rstd * (scaled - normal * (tl.sum(scaled * normal, 0) / features))
+        scaled = grad_y * scale[None, :]
+        along = tl.sum(scaled * normal, 1) / features
+        grad = rstd * (scaled - normal * along[:, None])
         if HAS_GRAD_TOTAL:
-            grad += tl.load(grad_total_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_ptr + start + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
-    tl.store(partial_ptr + program * features + columns, partial, mask=inside)
+            grad += tl.load(grad_total_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        partial_ptr + program.to(tl.int64) * features + columns, tl.sum(partial, 0), mask=in_row
+    )
 
 
-def warps_for(block: int) -> int:
-    """Give the warps for a row of `block` elements: about 16 elements a thread."""
-    return min(max(block // 512, 1), 16)
+def row_tile(launch: Mapping[str, int], features: int) -> dict[str, int]:
+    """Return the rows, columns and warps of a tile: whole rows, however wide they are.
+
+    Args:
+        launch: TILE elements and `num_warps`, which a row wider than the tile gets more of.
+        features: of a row.
+    """
+    block = triton.next_power_of_2(features)
+    rows = max(1, launch["TILE"] // block)
+    warps = min(32, launch["num_warps"] * max(1, block // launch["TILE"]))
+    return {"ROWS": rows, "BLOCK": block, "num_warps": warps}
+
+
+def programs_for(launch: Mapping[str, int], rows: int, tile: Mapping[str, int]) -> int:
+    """Return how many programs share the rows: no more than there are tiles.
+
+    Narrow rows have small partial gradients, and their tiles few registers: twice as many.
+
+    Args:
+        launch: PROGRAMS.
+        rows: to be shared.
+        tile: from `row_tile`.
+    """
+    most = launch["PROGRAMS"] * (2 if tile["BLOCK"] <= 1024 else 1)
+    return max(1, min(most, triton.cdiv(rows, tile["ROWS"])))
+
+
+def launch_key(x: torch.Tensor) -> str:
+    """Name what decides how the kernels of a norm are best started."""
+    return f"h{triton.next_power_of_2(x.shape[-1])} {str(x.dtype).removeprefix('torch.')}"
 
 
 class RmsNorm(torch.autograd.Function):
@@ -93,27 +169,31 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, zero_centered):
-        features = x.shape[-1]
-        rows = x.numel() // features if features else 0
-        x, weight = x.contiguous(), weight.contiguous()
-        y = torch.empty_like(x)
-        total = x if residual is None else torch.empty_like(x)
-        rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(features)
-        if rows:
-            rms_norm_forward_kernel[(rows,)](
-                x,
+        weight = weight.contiguous()
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        total = x if residual is None else torch.empty_like(y)
+        rstd = torch.empty(0, dtype=torch.float32, device=x.device)
+        if y.numel():
+            rows = Rows.of(x)
+            tile = row_tile(FORWARD.pick(x, launch_key(x)), x.shape[-1])
+            rstd = torch.empty(rows.count, dtype=torch.float32, device=x.device)
+            total = rows.tensor if residual is None else total
+            rms_norm_forward_kernel[(triton.cdiv(rows.count, tile["ROWS"]),)](
+                rows.tensor,
                 x if residual is None else residual.contiguous(),
                 weight,
                 y,
                 total,
                 rstd,
-                features,
+                rows.count,
+                rows.inner,
+                rows.outer_stride,
+                rows.stride,
+                x.shape[-1],
                 eps,
                 float(zero_centered),
                 HAS_RESIDUAL=residual is not None,
-                BLOCK=block,
-                num_warps=warps_for(block),
+                **tile,
             )
         ctx.save_for_backward(total, weight, rstd)
         ctx.zero_centered = zero_centered
@@ -126,25 +206,30 @@ class RmsNorm(torch.autograd.Function):
         if grad_y is None:
             return grad_total, grad_total, None, None, None
         features = total.shape[-1]
-        rows = rstd.shape[0]
-        programs = min(BACKWARD_PROGRAMS, max(rows, 1))
-        grad = torch.empty_like(total)
+        grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+        if not grad.numel():
+            return grad, grad, torch.zeros_like(weight), None, None
+        rows = Rows.of(total)
+        launch = BACKWARD.pick(total, launch_key(total))
+        tile = row_tile(launch, features)
+        programs = programs_for(launch, rows.count, tile)
         partial = torch.empty((programs, features), dtype=torch.float32, device=total.device)
-        block = triton.next_power_of_2(features)
         rms_norm_backward_kernel[(programs,)](
             grad_y.contiguous(),
             total if grad_total is None else grad_total.contiguous(),
-            total,
+            rows.tensor,
             weight,
             rstd,
             grad,
             partial,
-            rows,
+            rows.count,
+            rows.inner,
+            rows.outer_stride,
+            rows.stride,
             features,
             float(ctx.zero_centered),
             HAS_GRAD_TOTAL=grad_total is not None,
-            BLOCK=block,
-            num_warps=warps_for(block),
+            **tile,
         )
         grad_weight = partial.sum(0).to(weight.dtype)
         return grad, grad if ctx.needs_input_grad[1] else None, grad_weight, None, None

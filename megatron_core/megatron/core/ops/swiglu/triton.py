@@ -3,11 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024
+from megatron.core.ops.launches import Launches
+
+# 16 elements a thread of every tensor: two loads of 16 bytes each under way.
+FORWARD = Launches(
+    "gated_forward",
+    {"BLOCK": 2048, "num_warps": 4},
+    others=(
+        {"BLOCK": 1024, "num_warps": 4},
+        {"BLOCK": 2048, "num_warps": 8},
+        {"BLOCK": 4096, "num_warps": 4},
+        {"BLOCK": 4096, "num_warps": 8},
+    ),
+)
+BACKWARD = Launches("gated_backward", FORWARD.default, others=FORWARD.others)
 
 
 @triton.jit
@@ -25,10 +40,12 @@ def activation_and_slope(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def gated_forward_kernel(gate_up_ptr, y_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute one block of one row of act(gate) * up."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def gated_forward_kernel(
+    gate_up_ptr, y_ptr, width, blocks, GELU: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute one block of one row of act(gate) * up; programs next to each other share a row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     source = gate_up_ptr + row * 2 * width + columns
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -40,11 +57,11 @@ def gated_forward_kernel(gate_up_ptr, y_ptr, width, GELU: tl.constexpr, BLOCK: t
 
 @triton.jit
 def gated_backward_kernel(
-    gate_up_ptr, grad_ptr, result_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr, grad_ptr, result_ptr, width, blocks, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Compute one block of one row of both gradients, the activation made again."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     start = row * 2 * width + columns
     gate = tl.load(gate_up_ptr + start, mask=inside, other=0.0).to(tl.float32)
@@ -54,6 +71,17 @@ def gated_backward_kernel(
     dtype = result_ptr.dtype.element_ty
     tl.store(result_ptr + start, (grad * up * slope).to(dtype), mask=inside)
     tl.store(result_ptr + start + width, (grad * active).to(dtype), mask=inside)
+
+
+def row_blocks(launch: Mapping[str, int], width: int) -> dict[str, int]:
+    """Return the block and warps of rows of `width`: narrow ones have smaller ones, fewer warps."""
+    block = min(launch["BLOCK"], triton.next_power_of_2(width))
+    return {"BLOCK": block, "num_warps": max(1, launch["num_warps"] * block // launch["BLOCK"])}
+
+
+def launch_key(y: torch.Tensor) -> str:
+    """Name what decides how the kernels are best started."""
+    return f"f{triton.next_power_of_2(y.shape[-1])} {str(y.dtype).removeprefix('torch.')}"
 
 
 class Gated(torch.autograd.Function):
@@ -68,8 +96,11 @@ class Gated(torch.autograd.Function):
         shape = (*gate_up.shape[:-1], width)
         y = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
         if y.numel():
-            grid = (y.numel() // width, triton.cdiv(width, BLOCK))
-            gated_forward_kernel[grid](gate_up, y, width, GELU=ctx.is_gelu, BLOCK=BLOCK)
+            tile = row_blocks(FORWARD.pick(y, launch_key(y)), width)
+            blocks = triton.cdiv(width, tile["BLOCK"])
+            gated_forward_kernel[(y.numel() // width * blocks,)](
+                gate_up, y, width, blocks, GELU=ctx.is_gelu, **tile
+            )
         return y
 
     @staticmethod
@@ -78,8 +109,9 @@ class Gated(torch.autograd.Function):
         result = torch.empty_like(gate_up)
         width = grad.shape[-1]
         if grad.numel():
-            grid = (grad.numel() // width, triton.cdiv(width, BLOCK))
-            gated_backward_kernel[grid](
-                gate_up, grad.contiguous(), result, width, GELU=ctx.is_gelu, BLOCK=BLOCK
+            tile = row_blocks(BACKWARD.pick(grad, launch_key(grad)), width)
+            blocks = triton.cdiv(width, tile["BLOCK"])
+            gated_backward_kernel[(grad.numel() // width * blocks,)](
+                gate_up, grad.contiguous(), result, width, blocks, GELU=ctx.is_gelu, **tile
             )
         return result, None

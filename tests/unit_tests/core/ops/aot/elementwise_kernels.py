@@ -11,53 +11,90 @@ from megatron.core.ops.swiglu import triton as swiglu
 from tests.unit_tests.core.ops.aot.description import Description
 
 RMS_TYPES = {"rstd_ptr": "*fp32", "offset": "fp32"}
+DENSE = {"inner": 1}  # as the launcher passes what is 1: rows of a dense tensor
 LAYER_TYPES = {"statistics_ptr": "*fp32", "offset": "fp32"}
 
 KERNELS = (
-    Description(
-        kernel=rmsnorm.rms_norm_forward_kernel,
-        launch={"HAS_RESIDUAL": True, "BLOCK": 4096, "num_warps": 8},
-        types=RMS_TYPES | {"eps": "fp32"},
-        divisible=("features",),
+    *(
+        Description(
+            kernel=rmsnorm.rms_norm_forward_kernel,
+            launch={
+                "HAS_RESIDUAL": True,
+                **rmsnorm.row_tile(rmsnorm.FORWARD.default, features),
+                **inner,
+            },
+            types=RMS_TYPES | {"eps": "fp32"},
+            divisible=("features",),
+            label=str(features),
+            quick=quick,
+        )
+        for features, inner, quick in ((4096, DENSE, (90,)), (128, {}, ()))
     ),
-    Description(
-        kernel=rmsnorm.rms_norm_backward_kernel,
-        launch={"HAS_GRAD_TOTAL": True, "BLOCK": 4096, "num_warps": 8},
-        types=RMS_TYPES | {"partial_ptr": "*fp32"},
-        divisible=("features",),
+    *(
+        Description(
+            kernel=rmsnorm.rms_norm_backward_kernel,
+            launch={
+                "HAS_GRAD_TOTAL": True,
+                **rmsnorm.row_tile(rmsnorm.BACKWARD.default, features),
+                **inner,
+            },
+            types=RMS_TYPES | {"partial_ptr": "*fp32"},
+            divisible=("features",),
+            label=str(features),
+            quick=quick,
+        )
+        for features, inner, quick in ((4096, DENSE, (90,)), (128, {}, ()))
     ),
     Description(
         kernel=layernorm.layer_norm_forward_kernel,
-        launch={"HAS_RESIDUAL": True, "HAS_BIAS": True, "BLOCK": 4096, "num_warps": 8},
+        launch={
+            "HAS_RESIDUAL": True,
+            "HAS_BIAS": True,
+            **rmsnorm.row_tile(layernorm.FORWARD.default, 4096),
+        },
         types=LAYER_TYPES | {"eps": "fp32"},
         divisible=("features",),
     ),
     Description(
         kernel=layernorm.layer_norm_backward_kernel,
-        launch={"HAS_GRAD_TOTAL": True, "BLOCK": 4096, "num_warps": 8},
+        launch={"HAS_GRAD_TOTAL": True, **rmsnorm.row_tile(layernorm.BACKWARD.default, 4096)},
         types=LAYER_TYPES | {"partial_ptr": "*fp32"},
         divisible=("features",),
     ),
-    Description(
-        kernel=rope.rope_kernel,
-        launch={"PER_SAMPLE": False, "INTERLEAVED": False, "HEADS": 32, "PAIRS": 64, "REST": 0},
-        types={"cos_ptr": "*fp32", "sin_ptr": "*fp32", "sign": "fp32"},
-        divisible=("features", "pairs"),
+    *(
+        Description(
+            kernel=rope.rope_kernel,
+            launch={
+                "PER_SAMPLE": False,
+                "INTERLEAVED": interleaved,
+                **rope.head_tile(rope.ROTATE.default, heads, features, 64 if heads > 2 else 32),
+                "num_warps": rope.ROTATE.default["num_warps"],
+            },
+            types={"cos_ptr": "*fp32", "sin_ptr": "*fp32", "sign": "fp32"},
+            divisible=("features", "pairs"),
+            label=label,
+            quick=quick,
+        )
+        for label, heads, features, interleaved, quick in (
+            ("32 heads", 32, 128, False, (90,)),
+            ("2 heads", 2, 256, False, ()),
+            ("interleaved", 32, 128, True, ()),
+        )
     ),
     Description(
         kernel=swiglu.gated_forward_kernel,
-        launch={"GELU": False, "BLOCK": swiglu.BLOCK},
+        launch={"GELU": False, **swiglu.FORWARD.default},
         divisible=("width",),
     ),
     Description(
         kernel=swiglu.gated_backward_kernel,
-        launch={"GELU": False, "BLOCK": swiglu.BLOCK},
+        launch={"GELU": False, **swiglu.BACKWARD.default},
         divisible=("width",),
     ),
     Description(
         kernel=dropout.dropout_kernel,
-        launch={"GROUP": dropout.COLUMNS_PER_HASH, "BLOCK": dropout.BLOCK},
+        launch={"GROUP": dropout.COLUMNS_PER_HASH, **dropout.DROP.default},
         types={"rows_ptr": "*i64", "columns_ptr": "*i64", "mix": "i64", "scale": "fp32"},
-        divisible=("features",),
+        divisible=("features", "offset_in_group"),
     ),
 )

@@ -12,37 +12,50 @@ SLOTS = {"slots_ptr": "*i64", "weights_ptr": "*fp32"}
 KERNELS = (
     Description(
         kernel=loss.chunk_statistics_kernel,
-        launch={"BLOCK": loss.STATISTICS_BLOCK, "num_warps": 8},
+        launch=loss.STATISTICS.default,
         types={
             "maximum_ptr": "*fp32",
             "sum_ptr": "*fp32",
             "target_ptr": "*fp32",
             "targets_ptr": "*i64",
         },
-        divisible=("row_stride",),
+        divisible=("row_stride", "columns_total"),
     ),
     Description(
         kernel=loss.chunk_gradient_kernel,
-        launch={"BLOCK": loss.GRADIENT_BLOCK},
+        launch=loss.GRADIENT.default,
         types={"targets_ptr": "*i64", "lse_ptr": "*fp32", "weights_ptr": "*fp32"},
         divisible=("row_stride", "columns_total"),
     ),
     Description(
         kernel=permutation.take_rows_kernel,
-        launch={"BLOCK": permutation.BLOCK},
+        launch=permutation.TAKE.default,
         types={"places_ptr": "*i64"},
         divisible=("features",),
     ),
-    Description(
-        kernel=permutation.sum_rows_kernel,
-        launch={"HAS_WEIGHTS": True, "COPIES": 8, "BLOCK": 512},
-        types=SLOTS,
-        divisible=("features",),
+    *(
+        Description(
+            kernel=permutation.sum_rows_kernel,
+            launch={
+                "HAS_WEIGHTS": True,
+                **permutation.tile_shape(permutation.SUM.default, 2048, copies),
+            },
+            types=SLOTS,
+            divisible=("features",),
+            label=str(copies),
+            quick=quick,
+        )
+        for copies, quick in ((8, (90,)), (10, ()))
     ),
-    Description(
-        kernel=permutation.sum_rows_backward_kernel,
-        launch={"COPIES": 8, "BLOCK": 512},
-        types=SLOTS | {"d_weights_ptr": "*fp32"},
-        divisible=("features",),
+    *(
+        Description(
+            kernel=permutation.sum_rows_backward_kernel,
+            launch=permutation.tile_shape(permutation.SUM_BACKWARD.default, 2048, copies),
+            types=SLOTS | {"d_weights_ptr": "*fp32"},
+            divisible=("features",),
+            label=str(copies),
+            quick=quick,
+        )
+        for copies, quick in ((8, (90,)), (10, ()))
     ),
 )

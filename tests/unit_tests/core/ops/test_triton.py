@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 FILES = {
     "interpreted_cases.py": 55,
     "interpreted_decode.py": 22,
+    "interpreted_paged_attention.py": 20,
     "interpreted_prologue.py": 11,
 }
 

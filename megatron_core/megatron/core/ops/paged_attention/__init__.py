@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of new tokens to the keys and values of their contexts, which lie in pages of a cache.
+
+The cache of a layer is a pair [blocks, block_size, g, d], keys and values. Tokens of a row take any
+blocks in any order, a table says which; so memory is given out block by block as rows grow, and
+rows that begin alike can share blocks. `write_to_pages` puts new tokens in, then `paged_attention`
+reads. Forward only: engines do not train.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron.core.ops.dispatch import choose
+from megatron.core.ops.paged_attention import reference
+from megatron.core.ops.paged_attention.batch import PagedBatch
+
+__all__ = ["PagedBatch", "paged_attention", "write_to_pages"]
+
+SMALLEST_BLOCK = 16
+MOST_FEATURES = 256
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    batch: PagedBatch,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax(scale q k^T + mask) v of each row's new tokens over the row's context.
+
+    One call takes any mix of rows: one new token each (decode), a few (drafts to verify), a whole
+    prompt, or the next part of one (chunked prefill). A token sees the tokens of its row up to
+    itself; `window` and `sinks` are as in `ops.attention`. The host waits for nothing, and grids
+    come from `batch`'s upper bounds and the shapes alone. Where the rows are few, contexts are cut
+    and merged (`splitting`), so the order of sums depends on the bounds, not on the lengths.
+
+    Args:
+        query: [t, n, d], the new tokens of all rows one after the other.
+        key_cache: [blocks, block_size, g, d], g dividing n, block_size a power of two from 16 on.
+        value_cache: [blocks, block_size, g, d].
+        batch: which tokens and which pages belong to each row.
+        scale: factor on the logits; None is 1 / sqrt(d).
+        window: a token at place q sees only places k with q - k < window.
+        sinks: [n], logits that take probability and carry no value; part of the log-sum-exp.
+        implementation: "reference", "triton" or None (by device).
+
+    Returns:
+        (out [t, n, d] in query's dtype, lse fp32 [t, n]); 0 and -inf for padding.
+
+    Raises:
+        ValueError: shapes, dtypes or bounds that do not fit, or inputs that need a gradient. The
+            reference also checks the lengths; the kernel trusts them.
+    """
+    _check_caches("paged_attention", query, key_cache, value_cache)
+    _check_batch(query, key_cache, batch)
+    _check_options(query, window, sinks)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    function = reference.paged_attention
+    if choose(implementation, query, "paged_attention") == "triton":
+        from megatron.core.ops.paged_attention import triton as kernels
+
+        function = kernels.paged_attention
+    with torch.no_grad():
+        return function(query, key_cache, value_cache, batch, scale, window, sinks)
+
+
+def write_to_pages(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    implementation: str | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their pages, in place.
+
+    Slot s is place s % block_size of block s // block_size. No two tokens may have one slot.
+
+    Args:
+        key: [t, g, d].
+        value: [t, g, d].
+        key_cache: [blocks, block_size, g, d], written.
+        value_cache: [blocks, block_size, g, d], written.
+        slot_mapping: int64 [t], the slot of each token; -1 writes nothing (padding).
+        implementation: "reference", "triton" or None (by device).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    _check_caches("write_to_pages", key, key_cache, value_cache)
+    if key.shape != value.shape or key.shape[1:] != key_cache.shape[2:]:
+        raise ValueError(
+            f"write_to_pages: key {tuple(key.shape)} and value {tuple(value.shape)} must be"
+            f" [t, g, d] with the heads and features of the cache {tuple(key_cache.shape)}"
+        )
+    if value.dtype != key.dtype:
+        raise ValueError(
+            f"write_to_pages: key {key.dtype} and value {value.dtype} must have one dtype"
+        )
+    if slot_mapping.shape != key.shape[:1] or slot_mapping.dtype != torch.int64:
+        raise ValueError(
+            f"write_to_pages: slot_mapping {tuple(slot_mapping.shape)} {slot_mapping.dtype} must"
+            f" be int64 [t] = [{key.shape[0]}]"
+        )
+    function = reference.write_to_pages
+    if choose(implementation, key, "write_to_pages") == "triton":
+        from megatron.core.ops.paged_attention import triton as kernels
+
+        function = kernels.write_to_pages
+    with torch.no_grad():
+        function(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _check_caches(
+    op: str, x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> None:
+    """Raise ValueError unless the caches are a pair and fit [t, heads, d] packed tokens."""
+    shapes = f"{tuple(x.shape)} with caches {tuple(key_cache.shape)}, {tuple(value_cache.shape)}"
+    if x.ndim != 3 or key_cache.ndim != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(
+            f"{op}: {shapes} must be [t, heads, d] and twice [blocks, block_size, g, d]"
+        )
+    if x.shape[2] != key_cache.shape[3] or not 1 <= x.shape[2] <= MOST_FEATURES:
+        raise ValueError(
+            f"{op}: {shapes} must agree in the features of a head, at most {MOST_FEATURES}"
+        )
+    size = key_cache.shape[1]
+    if size < SMALLEST_BLOCK or size & (size - 1):
+        raise ValueError(
+            f"{op}: block_size {size} of the caches must be a power of two from {SMALLEST_BLOCK} on"
+        )
+    if not x.dtype == key_cache.dtype == value_cache.dtype:
+        raise ValueError(
+            f"{op}: {x.dtype} tokens and caches of {key_cache.dtype} and {value_cache.dtype} must"
+            " have one dtype"
+        )
+    if len({t.device for t in (x, key_cache, value_cache)}) > 1:
+        raise ValueError(f"{op}: {x.device} tokens need caches there, not on {key_cache.device}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, key_cache, value_cache)):
+        raise ValueError(f"{op} has no backward: call it under torch.no_grad()")
+
+
+def _check_batch(query: torch.Tensor, key_cache: torch.Tensor, batch: PagedBatch) -> None:
+    """Raise ValueError unless heads fit the cache's, and the table holds any context."""
+    heads, groups = query.shape[1], key_cache.shape[2]
+    if groups == 0 or heads == 0 or heads % groups:
+        raise ValueError(
+            f"paged_attention: {heads} query heads must be a multiple of the cache's {groups}"
+        )
+    if query.device != batch.device:
+        raise ValueError(
+            f"paged_attention: the batch is on {batch.device}, the query on {query.device}: move it"
+        )
+    places = batch.block_table.shape[1] * key_cache.shape[1]
+    if batch.max_context > places:
+        raise ValueError(
+            f"paged_attention: max_context={batch.max_context} is over the {places} places of a"
+            f" row of block_table {tuple(batch.block_table.shape)} with blocks of"
+            f" {key_cache.shape[1]}: widen the table"
+        )
+
+
+def _check_options(query: torch.Tensor, window: int | None, sinks: torch.Tensor | None) -> None:
+    """Raise ValueError unless window and sinks are what attention takes."""
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: window={window} must be at least 1, or None")
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ValueError(
+            f"paged_attention: sinks {tuple(sinks.shape)} must hold one logit for each of the"
+            f" {query.shape[1]} heads"
+        )

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention's reference against attention to whole rows, and against closed forms."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.core.ops.attention import attention
+from megatron.core.ops.paged_attention import PagedBatch, paged_attention, write_to_pages
+from megatron.core.ops.paged_attention.splitting import MOST_PIECES, SHORTEST_PIECE, pieces
+from tests.support.closeness import relative_error
+from tests.support.nan_memory import nan_memory
+from tests.support.paged_rows import paged_rows
+from tests.unit_tests.core.ops.formulas import naive_attention
+
+FP64 = torch.float64
+# decode, a whole prompt, a part of one, drafts, a row of padding, a row that waits
+NEW, CONTEXTS = (1, 37, 20, 3, 1, 0), (50, 37, 61, 16, 0, 9)
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Fill uninitialised memory with NaN."""
+    with nan_memory():
+        yield
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_rows_attend_as_if_their_keys_lay_side_by_side(window, with_sinks):
+    rows = paged_rows(NEW, CONTEXTS, heads=(6, 2), features=8, padding=4, window=window)
+    sinks = torch.randn(6, dtype=FP64) if with_sinks else None
+    out, lse = paged_attention(
+        rows.query, *rows.caches, batch=rows.batch, scale=0.3, window=window, sinks=sinks
+    )
+    begin = 0
+    for new, context, key, value in zip(NEW, CONTEXTS, rows.keys, rows.values, strict=True):
+        mine = slice(begin, begin + new)
+        begin += new
+        if not new:
+            continue
+        if not context:
+            assert not out[mine].any()
+            assert lse[mine].isneginf().all()
+            continue
+        arguments = (rows.query[mine, None], key[:, None], value[:, None], sinks)
+        options = {"scale": 0.3, "window": window}
+        others = (
+            naive_attention(*arguments, causal=True, **options),
+            attention(*arguments[:3], sinks=sinks, **options),
+        )
+        for expected, expected_lse in others:
+            assert relative_error(out[mine], expected[:, 0]) < 1e-12
+            assert relative_error(lse[mine], expected_lse[0].t()) < 1e-12
+    assert not out[begin:].any()
+    assert lse[begin:].isneginf().all()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_without_logits_the_output_is_the_mean_of_what_is_seen(window):
+    rows = paged_rows([4, 1], [21, 18], heads=(2, 1), features=8, window=window)
+    for with_sinks in (False, True):
+        sinks = torch.zeros(2, dtype=FP64) if with_sinks else None
+        out, lse = paged_attention(
+            torch.zeros_like(rows.query),
+            *rows.caches,
+            batch=rows.batch,
+            window=window,
+            sinks=sinks,
+        )
+        for token, (row, last) in enumerate([(0, 18), (0, 19), (0, 20), (0, 21), (1, 18)]):
+            first = max(last - window, 0) if window else 0
+            count = last - first + with_sinks
+            mean = rows.values[row][first:last].sum(0) / count
+            assert torch.allclose(out[token], mean.expand(2, 8), rtol=1e-12, atol=1e-14)
+            assert torch.allclose(lse[token].exp(), torch.full((2,), count, dtype=FP64))
+
+
+@pytest.mark.parametrize("parts", [[40], [1] * 40, [7, 16, 1, 13, 3]])
+def test_a_prompt_in_parts_gives_what_it_gives_at_once(parts):
+    q, k, v = (torch.randn(40, 1, n, 8, dtype=FP64) for n in (6, 2, 2))
+    expected, expected_lse = naive_attention(q, k, v, causal=True, scale=8**-0.5)
+    key_cache, value_cache = (torch.full((9, 16, 2, 8), torch.nan, dtype=FP64) for _ in range(2))
+    table = torch.tensor([[7, 2, 5]]).int()
+    done = 0
+    for part in parts:
+        place = torch.arange(done, done + part)
+        done += part
+        slots = table[0, place // 16].long() * 16 + place % 16
+        write_to_pages(
+            k[place, 0],
+            v[place, 0],
+            key_cache=key_cache,
+            value_cache=value_cache,
+            slot_mapping=slots,
+        )
+        batch = PagedBatch(
+            block_table=table,
+            query_bounds=torch.tensor([0, part]).int(),
+            context_lengths=torch.tensor([done]).int(),
+            max_query=64,
+            max_context=48,
+        )
+        out, lse = paged_attention(q[place, 0], key_cache, value_cache, batch=batch)
+        assert relative_error(out, expected[place, 0]) < 1e-12
+        assert relative_error(lse, expected_lse[0].t()[place]) < 1e-12
+
+
+def test_writing_touches_the_slots_it_is_given_and_no_others():
+    fused = torch.randn(5, 2, 24)
+    key, value = fused[..., :8], fused[..., 8:16]  # views that are not dense
+    caches = {name: torch.randn(4, 16, 2, 8) for name in ("key_cache", "value_cache")}
+    expected = {name: x.clone() for name, x in caches.items()}
+    slots = [37, -1, 0, 63, -1]
+    for name, x in (("key_cache", key), ("value_cache", value)):
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                expected[name][slot // 16, slot % 16] = x[token]
+    write_to_pages(key, value, **caches, slot_mapping=torch.tensor(slots))
+    assert all(torch.equal(caches[name], expected[name]) for name in caches)
+
+
+def made(**changes):
+    """Return the arguments of a good call, some changed."""
+    rows = paged_rows([3, 1], [20, 5], heads=(4, 2), features=8)
+    arguments = {
+        "query": rows.query,
+        "key_cache": rows.caches[0],
+        "value_cache": rows.caches[1],
+        "batch": rows.batch,
+    }
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name]) if callable(change) else change
+    return arguments
+
+
+BAD_CALLS = {
+    "no heads": ({"query": lambda x: x[0]}, "must be .t, heads, d. and twice"),
+    "another cache": ({"value_cache": lambda x: x[:1]}, "must be .t, heads, d. and twice"),
+    "features": ({"query": lambda x: x[..., :4]}, "agree in the features of a head, at most 256"),
+    "ratio": ({"query": lambda x: x[:, :3]}, "3 query heads must be a multiple of the cache's 2"),
+    "dtype": ({"query": lambda x: x.float()}, "must have one dtype"),
+    "gradient": ({"query": lambda x: x.clone().requires_grad_()}, "has no backward"),
+    "window": ({"window": 0}, "window=0 must be at least 1, or None"),
+    "sinks": ({"sinks": torch.zeros(3)}, "one logit for each of the 4 heads"),
+    "table": (
+        {"batch": lambda x: replace(x, max_context=33)},
+        "max_context=33 is over the 32 places",
+    ),
+    "too many new": ({"batch": lambda x: replace(x, max_query=2)}, "row 0 has 3 new .* raise"),
+    "too long": ({"batch": lambda x: replace(x, max_context=19)}, "context of 20, over"),
+    "too short": (
+        {"batch": lambda x: replace(x, context_lengths=torch.tensor([2, 5]).int())},
+        "3 new tokens but a context of only 2: context_lengths count the new",
+    ),
+    "bounds": (
+        {"batch": lambda x: replace(x, query_bounds=torch.tensor([0, 3, 9]).int())},
+        "never fall and end within the 4 tokens",
+    ),
+    "triton": ({"implementation": "triton"}, "has no float64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_calls_that_cannot_be_meant_say_why(case):
+    changes, message = BAD_CALLS[case]
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**made(**changes))
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_block_sizes_are_powers_of_two_from_16_on(size):
+    caches = [torch.zeros(3, size, 2, 8, dtype=FP64) for _ in range(2)]
+    with pytest.raises(ValueError, match=f"block_size {size} .* power of two from 16 on"):
+        paged_attention(**made(key_cache=caches[0], value_cache=caches[1]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_table": torch.zeros(3, 2).int()}, r"block_table \(3, 2\) .* \[b, blocks\], b = 2"),
+        ({"block_table": torch.zeros(2, 2)}, "float32 on cpu must be int32"),
+        ({"query_bounds": torch.zeros(2).int()}, r"query_bounds \(2,\) .* \[b \+ 1\], b = 2"),
+        ({"context_lengths": torch.zeros(1, 2).int()}, r"context_lengths \(1, 2\) .* \[b\]"),
+        ({"max_query": 0}, "max_query=0 and max_context=20 must be at least 1"),
+    ],
+)
+def test_batches_that_do_not_fit_together_say_why(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(made()["batch"], **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": torch.zeros(4, 2, 8)}, "must be .t, g, d. with the heads and features"),
+        ({"value": torch.zeros(5, 2, 8, dtype=FP64)}, "must have one dtype"),
+        ({"slot_mapping": torch.zeros(5).int()}, "must be int64 .t. = .5."),
+    ],
+)
+def test_writes_that_do_not_fit_say_why(changes, message):
+    key_cache, value_cache = torch.zeros(2, 3, 16, 2, 8)
+    arguments = {
+        "key": torch.zeros(5, 2, 8),
+        "value": torch.zeros(5, 2, 8),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "slot_mapping": torch.zeros(5, dtype=torch.int64),
+    } | changes
+    with pytest.raises(ValueError, match=message):
+        write_to_pages(**arguments)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 8, 40, 100, 131, 200, 263])
+def test_contexts_are_cut_where_rows_are_few(programs):
+    resident, context = 264, 1 << 17
+    count = pieces(programs, context, resident)
+    assert 1 <= count <= MOST_PIECES
+    waves = -(-programs * count // resident)
+    assert programs * count >= 0.8 * min(waves * resident, programs * MOST_PIECES)
+    assert count * SHORTEST_PIECE <= context
+
+
+def test_short_contexts_and_many_rows_are_not_cut():
+    assert pieces(8, 2 * SHORTEST_PIECE - 1, 264) == 1
+    assert pieces(8, 2 * SHORTEST_PIECE, 264) == 2
+    assert pieces(264, 1 << 17, 264) == 1
+    assert pieces(0, 1 << 17, 264) == 1

@@ -4,8 +4,12 @@
 The formulas, and their letters, are those of `chunked_recurrence`. Both states of a chunk are
 known here, the one before it and the gradient of the one behind it, so no chunk waits for another.
 A program takes a chunk and a group, and sums up the gradients of its query and key over the heads
-that share them. Z and N are needed with rows of readers and with rows of writers; each comes from
-a product of its own, since some Triton releases miscompile the product of a transposed accumulator.
+that share them.
+
+Queries stand above keys [2C, K], and dO above x [2C, V]: what queries and keys read of states and
+of tokens is differentiated in one product of 128 rows, which fill two warp groups, and Z above N
+[2C, C] then has the one form that all later products take. Without a correction keys read nothing,
+and the lower halves are left out.
 """
 
 from __future__ import annotations
@@ -17,8 +21,17 @@ from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between
 
 
 @triton.jit
-def decay_gradient(pairs_t, written, reads, order):
-    """Return the gradient of decays [C] but for what the state before the chunk leaves behind it.
+def summed_halves(x, CORRECTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the upper half of x [2C] or [2C, C] plus the lower one; x itself without a lower."""
+    if CORRECTS:
+        return tl.sum(tl.reshape(x, [2, CHUNK] + x.shape[1:]), 0)
+    else:
+        return x
+
+
+@triton.jit
+def decay_gradient(pairs, written, reads, order):
+    """Return the gradient of decays [C], but for what they let through from state to state.
 
     Only what a decay acts on is added up, each term once: a difference of larger sums would leave
     their rounding, which is more than the gradient of a strong decay. Decay t acts on what tokens
@@ -26,12 +39,13 @@ def decay_gradient(pairs_t, written, reads, order):
     read from t on.
 
     Args:
-        pairs_t: [j, i], of i reading what j wrote; zero for i < j.
+        pairs: [i, j], of i reading what j wrote; zero for i < j.
         written: [j], of what j wrote and is left at the end.
         reads: [i], of i reading the first state.
+        order: [C], rising.
     """
-    over = tl.cumsum(pairs_t, 1, reverse=True) + written[:, None]  # [j, t]
-    return tl.sum(tl.where(order[:, None] < order[None, :], over, reads[:, None]), 0)
+    over = tl.cumsum(pairs, 0, reverse=True) + written[None, :]  # [t, j]
+    return tl.sum(tl.where(order[:, None] > order[None, :], over, reads[None, :]), 1)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -85,120 +99,125 @@ def recurrence_gradients_kernel(
     The gradients of query, key [t, G, K], value [t, H, V], decay and strength [t, H] are written
     without gaps. VALUES is at least V, BLOCK_V columns of which are worked on at a time.
     """
+    ROWS: tl.constexpr = 2 * CHUNK if CORRECTS else CHUNK
     groups = heads // shared
     group = (tl.program_id(0) % groups).to(tl.int64)
     chunk = (tl.program_id(0) // groups).to(tl.int64)
-    rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     is_key = feature < keys
-    grad_query = tl.zeros([CHUNK, KEYS], dtype=tl.float32)
-    grad_key = tl.zeros([CHUNK, KEYS], dtype=tl.float32)
+    grad_reads = tl.zeros([ROWS, KEYS], dtype=tl.float32)  # of queries; of keys that read
+    grad_writes = tl.zeros([KEYS, CHUNK], dtype=tl.float32)  # of keys that write, transposed
     for index in range(shared):
         head = group * shared + index
         number = chunk * heads + head
         # Where tokens are is asked again for each head, and what follows from it made again: masks
         # and places that are kept from one head to the next fill registers.
-        first = tl.load(first_ptr + chunk)
-        token = first + rows
-        order = first.to(tl.int32) + rows
-        alive = token < tl.load(end_ptr + chunk)
-        tile = alive[:, None] & is_key[None, :]
-        query_place = query_ptr + group * query_stride_h + token[:, None] * query_stride_t
-        key_place = key_ptr + group * key_stride_h + token[:, None] * key_stride_t
-        query = tl.load(query_place + feature[None, :], mask=tile, other=0.0)
-        key = tl.load(key_place + feature[None, :], mask=tile, other=0.0)
+        first, end = tl.load(first_ptr + chunk), tl.load(end_ptr + chunk)
+        row = tl.arange(0, CHUNK)
+        token = first + row
+        order = first.to(tl.int32) + row
+        alive = token < end
+        both = tl.arange(0, ROWS)
+        is_lower = both >= CHUNK
+        both = both % CHUNK
+        both_token = first + both
+        both_alive = both_token < end
+        query_place = query_ptr + group * query_stride_h + both_token * query_stride_t
+        key_place = key_ptr + group * key_stride_h + both_token * key_stride_t
+        pair = tl.load(
+            tl.where(is_lower, key_place, query_place)[:, None] + feature[None, :],
+            mask=both_alive[:, None] & is_key[None, :],
+            other=0.0,
+        )
+        key = tl.load(
+            key_ptr + group * key_stride_h + token[:, None] * key_stride_t + feature[None, :],
+            mask=alive[:, None] & is_key[None, :],
+            other=0.0,
+        )
         large_place = sums_ptr + number * CHUNK
         small_place = large_place + chunks.to(tl.int64) * heads * CHUNK
-        large, small = tl.load(large_place + rows), tl.load(small_place + rows)
+        large, small = tl.load(large_place + row), tl.load(small_place + row)
         last, last_small = tl.load(large_place + CHUNK - 1), tl.load(small_place + CHUNK - 1)
         growth = tl.exp(large + small)
         left = tl.exp((last - large) + (last_small - small))
-        gate_place = strength_ptr + token * strength_stride_t + head * strength_stride_h
-        strength = tl.load(gate_place, mask=alive, other=0.0).to(tl.float32)
+        gate_place = strength_ptr + head * strength_stride_h
+        strength = tl.load(gate_place + token * strength_stride_t, mask=alive, other=0.0)
+        strength = strength.to(tl.float32)
+        both_large, both_small = tl.load(large_place + both), tl.load(small_place + both)
+        both_growth = tl.exp(both_large + both_small)
+        factor = tl.load(gate_place + both_token * strength_stride_t, mask=both_alive, other=0.0)
+        factor = tl.where(is_lower, -factor.to(tl.float32), scale)
         if CORRECTS:
-            solved_place = solved_ptr + number * CHUNK * CHUNK + rows[:, None] * CHUNK
-            solved = tl.load(solved_place + rows[None, :])
-        seen = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)  # dO changeᵀ
-        seen_t = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
-        errors = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)  # x changeᵀ
-        errors_t = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
-        along_query = tl.zeros([CHUNK], dtype=tl.float32)
-        along_key = tl.zeros([CHUNK], dtype=tl.float32)
+            solved_place = solved_ptr + number * CHUNK * CHUNK + row[None, :] * CHUNK
+            solved_t = tl.load(solved_place + row[:, None]).to(tl.float32)
+            solved_t *= decays_between(
+                large[None, :],
+                large[:, None],
+                small[None, :],
+                small[:, None],
+                order[None, :] >= order[:, None],
+            )
+            solved_t = solved_t.to(key.dtype)
+        within = tl.zeros([ROWS, CHUNK], dtype=tl.float32)  # [dO ; x] changeᵀ
+        along = tl.zeros([ROWS], dtype=tl.float32)
         along_end = tl.zeros([CHUNK], dtype=tl.float32)
         grad_strength = tl.zeros([CHUNK], dtype=tl.float32)
         kept = tl.zeros([KEYS], dtype=tl.float32)
         for block in range(0, VALUES, BLOCK_V):
             column = block + tl.arange(0, BLOCK_V)
-            along = alive[:, None] & (column < values)[None, :]
-            in_state = is_key[:, None] & (column < values)[None, :]
+            is_value = column < values
+            tile = alive[:, None] & is_value[None, :]
+            in_state = is_key[:, None] & is_value[None, :]
             state_place = number * keys * values + feature.to(tl.int64)[:, None] * values
             state_place = state_place + column[None, :]
-            start = tl.load(starts_ptr + state_place, mask=in_state, other=0.0)
-            end = tl.load(ends_ptr + state_place, mask=in_state, other=0.0)
-            kept += tl.sum(start.to(tl.float32) * end.to(tl.float32), 1)
-            dense = (token[:, None] * heads + head) * values + column[None, :]
-            x = tl.load(x_ptr + dense, mask=along, other=0.0)
-            value_place = value_ptr + head * value_stride_h + token[:, None] * value_stride_t
-            value = tl.load(value_place + column[None, :], mask=along, other=0.0).to(tl.float32)
-            grad_place = grad_ptr + head * grad_stride_h + token[:, None] * grad_stride_t
-            grad = tl.load(grad_place + column[None, :], mask=along, other=0.0)
-            grad_strength += tl.sum(x.to(tl.float32) * value, 1)
-            grad_value = x.to(tl.float32) * strength[:, None]
-            tl.store(
-                grad_value_ptr + dense, grad_value.to(grad_value_ptr.dtype.element_ty), mask=along
+            state = tl.load(starts_ptr + state_place, mask=in_state, other=0.0)
+            grad_state = tl.load(ends_ptr + state_place, mask=in_state, other=0.0)
+            kept += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
+            grad_place = grad_ptr + head * grad_stride_h + both_token * grad_stride_t
+            x_place = x_ptr + (both_token * heads + head) * values
+            pulls = tl.load(
+                tl.where(is_lower, x_place, grad_place)[:, None] + column[None, :],
+                mask=both_alive[:, None] & is_value[None, :],
+                other=0.0,
             )
-            change = value
+            dense = (token[:, None] * heads + head) * values + column[None, :]
+            x = tl.load(x_ptr + dense, mask=tile, other=0.0).to(tl.float32)
+            value_place = value_ptr + head * value_stride_h + token[:, None] * value_stride_t
+            value = tl.load(value_place + column[None, :], mask=tile, other=0.0)
+            grad_strength += tl.sum(x * value.to(tl.float32), 1)
+            grad_value = (x * strength[:, None]).to(grad_value_ptr.dtype.element_ty)
+            tl.store(grad_value_ptr + dense, grad_value, mask=tile)
+            change_t = tl.trans(value).to(tl.float32)
             if CORRECTS:
-                change -= tl.dot(key, start, input_precision="ieee") * growth[:, None]
-            change = (change * strength[:, None]).to(key.dtype)
+                returned = tl.dot(tl.trans(state), tl.trans(key), input_precision="ieee")
+                change_t -= returned * growth[None, :]
+            change_t = (change_t * strength[None, :]).to(key.dtype)
             if CORRECTS:
-                change = tl.dot(solved, change, input_precision="ieee").to(key.dtype)
-            seen = tl.dot(grad, tl.trans(change), acc=seen, input_precision="ieee")
-            seen_t = tl.dot(change, tl.trans(grad), acc=seen_t, input_precision="ieee")
-            part = tl.dot(change, tl.trans(end), input_precision="ieee") * left[:, None]
-            along_end += tl.sum(part * key.to(tl.float32), 1)
-            grad_key += part
-            part = tl.dot(grad, tl.trans(start), input_precision="ieee")
-            part = part * (growth * scale)[:, None]
-            along_query += tl.sum(part * query.to(tl.float32), 1)
-            grad_query += part
-            if CORRECTS:
-                errors = tl.dot(x, tl.trans(change), acc=errors, input_precision="ieee")
-                errors_t = tl.dot(change, tl.trans(x), acc=errors_t, input_precision="ieee")
-                part = tl.dot(x, tl.trans(start), input_precision="ieee") * growth[:, None]
-                along_key += tl.sum(part * key.to(tl.float32), 1)
-                grad_key -= part * strength[:, None]
-        behind = order[:, None] > order[None, :]
-        falls = decays_between(
-            large[:, None],
+                change_t = tl.dot(change_t, solved_t, input_precision="ieee").to(key.dtype)
+            within = tl.dot(pulls, change_t, acc=within, input_precision="ieee")
+            part_t = tl.dot(grad_state, change_t, input_precision="ieee") * left[None, :]
+            along_end += tl.sum(part_t * tl.trans(key).to(tl.float32), 0)
+            grad_writes += part_t
+            part = tl.dot(pulls, tl.trans(state), input_precision="ieee") * both_growth[:, None]
+            along += tl.sum(part * pair.to(tl.float32), 1)
+            grad_reads += part * factor[:, None]
+        within *= decays_between(  # Z above N
+            both_large[:, None],
             large[None, :],
-            small[:, None],
+            both_small[:, None],
             small[None, :],
-            order[:, None] >= order[None, :],
+            (first.to(tl.int32) + both - is_lower.to(tl.int32))[:, None] >= order[None, :],
         )
-        falls_t = decays_between(
-            large[None, :],
-            large[:, None],
-            small[None, :],
-            small[:, None],
-            order[None, :] >= order[:, None],
-        )
-        seen = (seen * falls * scale).to(key.dtype)  # Z
-        grad_query = tl.dot(seen, key, acc=grad_query, input_precision="ieee")
-        seen_t = seen_t * falls_t * scale
-        pairs_t = seen_t * tl.dot(key, tl.trans(query), input_precision="ieee")
-        grad_key = tl.dot(seen_t.to(key.dtype), query, acc=grad_key, input_precision="ieee")
+        pairs = within * tl.dot(pair, tl.trans(key), input_precision="ieee")
         if CORRECTS:
-            products = tl.dot(key, tl.trans(key), input_precision="ieee")
-            errors = tl.where(behind, errors * falls, 0.0)  # N
-            grad_strength -= along_key + tl.sum(errors * products, 1)
-            errors_t = tl.where(order[:, None] < order[None, :], errors_t * falls_t, 0.0)
-            errors_t = errors_t * strength[None, :]
-            pairs_t -= errors_t * products
-            both = -(errors * strength[:, None] + errors_t).to(key.dtype)
-            grad_key = tl.dot(both, key, acc=grad_key, input_precision="ieee")
-        reads = along_query - strength * along_key
-        grad_decay = decay_gradient(pairs_t, along_end, reads, order)
+            lower = tl.where(is_lower, along + tl.sum(pairs, 1), 0.0)
+            grad_strength -= summed_halves(lower, CORRECTS, CHUNK)
+        reads = summed_halves(along * factor, CORRECTS, CHUNK)
+        pairs = summed_halves(pairs * factor[:, None], CORRECTS, CHUNK)
+        within = (within * factor[:, None]).to(key.dtype)
+        grad_reads = tl.dot(within, key, acc=grad_reads, input_precision="ieee")
+        grad_writes = tl.dot(tl.trans(pair), within, acc=grad_writes, input_precision="ieee")
+        grad_decay = decay_gradient(pairs, along_end, reads, order)
         grad_decay += tl.exp(last + last_small) * tl.sum(kept, 0)
         decay_place = decay_ptr + token * decay_stride_t + head * decay_stride_h
         decay = tl.load(decay_place, mask=alive, other=0.0)
@@ -208,8 +227,14 @@ def recurrence_gradients_kernel(
         tl.store(grad_decay_ptr + gate, grad_decay.to(kind), mask=alive)
         kind = grad_strength_ptr.dtype.element_ty
         tl.store(grad_strength_ptr + gate, grad_strength.to(kind), mask=alive)
-    token = tl.load(first_ptr + chunk) + rows
-    tile = (token < tl.load(end_ptr + chunk))[:, None] & is_key[None, :]
+    row = tl.arange(0, CHUNK)
+    token = tl.load(first_ptr + chunk) + row
+    alive = (token < tl.load(end_ptr + chunk))[:, None] & is_key[None, :]
     place = (token[:, None] * groups + group) * keys + feature[None, :]
-    tl.store(grad_query_ptr + place, grad_query.to(grad_query_ptr.dtype.element_ty), mask=tile)
-    tl.store(grad_key_ptr + place, grad_key.to(grad_key_ptr.dtype.element_ty), mask=tile)
+    grad_key = tl.trans(grad_writes)
+    is_lower = (tl.arange(0, ROWS) >= CHUNK)[:, None]
+    if CORRECTS:
+        grad_key += summed_halves(tl.where(is_lower, grad_reads, 0.0), CORRECTS, CHUNK)
+    grad_query = summed_halves(tl.where(is_lower, 0.0, grad_reads), CORRECTS, CHUNK)
+    tl.store(grad_query_ptr + place, grad_query.to(grad_query_ptr.dtype.element_ty), mask=alive)
+    tl.store(grad_key_ptr + place, grad_key.to(grad_key_ptr.dtype.element_ty), mask=alive)

@@ -17,6 +17,14 @@ def decays_between(up_to_rows, up_to_columns, rest_of_rows, rest_of_columns, see
     return tl.exp(tl.where(seen, between, float("-inf")))
 
 
+@triton.jit
+def within(index, size: tl.constexpr, BLOCK: tl.constexpr):
+    """Return index < size, which is always so where blocks fill the size."""
+    if size % BLOCK == 0:
+        return tl.full(index.shape, 1, tl.int1)
+    return index < size
+
+
 @triton.jit(do_not_specialize=["chunks"])
 def sweep_kernel(
     query_ptr,
@@ -30,18 +38,19 @@ def sweep_kernel(
     begin_ptr,
     scale,
     chunks,
-    heads,
-    shared,
-    keys,
-    values,
-    query_stride_t,
-    query_stride_h,
-    key_stride_t,
-    key_stride_h,
-    value_stride_t,
-    value_stride_h,
-    strength_stride_t,
-    strength_stride_h,
+    heads: tl.constexpr,
+    shared: tl.constexpr,
+    keys: tl.constexpr,
+    values: tl.constexpr,
+    query_stride_t: tl.constexpr,
+    query_stride_h: tl.constexpr,
+    key_stride_t: tl.constexpr,
+    key_stride_h: tl.constexpr,
+    value_stride_t: tl.constexpr,
+    value_stride_h: tl.constexpr,
+    strength_stride_t: tl.constexpr,
+    strength_stride_h: tl.constexpr,
+    seen_ptr,
     initial_ptr,
     out_ptr,
     starts_ptr,
@@ -50,6 +59,7 @@ def sweep_kernel(
     CORRECTS: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
     HAS_VALUE: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_OUT: tl.constexpr,
@@ -61,7 +71,10 @@ def sweep_kernel(
     """Sweep BLOCK_V columns of the state of one head through the chunks of one sequence.
 
     Without values the first state is the identity, so that the last one is M. HAS_TOTAL stores
-    exp of all decays of the sequence, M of a recurrence that does not correct.
+    exp of all decays of the sequence, M of a recurrence that does not correct. HAS_SEEN: how much a
+    token sees of others, scale (Q Kᵀ) ∘ D, was made before, off the path from chunk to chunk.
+
+    What a model fixes is known when this is compiled: masks go, and addresses cost no registers.
     """
     blocks = tl.cdiv(values, BLOCK_V)
     unit = tl.program_id(0) // blocks
@@ -77,11 +90,11 @@ def sweep_kernel(
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     column = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    has_feature = feature < keys
-    has_column = column < values
+    has_feature = within(feature, keys, KEYS)
+    has_column = within(column, values, BLOCK_V)
     state_mask = has_feature[:, None] & has_column[None, :]
     state_place = feature[:, None] * values + column[None, :]
-    state_size = keys.to(tl.int64) * values
+    state_size: tl.constexpr = keys * values
     if HAS_INITIAL:
         state = tl.load(
             initial_ptr + (sequence * heads + head) * state_size + state_place,
@@ -95,7 +108,6 @@ def sweep_kernel(
     # A place is that of a chunk, 64 bits wide, and one within it: the latter stays the same.
     query_tile = rows[:, None] * query_stride_t + feature[None, :]
     key_tile = rows[:, None] * key_stride_t + feature[None, :]
-    key_t_tile = rows[None, :] * key_stride_t + feature[:, None]
     value_tile = rows[:, None] * value_stride_t + column[None, :]
     out_tile = rows[:, None] * (heads * values) + column[None, :]
     square_tile = rows[:, None] * CHUNK + rows[None, :]
@@ -113,16 +125,13 @@ def sweep_kernel(
         number = (begin + step) * heads + head
         sums = sums_ptr + number * CHUNK
         key = tl.load(key_ptr + key_tile, mask=inside[:, None] & has_feature[None, :], other=0.0)
-        key_t = tl.load(
-            key_ptr + key_t_tile, mask=has_feature[:, None] & inside[None, :], other=0.0
-        )
         large = tl.load(sums + rows)
         small = tl.load(sums + rest + rows)
         last_large = tl.load(sums + CHUNK - 1)
         last_small = tl.load(sums + rest + CHUNK - 1)
         gate = strength.to(tl.float32)
         # Of the next chunk: nothing else would ask for it before it is waited for.
-        strength_ptr += CHUNK * strength_stride_t.to(tl.int64)
+        strength_ptr += CHUNK * strength_stride_t
         strength = tl.load(
             strength_ptr + rows * strength_stride_t, mask=rows < left_over - CHUNK, other=0.0
         )
@@ -130,13 +139,21 @@ def sweep_kernel(
         left = tl.exp((last_large - large) + (last_small - small))
         whole = tl.exp(last_large + last_small)
         if HAS_OUT:
-            falls = decays_between(
-                large[:, None],
-                large[None, :],
-                small[:, None],
-                small[None, :],
-                rows[:, None] >= rows[None, :],
+            query = tl.load(
+                query_ptr + query_tile, mask=inside[:, None] & has_feature[None, :], other=0.0
             )
+            if HAS_SEEN:
+                seen = tl.load(seen_ptr + number * CHUNK * CHUNK + square_tile)
+            else:
+                falls = decays_between(
+                    large[:, None],
+                    large[None, :],
+                    small[:, None],
+                    small[None, :],
+                    rows[:, None] >= rows[None, :],
+                )
+                seen = tl.dot(query, tl.trans(key), input_precision="ieee") * falls
+                seen = (seen * scale).to(key.dtype)
         narrow = state.to(key.dtype)
         if HAS_STARTS:
             tl.store(starts_ptr + number * state_size + state_place, narrow, mask=state_mask)
@@ -154,30 +171,28 @@ def sweep_kernel(
             change = tl.dot(solved, wanted.to(key.dtype), input_precision="ieee")
         else:
             change = value * gate[:, None]
-        if HAS_OUT:
-            query = tl.load(
-                query_ptr + query_tile, mask=inside[:, None] & has_feature[None, :], other=0.0
-            )
-            seen = tl.dot(query, key_t, input_precision="ieee") * falls
-            out = tl.dot(query, narrow, input_precision="ieee") * growth[:, None]
-            out = tl.dot(seen.to(key.dtype), change.to(key.dtype), acc=out, input_precision="ieee")
-            tl.store(
-                out_ptr + out_tile,
-                (out * scale).to(out_ptr.dtype.element_ty),
-                mask=inside[:, None] & has_column[None, :],
-            )
+        moved = (change * left[:, None]).to(key.dtype)
+        change = change.to(key.dtype)
         state = tl.dot(
-            key_t,
-            (change * left[:, None]).to(key.dtype),
+            tl.trans(key),
+            moved,
             acc=state * whole,
             input_precision="ieee",
         )
+        if HAS_OUT:
+            out = tl.dot(query, narrow, input_precision="ieee") * (growth * scale)[:, None]
+            out = tl.dot(seen, change, acc=out, input_precision="ieee")
+            tl.store(
+                out_ptr + out_tile,
+                out.to(out_ptr.dtype.element_ty),
+                mask=inside[:, None] & has_column[None, :],
+            )
         if HAS_TOTAL:
             total += last_large.to(tl.float64) + last_small.to(tl.float64)
-        query_ptr += CHUNK * query_stride_t.to(tl.int64)
-        key_ptr += CHUNK * key_stride_t.to(tl.int64)
-        value_ptr += CHUNK * value_stride_t.to(tl.int64)
-        out_ptr += CHUNK * (heads * values).to(tl.int64)
+        query_ptr += CHUNK * query_stride_t
+        key_ptr += CHUNK * key_stride_t
+        value_ptr += CHUNK * value_stride_t
+        out_ptr += CHUNK * heads * values
         left_over -= CHUNK
     unit = sequence * heads + head
     if HAS_LAST:

@@ -46,6 +46,7 @@ class Prepared:
         scale: of queries.
         sums: fp32 [2, n, H, C], decays summed up within a chunk: rounded, and what that took off.
         solved: T ∘ D [n, H, C, C] in value's dtype; None where nothing is corrected.
+        seen: scale (Q Kᵀ) ∘ D, likewise, until the sweep has read it; None where that makes it.
         initial: the first states [N, H, K, V] of the sweep, fp32; None is zeros.
     """
 
@@ -54,6 +55,7 @@ class Prepared:
     scale: float
     sums: torch.Tensor
     solved: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
     initial: torch.Tensor | None = None
 
     @property
@@ -133,8 +135,8 @@ class TritonRecurrence:
         if self.corrects:
             from megatron.core.ops.gated_delta_rule.triton import solve
 
-            sums, solved = solve(inputs, tiles)
-            return Prepared(inputs, tiles, scale, sums, solved)
+            sums, solved, seen = solve(inputs, tiles, scale)
+            return Prepared(inputs, tiles, scale, sums, solved, seen)
         from megatron.core.ops.state_space_dual.triton import sum_decays
 
         return Prepared(inputs, tiles, scale, sum_decays(inputs.decay, tiles))
@@ -148,6 +150,7 @@ class TritonRecurrence:
         out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         last = prepared.states()
         sweep(prepared, initial=prepared.initial, out=out, last=last)
+        prepared.seen = None
         return out, last
 
     def summary(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,11 +210,12 @@ def sweep(
     columns = prepared.keys if without_values else prepared.values
     launch = launch_of(SWEEP, SWEEP_WIDE, prepared, columns)
     units = prepared.tiles.sequence_count * prepared.heads
-    unused = prepared.sums
+    seen, unused = prepared.seen, prepared.sums
     sweep_kernel[(units * triton.cdiv(columns, launch["BLOCK_V"]),)](
         *prepared.arguments(columns),
-        *(unused if x is None else x for x in (initial, out, starts, last, total)),
+        *(unused if x is None else x for x in (seen, initial, out, starts, last, total)),
         **prepared.constants(),
+        HAS_SEEN=seen is not None,
         HAS_VALUE=not without_values,
         HAS_INITIAL=initial is not None,
         HAS_OUT=out is not None,
@@ -277,7 +281,6 @@ def gradients(
     )
     if not tiles.count:
         return found
-    is_wide = grad.dtype == torch.float32
     recurrence_gradients_kernel[(tiles.count * inputs.key.shape[1],)](
         *prepared.arguments(),
         *(inputs.decay, *inputs.decay.stride()),
@@ -286,7 +289,7 @@ def gradients(
         *found,
         LOWEST_DECAY,
         **prepared.constants(),
-        PRECISION="ieee" if is_wide else "tf32x3",
+        VALUES=padded(prepared.values),
         **launch_of(GRADIENTS, GRADIENTS_WIDE, prepared, prepared.values),
     )
     return found

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between
+from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between, within
 from megatron.core.ops.chunked_recurrence.tiles import Tiles
 from megatron.core.ops.decay import LOWEST_DECAY
 from megatron.core.ops.launches import Launches
@@ -61,102 +61,110 @@ def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks"])
 def solve_kernel(
+    query_ptr,
     key_ptr,
     decay_ptr,
     strength_ptr,
     solved_ptr,
+    seen_ptr,
     sums_ptr,
     first_ptr,
     end_ptr,
     lowest,
+    scale,
     chunks,
-    heads,
-    groups,
-    keys,
-    key_stride_t,
-    key_stride_h,
-    decay_stride_t,
-    decay_stride_h,
-    strength_stride_t,
-    strength_stride_h,
+    heads: tl.constexpr,
+    groups: tl.constexpr,
+    keys: tl.constexpr,
+    query_stride_t: tl.constexpr,
+    query_stride_h: tl.constexpr,
+    key_stride_t: tl.constexpr,
+    key_stride_h: tl.constexpr,
+    decay_stride_t: tl.constexpr,
+    decay_stride_h: tl.constexpr,
+    strength_stride_t: tl.constexpr,
+    strength_stride_h: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Make T ∘ D, and the sums of decays, of one chunk and the heads of one group.
+    """Make T ∘ D, scale (Q Kᵀ) ∘ D and the sums of decays of one chunk and the heads of one group.
 
-    The heads share K Kᵀ. Rows behind the end of a sequence are those of the identity.
+    The heads share the products. Rows of T behind the end of a sequence are those of the identity.
     """
     chunk = (tl.program_id(0) // groups).to(tl.int64)
     group = (tl.program_id(0) % groups).to(tl.int64)
-    shared = heads // groups
+    shared: tl.constexpr = heads // groups
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
-    place = tl.load(first_ptr + chunk) + rows
-    inside = place < tl.load(end_ptr + chunk)
-    base = key_ptr + group * key_stride_h
-    key = tl.load(
-        base + place[:, None] * key_stride_t + feature[None, :],
-        mask=inside[:, None] & (feature < keys)[None, :],
-        other=0.0,
+    start = tl.load(first_ptr + chunk)
+    inside = rows < (tl.load(end_ptr + chunk) - start).to(tl.int32)
+    has_feature = within(feature, keys, KEYS)
+    tile = inside[:, None] & has_feature[None, :]
+    key_ptr += start * key_stride_t + group * key_stride_h
+    query_ptr += start * query_stride_t + group * query_stride_h
+    decay_ptr += start * decay_stride_t
+    strength_ptr += start * strength_stride_t
+    key = tl.load(key_ptr + rows[:, None] * key_stride_t + feature[None, :], mask=tile, other=0.0)
+    query = tl.load(
+        query_ptr + rows[:, None] * query_stride_t + feature[None, :], mask=tile, other=0.0
     )
+    among = rows[:, None] >= rows[None, :]
     raw = tl.dot(key, tl.trans(key), input_precision="ieee")
     raw = tl.where(rows[:, None] > rows[None, :], raw, 0.0)
+    read = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     for index in range(shared):
         head = group * shared + index
         decay = tl.load(
-            decay_ptr + place * decay_stride_t + head * decay_stride_h, mask=inside, other=0.0
+            decay_ptr + head * decay_stride_h + rows * decay_stride_t, mask=inside, other=0.0
         )
         sums = tl.cumsum(tl.maximum(decay.to(tl.float64), lowest), 0)
         large = sums.to(tl.float32)
-        target = sums_ptr + (chunk * heads + head) * CHUNK + rows
-        tl.store(target, large)
         rest = (sums - large.to(tl.float64)).to(tl.float32)
-        tl.store(target + chunks.to(tl.int64) * heads * CHUNK, rest)
+        number = chunk * heads + head
+        tl.store(sums_ptr + number * CHUNK + rows, large)
+        tl.store(sums_ptr + (chunks.to(tl.int64) * heads + number) * CHUNK + rows, rest)
         strength = tl.load(
-            strength_ptr + place * strength_stride_t + head * strength_stride_h,
+            strength_ptr + head * strength_stride_h + rows * strength_stride_t,
             mask=inside,
             other=0.0,
         ).to(tl.float32)
-        solved = unit_lower_inverse(raw * strength[:, None], CHUNK, PRECISION)
-        solved *= decays_between(
-            large[:, None],
-            large[None, :],
-            rest[:, None],
-            rest[None, :],
-            rows[:, None] >= rows[None, :],
-        )
-        target = solved_ptr + (chunk * heads + head) * CHUNK * CHUNK
-        target += rows[:, None] * CHUNK + rows[None, :]
-        tl.store(target, solved.to(solved_ptr.dtype.element_ty))
+        falls = decays_between(large[:, None], large[None, :], rest[:, None], rest[None, :], among)
+        square = number * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
+        tl.store(seen_ptr + square, (read * falls).to(seen_ptr.dtype.element_ty))
+        solved = unit_lower_inverse(raw * strength[:, None], CHUNK, PRECISION) * falls
+        tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty))
 
 
-def solve(inputs: RecurrenceInputs, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+def solve(
+    inputs: RecurrenceInputs, tiles: Tiles, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what no state is needed for.
 
     Args:
-        inputs: of all tokens; the last dimension of keys is contiguous.
+        inputs: of all tokens; the last dimension of queries and keys is contiguous.
         tiles: their chunks of C tokens.
+        scale: of queries.
 
     Returns:
         (fp32 [2, n, H, C], the decays summed up within each chunk: rounded, and the rest;
-        T ∘ D [n, H, C, C] in the dtype of values.)
+        T ∘ D [n, H, C, C] in the dtype of values; scale (Q Kᵀ) ∘ D, likewise.)
     """
-    key, value = inputs.key, inputs.value
+    query, key, value, decay, strength = inputs
     heads, (_, groups, keys) = value.shape[1], key.shape
     shape = (tiles.count, heads, tiles.size)
     sums = value.new_empty((2, *shape), dtype=torch.float32)
-    solved = value.new_empty((*shape, tiles.size))
+    solved, seen = (value.new_empty((*shape, tiles.size)) for _ in range(2))
     if tiles.count:
         features = max(16, triton.next_power_of_2(keys))
         is_wide = value.dtype == torch.float32
+        strides = (stride for x in (query, key, decay, strength) for stride in x.stride()[:2])
         solve_kernel[(tiles.count * groups,)](
-            *(key, inputs.decay, inputs.strength, solved, sums, tiles.first, tiles.end),
-            *(LOWEST_DECAY, tiles.count, heads, groups, keys),
-            *(stride for x in (key, inputs.decay, inputs.strength) for stride in x.stride()[:2]),
+            *(query, key, decay, strength, solved, seen, sums, tiles.first, tiles.end),
+            *(LOWEST_DECAY, scale, tiles.count, heads, groups, keys, *strides),
             CHUNK=tiles.size,
             KEYS=features,
             PRECISION="ieee" if is_wide else "tf32",
             **SOLVE.pick(value, f"{str(value.dtype)[6:]} C{tiles.size} K{features}"),
         )
-    return sums, solved
+    return sums, solved, seen

@@ -29,7 +29,8 @@ def add_product_(
         if overwrite:
             torch.mm(left, right, out_dtype=total.dtype, out=total)
         else:
-            total.add_(torch.mm(left, right, out_dtype=total.dtype))
+            # Added where it is made: a product put aside would be written and read once more.
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif overwrite:
         total.copy_(left @ right)
     else:

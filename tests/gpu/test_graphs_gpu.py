@@ -23,6 +23,7 @@ from tests.functional_tests.small_run import (
 )
 from tests.support.ranks import start_ranks
 from tests.unit_tests.training.graphed_runs import (
+    HYBRID,
     MODEL,
     REPLAYED,
     STEPS,
@@ -55,8 +56,14 @@ def one_order(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("model", "granularity", "documents"),
-    [(MODEL, None, False), (WITHOUT_DROPOUT, "selective", True), (WITHOUT_DROPOUT, "full", False)],
-    ids=["dropout", "documents", "recomputed"],
+    [
+        (MODEL, None, False),
+        (WITHOUT_DROPOUT, "selective", True),
+        (WITHOUT_DROPOUT, "full", False),
+        (HYBRID, None, False),
+        (HYBRID, "full", False),
+    ],
+    ids=["dropout", "documents", "recomputed", "hybrid", "recomputed hybrid"],
 )
 def test_replays_are_eager_steps_bit_by_bit(
     device, one_order, dtype, model, granularity, documents

@@ -2,6 +2,7 @@
 """CaptureRules: streams and events of a pretended GPU that refuse what CUDA refuses in a capture.
 
 - Inside, nothing may wait for what was recorded outside, nor the host for anything.
+- Inside, nothing may be copied from the host: a replay would read memory that is gone.
 - Outside, nothing may wait for what was recorded inside.
 - A stream enters the capture by waiting for one that is in it, and must be waited for by the
   capture's own stream before the end.
@@ -19,7 +20,9 @@ import torch
 
 from megatron.core.comm import collectives
 from megatron.core.comm.transfer import Transfer, Underway
+from megatron.core.context_parallel import layout
 from megatron.core.distributed import capture, data_parallel, gradients
+from megatron.core.ops import sequences
 from megatron.core.weight_gather import arena, gatherer
 
 MODULES: tuple[ModuleType, ...] = (
@@ -171,9 +174,22 @@ class CaptureRules:
         """Make an event."""
         return PretendEvent(self)
 
-    def enforced(self) -> contextlib.AbstractContextManager[None]:
+    def pin(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return what can be copied to the device without waiting."""
+        if self.active is not None:
+            raise CaptureError(
+                "a capture copies from the host's memory, which a replay reads again"
+            )
+        return tensor
+
+    @contextlib.contextmanager
+    def enforced(self) -> Iterator[None]:
         """Give the engine this GPU instead of the CPU's streams, which keep no rules."""
-        return pretended_streams(self)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(pretended_streams(self))
+            for module in (layout, sequences):
+                stack.enter_context(mock.patch.object(module, "pin", self.pin))
+            yield
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from megatron.training.full_iteration import FullIterationGraph
 from megatron.training.graph_recorder import Recorder
@@ -38,6 +39,17 @@ MODEL = GPTConfig(
 #: The same without dropout, whose masks are most of its operations.
 WITHOUT_DROPOUT = replace(
     MODEL, hidden_dropout=0.0, attention=replace(MODEL.attention, dropout=0.0)
+)
+#: Both recurrences, whose tables of whole rows come from the host.
+HYBRID = replace(
+    WITHOUT_DROPOUT,
+    num_layers=6,
+    ffn_pattern="",
+    pattern="G-M-*-",
+    delta_net=GatedDeltaNetConfig(
+        num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
+    ),
+    mamba=Mamba2Config(num_heads=4, head_channels=5, num_groups=2, state_channels=6),
 )
 #: Steps before the recording; the last of them is skipped for its loss, so it syncs no weights.
 WARMUP, STEPS = 3, 9

@@ -26,6 +26,7 @@ from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
 from tests.unit_tests.training.graphed_runs import (
     EVALUATED,
+    HYBRID,
     REPLAYED,
     STEPS,
     WARMUP,
@@ -71,6 +72,14 @@ def test_one_rank_is_replayed_to_the_bits_of_eager_steps(granularity, documents)
     # Of all that a step does, reading the factor of the loss alone is done on a CPU only.
     assert found[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2
     assert found[2].optimizer.scaler.scale > 4.0, "the loss scale has changed on the way"
+
+
+def test_a_hybrid_of_whole_rows_is_replayed_to_the_bits_of_eager_steps():
+    with one_thread():
+        found = both(ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID)
+    assert_equal_runs(*found)
+    layouts = found[2].model._layouts._whole.values()
+    assert [layout.maps_made for layout in layouts] == [1], "tables were made in other steps too"
 
 
 def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:

@@ -20,7 +20,7 @@ from megatron.core.models.multi_token import (
     MultiTokenPrediction,
     carrying,
 )
-from megatron.core.models.row_layout import OF_ROWS, check_layout, layout_of
+from megatron.core.models.row_layout import OF_ROWS, RowLayouts, check_layout
 from megatron.core.models.stages import StageSplit
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -106,6 +106,7 @@ class GPTModel(nn.Module):
         self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
         self.store = WeightStore(groups, seed=seed, dtype=dtype, device=device)
         self._region = TensorParallelRegion(groups["tp"], sequence_parallel)
+        self._layouts = RowLayouts()
         build = LayerBuild(
             store=self.store,
             region=self._region,
@@ -305,7 +306,7 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: both a layout and rows.
         """
-        layout = layout_of(tokens, layout, sample_ids=sample_ids, **rows)
+        layout = self._layouts.of(tokens, layout, sample_ids=sample_ids, **rows)
         return self(tokens, layout=layout, chunk=chunk, hidden=hidden, aux_factor=aux_factor)
 
     def loss(
@@ -342,7 +343,7 @@ class GPTModel(nn.Module):
                 "is `hidden`, for the next chunk"
             )
         rows = {name: context.pop(name) for name in OF_ROWS if name in context}
-        layout = layout_of(tokens, **rows)
+        layout = self._layouts.of(tokens, **rows)
         final = self(tokens, layout=layout, chunk=chunk, **context)
         loss, nll = self.head.loss(final, labels.t(), token_weights.t())
         if ahead is None:

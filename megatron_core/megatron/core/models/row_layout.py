@@ -8,35 +8,52 @@ import torch
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.process_groups import Group
 
-#: What `layout_of` makes a layout of.
+#: What `RowLayouts.of` makes a layout of.
 OF_ROWS = ("layout", "sample_ids", "positions", "document_ids")
 
 
-def layout_of(
-    tokens: torch.Tensor,
-    layout: SequenceLayout | None = None,
-    *,
-    sample_ids: torch.Tensor | None = None,
-    **rows: torch.Tensor | None,
-) -> SequenceLayout:
-    """Return the layout of a microbatch.
+class RowLayouts:
+    """The layouts of a model's microbatches; whole rows of one length share what is made for them.
 
-    Args:
-        tokens: int64 [b, s].
-        layout: given; None makes one of whole rows.
-        sample_ids: int64 [b]; None turns dropout off, unless the layout has some.
-        rows: `positions` and `document_ids` of `SequenceLayout.packed`.
-
-    Raises:
-        ValueError: both a layout and rows.
+    So tables that the host makes for whole rows are copied to the device in the first step alone,
+    and a CUDA graph of a later one holds no copy from memory that is gone when it is replayed.
     """
-    if layout is None:
-        return SequenceLayout.packed(
-            tokens.shape[1], sample_ids=sample_ids, device=tokens.device, **rows
-        )
-    if rows:
-        raise ValueError(f"a layout and {', '.join(rows)}: the layout has those, leave them out")
-    return layout if sample_ids is None else layout.with_samples(sample_ids)
+
+    def __init__(self) -> None:
+        self._whole: dict[tuple[int, torch.device], SequenceLayout] = {}
+
+    def of(
+        self,
+        tokens: torch.Tensor,
+        layout: SequenceLayout | None = None,
+        *,
+        sample_ids: torch.Tensor | None = None,
+        **rows: torch.Tensor | None,
+    ) -> SequenceLayout:
+        """Return the layout of a microbatch.
+
+        Args:
+            tokens: int64 [b, s].
+            layout: given; None makes one of whole rows.
+            sample_ids: int64 [b]; None turns dropout off, unless the layout has some.
+            rows: `positions` and `document_ids` of `SequenceLayout.packed`.
+
+        Raises:
+            ValueError: both a layout and rows.
+        """
+        if layout is not None:
+            if rows:
+                raise ValueError(
+                    f"a layout and {', '.join(rows)}: the layout has those, leave them out"
+                )
+            return layout if sample_ids is None else layout.with_samples(sample_ids)
+        length, device = tokens.shape[1], tokens.device
+        if any(x is not None for x in rows.values()):
+            return SequenceLayout.packed(length, sample_ids=sample_ids, device=device, **rows)
+        key = length, device
+        if key not in self._whole:
+            self._whole[key] = SequenceLayout.packed(length, device=device)
+        return self._whole[key].with_samples(sample_ids)
 
 
 def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -> None:

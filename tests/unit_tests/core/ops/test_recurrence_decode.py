@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token after token through a recurrent layer against whole sequences, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.core.ops.gated_delta_rule import gated_delta_rule
+from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
+from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_prologue import (
+    PrologueWeights,
+    UnitParts,
+    recurrence_prologue,
+)
+from megatron.core.ops.sequences import Sequences
+from megatron.core.ops.state_space_dual import add_skip, state_space_dual
+from tests.support.closeness import relative_error
+from tests.support.nan_memory import nan_memory
+from tests.unit_tests.core.ops.formulas import maker
+
+UNITS, SLOTS, LENGTH = 2, 6, 5
+#: The slots of three rows, and which rows have a token, call after call; None is a padding row.
+PLACES = (4, 0, 2)
+BATCHES = ((0, None, 1, 2), (2, 0, 1), (1, None, 0, None), (2, 1), (0, 2), (None,), (1, 0, None))
+PARTS = {
+    "delta": UnitParts.delta(3, 4, 5),
+    "space": UnitParts.state_space(3, 4, 5, (0.01, 0.9)),
+}
+KINDS = pytest.mark.parametrize("kind", PARTS)
+
+
+def weights_of(parts: UnitParts, make, *, width: int = 4) -> PrologueWeights:
+    heads = UNITS * parts.heads
+    rates = make(heads) / 2 - 1
+    return PrologueWeights(
+        make(UNITS, parts.convolved, width), make(UNITS, parts.convolved), rates, make(heads)
+    )
+
+
+def memory_of(parts: UnitParts, slots: list[int], *, width: int = 4) -> DecodeMemory:
+    """Return zeros for sequences that begin, and NaN for nobody."""
+    heads = UNITS * parts.heads
+    wide = {"dtype": torch.float64}
+    conv = torch.zeros(SLOTS, width - 1, UNITS, parts.convolved, **wide)
+    state = torch.zeros(SLOTS, heads, parts.key_channels, parts.value_channels, **wide)
+    conv[-1], state[-1] = math.nan, math.nan
+    return DecodeMemory(conv, state, torch.tensor(slots))
+
+
+@KINDS
+@pytest.mark.parametrize("width", [1, 4])
+def test_token_after_token_is_the_whole_sequence(kind: str, width: int) -> None:
+    parts, make = PARTS[kind], maker()
+    heads, values = UNITS * parts.heads, parts.heads * parts.value_channels
+    weights, scales, skip = weights_of(parts, make, width=width), make(heads * 5), make(heads)
+    sources = make(3, LENGTH, UNITS, parts.width + values)  # of three rows
+    wanted = []
+    for source in sources:
+        before, gate = source.split([parts.width, values], dim=-1)
+        sequences = Sequences([0, LENGTH])
+        inputs, _ = recurrence_prologue(before, weights, parts=parts, sequences=sequences)
+        rule = gated_delta_rule if kind == "delta" else state_space_dual
+        out = add_skip(rule(*inputs, sequences=sequences)[0], inputs.value, skip)
+        gate = gate.reshape(LENGTH, -1)
+        options = {"eps": 1e-5, "order": GATE_FIRST, "group_size": values}
+        wanted.append(gated_rms_norm(out.flatten(1), gate, scales, **options))
+    memory, done = memory_of(parts, [], width=width), [0, 0, 0]
+    nobody = torch.full_like(sources[0, 0], math.nan)
+    for rows in BATCHES:
+        slots = torch.tensor([-1 if row is None else PLACES[row] for row in rows])
+        taken = [nobody if row is None else sources[row, done[row]] for row in rows]
+        before, gate = torch.stack(taken).split([parts.width, values], dim=-1)
+        with nan_memory():
+            y = recurrence_decode(
+                before,
+                weights,
+                parts=parts,
+                memory=replace(memory, slots=slots),
+                skip=skip,
+                norm=OutputNorm(gate, scales, 1e-5, GATE_FIRST, values),
+            )
+        for row, got in zip(rows, y.flatten(1), strict=True):
+            if row is None:
+                assert not got.any()
+            else:
+                assert relative_error(got, wanted[row][done[row]]) < 1e-12
+                done[row] += 1
+    assert done == [LENGTH, LENGTH, LENGTH - 1]
+    for kept in (memory.conv, memory.state):
+        assert kept[-1].isnan().all()
+        assert not kept[[1, 3]].any()
+
+
+@KINDS
+def test_norms_of_heads_share_a_weight_and_no_norm_is_what_the_recurrence_puts_out(
+    kind: str,
+) -> None:
+    parts, make = PARTS[kind], maker()
+    weights, values = weights_of(parts, make), parts.heads * parts.value_channels
+    source, gate, scale = make(2, UNITS, parts.width), make(2, UNITS, values), make(5)
+    call = {"parts": parts}
+    out = recurrence_decode(source, weights, memory=memory_of(parts, [1, 0]), **call)
+    norm = OutputNorm(gate, scale, 1e-6)
+    y = recurrence_decode(source, weights, memory=memory_of(parts, [1, 0]), norm=norm, **call)
+    expected = gated_rms_norm(out, gate.view(out.shape), scale, eps=1e-6)
+    assert relative_error(y, expected) < 1e-12
+
+
+def test_what_does_not_fit_is_refused_in_one_line() -> None:
+    parts, make = PARTS["delta"], maker()
+    weights, memory = weights_of(parts, make), memory_of(parts, [1, 0])
+    source = make(2, UNITS, parts.width)
+    norm = OutputNorm(make(2, UNITS, 15), make(5), 1e-5)
+
+    def refused(message: str, *, source=source, weights=weights, memory=memory, **options) -> None:
+        with pytest.raises(ValueError, match=message) as found:
+            recurrence_decode(source, weights, parts=parts, memory=memory, **options)
+        assert "\n" not in str(found.value)
+
+    refused(r"source \(2, 2, 28\)", source=source[..., 1:])
+    refused(
+        r"weight \(2, 22, 4\) must be \(2, 23, taps\)",
+        weights=weights._replace(weight=weights.weight[:, 1:]),
+    )
+    refused(r"bias \(1, 23\)", weights=weights._replace(bias=weights.bias[1:]))
+    refused(
+        r"step_bias \(5,\) must be \(6,\)",
+        weights=weights._replace(step_bias=weights.step_bias[1:]),
+    )
+    refused(r"skip \(5,\) must be \(6,\)", skip=make(5))
+    refused("state .* must be contiguous", memory=replace(memory, state=memory.state.mT))
+    refused(r"conv \(6, 2, 2, 23\)", memory=replace(memory, conv=memory.conv[:, 1:]))
+    counts = torch.zeros(SLOTS, UNITS)
+    refused("arrived is torch.float32", memory=replace(memory, arrived=counts))
+    refused("slots .* must be int64", memory=replace(memory, slots=memory.slots.int()))
+    refused(r"gate \(2, 2, 14\)", norm=replace(norm, gate=norm.gate[..., 1:]))
+    refused(
+        r"weight \(4,\) must be one of \[\(5,\), \(30,\)\]",
+        norm=replace(norm, weight=norm.weight[1:]),
+    )
+    refused("group_size 2 must divide", norm=replace(norm, group_size=2))
+    refused("eps=-1", norm=replace(norm, eps=-1.0))
+    refused("order='last'", norm=replace(norm, order="last"))
+    refused("has no float64", implementation="triton")

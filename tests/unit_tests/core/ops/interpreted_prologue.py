@@ -24,7 +24,7 @@ from tests.support.nan_memory import nan_memory
 #: Of fp32, the metric of all tests.
 BOUND = 1e-5
 #: Documents of a length that no tile divides, empty and shorter than a convolution.
-BOUNDS = (0, 1, 1, 3, 17, 19, 37)
+BOUNDS = (0, 1, 1, 3, 17, 19, 34)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Case:
 
     parts: UnitParts
     bounds: tuple[int, ...] = BOUNDS
-    units: int = 2
+    units: int = 1
     width: int = 4
     padding: int = 0  # rows without a token; negative: rows lie as they are packed
     bias: bool = False
@@ -41,20 +41,20 @@ class Case:
     spare: int = 3  # columns behind a unit that are not read
 
 
-DELTA = UnitParts.delta(3, 5, 4)
-WHOLE = UnitParts.delta(2, 8, 4)  # values fill their tiles
-NARROW = UnitParts.state_space(2, 6, 9, (0.2, 0.9))
+DELTA = UnitParts.delta(3, 5, 4)  # values fill one tile and half of another
+WHOLE = UnitParts.delta(2, 8, 4)  # all tiles are full
+NARROW = UnitParts.state_space(2, 6, 4, (0.2, 0.9))
+FEW = (0, 1, 1, 3, 12)
 CASES = {
-    "delta": Case(DELTA),
-    "delta from rows as they lie": Case(DELTA, padding=-1, bias=True, initial=True),
+    "delta": Case(DELTA, units=2, bounds=FEW),
+    "delta from rows as they lie": Case(WHOLE, padding=-1, spare=12),
     "delta with padding and rows before": Case(WHOLE, padding=5, initial=True),
-    "one unit, aligned": Case(WHOLE, units=1, padding=-1, bounds=(0, 19), spare=12),
-    "state space within limits": Case(NARROW, padding=3, bias=True),
+    "state space within limits": Case(NARROW, units=2, bounds=FEW, padding=3, bias=True),
     "state space, rows before": Case(NARROW, bias=True, initial=True, spare=0),
-    "three taps": Case(NARROW, width=3, initial=True),
-    "two taps": Case(DELTA, width=2, padding=2, initial=True),
-    "one tap": Case(DELTA, width=1, padding=2, initial=True, bias=True),
-    "one token": Case(DELTA, bounds=(0, 1), initial=True),
+    "three taps": Case(NARROW, width=3, bounds=FEW, initial=True),
+    "two taps": Case(WHOLE, width=2, bounds=FEW, padding=2, initial=True),
+    "one tap": Case(WHOLE, width=1, bounds=FEW, padding=2, initial=True, bias=True),
+    "one token": Case(WHOLE, bounds=(0, 1), initial=True),
     "no token": Case(DELTA, bounds=(0, 0, 0), padding=2, initial=True),
 }
 
@@ -67,7 +67,7 @@ def small(monkeypatch):
     )
     stretches = {"LANES": 4, "STEPS": 4, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
-    monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 20)  # fewer shares than stretches
+    monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 10)  # fewer shares than stretches
     monkeypatch.setattr(kernels, "GATES", 32)
     with nan_memory():
         yield
@@ -138,13 +138,6 @@ def test_prologue(name):
     assert max(errors.values()) <= BOUND, errors
     spared = found["d_source"][..., case.parts.width :]
     assert not spared.any()
-
-
-def test_sums_of_weights_are_the_same_every_time():
-    case = CASES["delta with padding and rows before"]
-    given = tensors(case)
-    first, second = (run(case, given, torch.float32, "triton") for _ in range(2))
-    assert all(torch.equal(first[what], second[what]) for what in first)
 
 
 def test_what_the_kernel_does_not_take_is_refused_if_forced_and_else_worked_out(monkeypatch):

@@ -12,13 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron.core.ops.recurrence_prologue.gate_kernels import differentiate_gates
 from megatron.core.ops.recurrence_prologue.row_kernels import (
     columns_inside,
     first_column,
     place_of,
     row_before,
     row_of,
-    softplus,
     tap,
 )
 
@@ -32,6 +32,22 @@ def differentiated(rows, grad, taps, scaled, eps, NORMALISED: tl.constexpr):
     if NORMALISED:
         grad = through_norm(pre * share, grad, scaled, eps)
     return grad * share * (1.0 + pre * (1.0 - share))
+
+
+@triton.jit
+def taps_and_bias(weight_ptr, bias_ptr, inside, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Return the weights of four taps, zero of those that are not, and the bias."""
+    bias = tl.zeros(inside.shape, dtype=tl.float32)
+    if HAS_BIAS:
+        at = bias_ptr + tl.arange(0, inside.shape[0])
+        bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return (
+        tap(weight_ptr, inside, 0, WIDTH),
+        tap(weight_ptr, inside, 1, WIDTH),
+        tap(weight_ptr, inside, 2, WIDTH),
+        tap(weight_ptr, inside, 3, WIDTH),
+        bias,
+    )
 
 
 @triton.jit
@@ -200,42 +216,22 @@ def prologue_backward_kernel(
     d_source_ptr += unit * COLUMNS
     d_stride = units.to(tl.int64) * COLUMNS
     if section == SECTIONS - 1:
-        heads = tl.arange(0, BLOCK_H)
-        there = heads < HEADS
-        rate = tl.exp(tl.load(rates_ptr + unit * HEADS + heads, mask=there, other=0.0))
-        step_bias = tl.load(step_bias_ptr + unit * HEADS + heads, mask=there, other=0.0)
-        sum_rates = tl.zeros([BLOCK_H], dtype=tl.float32)
-        sum_steps = tl.zeros([BLOCK_H], dtype=tl.float32)
-        for first in range(share * GATE_T, tokens, shares * GATE_T):  # int64, as `share` is
-            token = first + tl.arange(0, GATE_T)
-            inside = token < tokens
-            mask = inside[:, None] & there[None, :]
-            place = place_of(places_ptr, token, inside, HAS_PLACES)
-            at = source_ptr + (place * stride)[:, None] + heads[None, :]
-            out = d_source_ptr + (place * d_stride)[:, None] + heads[None, :]
-            gate = (token * units + unit)[:, None] * HEADS + heads[None, :]
-            d_decay = tl.load(d_decay_ptr + gate, mask=mask, other=0.0).to(tl.float32)
-            d_strength = tl.load(d_strength_ptr + gate, mask=mask, other=0.0).to(tl.float32)
-            raw = tl.load(at + STEPS_COLUMN, mask=mask, other=0.0).to(tl.float32)
-            raw += step_bias[None, :]
-            steps = softplus(raw)
-            d_steps = -rate[None, :] * d_decay
-            if HAS_STRENGTHS:
-                opened = tl.load(at + STRENGTHS, mask=mask, other=0.0).to(tl.float32)
-                strength = tl.sigmoid(opened)
-                d_opened = d_strength * strength * (1.0 - strength)
-                tl.store(out + STRENGTHS, d_opened.to(out.dtype.element_ty), mask=mask)
-            else:
-                within = (steps >= low) & (steps <= high)
-                d_steps = tl.where(within, d_steps + d_strength, 0.0)
-                steps = tl.minimum(tl.maximum(steps, low), high)
-            d_raw = d_steps * tl.sigmoid(raw)
-            tl.store(out + STEPS_COLUMN, d_raw.to(out.dtype.element_ty), mask=mask)
-            sum_rates += tl.sum(-rate[None, :] * steps * d_decay, 0)
-            sum_steps += tl.sum(d_raw, 0)
-        out = gate_partial_ptr + share * 2 * units * HEADS + unit * HEADS + heads
-        tl.store(out, sum_rates, mask=there)
-        tl.store(out + units * HEADS, sum_steps, mask=there)
+        differentiate_gates(
+            source_ptr,
+            (rates_ptr, step_bias_ptr, places_ptr),
+            (d_decay_ptr, d_strength_ptr),
+            (d_source_ptr, d_stride),
+            gate_partial_ptr,
+            (share, shares, unit, tokens, units, stride),
+            (low, high),
+            STRENGTHS,
+            STEPS_COLUMN,
+            HEADS,
+            HAS_PLACES,
+            HAS_STRENGTHS,
+            BLOCK_H,
+            GATE_T,
+        )
     else:
         column = first_column(section, QUERY, KEY, VALUE, BLOCK)
         inside = columns_inside(section, tl.arange(0, BLOCK), KEYS, VALUES, BLOCK)
@@ -254,17 +250,7 @@ def prologue_backward_kernel(
             grad_ptr = d_value_ptr + unit * VALUES + (section - 2) * BLOCK
             grad_stride = units.to(tl.int64) * VALUES
         weight_ptr += channel * WIDTH
-        bias = tl.zeros([BLOCK], dtype=tl.float32)
-        if HAS_BIAS:
-            at = bias_ptr + channel + tl.arange(0, BLOCK)
-            bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        taps = (
-            tap(weight_ptr, inside, 0, WIDTH),
-            tap(weight_ptr, inside, 1, WIDTH),
-            tap(weight_ptr, inside, 2, WIDTH),
-            tap(weight_ptr, inside, 3, WIDTH),
-            bias,
-        )
+        taps = taps_and_bias(weight_ptr, bias_ptr + channel, inside, WIDTH, HAS_BIAS)
         grads = (grad_ptr, grad_stride)
         results = (d_source_ptr, d_stride)
         initials = (initial_ptr, d_initial_ptr, units * CHANNELS)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron.core.ops.recurrence_prologue.gate_kernels import write_gates
 from megatron.core.ops.recurrence_prologue.row_kernels import (
     columns_inside,
     first_column,
-    place_of,
     row_before,
     row_of,
-    softplus,
     tap,
 )
 
@@ -77,27 +76,21 @@ def prologue_forward_kernel(
     source_ptr += unit * (unit_stride * ALIGN)
     stride = row_stride * ALIGN
     if section == SECTIONS - 1:
-        heads = tl.arange(0, BLOCK_H)
-        real = heads < HEADS
-        rate = tl.exp(tl.load(rates_ptr + unit * HEADS + heads, mask=real, other=0.0))
-        step_bias = tl.load(step_bias_ptr + unit * HEADS + heads, mask=real, other=0.0)
-        for first in range(0, BLOCK_T, GATE_T):
-            token = start + first + tl.arange(0, GATE_T)
-            inside = token < tokens
-            mask = inside[:, None] & real[None, :]
-            place = place_of(places_ptr, token, inside, HAS_PLACES)
-            at = source_ptr + (place * stride)[:, None] + heads[None, :]
-            raw = tl.load(at + STEPS_COLUMN, mask=mask, other=0.0).to(tl.float32)
-            steps = softplus(raw + step_bias[None, :])
-            if HAS_STRENGTHS:
-                opened = tl.load(at + STRENGTHS, mask=mask, other=0.0).to(tl.float32)
-                strength = tl.sigmoid(opened)
-            else:
-                steps = tl.minimum(tl.maximum(steps, low), high)
-                strength = steps
-            out = (token * units + unit)[:, None] * HEADS + heads[None, :]
-            tl.store(decay_ptr + out, -rate[None, :] * steps, mask=mask)
-            tl.store(strength_ptr + out, strength, mask=mask)
+        write_gates(
+            source_ptr,
+            (rates_ptr, step_bias_ptr, places_ptr),
+            (decay_ptr, strength_ptr),
+            (start, unit, tokens, units, stride),
+            (low, high),
+            STRENGTHS,
+            STEPS_COLUMN,
+            HEADS,
+            HAS_PLACES,
+            HAS_STRENGTHS,
+            BLOCK_T,
+            BLOCK_H,
+            GATE_T,
+        )
     else:
         column = first_column(section, QUERY, KEY, VALUE, BLOCK)
         inside = columns_inside(section, tl.arange(0, BLOCK), KEYS, VALUES, BLOCK)

@@ -13,16 +13,6 @@ import triton.language as tl
 
 
 @triton.jit
-def softplus(x):
-    """Return log(1 + e^x), as precise for small results as for large ones."""
-    share = tl.exp(-tl.abs(x))
-    whole = 1.0 + share
-    # What 1 + share rounds off is made good by the slope of the logarithm.
-    log = tl.where(whole == 1.0, share, tl.log(whole) * (share / tl.maximum(whole - 1.0, 1e-30)))
-    return tl.maximum(x, 0.0) + log
-
-
-@triton.jit
 def first_column(
     section,
     QUERY: tl.constexpr,

@@ -73,17 +73,6 @@ class _Call:
     places: Places | None
     width: int
 
-    @property
-    def block(self) -> int:
-        """The columns of a tile."""
-        return triton.next_power_of_2(self.parts.key_channels)
-
-    @property
-    def sections(self) -> int:
-        """Query, key, some columns of values each, gates."""
-        values = self.parts.heads * self.parts.value_channels
-        return 3 + triton.cdiv(values, self.block)
-
     def maps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return int64 [t] of each token: its row, its number in its sequence, and that one's."""
         ages, numbers = self.sequences.made("ages", lambda: _ages(self.sequences))
@@ -91,33 +80,18 @@ class _Call:
 
     def constants(self, source: torch.Tensor, *, has_bias: bool, has_initial: bool) -> dict:
         """Return the compile-time constants that both kernels have."""
-        parts, heads = self.parts, triton.next_power_of_2(self.parts.heads)
-        has_strengths = parts.strengths is not None
-        return {
-            "QUERY": parts.query,
-            "KEY": parts.key,
-            "VALUE": parts.value,
-            "STRENGTHS": parts.strengths if has_strengths else parts.steps,
-            "STEPS_COLUMN": parts.steps,
-            "KEYS": parts.key_channels,
-            "VALUES": parts.heads * parts.value_channels,
-            "HEADS": parts.heads,
-            "WIDTH": self.width,
-            "HAS_BIAS": has_bias,
-            "HAS_PLACES": self.places is not None,
-            "HAS_INITIAL": has_initial,
-            "HAS_STRENGTHS": has_strengths,
-            "NORMALISED": parts.normalised,
-            "ALIGN": alignment(source),
-            "SECTIONS": self.sections,
-            "BLOCK": self.block,
-            "BLOCK_H": heads,
-            "GATE_T": max(1, GATES // heads),
-        }
+        return constants_of(
+            self.parts,
+            width=self.width,
+            align=alignment(source),
+            has_places=self.places is not None,
+            has_bias=has_bias,
+            has_initial=has_initial,
+        )
 
     def key(self, source: torch.Tensor) -> str:
         """Return what decides the best launch."""
-        return f"{self.block} {self.parts.normalised} {source.dtype}"
+        return f"{block_of(self.parts)} {self.parts.normalised} {source.dtype}"
 
     def last_rows(self, source: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
         """Return the last W-1 rows [N, W-1, u, c] of each sequence, carried ones included."""
@@ -134,6 +108,50 @@ class _Call:
         index = borders.last if initial is not None else borders.last.clamp(max=borders.count)
         table = torch.cat([rows.index_select(0, tail), before])
         return table.index_select(0, index).unflatten(0, (-1, near))
+
+
+def constants_of(
+    parts: UnitParts,
+    *,
+    width: int,
+    align: int,
+    has_places: bool = False,
+    has_bias: bool = False,
+    has_initial: bool = False,
+) -> dict:
+    """Return the compile-time constants that both kernels have."""
+    heads, has_strengths = triton.next_power_of_2(parts.heads), parts.strengths is not None
+    return {
+        "QUERY": parts.query,
+        "KEY": parts.key,
+        "VALUE": parts.value,
+        "STRENGTHS": parts.strengths if has_strengths else parts.steps,
+        "STEPS_COLUMN": parts.steps,
+        "KEYS": parts.key_channels,
+        "VALUES": parts.heads * parts.value_channels,
+        "HEADS": parts.heads,
+        "WIDTH": width,
+        "HAS_BIAS": has_bias,
+        "HAS_PLACES": has_places,
+        "HAS_INITIAL": has_initial,
+        "HAS_STRENGTHS": has_strengths,
+        "NORMALISED": parts.normalised,
+        "ALIGN": align,
+        "SECTIONS": sections_of(parts),
+        "BLOCK": block_of(parts),
+        "BLOCK_H": heads,
+        "GATE_T": max(1, GATES // heads),
+    }
+
+
+def block_of(parts: UnitParts) -> int:
+    """Return the columns of a tile."""
+    return triton.next_power_of_2(parts.key_channels)
+
+
+def sections_of(parts: UnitParts) -> int:
+    """Return the sections of a unit: query, key, some columns of values each, gates."""
+    return 3 + triton.cdiv(parts.heads * parts.value_channels, block_of(parts))
 
 
 def alignment(source: torch.Tensor) -> int:
@@ -176,7 +194,7 @@ class _Prologue(torch.autograd.Function):
             constants = call.constants(
                 source, has_bias=bias is not None, has_initial=initial is not None
             )
-            grid = (triton.cdiv(tokens, launch["BLOCK_T"]) * units * call.sections,)
+            grid = (triton.cdiv(tokens, launch["BLOCK_T"]) * units * sections_of(parts),)
             constants["GATE_T"] = min(constants["GATE_T"], launch["BLOCK_T"])
             prologue_forward_kernel[grid](
                 source,
@@ -209,7 +227,7 @@ class _Prologue(torch.autograd.Function):
             call.places.emptied(d_source)
         d_initial = None if initial is None else torch.zeros_like(initial)
         launch = BACKWARD.pick(source, call.key(source))
-        most = max(1, BACKWARD_PROGRAMS // max(1, units * call.sections))
+        most = max(1, BACKWARD_PROGRAMS // max(1, units * sections_of(parts)))
         stretch = launch["LANES"] * launch["STEPS"]
         shares = min(most, triton.cdiv(tokens, stretch)) if units else 0
         kind = {"dtype": torch.float32, "device": source.device}
@@ -219,7 +237,7 @@ class _Prologue(torch.autograd.Function):
             constants = call.constants(
                 source, has_bias=bias is not None, has_initial=initial is not None
             )
-            prologue_backward_kernel[(shares * units * call.sections,)](
+            prologue_backward_kernel[(shares * units * sections_of(parts),)](
                 source,
                 weight,
                 weight if bias is None else bias,

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prologue of recurrences at the sizes of Qwen3-Next, whose units are 772 columns apart, and of
+Mamba-2 with every flag."""
+
+from megatron.core.ops.recurrence_prologue import UnitParts, triton
+from megatron.core.ops.recurrence_prologue.backward_kernels import prologue_backward_kernel
+from megatron.core.ops.recurrence_prologue.forward_kernels import prologue_forward_kernel
+from tests.unit_tests.core.ops.aot.description import Description
+
+MAPS = {"places_ptr": "*i64", "ages_ptr": "*i64", "numbers_ptr": "*i64"}
+NUMBERS = {"rates_ptr": "*fp32", "step_bias_ptr": "*fp32"} | dict.fromkeys(
+    ("eps", "low", "high"), "fp32"
+)
+GATES = {"decay_ptr": "*fp32", "strength_ptr": "*fp32"}
+GRADIENTS = {
+    "d_decay_ptr": "*fp32",
+    "d_strength_ptr": "*fp32",
+    "tap_partial_ptr": "*fp32",
+    "gate_partial_ptr": "*fp32",
+}
+DELTA = triton.constants_of(UnitParts.delta(2, 128, 128), width=4, align=4, has_places=True)
+STATE_SPACE = triton.constants_of(
+    UnitParts.state_space(16, 128, 64, (0.0, 1.0)),
+    width=4,
+    align=16,
+    has_places=True,
+    has_bias=True,
+    has_initial=True,
+)
+FORWARD, BACKWARD = dict(triton.FORWARD.default), dict(triton.BACKWARD.default)
+
+
+def described(constants: dict, label: str, quick: tuple[int, ...]) -> tuple[Description, ...]:
+    """Return both kernels with these constants."""
+    short = {"GATE_T": min(constants["GATE_T"], FORWARD["BLOCK_T"])}
+    return (
+        Description(
+            kernel=prologue_forward_kernel,
+            launch=constants | FORWARD | short,
+            types=MAPS | NUMBERS | GATES,
+            divisible=("row_stride",),
+            label=label,
+            quick=quick,
+        ),
+        Description(
+            kernel=prologue_backward_kernel,
+            launch=constants | BACKWARD,
+            types=MAPS | NUMBERS | GRADIENTS,
+            divisible=("row_stride",),
+            label=label,
+            quick=quick,
+        ),
+    )
+
+
+KERNELS = (
+    *described(DELTA, "delta", (90,)),
+    *described(STATE_SPACE, "state space", ()),
+)

@@ -50,6 +50,58 @@ def test_blocks_of_rows_join_and_the_gate_may_be_a_slice(order, monkeypatch):
     )
 
 
+@ORDERS
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_x_are_taken_from_their_places(order, padded, dtype):
+    """Padding rows hold NaN in the gate and in the gradient: nothing of it comes out."""
+    make = maker()
+    places = [3, -1, 0, 1, -1, 2] if padded else [3, 0, 1, 2]
+    real = [i for i, place in enumerate(places) if place >= 0]
+    taken = torch.tensor(places)
+
+    def ours(x, gate, weight):
+        holes = torch.full((len(places), 2, 6), torch.nan, dtype=gate.dtype)
+        options = {"eps": 1e-5, "order": order, "group_size": 3, "places": taken}
+        y = gated_rms_norm(x, holes.index_copy(0, torch.tensor(real), gate), weight, **options)
+        assert not y[taken < 0].any()
+        holes = torch.full_like(y, torch.nan)
+        y.register_hook(lambda grad: torch.where((taken < 0)[:, None, None], holes, grad))
+        return y[real]
+
+    def naive_of_places(x, gate, weight):
+        return naive(x[taken[real]], gate, weight, order=order, size=3)
+
+    with nan_memory():
+        compare(ours, naive_of_places, (make(4, 2, 6), make(4, 2, 6), make(6)), dtype)
+
+
+def test_places_that_are_all_padding():
+    gate = torch.full((3, 6), torch.nan, requires_grad=True)
+    x, weight = torch.ones(0, 6, requires_grad=True), torch.ones(6, requires_grad=True)
+    y = gated_rms_norm(x, gate, weight, eps=1e-5, places=torch.full((3,), -1))
+    y.sum().backward()
+    assert not y.any()
+    assert not gate.grad.any()
+    assert not weight.grad.any()
+    assert x.grad.shape == (0, 6)
+
+
+@ORDERS
+def test_weights_may_differ_by_unit(order):
+    make = maker()
+    compare(
+        lambda x, wide, w: gated_rms_norm(
+            x, wide[..., 2:8], w, eps=1e-5, order=order, group_size=3
+        ),
+        lambda x, wide, w: naive(
+            x.flatten(2), wide[..., 2:8].flatten(2), w.flatten(), order=order, size=3
+        ).unflatten(-1, (4, 6)),
+        (make(5, 2, 4, 6), make(5, 2, 4, 11), make(4, 6)),
+        torch.float64,
+    )
+
+
 def test_the_weight_may_have_its_own_dtype_and_rows_may_be_none():
     x, gate = (torch.randn(4, 6).bfloat16().requires_grad_() for _ in range(2))
     weight = torch.randn(6).requires_grad_()
@@ -78,6 +130,17 @@ def test_gates_far_from_zero_are_open_or_shut(order):
 WRONG = {
     "gate": ({"gate": torch.ones(2, 5)}, "must have one shape"),
     "weight": ({"weight": torch.ones(5)}, r"weight \(5,\) must be \(6,\)"),
+    "weights": ({"weight": torch.ones(2, 6)}, r"weight \(2, 6\) must be \(6,\)"),
+    "places": ({"places": torch.zeros(3, dtype=torch.int64)}, "one for each of 2 rows"),
+    "places' dtype": ({"places": torch.zeros(2)}, r"places \(2,\) torch.float32 must be int64"),
+    "rows": (
+        {"x": torch.ones(3, 6), "places": torch.zeros(2, dtype=torch.int64)},
+        "3 rows of x are more than 2 places",
+    ),
+    "features": (
+        {"x": torch.ones(1, 5), "places": torch.zeros(2, dtype=torch.int64)},
+        "must have one shape, of rows and features, but for the number of rows",
+    ),
     "dtype": ({"gate": torch.ones(2, 6, dtype=torch.int64)}, "give floating-point tensors"),
     "eps": ({"eps": -1.0}, "eps=-1.0 must not be negative"),
     "order": ({"order": "norm"}, "order='norm': use norm_first or gate_first"),

@@ -43,7 +43,7 @@ def causal_conv1d(
         activation: "silu" or None.
         initial: [N, W-1, *c], the rows before each sequence, the last nearest to it; has a
             gradient. None is zeros.
-        implementation: "reference" or None (by device).
+        implementation: "reference", "triton" or None (by device).
 
     Returns:
         (out [t, *c], last [N, W-1, *c]), in x's dtype.
@@ -60,8 +60,13 @@ def causal_conv1d(
             f"causal_conv1d: initial {tuple(initial.shape)} must be {wanted}: the W-1 rows before "
             "each sequence"
         )
-    choose(implementation, x, "causal_conv1d", has_triton=False)
-    return reference.CausalConv1d.apply(x, weight, bias, initial, sequences, activation == "silu")
+    if choose(implementation, x, "causal_conv1d") == "triton":
+        from megatron.core.ops.causal_conv1d import triton as kernels
+
+        function = kernels.CausalConv1d
+    else:
+        function = reference.CausalConv1d
+    return function.apply(x, weight, bias, initial, sequences, activation == "silu")
 
 
 def causal_conv1d_step(
@@ -72,6 +77,7 @@ def causal_conv1d_step(
     state: torch.Tensor,
     slots: torch.Tensor,
     activation: str | None = None,
+    implementation: str | None = None,
 ) -> torch.Tensor:
     """Convolve one more token of each row, and let its slot go on by it, in place.
 
@@ -83,6 +89,7 @@ def causal_conv1d_step(
         slots: int64 [b], of each row, no slot twice; -1 is a padding row: its output is zero, and
             it touches no state.
         activation: "silu" or None.
+        implementation: "reference", "triton" or None (by device).
 
     Returns:
         [b, *c] in x's dtype. Not differentiable.
@@ -101,7 +108,13 @@ def causal_conv1d_step(
             f"causal_conv1d_step: slots {tuple(slots.shape)} {slots.dtype} must be int64, one for "
             f"each of {x.shape[0]} rows"
         )
-    return reference.step(x, weight, bias, state=state, slots=slots, silu=activation == "silu")
+    if choose(implementation, x, "causal_conv1d_step") == "triton":
+        from megatron.core.ops.causal_conv1d import triton as kernels
+
+        step = kernels.step
+    else:
+        step = reference.step
+    return step(x, weight, bias, state=state, slots=slots, silu=activation == "silu")
 
 
 def _check(

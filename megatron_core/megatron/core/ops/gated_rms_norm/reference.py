@@ -16,6 +16,54 @@ from megatron.core.ops.dispatch import accumulation_dtype
 ELEMENTS_IN_CACHE = 1 << 17
 
 
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    gate_first: bool,
+    size: int,
+    places: torch.Tensor | None,
+) -> torch.Tensor:
+    """Normalise and gate; see `ops.gated_rms_norm`."""
+    shape = gate.shape
+    if weight.ndim == 2:
+        x, gate, weight = x.flatten(-2), gate.flatten(-2), weight.flatten()
+    if places is None:
+        return GatedRmsNorm.apply(x, gate, weight, eps, gate_first, size).view(shape)
+    rows = TakePlaces.apply(x, places)
+    if len(x) == len(places):  # each is named: there is no padding
+        return GatedRmsNorm.apply(rows, gate, weight, eps, gate_first, size).view(shape)
+    padding = (places < 0).view(-1, *[1] * (gate.ndim - 1))
+    y = GatedRmsNorm.apply(rows, gate.masked_fill(padding, 0), weight, eps, gate_first, size)
+    return y.masked_fill(padding, 0).view(shape)
+
+
+class TakePlaces(torch.autograd.Function):
+    """Forward: y[i] = x[places[i]], 0 where that is -1. dgrad: dx[places[i]] = dy[i]. Saves the
+    places."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(places)
+        ctx.count = len(x)
+        if len(x) == len(places):
+            return x.index_select(0, places)
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, _filled(places, len(x)))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (places,) = ctx.saved_tensors
+        found = grad.new_zeros(ctx.count + 1, *grad.shape[1:])  # padding goes to the last row
+        return found.index_copy_(0, _filled(places, ctx.count), grad)[:-1], None
+
+
+def _filled(places: torch.Tensor, count: int) -> torch.Tensor:
+    """Return places with `count` in place of -1."""
+    return torch.where(places < 0, count, places)
+
+
 class GatedRmsNorm(torch.autograd.Function):
     """y = x r w silu(gate), or y = z r w with z = x silu(gate) where the gate comes first.
 

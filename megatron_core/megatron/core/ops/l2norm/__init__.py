@@ -17,9 +17,9 @@ def l2norm(
     Sums are taken in fp32. Backward saves y and one number a row.
 
     Args:
-        x: [..., K].
+        x: [..., K]; may be strided.
         eps: added to the sum of squares, so that zeros stay zeros.
-        implementation: "reference" or None.
+        implementation: "reference", "triton" or None (by device).
 
     Returns:
         y [..., K] in x's dtype.
@@ -31,5 +31,8 @@ def l2norm(
         raise ValueError(f"l2norm: x {tuple(x.shape)} {x.dtype}: give vectors of floats")
     if eps < 0:
         raise ValueError(f"l2norm: eps={eps} must not be negative")
-    choose(implementation, x, "l2norm", has_triton=False)
+    if choose(implementation, x, "l2norm") == "triton":
+        from megatron.core.ops.l2norm import triton as kernels
+
+        return kernels.L2Norm.apply(x, eps)
     return reference.L2Norm.apply(x, eps)

@@ -374,7 +374,7 @@ def _call(**changes):
         ({"decay": torch.zeros(4, 2)}, r"decay \(4, 2\) must be \(4, 4\)"),
         ({"decay": torch.zeros(4, 4).bfloat16()}, "decay is torch.bfloat16; make it torch.float64"),
         ({"initial": torch.zeros(2, 4, 5, 7)}, r"initial .* must be \(1, 4, 5, 7\)"),
-        ({"implementation": "triton"}, "there is no Triton kernel yet; use None or 'reference'"),
+        ({"implementation": "triton"}, "the Triton kernel has no float64; use"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

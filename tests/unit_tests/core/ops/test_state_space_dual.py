@@ -312,7 +312,10 @@ WRONG = {
     "dt": (lambda x: {**x, "dt": x["dt"][:, :1]}, r"dt \(4, 1\) must be \(4, 6\)"),
     "decay": (lambda x: {**x, "decay": x["decay"].float()}, "decay is torch.float32; make it"),
     "initial": (lambda x: {**x, "initial": x["initial"][..., :1]}, "initial .* must be"),
-    "triton": (lambda x: {**x, "implementation": "triton"}, "there is no Triton kernel yet"),
+    "triton": (
+        lambda x: {**x, "implementation": "triton"},
+        "the Triton kernel has no float64; use",
+    ),
 }
 
 

@@ -5,29 +5,40 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
-from megatron.core.ops.gated_delta_rule.reference import DeltaRecurrence
+from megatron.core.ops.gated_delta_rule.reference import DeltaRecurrence, Prepared
 from megatron.core.ops.gated_delta_rule.step import step
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.recurrence_by_device import ByDevice
 from megatron.core.ops.recurrence_checks import check_initial, check_inputs, check_slots
 from megatron.core.ops.sequences import Sequences, require_sequences
 
 __all__ = ["delta_recurrence", "gated_delta_rule", "gated_delta_step"]
 
 
-def delta_recurrence(scale: float | None = None, chunk_size: int = 64) -> Recurrence:
+def delta_recurrence(
+    scale: float | None = None, chunk_size: int = 64, *, implementation: str | None = None
+) -> Recurrence:
     """Return the gated delta rule as the local operations of a recurrence.
 
     Args:
         scale: of queries; None is K^-0.5.
         chunk_size: tokens that are worked out at once.
+        implementation: "reference", "triton" or None (by device and sizes).
 
     Raises:
         ValueError: an empty chunk.
     """
     if chunk_size < 1:
         raise ValueError(f"gated_delta_rule: chunk_size {chunk_size}: use 1 or more")
-    return DeltaRecurrence(scale, chunk_size)
+    return ByDevice(
+        op="gated_delta_rule",
+        reference=DeltaRecurrence(scale, chunk_size),
+        kept=Prepared,
+        corrects=True,
+        scale=scale,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
 
 
 def gated_delta_rule(
@@ -55,13 +66,13 @@ def gated_delta_rule(
         beta: [t, Hv], from 0 to 1.
         sequences: where they begin and end.
         initial: [N, Hv, K, V], the first states; None is zeros.
-        implementation: "reference" or None.
+        implementation: "reference", "triton" or None (by device and sizes).
 
     Returns:
         (out [t, Hv, V] in value's dtype, last states [N, Hv, K, V] in fp32, or fp64 of fp64).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit, an implementation that cannot take them.
     """
     op = "gated_delta_rule"
     inputs = RecurrenceInputs(query, key, value, decay, beta)
@@ -69,8 +80,8 @@ def gated_delta_rule(
     sequences.check(op, query=query, key=key, value=value, decay=decay, beta=beta)
     check_inputs(op, inputs, strength="beta")
     check_initial(op, inputs, initial, count=sequences.count)
-    choose(implementation, value, op, has_triton=False)
-    return recur(delta_recurrence(), inputs, sequences, initial=initial)
+    recurrence = delta_recurrence(implementation=implementation)
+    return recur(recurrence, inputs, sequences, initial=initial)
 
 
 @torch.no_grad()

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.recurrence_by_device import ByDevice
 from megatron.core.ops.recurrence_checks import check_initial, check_inputs, check_slots
 from megatron.core.ops.sequences import Sequences, require_sequences
-from megatron.core.ops.state_space_dual.reference import StateSpaceDual
+from megatron.core.ops.state_space_dual.reference import Prepared, StateSpaceDual
 from megatron.core.ops.state_space_dual.skip import AddSkip
 from megatron.core.ops.state_space_dual.step import step
 
@@ -20,18 +20,29 @@ __all__ = ["add_skip", "state_space_dual", "state_space_recurrence", "state_spac
 CHUNK_SIZE = 64
 
 
-def state_space_recurrence(chunk_size: int = CHUNK_SIZE) -> Recurrence:
+def state_space_recurrence(
+    chunk_size: int = CHUNK_SIZE, *, implementation: str | None = None
+) -> Recurrence:
     """Return state-space duality as the local operations of a recurrence.
 
     Args:
         chunk_size: tokens that are worked out at once.
+        implementation: "reference", "triton" or None (by device and sizes).
 
     Raises:
         ValueError: an empty chunk.
     """
     if chunk_size < 1:
         raise ValueError(f"state_space_dual: chunk_size {chunk_size}: use 1 or more")
-    return StateSpaceDual(chunk_size)
+    return ByDevice(
+        op="state_space_dual",
+        reference=StateSpaceDual(chunk_size),
+        kept=Prepared,
+        corrects=False,
+        scale=1.0,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
 
 
 def state_space_dual(
@@ -59,13 +70,13 @@ def state_space_dual(
         dt: [t, H], how much of a token the state takes.
         sequences: where they begin and end.
         initial: [N, H, K, V], the first states; None is zeros.
-        implementation: "reference" or None.
+        implementation: "reference", "triton" or None (by device and sizes).
 
     Returns:
         (out [t, H, V] in value's dtype, last states [N, H, K, V] in fp32, or fp64 of fp64).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit, an implementation that cannot take them.
     """
     op = "state_space_dual"
     inputs = RecurrenceInputs(query, key, value, decay, dt)
@@ -73,8 +84,8 @@ def state_space_dual(
     sequences.check(op, query=query, key=key, value=value, decay=decay, dt=dt)
     check_inputs(op, inputs, strength="dt")
     check_initial(op, inputs, initial, count=sequences.count)
-    choose(implementation, value, op, has_triton=False)
-    return recur(state_space_recurrence(), inputs, sequences, initial=initial)
+    recurrence = state_space_recurrence(implementation=implementation)
+    return recur(recurrence, inputs, sequences, initial=initial)
 
 
 @torch.no_grad()

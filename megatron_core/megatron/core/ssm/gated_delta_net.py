@@ -18,10 +18,12 @@ from torch.nn import functional
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
-from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_step
+from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.gated_rms_norm import gated_rms_norm
 from megatron.core.ops.l2norm import l2norm
 from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence_decode import OutputNorm
+from megatron.core.ops.recurrence_prologue import UnitParts
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.config import GatedDeltaNetConfig
 from megatron.core.ssm.mixer import Part, RecurrentMixer
@@ -56,15 +58,16 @@ class GatedDeltaNet(RecurrentMixer):
         problems = config.problems(group.size, cp=context.group.size, mode=context.linear_mode)
         if problems:
             raise ValueError("; ".join(problems))
-        heads = config.num_key_heads
+        ratio = config.num_value_heads // config.num_key_heads
         super().__init__(
             name,
             shape=linear_shape(config, group.size),
+            parts=UnitParts.delta(ratio, config.key_channels, config.value_channels),
             recurrence=delta_recurrence(),
             build=build,
         )
         self.config, self.epsilon = config, norm.epsilon
-        self.ratio = config.num_value_heads // heads
+        self.ratio = ratio
         self._declare(build)
 
     def _declare(self, build: LayerBuild) -> None:
@@ -127,12 +130,16 @@ class GatedDeltaNet(RecurrentMixer):
         units = self.units_of(self.input(hidden), cache)  # [s, b, u, w + rV]
         values = self.ratio * config.value_channels
         travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
+        scale = self.norm_weight.use(torch.float32)
+        if cache is not None and len(units) == 1:
+            norm = OutputNorm(gate[0], scale, self.epsilon)
+            return self.output(self.decoded(travels[0], cache, norm).flatten(1)[None])
         out = self.over_tokens(travels, layout, cache)
         heads = (self.units, self.ratio, config.value_channels)
         normed = gated_rms_norm(
             out.reshape(*gate.shape[:2], *heads),
             gate.unflatten(-1, heads[1:]),
-            self.norm_weight.use(torch.float32),
+            scale,
             eps=self.epsilon,
             order="norm_first",
         )  # [s, b, u, r, V]
@@ -159,9 +166,3 @@ class GatedDeltaNet(RecurrentMixer):
             decay=decay.flatten(1),
             strength=beta.sigmoid().flatten(1),
         )
-
-    def step(
-        self, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """Return out [b, Hv, V] of one token a row, changing states by slot in place."""
-        return gated_delta_step(*inputs, state=state, slots=slots)

@@ -22,13 +22,11 @@ from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
-from megatron.core.ops.gated_rms_norm import gated_rms_norm
+from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
 from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.state_space_dual import (
-    add_skip,
-    state_space_recurrence,
-    state_space_step,
-)
+from megatron.core.ops.recurrence_decode import OutputNorm
+from megatron.core.ops.recurrence_prologue import UnitParts
+from megatron.core.ops.state_space_dual import add_skip, state_space_recurrence
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.config import Mamba2Config
 from megatron.core.ssm.mixer import Part, RecurrentMixer
@@ -63,9 +61,16 @@ class Mamba2(RecurrentMixer):
             raise ValueError("; ".join(problems))
         groups, heads = config.num_groups, config.num_heads
         shape = linear_shape(config, group.size)
-        super().__init__(name, shape=shape, recurrence=state_space_recurrence(), build=build)
-        self.config, self.epsilon = config, norm.epsilon
-        self.heads = heads // group.size // self.units  # of a unit on this rank
+        in_unit = heads // group.size // shape.units  # on this rank
+        sizes = (config.state_channels, config.head_channels)
+        super().__init__(
+            name,
+            shape=shape,
+            parts=UnitParts.state_space(in_unit, *sizes, config.dt_limit),
+            recurrence=state_space_recurrence(),
+            build=build,
+        )
+        self.config, self.epsilon, self.heads = config, norm.epsilon, in_unit
         inner, shared = config.inner_channels, groups * config.state_channels
         pieces = min(groups, group.size)
         surroundings = {"store": build.store, "region": build.region, "bias": config.bias}
@@ -118,25 +123,39 @@ class Mamba2(RecurrentMixer):
         units = self.units_of(self.input(hidden), cache)  # [s, b, u, w + hP]
         values = self.heads * self.config.head_channels
         travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
+        if cache is not None and len(units) == 1:
+            return self.output(self._decoded(travels[0], gate[0], cache)[None])
         out = self.over_tokens(travels, layout, cache).reshape(*gate.shape[:2], -1)
         return self.output(self._normed(out, gate.flatten(2)))
 
-    def _normed(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Return RMSNorm(out · SiLU(gate)) [s, b, d] of out and gate [s, b, d]."""
+    def _decoded(
+        self, units: torch.Tensor, gate: torch.Tensor, cache: RecurrentCache
+    ) -> torch.Tensor:
+        """Return what is projected out [b, d] of one new token a row, units [b, u, w]."""
+        if (size := self._group_size) is None:
+            gate = gate.masked_fill((cache.slots < 0)[:, None, None], 0)  # whatever it holds
+            return self._normed(self.decoded(units, cache, None).flatten(1), gate.flatten(1))
         weight = self.norm_weight.use(torch.float32)
+        norm = OutputNorm(gate, weight, self.epsilon, GATE_FIRST, size)
+        return self.decoded(units, cache, norm).flatten(1)
+
+    @property
+    def _group_size(self) -> int | None:
+        """Channels that are normalised together; None if they are on several ranks."""
         groups, ranks = self.config.normed_groups, self._tp.size
-        if groups >= ranks:
+        return self.config.inner_channels // groups if groups >= ranks else None
+
+    def _normed(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return RMSNorm(out · SiLU(gate)) [..., d] of out and gate [..., d]."""
+        weight = self.norm_weight.use(torch.float32)
+        if (size := self._group_size) is not None:
             return gated_rms_norm(
-                out,
-                gate,
-                weight,
-                eps=self.epsilon,
-                order="gate_first",
-                group_size=out.shape[-1] * ranks // groups,
+                out, gate, weight, eps=self.epsilon, order=GATE_FIRST, group_size=size
             )
         # The channels of a group are on several ranks, which add up their squares.
         wide = accumulation_dtype(out.dtype)
         gated = out.to(wide) * functional.silu(gate.to(wide))
+        groups, ranks = self.config.normed_groups, self._tp.size
         own = self._tp.rank * groups // ranks
         squares = gated.square().sum(-1, keepdim=True)  # [s, b, 1]
         squares = functional.pad(squares, (own, groups - 1 - own))
@@ -172,12 +191,6 @@ class Mamba2(RecurrentMixer):
     def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
         """Return y [t, H, P] = out + D x."""
         return add_skip(out, inputs.value, part.of(self.skip.use(torch.float32)))
-
-    def step(
-        self, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """Return out [b, H, P] of one token a row, changing states by slot in place."""
-        return state_space_step(*inputs, state=state, slots=slots)
 
     def spread(self, units: torch.Tensor, copies: int) -> torch.Tensor:
         """Return units [..., u, w] cut further, [..., u · copies, w'], with copies of B and C.

@@ -25,8 +25,16 @@ from torch import nn
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron.core.ops.causal_conv1d import causal_conv1d
+from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.recurrence_decode import (
+    DecodeMemory,
+    OutputNorm,
+    counts_programs,
+    recurrence_decode,
+)
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.config import SEGMENTS
@@ -55,15 +63,31 @@ class RecurrentMixer(nn.Module, ABC):
     Args:
         name: prefix of its weights.
         shape: what decides how much is sent, without tokens.
+        parts: the columns of a unit on this rank.
         recurrence: what runs over the tokens.
         build: the surroundings.
+
+    Attributes:
+        rates, bias: A_log and dt_bias, a number for each head.
+        skip: D, a number for each head, of what `added` adds; None adds nothing.
     """
 
+    rates: WeightHandle
+    bias: WeightHandle
+    skip: WeightHandle | None
+
     def __init__(
-        self, name: str, *, shape: LinearShape, recurrence: Recurrence, build: LayerBuild
+        self,
+        name: str,
+        *,
+        shape: LinearShape,
+        parts: UnitParts,
+        recurrence: Recurrence,
+        build: LayerBuild,
     ) -> None:
         super().__init__()
-        self.name, self.shape, self.units = name, shape, shape.units
+        self.name, self.shape, self.units, self.parts = name, shape, shape.units, parts
+        self.skip = None
         self.recurrence, self.context = recurrence, build.context
         self._store, self._tp = build.store, build.region.group
 
@@ -83,12 +107,6 @@ class RecurrentMixer(nn.Module, ABC):
             part: the share.
         """
 
-    @abstractmethod
-    def step(
-        self, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """Return out [b, H, V] of one token a row, changing states by slot in place."""
-
     def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
         """Return out [t, H, V] with what the token itself adds to it."""
         return out
@@ -96,6 +114,12 @@ class RecurrentMixer(nn.Module, ABC):
     def spread(self, units: torch.Tensor, copies: int) -> torch.Tensor:
         """Return units [..., u, w] cut further, [..., u · copies, w']."""
         raise ValueError(f"{self.name}: {self.units} units do not divide over context ranks")
+
+    def weights(self, part: Part, dtype: torch.dtype) -> PrologueWeights:
+        """Return those of a share of the units before the recurrence, for features of `dtype`."""
+        wide = accumulation_dtype(dtype)
+        per_head = (part.of(handle.use(wide)) for handle in (self.rates, self.bias))
+        return PrologueWeights(*self.convolution(part), *per_head)
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -136,10 +160,12 @@ class RecurrentMixer(nn.Module, ABC):
         return self._store.declare(sharding, InitSpec.uniform(-bound, bound))
 
     def units_of(self, features: torch.Tensor, cache: RecurrentCache | None) -> torch.Tensor:
-        """Return features [s, b, u · w] as units [s, b, u, w]; zero in rows of slot -1, whatever
-        they hold."""
+        """Return features [s, b, u · w] as units [s, b, u, w].
+
+        Of several new tokens zero in rows of slot -1, whatever they hold; `decoded` sees to one.
+        """
         units = features.unflatten(-1, (self.units, -1))
-        if cache is None:
+        if cache is None or units.shape[0] == 1:
             return units
         return units.masked_fill((cache.slots < 0)[:, None, None], 0)
 
@@ -198,34 +224,53 @@ class RecurrentMixer(nn.Module, ABC):
         out = recur_in_segments(self.recurrence, inputs, pieces, group, splits=splits)
         return pieces.unpack(self.added(out, inputs, part))
 
-    def _generated(self, units: torch.Tensor, cache: RecurrentCache) -> torch.Tensor:
-        """Return what comes out of the recurrence for new tokens, [s, b, H, V]."""
-        part = Part()
-        weight, bias = self.convolution(part)
-        channels, width = weight.shape[1:]
-        kept = {"device": units.device}
-        conv = cache.buffer(
-            f"{self.name}.conv",
-            (width - 1, self.units, channels),
-            dtype=units.dtype,
-            **kept,
-        )
-        shape = self.shape
-        state = cache.buffer(
-            f"{self.name}.state",
-            (shape.heads, shape.key_channels, shape.value_channels),
-            dtype=torch.promote_types(units.dtype, torch.float32),
-            **kept,
-        )
-        slots = cache.slots
-        if units.shape[0] == 1:
-            before, rest = _parted(units[0], weight)
-            mixed = causal_conv1d_step(
-                before, weight, bias, state=conv, slots=slots, activation="silu"
+    def decoded(
+        self, units: torch.Tensor, cache: RecurrentCache, norm: OutputNorm | None
+    ) -> torch.Tensor:
+        """Return what comes out of the recurrence, norm and gate for one new token a row.
+
+        Args:
+            units: [b, u, w].
+            cache: whose slot -1 is a row without a token; it puts out zeros, whatever it holds.
+            norm: and the gate; None leaves them to the caller.
+
+        Returns:
+            [b, H, V].
+        """
+        weights = self.weights(Part(), units.dtype)
+        conv, state = self._kept(cache, units, weights.weight.shape[2])
+        arrived = None
+        if counts_programs(units, self.parts):
+            arrived = cache.buffer(
+                f"{self.name}.arrived", (self.units,), dtype=torch.int32, device=units.device
             )
-            inputs = self.inputs(mixed, rest, part)
-            out = self.step(inputs, state=state, slots=slots)
-            return self.added(out, inputs, part).unsqueeze(0)
+        return recurrence_decode(
+            units,
+            weights,
+            parts=self.parts,
+            memory=DecodeMemory(conv, state, cache.slots, arrived),
+            skip=None if self.skip is None else self.skip.use(torch.float32),
+            norm=norm,
+        )
+
+    def _kept(
+        self, cache: RecurrentCache, units: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a cache keeps: rows before a convolution that wide, and states."""
+        shape, parts = self.shape, self.parts
+        before = (width - 1, self.units, parts.convolved)
+        states = (shape.heads, shape.key_channels, shape.value_channels)
+        wide = torch.promote_types(units.dtype, torch.float32)
+        return (
+            cache.buffer(f"{self.name}.conv", before, dtype=units.dtype, device=units.device),
+            cache.buffer(f"{self.name}.state", states, dtype=wide, device=units.device),
+        )
+
+    def _generated(self, units: torch.Tensor, cache: RecurrentCache) -> torch.Tensor:
+        """Return what comes out of the recurrence for several new tokens a row, [s, b, H, V]."""
+        part, slots = Part(), cache.slots
+        weight, bias = self.convolution(part)
+        conv, state = self._kept(cache, units, weight.shape[2])
         rows = cache.new_tokens(units.shape[0])
         before, rest = _parted(rows.pack(units), weight)
         mixed, last = causal_conv1d(

@@ -25,7 +25,7 @@ from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.recurrence_decode import reference
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 
-__all__ = ["DecodeMemory", "OutputNorm", "recurrence_decode"]
+__all__ = ["DecodeMemory", "OutputNorm", "counts_programs", "recurrence_decode"]
 
 #: What a program of the kernel holds of a state in registers.
 MOST_STATE = 1 << 15
@@ -112,6 +112,16 @@ def recurrence_decode(
 
         return triton.decode(source, weights, **call)
     return reference.decode(source, weights, **call)
+
+
+def counts_programs(source: torch.Tensor, parts: UnitParts) -> bool:
+    """Say whether `DecodeMemory.arrived` is of use: a kernel runs, for units of several heads.
+
+    Args:
+        source: as of `recurrence_decode`; its device decides.
+        parts: what its columns are.
+    """
+    return parts.heads > 1 and _chosen(None, source, parts) == "triton"
 
 
 def _chosen(implementation: str | None, source: torch.Tensor, parts: UnitParts) -> str:

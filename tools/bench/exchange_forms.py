@@ -74,12 +74,14 @@ class Ours(Form):
 
     def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each section, a slice of what came."""
-        x = x.unflatten(2, (self.heads, -1))
-        return to_heads(x, self.layout, self.group).split(self.sections, -1)
+        rows, places = to_heads(x.unflatten(2, (self.heads, -1)), self.layout, self.group)
+        packed = rows if places is None else places.pack(rows)
+        return packed.split(self.sections, -1)
 
     def back(self, y: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens."""
-        return to_tokens(y, self.layout, self.group)
+        placed = to_tokens(y, self.layout, self.group)
+        return placed.joined().unflatten(0, (-1, 1))
 
     def columns(self) -> list[int]:
         """Return the columns as they are."""

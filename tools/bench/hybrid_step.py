@@ -28,6 +28,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, mixer
+from megatron.core.ssm.exchange import Placed
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tools.bench import gloo_ranks
 from tools.bench.exchange_forms import PerSequence
@@ -96,10 +97,10 @@ def per_sequence(cut: SequenceCut, group: Group) -> Iterator[None]:
     form = PerSequence(cut, group, sections=sections, heads=DELTA.num_key_heads)
 
     def to_heads(x, layout, group):
-        return torch.cat(form.moved(x[:, 0].split(sections, -1)), -1)
+        return torch.cat(form.moved(x[:, 0].split(sections, -1)), -1), None
 
     def to_tokens(y, layout, group):
-        return form.back(y)
+        return Placed(form.back(y.flatten(2)).flatten(0, 1).unflatten(-1, y.shape[2:]))
 
     with (
         mock.patch.object(mixer, "to_heads", to_heads),

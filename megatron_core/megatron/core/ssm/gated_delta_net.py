@@ -13,15 +13,11 @@ and out = RMSNorm(o) · SiLU(gate), one norm weight for all heads.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.gated_delta_rule import delta_recurrence
-from megatron.core.ops.gated_rms_norm import gated_rms_norm
-from megatron.core.ops.l2norm import l2norm
-from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
 from megatron.core.ops.recurrence_decode import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitParts
 from megatron.core.ssm.choice import linear_shape
@@ -135,34 +131,17 @@ class GatedDeltaNet(RecurrentMixer):
             norm = OutputNorm(gate[0], scale, self.epsilon)
             return self.output(self.decoded(travels[0], cache, norm).flatten(1)[None])
         out = self.over_tokens(travels, layout, cache)
-        heads = (self.units, self.ratio, config.value_channels)
         normed = gated_rms_norm(
-            out.reshape(*gate.shape[:2], *heads),
-            gate.unflatten(-1, heads[1:]),
+            out.rows,
+            out.beside(gate).unflatten(-1, (self.ratio, -1)),
             scale,
             eps=self.epsilon,
-            order="norm_first",
-        )  # [s, b, u, r, V]
-        return self.output(normed.flatten(2))
+            order=NORM_FIRST,
+            places=out.order,
+        )  # [s · b · parts, u/parts, r, V]
+        return self.output(normed.reshape(*gate.shape[:2], -1))
 
     def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight [u, c, W] and no bias, for a share of the units."""
         weight = self.conv.use().view(self.units, -1, self.config.conv_width)
         return part.of(weight), None
-
-    def inputs(self, mixed: torch.Tensor, rest: torch.Tensor, part: Part) -> RecurrenceInputs:
-        """Return what the delta rule reads, see `RecurrentMixer.inputs`."""
-        keys = self.config.key_channels
-        query, key, value = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], dim=-1)
-        wide = accumulation_dtype(rest.dtype)
-        beta, alpha = rest.to(wide).unflatten(-1, (2, self.ratio)).unbind(2)  # [t, u, r]
-        rates = part.of(self.rates.use(wide)).view(-1, self.ratio)  # [u, r]
-        bias = part.of(self.bias.use(wide)).view(-1, self.ratio)
-        decay = -rates.exp() * functional.softplus(alpha + bias)  # [t, u, r]
-        return RecurrenceInputs(
-            query=l2norm(query),
-            key=l2norm(key),
-            value=value.unflatten(-1, (self.ratio, -1)).flatten(1, 2),
-            decay=decay.flatten(1),
-            strength=beta.sigmoid().flatten(1),
-        )

@@ -125,8 +125,22 @@ class Mamba2(RecurrentMixer):
         travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
         if cache is not None and len(units) == 1:
             return self.output(self._decoded(travels[0], gate[0], cache)[None])
-        out = self.over_tokens(travels, layout, cache).reshape(*gate.shape[:2], -1)
-        return self.output(self._normed(out, gate.flatten(2)))
+        out = self.over_tokens(travels, layout, cache)
+        size = self._group_size
+        if size is None or out.parts > 1 or values % size:
+            joined = gate.flatten(2).flatten(0, 1)
+            normed = self._normed(out.joined().flatten(1), joined)
+        else:
+            normed = gated_rms_norm(
+                out.rows.flatten(2),
+                out.beside(gate),
+                self.norm_weight.use(torch.float32).view(self.units, -1),
+                eps=self.epsilon,
+                order=GATE_FIRST,
+                group_size=size,
+                places=out.order,
+            )  # [s · b, u, hP]
+        return self.output(normed.reshape(*gate.shape[:2], -1))
 
     def _decoded(
         self, units: torch.Tensor, gate: torch.Tensor, cache: RecurrentCache
@@ -172,21 +186,6 @@ class Mamba2(RecurrentMixer):
             weight = self.spread(weight.movedim(-1, 0), copies).movedim(0, -1)
             bias = None if bias is None else self.spread(bias, copies)
         return part.of(weight), None if bias is None else part.of(bias)
-
-    def inputs(self, mixed: torch.Tensor, rest: torch.Tensor, part: Part) -> RecurrenceInputs:
-        """Return what the recurrence reads, see `RecurrentMixer.inputs`."""
-        state = self.config.state_channels
-        value, key, query = mixed.split([mixed.shape[-1] - 2 * state, state, state], dim=-1)
-        wide = accumulation_dtype(rest.dtype)
-        steps = functional.softplus(rest.flatten(1).to(wide) + part.of(self.bias.use(wide)))
-        steps = steps.clamp(*self.config.dt_limit)  # [t, H]
-        return RecurrenceInputs(
-            query=query,
-            key=key,
-            value=value.unflatten(-1, (-1, self.config.head_channels)).flatten(1, 2),
-            decay=-part.of(self.rates.use(wide)).exp() * steps,
-            strength=steps,
-        )
 
     def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
         """Return y [t, H, P] = out + D x."""

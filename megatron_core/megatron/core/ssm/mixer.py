@@ -25,8 +25,8 @@ from torch import nn
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
 from megatron.core.ops.recurrence_decode import (
     DecodeMemory,
@@ -34,11 +34,15 @@ from megatron.core.ops.recurrence_decode import (
     counts_programs,
     recurrence_decode,
 )
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from megatron.core.ops.recurrence_prologue import (
+    PrologueWeights,
+    UnitParts,
+    recurrence_prologue,
+)
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.config import SEGMENTS
-from megatron.core.ssm.exchange import to_heads, to_tokens
+from megatron.core.ssm.exchange import Placed, to_heads, to_tokens
 from megatron.core.ssm.segments import halo_rows, recur_in_segments, recur_split
 from megatron.core.ssm.state import RecurrentCache, carried, keep
 from megatron.core.transformer.build import LayerBuild
@@ -96,16 +100,6 @@ class RecurrentMixer(nn.Module, ABC):
     @abstractmethod
     def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight [u, c, W] and bias [u, c] of the convolution for a share of the units."""
-
-    @abstractmethod
-    def inputs(self, mixed: torch.Tensor, rest: torch.Tensor, part: Part) -> RecurrenceInputs:
-        """Return what the recurrence reads from a share of the units.
-
-        Args:
-            mixed: [t, u, c], behind the convolution.
-            rest: [t, u, w - c], the features that are not convolved.
-            part: the share.
-        """
 
     def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
         """Return out [t, H, V] with what the token itself adds to it."""
@@ -173,8 +167,8 @@ class RecurrentMixer(nn.Module, ABC):
 
     def over_tokens(
         self, units: torch.Tensor, layout: SequenceLayout, cache: RecurrentCache | None
-    ) -> torch.Tensor:
-        """Return what comes out of the recurrence, [s, b, ...], of units [s, b, u, w]."""
+    ) -> Placed:
+        """Return what comes out of the recurrence, of u units of r heads, from [s, b, u, w]."""
         if cache is not None:
             return self._generated(units, cache)
         rows, group = units.shape[1], self.context.group
@@ -182,47 +176,66 @@ class RecurrentMixer(nn.Module, ABC):
             shape = self.shape.with_tokens(layout, rows, element_bytes=units.element_size())
             if choose_mode(self.context.linear_mode, shape, group.size).mode == SEGMENTS:
                 return self._in_segments(units, layout)
-        copies = 1 if self.units % group.size == 0 else group.size // self.units
+        part = Part(group.rank, group.size)
+        copies = self._copies(part)
         units = units if copies == 1 else self.spread(units, copies)
-        packed = to_heads(units, layout, group)  # [t, u/cp, w]
+        source, places = to_heads(units, layout, group)  # [rows, u/cp, w]
         sequences = layout.whole_rows(rows).sequences
-        out = self._mixed(packed, sequences, Part(group.rank, group.size))  # [t, H/cp, V]
-        own = units.shape[2] // group.size
-        return to_tokens(out.reshape(out.shape[0], own, -1), layout, group)
-
-    def _mixed(self, packed: torch.Tensor, sequences: Sequences, part: Part) -> torch.Tensor:
-        """Return out [t, H, V] of whole sequences."""
-        weight, bias = self.convolution(part)
-        before, rest = _parted(packed, weight)
-        mixed, _ = causal_conv1d(before, weight, bias, sequences=sequences, activation="silu")
-        inputs = self.inputs(mixed, rest, part)
+        inputs, _ = self._read(source, part, sequences=sequences, places=places)
         if self.context.linear_splits > 1:
             out, _ = recur_split(
                 self.recurrence, inputs, sequences, splits=self.context.linear_splits
             )
         else:
             out, _ = recur(self.recurrence, inputs, sequences)
-        return self.added(out, inputs, part)
+        out = self.added(out, inputs, part).unflatten(1, (source.shape[1], -1))
+        return to_tokens(out, layout, group)  # from [t, u/cp, r, V]
 
-    def _in_segments(self, units: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-        """Return what comes out of the recurrence over this rank's own tokens, [s, b, H, V]."""
+    def _copies(self, part: Part) -> int:
+        """Return in how many a unit is cut so that each share has one."""
+        return 1 if self.units % part.count == 0 else part.count // self.units
+
+    def _read(
+        self,
+        source: torch.Tensor,
+        part: Part,
+        *,
+        sequences: Sequences,
+        places: Places | None,
+        initial: torch.Tensor | None = None,
+        keeps_last: bool = False,
+    ) -> tuple[RecurrenceInputs, torch.Tensor | None]:
+        """Return what the recurrence reads of a share of the units, see `recurrence_prologue`."""
+        return recurrence_prologue(
+            source,
+            self.weights(part, source.dtype),
+            parts=self.parts.with_heads(self.parts.heads // self._copies(part)),
+            sequences=sequences,
+            places=places,
+            initial=initial,
+            keeps_last=keeps_last,
+        )
+
+    def _in_segments(self, units: torch.Tensor, layout: SequenceLayout) -> Placed:
+        """Return what comes out of the recurrence over this rank's own tokens."""
         group, part = self.context.group, Part()
         pieces = layout.own_pieces(units.shape[1])
-        packed = pieces.pack(units)  # [t, u, w]
-        weight, bias = self.convolution(part)
-        before, rest = _parted(packed, weight)
-        mixed, _ = causal_conv1d(
-            before,
-            weight,
-            bias,
-            sequences=pieces.sequences,
-            activation="silu",
-            initial=halo_rows(before, pieces, group, width=weight.shape[-1] - 1),
+        source, places = units.flatten(0, 1), pieces.places
+        before = halo_rows(
+            source,
+            pieces,
+            group,
+            width=self.shape.conv_width - 1,
+            channels=self.parts.convolved,
+            places=places,
         )
-        inputs = self.inputs(mixed, rest, part)
+        inputs, _ = self._read(
+            source, part, sequences=pieces.sequences, places=places, initial=before
+        )
         splits = self.context.linear_splits
         out = recur_in_segments(self.recurrence, inputs, pieces, group, splits=splits)
-        return pieces.unpack(self.added(out, inputs, part))
+        out = self.added(out, inputs, part).unflatten(1, (self.units, -1))
+        return Placed(out, places)
 
     def decoded(
         self, units: torch.Tensor, cache: RecurrentCache, norm: OutputNorm | None
@@ -238,7 +251,7 @@ class RecurrentMixer(nn.Module, ABC):
             [b, H, V].
         """
         weights = self.weights(Part(), units.dtype)
-        conv, state = self._kept(cache, units, weights.weight.shape[2])
+        conv, state = self._kept(cache, units)
         arrived = None
         if counts_programs(units, self.parts):
             arrived = cache.buffer(
@@ -254,11 +267,11 @@ class RecurrentMixer(nn.Module, ABC):
         )
 
     def _kept(
-        self, cache: RecurrentCache, units: torch.Tensor, width: int
+        self, cache: RecurrentCache, units: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a cache keeps: rows before a convolution that wide, and states."""
+        """Return what a cache keeps: the rows before the convolution, and states."""
         shape, parts = self.shape, self.parts
-        before = (width - 1, self.units, parts.convolved)
+        before = (self.shape.conv_width - 1, self.units, parts.convolved)
         states = (shape.heads, shape.key_channels, shape.value_channels)
         wide = torch.promote_types(units.dtype, torch.float32)
         return (
@@ -266,33 +279,20 @@ class RecurrentMixer(nn.Module, ABC):
             cache.buffer(f"{self.name}.state", states, dtype=wide, device=units.device),
         )
 
-    def _generated(self, units: torch.Tensor, cache: RecurrentCache) -> torch.Tensor:
-        """Return what comes out of the recurrence for several new tokens a row, [s, b, H, V]."""
+    def _generated(self, units: torch.Tensor, cache: RecurrentCache) -> Placed:
+        """Return what comes out of the recurrence for several new tokens a row."""
         part, slots = Part(), cache.slots
-        weight, bias = self.convolution(part)
-        conv, state = self._kept(cache, units, weight.shape[2])
+        conv, state = self._kept(cache, units)
         rows = cache.new_tokens(units.shape[0])
-        before, rest = _parted(rows.pack(units), weight)
-        mixed, last = causal_conv1d(
-            before,
-            weight,
-            bias,
+        inputs, last = self._read(
+            units.flatten(0, 1),
+            part,
             sequences=rows.sequences,
-            activation="silu",
+            places=rows.places,
             initial=carried(conv, slots),
+            keeps_last=True,
         )
         keep(conv, slots, last)
-        inputs = self.inputs(mixed, rest, part)
         out, states = recur(self.recurrence, inputs, rows.sequences, initial=carried(state, slots))
         keep(state, slots, states)
-        return rows.unpack(self.added(out, inputs, part))
-
-
-def _parted(packed: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the features [t, u, c] that are convolved, and the others [t, u, w - c].
-
-    One split and not two slices: its backward is one concatenation.
-    """
-    channels = weight.shape[1]
-    convolved, rest = packed.split([channels, packed.shape[-1] - channels], dim=-1)
-    return convolved, rest
+        return Placed(self.added(out, inputs, part).unflatten(1, (self.units, -1)), rows.places)

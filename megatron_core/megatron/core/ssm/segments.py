@@ -14,7 +14,7 @@ Source: the affine form of a chunk (Yang et al. 2024, arXiv 2412.06464, section 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from megatron.core.comm.collectives import all_gather, all_to_all
 from megatron.core.context_parallel.pieces import OwnPieces, PieceHalo
 from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, emptied, filled, recur
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
@@ -280,17 +281,25 @@ def _check(pieces: OwnPieces, group: Group) -> None:
 
 
 def halo_rows(
-    x: torch.Tensor, pieces: OwnPieces, group: Group, *, width: int
+    x: torch.Tensor,
+    pieces: OwnPieces,
+    group: Group,
+    *,
+    width: int,
+    channels: int | None = None,
+    places: Places | None = None,
 ) -> torch.Tensor | None:
     """Return the `width` tokens before each piece, zero before the first of a document.
 
     One exchange forward of the tokens that are needed, one backward of their gradients.
 
     Args:
-        x: [t, ...], own tokens, packed as `pieces` do.
+        x: [t, ...], own tokens, packed as `pieces` do; with `places` [n, ...], as they lie.
         pieces: own ones, of the layout of all ranks.
         group: cp.
         width: of a convolution, less 1.
+        channels: so many of the last dimension, the first; None is all.
+        places: the row of x that each token is.
 
     Returns:
         [N, width, ...]; None, which is zeros, where no document goes on from one rank to another.
@@ -299,20 +308,24 @@ def halo_rows(
         ValueError: pieces of another rank or cut, or tokens of another number.
     """
     _check(pieces, group)
-    pieces.sequences.check("halo_rows", x=x)
+    if places is None:
+        pieces.sequences.check("halo_rows", x=x)
     if width == 0 or not pieces.crossed:
         return None
-    return _Halo.apply(x, pieces.halo(width), group, width)
+    halo = pieces.halo(width)
+    if places is not None:
+        halo = replace(halo, send_index=places.rows.index_select(0, halo.send_index))
+    return _Halo.apply(x, halo, group, width, x.shape[-1] if channels is None else channels)
 
 
 class _Halo(torch.autograd.Function):
     """forward: the rows that others need, exchanged; dgrad: theirs back, added up. Saves none."""
 
     @staticmethod
-    def forward(ctx, x, halo: PieceHalo, group: Group, width: int):
-        ctx.halo, ctx.group, ctx.tokens = halo, group, x.shape[0]
+    def forward(ctx, x, halo: PieceHalo, group: Group, width: int, channels: int):
+        ctx.halo, ctx.group, ctx.shape, ctx.channels = halo, group, x.shape, channels
         received = all_to_all(
-            x.index_select(0, halo.send_index),
+            x[..., :channels].index_select(0, halo.send_index),
             group,
             send_counts=halo.send_counts,
             receive_counts=halo.receive_counts,
@@ -329,6 +342,7 @@ class _Halo(torch.autograd.Function):
             send_counts=halo.receive_counts,
             receive_counts=halo.send_counts,
         )
-        found = back.new_zeros((ctx.tokens, *back.shape[1:]))
+        found = back.new_zeros(ctx.shape)
         # A token may be lent to several pieces, where runs are shorter than the halo.
-        return found.index_add_(0, halo.send_index, back), None, None, None
+        found[..., : ctx.channels].index_add_(0, halo.send_index, back)
+        return found, None, None, None, None

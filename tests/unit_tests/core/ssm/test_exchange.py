@@ -75,6 +75,17 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).flatten(0, 1)
 
 
+def there(x, layout, group):
+    """Return packed tokens [t, n/cp, w]."""
+    rows, places = to_heads(x, layout, group)
+    return rows if places is None else places.pack(rows)
+
+
+def back_again(y, layout, group):
+    """Return own tokens [s/cp, b, n, w]."""
+    return to_tokens(y, layout, group).joined().unflatten(0, (layout.positions.shape[0], -1))
+
+
 def exchanged(rank: int, world: int):
     """Exchange there and back, forward and backward, in two layers; return what failed."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
@@ -95,7 +106,7 @@ def exchanged(rank: int, world: int):
                 wide = torch.cat([here(x), here(x)], 3)
                 leaf = wide[..., :WIDTH].detach().requires_grad_()  # a slice: strided
                 back = packed(y[:, :, heads]).clone().requires_grad_()
-                sent, returned = to_heads(leaf, layout, group), to_tokens(back, layout, group)
+                sent, returned = there(leaf, layout, group), back_again(back, layout, group)
                 torch.autograd.backward((sent,), (packed(d_x[:, :, heads]),))
                 torch.autograd.backward((returned,), (here(d_y),))
                 pairs = {
@@ -138,13 +149,13 @@ def counted(rank: int, world: int):
         for _ in range(2):
             with trace(groups) as records, reads() as seen:
                 mixed, _ = causal_conv1d(
-                    to_heads(x, layout, groups["cp"]),
+                    there(x, layout, groups["cp"]),
                     weight,
                     None,
                     sequences=layout.whole_rows(1).sequences,
                     activation="silu",
                 )
-                out = to_tokens(mixed, layout, groups["cp"])
+                out = back_again(mixed, layout, groups["cp"])
                 torch.autograd.grad(out.square().sum(), x)
         found[count] = (len(records), seen, layout.whole_rows(1).sequences.count)
     return found
@@ -159,10 +170,10 @@ def test_a_layer_has_four_collectives_for_any_number_of_sequences_and_reads_noth
 def test_one_rank_packs_only(batch):
     layout, group = SequenceLayout.dense(6), Group.single("cp")
     wide = torch.randn(6, batch, 4, 9, requires_grad=True)
-    sent = to_heads(wide[..., :5], layout, group)
+    sent = there(wide[..., :5], layout, group)
     assert torch.equal(sent, packed(wide[..., :5]))
     assert (sent.data_ptr() == wide.data_ptr()) == (batch == 1)
-    returned = to_tokens(sent, layout, group)
+    returned = back_again(sent, layout, group)
     assert torch.equal(returned, wide[..., :5])
     (grad,) = torch.autograd.grad(returned.square().sum(), wide)
     assert torch.equal(grad, torch.cat([2 * wide[..., :5], torch.zeros(6, batch, 4, 4)], 3))

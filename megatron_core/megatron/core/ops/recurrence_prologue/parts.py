@@ -87,6 +87,15 @@ class UnitParts:
             limits=limits,
         )
 
+    def with_heads(self, heads: int) -> UnitParts:
+        """Return those of a unit of so many heads."""
+        if heads == self.heads:
+            return self
+        sizes = heads, self.key_channels, self.value_channels
+        if self.strengths is None:
+            return UnitParts.state_space(*sizes, self.limits)
+        return UnitParts.delta(*sizes)
+
     @property
     def convolved(self) -> int:
         """c, the columns that are convolved."""

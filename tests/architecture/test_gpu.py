@@ -4,6 +4,7 @@ GPU."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tools import gpu
+from tools.bench.gpu_results import rows_of
 
 ROOT = Path(__file__).parents[2]
 #: What such a machine does not have.
@@ -47,9 +49,15 @@ def bare(folder: Path, absent: str = ABSENT) -> dict[str, str]:
     return {**kept, "PYTHONPATH": f"{folder}{os.pathsep}{found['PYTHONPATH']}"}
 
 
-def run(command, environment):
+def run(command, environment, timeout=110):
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -75,14 +83,39 @@ def test_without_a_gpu_it_says_so_and_ends_well(tmp_path):
         assert "sees no GPU" in done.stdout
 
 
-@pytest.mark.slow
-def test_the_benchmark_runs_on_a_cpu_without_other_libraries(tmp_path):
-    # transformers, which the benchmark races, brings yaml.
-    words = ["--device", "cpu", "--smoke", "--output", str(tmp_path / "out")]
-    done = run(
-        [sys.executable, "-m", "tools.bench.gpu_train", *words],
-        bare(tmp_path, ABSENT.replace("yaml", "")),
-    )
+QUICK = ["-m", "tools.gpu", "--rehearse", "--quick", "--stages", "tests", "kernels"]
+
+
+def results_of(done, folder) -> dict:
+    """Return the one file that a suite has left."""
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tokens/s / transformers autocast" in done.stdout
-    assert {p.suffix for p in (tmp_path / "out").iterdir()} == {".md", ".json"}
+    (path,) = folder.iterdir()
+    assert f"gpu: written to {path}" in done.stdout
+    return json.loads(path.read_text())
+
+
+def test_the_quickest_part_of_a_rehearsal(tmp_path):
+    done = run([sys.executable, *QUICK, "--output", str(tmp_path / "out")], bare(tmp_path))
+    found = results_of(done, tmp_path / "out")
+    assert {name: stage["problems"] for name, stage in found["stages"].items()} == {
+        "tests": {},
+        "kernels": {},
+    }
+    assert [row["what"].split()[0] for row in rows_of(found)] == ["RMSNorm", "RMSNorm"]
+    assert "RMSNorm" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_everything_can_be_rehearsed_without_other_libraries(tmp_path):
+    # transformers, which training races, brings yaml.
+    words = ["-m", "tools.gpu", "--rehearse", "--output", str(tmp_path / "out")]
+    environment = bare(tmp_path, ABSENT.replace("yaml", ""))
+    done = run([sys.executable, *words], environment, timeout=1700)
+    found = results_of(done, tmp_path / "out")
+    assert list(found["stages"]) == list(gpu.STAGES)
+    assert not any(stage["problems"] for stage in found["stages"].values())
+    benches = {row["bench"] for row in rows_of(found)}
+    assert benches == {"kernels", "decode", "training", "hybrid"}
+    for op in ("gated delta rule", "state-space dual", "prologue", "paged decode", "hybrid"):
+        assert op in done.stdout, op

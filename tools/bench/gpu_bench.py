@@ -140,6 +140,7 @@ class Bench:
     def run(self, cases: Iterable[tuple[str, Callable[[Bench], None]]]) -> int:
         """Run the cases; print the table, leave the part, and return the exit code."""
         self.rates = measured_rates(self.watch)
+        self._free()
         for name, case in cases:
             if time.monotonic() >= self.end:
                 self.problems[name] = "not started: no time left"
@@ -153,9 +154,7 @@ class Bench:
                 self.problems[name] = f"{type(problem).__name__}: {lines[0]}"
                 if isinstance(problem, torch.AcceleratorError):
                     break  # the device refuses whatever comes after
-            gc.collect()
-            if self.watch.on_gpu:
-                torch.cuda.empty_cache()
+            self._free()
             self.save()
         self.save()
         print(gpu_table(self.rows))
@@ -163,6 +162,12 @@ class Bench:
             print(f"{self.name}: {name}: {problem}")
         print(f"{len(self.rows)} rows, {len(self.problems)} problems")
         return 1 if self.problems else 0
+
+    def _free(self) -> None:
+        """Give back the memory of what is over: workers need it."""
+        gc.collect()
+        if self.watch.on_gpu:
+            torch.cuda.empty_cache()
 
     def save(self) -> None:
         """Leave what was measured so far."""

@@ -30,7 +30,7 @@ CASES = (
     ("cross entropy", gpu_pointwise.cross_entropy),
     ("permutation", gpu_pointwise.permutation),
 )
-QUICK = ("norm", "swiglu")
+QUICK = ("norm",)
 
 
 def main() -> int:

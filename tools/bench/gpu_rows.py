@@ -22,7 +22,7 @@ class GpuRow(TypedDict):
     Args:
         bench: which bench.
         what: the op with its sizes.
-        unit: of the figures: "ms", "us" or "tokens/s".
+        unit: of the figures: "ms", "us", "tokens/s", "MFU" or "GB".
         ours: our figure; None if it could not be measured.
         peers: others' figures of the same turns, by name.
         bound: the figure that the device's measured rates allow, or None.
@@ -49,7 +49,7 @@ def verdict(row: GpuRow, target: str) -> str:
     Raises:
         ValueError: a target of another form.
     """
-    subject, sign, bound = target.split()
+    subject, sign, bound = target.rsplit(maxsplit=2)
     if sign not in (">=", "<="):
         raise ValueError(f"target {target!r} of {row['what']}: write 'share >= 0.85'")
     if subject == "share":

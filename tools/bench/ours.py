@@ -53,29 +53,33 @@ def training_parts(
     *,
     bf16: bool,
     device: torch.device | None = None,
+    config: GPTConfig | None = None,
     before_update: Callable[[], None] = lambda: None,
 ) -> tuple[Step, GPTModel, Optimizer]:
     """Build a step, see `training_step`, with what it trains and updates.
 
     Args:
+        config: of another model with the shape's vocabulary; None is that of the shape.
         before_update: called in every step before a weight changes.
     """
     groups = ProcessGroupCollection.single()
     dtype = torch.bfloat16 if bf16 else torch.float32
     device = device or torch.device("cpu")
-    model = GPTModel(config_of(shape), groups, seed=shapes.SEED, dtype=dtype, device=device)
-    if model.store.num_parameters != shape.parameters:
+    model = GPTModel(
+        config or config_of(shape), groups, seed=shapes.SEED, dtype=dtype, device=device
+    )
+    if config is None and model.store.num_parameters != shape.parameters:
         raise ValueError(
             f"our model has {model.store.num_parameters} weights, the shape {shape.parameters}"
         )
     engine = DataParallel(model.store, groups)
-    config = OptimizerConfig(
+    settings = OptimizerConfig(
         adam_beta1=shapes.BETAS[0],
         adam_beta2=shapes.BETAS[1],
         adam_eps=shapes.EPSILON,
         clip_grad=shapes.CLIP,
     )
-    optimizer = Optimizer(engine.owned(), groups, config=config)
+    optimizer = Optimizer(engine.owned(), groups, config=settings)
     tokens = tokens_of(shape).to(device)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     weights = torch.full(labels.shape, 1.0 / labels.numel(), device=device)

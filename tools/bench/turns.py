@@ -93,7 +93,7 @@ def take_turns(
             except RuntimeError as problem:
                 print(f"bench: {problem}; left out", file=sys.stderr)
         names = list(found)
-        for turn in range(rounds):
+        for turn in range(rounds if names else 0):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 answer = _ask(workers[name], name, steps)
                 found[name].rounds.append(answer[clock])

@@ -17,10 +17,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def row_of_tile(tile, bounds_ptr, rows, QUERIES: tl.constexpr):
-    """Find the row whose queries a tile holds; `rows` for the padding behind the last row.
+    """Find the row whose queries a tile holds, where they begin, and which of them is its first.
 
     Row i has its tiles from bounds[i] // QUERIES + i on, which is always enough; with one query a
-    tile from bounds[i] on, which is exact. The padding has its tiles as if it were one more row.
+    tile from bounds[i] on, which is exact. The padding behind the last row has its tiles as if it
+    were one more row.
     """
     row = -1
     for first in range(0, rows + 1, 128):
@@ -29,7 +30,11 @@ def row_of_tile(tile, bounds_ptr, rows, QUERIES: tl.constexpr):
         if QUERIES > 1:
             bound = bound // QUERIES + index
         row += tl.sum(((index <= rows) & (bound <= tile)).to(tl.int32), 0)
-    return row
+    begin = tl.load(bounds_ptr + row)
+    offset = tile - begin
+    if QUERIES > 1:
+        offset = (tile - (begin // QUERIES + row)) * QUERIES
+    return row, begin, offset
 
 
 @triton.jit
@@ -133,6 +138,7 @@ def paged_attention_kernel(
     rows,
     tiles,
     splits,
+    shortest,
     heads,
     features,
     window,
@@ -159,20 +165,17 @@ def paged_attention_kernel(
     """Attend QUERIES new tokens of one row, HEADS heads of one group, to a piece of the context.
 
     A tile has ROWS >= QUERIES * HEADS rows, query by query. With SPLIT, out and lse are fp32 of
-    pieces, [splits, t, n, d] and [splits, t, n]; the out of an empty piece is not written.
+    pieces, [splits, t, n, d] and [splits, t, n]; the out of an empty piece is not written. No
+    piece is shorter than `shortest` tiles of keys: short rows have fewer.
     """
     tile = tiles - 1 - tl.program_id(0) % tiles  # late tiles see most keys: they go first
     split = tl.program_id(0) // tiles % splits
-    parts: tl.constexpr = (RATIO + HEADS - 1) // HEADS
-    part = tl.program_id(0) // tiles // splits % parts  # which heads of the group
-    group = (tl.program_id(0) // tiles // splits // parts).to(tl.int64)
-    row = row_of_tile(tile, bounds_ptr, rows, QUERIES)
-    begin = tl.load(bounds_ptr + row)
+    rest = tl.program_id(0) // tiles // splits
+    part = rest % ((RATIO + HEADS - 1) // HEADS)  # which heads of the group
+    group = (rest // ((RATIO + HEADS - 1) // HEADS)).to(tl.int64)
+    row, begin, offset = row_of_tile(tile, bounds_ptr, rows, QUERIES)
     end = tl.load(bounds_ptr + row + 1, mask=row < rows, other=tokens)
     context = tl.load(contexts_ptr + row, mask=row < rows, other=0)
-    offset = tile - begin
-    if QUERIES > 1:
-        offset = (tile - (begin // QUERIES + row)) * QUERIES
     member = tl.arange(0, ROWS)
     queries = offset + member // HEADS
     within = part * HEADS + member % HEADS  # the head's number in its group
@@ -198,7 +201,7 @@ def paged_attention_kernel(
         low = tl.maximum(least - window + 1, 0)
     high = tl.where(begin + offset < end, tl.minimum(context, least + QUERIES), 0)
     start = low // BLOCK * BLOCK
-    piece = tl.cdiv(tl.cdiv(tl.maximum(high - start, 0), BLOCK), splits) * BLOCK
+    piece = tl.maximum(tl.cdiv(tl.maximum(high - start, 0), BLOCK * splits), shortest) * BLOCK
     start = start + split * piece
     stop = tl.minimum(start + piece, high)
     table_row = table_ptr + row.to(tl.int64) * table_stride

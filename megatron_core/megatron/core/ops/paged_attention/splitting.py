@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 
-SHORTEST_PIECE = 256  # tokens
+SHORTEST_PIECE = 256  # tokens; rows too short for all pieces have fewer
+#: Nor does a program read a longer context alone while others have long ended.
+LONGEST_PIECE = 16384
 MOST_PIECES = 128
 #: Fewer pieces are taken where they fill the device so well, compared with the best.
 GOOD_ENOUGH = 0.85
@@ -22,7 +24,7 @@ GOOD_ENOUGH = 0.85
 
 @functools.lru_cache(maxsize=4096)
 def pieces(programs: int, context: int, resident: int) -> int:
-    """Choose into how many pieces every context is cut.
+    """Choose into how many pieces contexts are cut.
 
     Programs run in waves of `resident`; the last wave is not full. More pieces make finer waves
     and more to merge, so the fewest that are nearly as good as the best are taken. Only bounds
@@ -37,11 +39,14 @@ def pieces(programs: int, context: int, resident: int) -> int:
         How many, at least 1.
     """
     most = min(MOST_PIECES, context // SHORTEST_PIECE)
-    if most <= 1 or programs == 0 or programs >= resident:
+    if most <= 1 or programs == 0:
         return 1
-    filled = [_share_of_waves(programs * count, resident) for count in range(1, most + 1)]
-    wanted = GOOD_ENOUGH * max(filled)
-    return next(count for count, share in enumerate(filled, 1) if share >= wanted)
+    least = min(most, -(-context // LONGEST_PIECE))
+    if programs * least >= resident:
+        return least
+    choices = range(least, most + 1)
+    wanted = GOOD_ENOUGH * max(_share_of_waves(programs * count, resident) for count in choices)
+    return next(c for c in choices if _share_of_waves(programs * c, resident) >= wanted)
 
 
 def _share_of_waves(programs: int, resident: int) -> float:

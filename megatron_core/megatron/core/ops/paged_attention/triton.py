@@ -15,7 +15,7 @@ from megatron.core.ops.paged_attention.kernels import (
     paged_attention_kernel,
     write_to_pages_kernel,
 )
-from megatron.core.ops.paged_attention.splitting import pieces
+from megatron.core.ops.paged_attention.splitting import SHORTEST_PIECE, pieces
 
 # Tiles of few rows wait for memory: they want many loads in flight. Tiles of many rows multiply.
 DECODE = Launches(
@@ -52,8 +52,9 @@ WRITE = Launches(
 SMALLEST_TILE = 16
 #: A tile of keys takes at most so much of a stage's shared memory, one of queries so much in all.
 KEY_TILE_BYTES, QUERY_TILE_BYTES = 16 << 10, 32 << 10
-#: Decoding programs that a processor runs at once: three stages of keys and values are 96 KiB.
-PROGRAMS_A_PROCESSOR = 2
+#: Warps that a processor needs: two decoding programs have 128 KiB on their way, a prefilling one
+#: takes most registers.
+WARPS_A_PROCESSOR = 8
 #: Processors to fill where none are (the interpreter): those of an H100 or H200.
 PROCESSORS = 132
 
@@ -79,7 +80,7 @@ def paged_attention(
     tiles = tile_count(tokens, batch.rows, tile["QUERIES"])
     programs = tiles * groups * triton.cdiv(heads // groups, tile["HEADS"])
     seen = min(batch.max_context, window + tile["QUERIES"] if window else batch.max_context)
-    splits = pieces(programs, seen, PROGRAMS_A_PROCESSOR * processors(query.device))
+    splits = pieces(programs, seen, resident(query.device, tile[WARPS]))
     found, found_lse = out, lse
     if splits > 1:
         found, found_lse = (
@@ -101,6 +102,7 @@ def paged_attention(
         batch.rows,
         tiles,
         splits,
+        triton.cdiv(SHORTEST_PIECE, tile["BLOCK"]),
         heads,
         features,
         window or 0,
@@ -206,11 +208,12 @@ def padded(features: int) -> int:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Return how many processors a device has."""
-    if device.type != "cuda":
-        return PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def resident(device: torch.device, warps: int) -> int:
+    """Return how many programs of so many warps keep a device busy."""
+    processors = PROCESSORS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * max(1, WARPS_A_PROCESSOR // warps)
 
 
 def _dense_features(x: torch.Tensor) -> torch.Tensor:

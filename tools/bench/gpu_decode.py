@@ -67,6 +67,7 @@ class Layer:
                 rows + 1, heads, parts.key_channels, parts.value_channels, dtype=torch.float32
             ),
             slots=torch.randperm(rows, device=bench.device),
+            arrived=torch.zeros(rows + 1, units, device=bench.device, dtype=torch.int32),
         )
         self.norm = OutputNorm(
             gate=bench.drawn(rows, units, width),

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One more token of recurrent layers on the GPU: against fp64, many times over, in a CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from tests.support.closeness import relative_error
+from tests.support.gpu_agreement import BOUND, DTYPES, REHEARSES, made, sized
+from tests.support.launch_kernels import assert_launches
+from tests.support.nan_memory import nan_memory
+
+pytestmark = pytest.mark.gpu
+
+ROWS, STEPS = sized((77, 40), (3, 2))
+LIMITS = (0.0, 1.0)
+#: Units of a layer and what they are: of Qwen3-Next, Nemotron-H, mamba2-2.7b, and odd ones.
+LAYERS = sized(
+    {
+        "Qwen3-Next": (16, UnitParts.delta(2, 128, 128)),
+        "Nemotron-H": (8, UnitParts.state_space(16, 128, 64, LIMITS)),
+        "Mamba-2": (1, UnitParts.state_space(80, 128, 64, LIMITS)),
+        "odd": (3, UnitParts.delta(3, 100, 52)),
+        "wide": (2, UnitParts.delta(2, 256, 128)),
+    },
+    {
+        "delta": (2, UnitParts.delta(2, 6, 5)),
+        "state space": (1, UnitParts.state_space(4, 5, 3, LIMITS)),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's weights and what it keeps."""
+
+    parts: UnitParts
+    weights: PrologueWeights
+    memory: DecodeMemory
+    scale: torch.Tensor
+    skip: torch.Tensor
+
+    @staticmethod
+    def of(device: torch.device, name: str, dtype: torch.dtype, *, bf16_states=False) -> Layer:
+        units, parts = LAYERS[name]
+        heads, channels = units * parts.heads, parts.convolved
+        slots = torch.randperm(ROWS + 5, device=device)[:ROWS]
+        slots[1] = -1
+        states = (ROWS + 6, heads, parts.key_channels, parts.value_channels)
+        conv = made(device, ROWS + 6, 3, units, channels).to(dtype)
+        state = made(device, *states).to(torch.bfloat16 if bf16_states else torch.float32)
+        state[-1], conv[-1] = torch.nan, torch.nan
+        arrived = torch.zeros(ROWS + 6, units, dtype=torch.int32, device=device)
+        return Layer(
+            parts,
+            PrologueWeights(
+                (made(device, units, channels, 4) / 2).to(dtype),
+                made(device, units, channels).to(dtype),
+                made(device, heads) / 2,
+                made(device, heads + 1)[1:],
+            ),
+            DecodeMemory(conv, state, slots, arrived),
+            1 + made(device, heads * parts.value_channels) / 4,
+            made(device, heads),
+        )
+
+    def wide(self) -> Layer:
+        """Return a copy in fp64."""
+        weights = PrologueWeights(*(w.double() for w in self.weights))
+        memory = replace(
+            self.memory,
+            conv=self.memory.conv.double(),
+            state=self.memory.state.double(),
+            slots=self.memory.slots,
+        )
+        return Layer(self.parts, weights, memory, self.scale.double(), self.skip.double())
+
+    def step(self, features: torch.Tensor, implementation: str | None, order: str) -> torch.Tensor:
+        """Take every row on by a token."""
+        parts, delta = self.parts, self.parts.strengths is not None
+        values = parts.heads * parts.value_channels
+        source, gate = features.split([parts.width, values], dim=-1)
+        scale = self.scale[: parts.value_channels] if delta else self.scale
+        size = None if delta else values
+        return recurrence_decode(
+            source,
+            self.weights,
+            parts=parts,
+            memory=self.memory,
+            skip=None if delta else self.skip,
+            norm=OutputNorm(gate, scale, 1e-5, order, size),
+            implementation=implementation,
+        )
+
+
+def features_of(device: torch.device, name: str, dtype: torch.dtype, step: int) -> torch.Tensor:
+    units, parts = LAYERS[name]
+    width = parts.width + parts.heads * parts.value_channels
+    return torch.roll(made(device, ROWS, units, width), step, 0).to(dtype)
+
+
+def assert_steps_agree(layer: Layer, name: str, dtype: torch.dtype, order: str, steps: int) -> None:
+    """Take kernel and reference on by some tokens; compare every output, and what is kept."""
+    true, device = layer.wide(), layer.scale.device
+    for step in range(steps):
+        features = features_of(device, name, dtype, step)
+        features[1] = torch.nan  # slot -1
+        with nan_memory():
+            mine = layer.step(features, "triton", order)
+        wanted = true.step(features.double(), "reference", order)
+        assert relative_error(mine, wanted) <= BOUND[dtype], step
+        assert not mine[1].any()
+    bound = BOUND[layer.memory.state.dtype]
+    assert relative_error(layer.memory.state[:-1], true.memory.state[:-1]) <= bound
+    assert torch.equal(layer.memory.conv[:-1].double(), true.memory.conv[:-1]), "rows are copied"
+    assert layer.memory.conv[-1].isnan().all()
+    assert not layer.memory.arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
+@pytest.mark.parametrize("name", LAYERS)
+def test_many_tokens(device, dtype, order, name):
+    layer = Layer.of(device, name, dtype)
+    assert_steps_agree(layer, name, dtype, order, STEPS)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_candidate(device, name, monkeypatch):
+    candidates = recurrence_decode_triton.DECODE.candidates
+    for launch in candidates[-2:] if REHEARSES else candidates:
+        monkeypatch.setattr(
+            recurrence_decode_triton, "DECODE", Launches("recurrence_decode", launch)
+        )
+        layer = Layer.of(device, name, torch.float32)
+        assert_steps_agree(layer, name, torch.float32, GATE_FIRST, 2)
+
+
+@pytest.mark.machine  # the interpreter rounds to bf16 by truncating
+def test_states_in_bf16(device):
+    name = next(iter(LAYERS))
+    layer = Layer.of(device, name, torch.bfloat16, bf16_states=True)
+    assert_steps_agree(layer, name, torch.bfloat16, NORM_FIRST, 2)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_kernel_is_all(device, name):
+    layer = Layer.of(device, name, DTYPES[-1])
+    features = features_of(device, name, DTYPES[-1], 0)
+    assert_launches(
+        lambda: layer.step(features, "triton", GATE_FIRST), {"recurrence_decode_kernel": 1}
+    )
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_graph_takes_other_slots_and_tokens_on(device, name):
+    """As an engine replays it: what is read is what lies in its buffers then."""
+    layer = Layer.of(device, name, torch.bfloat16)
+    features = features_of(device, name, torch.bfloat16, 0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer.step(features, None, NORM_FIRST)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer.step(features, None, NORM_FIRST)
+    memory = layer.memory
+    eager = replace(
+        layer, memory=replace(memory, conv=memory.conv.clone(), state=memory.state.clone())
+    )
+    for step in range(1, 6):
+        features.copy_(features_of(device, name, torch.bfloat16, step))
+        memory.slots.copy_(memory.slots.roll(3))
+        graph.replay()
+        wanted = eager.step(features, None, NORM_FIRST)
+        assert torch.equal(y, wanted)
+    assert torch.equal(memory.state[:-1], eager.memory.state[:-1])
+    assert torch.equal(memory.conv[:-1], eager.memory.conv[:-1])

@@ -21,10 +21,13 @@ from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between
 
 
 @triton.jit
-def summed_halves(x, CORRECTS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the upper half of x [2C] or [2C, C] plus the lower one; x itself without a lower."""
+def summed_halves(x, WIDTH: tl.constexpr, CORRECTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return what belongs to queries plus what belongs to keys [C, WIDTH], of x [2C, WIDTH].
+
+    Where nothing is corrected there is nothing of keys.
+    """
     if CORRECTS:
-        return tl.sum(tl.reshape(x, [2, CHUNK] + x.shape[1:]), 0)
+        return tl.reshape(tl.sum(tl.reshape(x, [CHUNK // 8, 2, 8, WIDTH]), 1), [CHUNK, WIDTH])
     else:
         return x
 
@@ -92,6 +95,7 @@ def recurrence_gradients_kernel(
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Make the gradients of one chunk of one group and of its heads.
@@ -100,15 +104,16 @@ def recurrence_gradients_kernel(
     without gaps. VALUES is at least V, BLOCK_V columns of which are worked on at a time.
     """
     ROWS: tl.constexpr = 2 * CHUNK if CORRECTS else CHUNK
-    groups = heads // shared
-    group = (tl.program_id(0) % groups).to(tl.int64)
-    chunk = (tl.program_id(0) // groups).to(tl.int64)
+    units = heads // HEADS
+    unit = (tl.program_id(0) % units).to(tl.int64)
+    chunk = (tl.program_id(0) // units).to(tl.int64)
+    group = unit * HEADS // shared
     feature = tl.arange(0, KEYS)
     is_key = feature < keys
     grad_reads = tl.zeros([ROWS, KEYS], dtype=tl.float32)  # of queries; of keys that read
     grad_writes = tl.zeros([KEYS, CHUNK], dtype=tl.float32)  # of keys that write, transposed
-    for index in range(shared):
-        head = group * shared + index
+    for index in tl.range(0, HEADS, disable_licm=True):
+        head = unit * HEADS + index
         number = chunk * heads + head
         # Where tokens are is asked again for each head, and what follows from it made again: masks
         # and places that are kept from one head to the next fill registers.
@@ -118,17 +123,14 @@ def recurrence_gradients_kernel(
         order = first.to(tl.int32) + row
         alive = token < end
         both = tl.arange(0, ROWS)
-        is_lower = both >= CHUNK
-        both = both % CHUNK
+        is_lower = tl.zeros([ROWS], dtype=tl.int32) > 0
+        if CORRECTS:
+            is_lower = both // 8 % 2 == 1
+            both = both // 16 * 8 + both % 8
         both_token = first + both
         both_alive = both_token < end
         query_place = query_ptr + group * query_stride_h + both_token * query_stride_t
         key_place = key_ptr + group * key_stride_h + both_token * key_stride_t
-        pair = tl.load(
-            tl.where(is_lower, key_place, query_place)[:, None] + feature[None, :],
-            mask=both_alive[:, None] & is_key[None, :],
-            other=0.0,
-        )
         key = tl.load(
             key_ptr + group * key_stride_h + token[:, None] * key_stride_t + feature[None, :],
             mask=alive[:, None] & is_key[None, :],
@@ -149,21 +151,13 @@ def recurrence_gradients_kernel(
         factor = tl.where(is_lower, -factor.to(tl.float32), scale)
         if CORRECTS:
             solved_place = solved_ptr + number * CHUNK * CHUNK + row[None, :] * CHUNK
-            solved_t = tl.load(solved_place + row[:, None]).to(tl.float32)
-            solved_t *= decays_between(
-                large[None, :],
-                large[:, None],
-                small[None, :],
-                small[:, None],
-                order[None, :] >= order[:, None],
-            )
-            solved_t = solved_t.to(key.dtype)
+            solved_t = tl.load(solved_place + row[:, None])  # (T ∘ D)ᵀ
         within = tl.zeros([ROWS, CHUNK], dtype=tl.float32)  # [dO ; x] changeᵀ
         along = tl.zeros([ROWS], dtype=tl.float32)
         along_end = tl.zeros([CHUNK], dtype=tl.float32)
         grad_strength = tl.zeros([CHUNK], dtype=tl.float32)
-        kept = tl.zeros([KEYS], dtype=tl.float32)
-        for block in range(0, VALUES, BLOCK_V):
+        kept = 0.0
+        for block in tl.range(0, VALUES, BLOCK_V, disable_licm=True):
             column = block + tl.arange(0, BLOCK_V)
             is_value = column < values
             tile = alive[:, None] & is_value[None, :]
@@ -172,7 +166,7 @@ def recurrence_gradients_kernel(
             state_place = state_place + column[None, :]
             state = tl.load(starts_ptr + state_place, mask=in_state, other=0.0)
             grad_state = tl.load(ends_ptr + state_place, mask=in_state, other=0.0)
-            kept += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
+            kept += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32))
             grad_place = grad_ptr + head * grad_stride_h + both_token * grad_stride_t
             x_place = x_ptr + (both_token * heads + head) * values
             pulls = tl.load(
@@ -198,9 +192,19 @@ def recurrence_gradients_kernel(
             part_t = tl.dot(grad_state, change_t, input_precision="ieee") * left[None, :]
             along_end += tl.sum(part_t * tl.trans(key).to(tl.float32), 0)
             grad_writes += part_t
+            pair = tl.load(
+                tl.where(is_lower, key_place, query_place)[:, None] + feature[None, :],
+                mask=both_alive[:, None] & is_key[None, :],
+                other=0.0,
+            )
             part = tl.dot(pulls, tl.trans(state), input_precision="ieee") * both_growth[:, None]
             along += tl.sum(part * pair.to(tl.float32), 1)
             grad_reads += part * factor[:, None]
+        pair = tl.load(
+            tl.where(is_lower, key_place, query_place)[:, None] + feature[None, :],
+            mask=both_alive[:, None] & is_key[None, :],
+            other=0.0,
+        )
         within *= decays_between(  # Z above N
             both_large[:, None],
             large[None, :],
@@ -211,14 +215,16 @@ def recurrence_gradients_kernel(
         pairs = within * tl.dot(pair, tl.trans(key), input_precision="ieee")
         if CORRECTS:
             lower = tl.where(is_lower, along + tl.sum(pairs, 1), 0.0)
-            grad_strength -= summed_halves(lower, CORRECTS, CHUNK)
-        reads = summed_halves(along * factor, CORRECTS, CHUNK)
-        pairs = summed_halves(pairs * factor[:, None], CORRECTS, CHUNK)
+            lower = summed_halves(lower[:, None], 1, CORRECTS, CHUNK)
+            grad_strength -= tl.reshape(lower, [CHUNK])
+        reads = summed_halves((along * factor)[:, None], 1, CORRECTS, CHUNK)
+        reads = tl.reshape(reads, [CHUNK])
+        pairs = summed_halves(pairs * factor[:, None], CHUNK, CORRECTS, CHUNK)
         within = (within * factor[:, None]).to(key.dtype)
         grad_reads = tl.dot(within, key, acc=grad_reads, input_precision="ieee")
         grad_writes = tl.dot(tl.trans(pair), within, acc=grad_writes, input_precision="ieee")
         grad_decay = decay_gradient(pairs, along_end, reads, order)
-        grad_decay += tl.exp(last + last_small) * tl.sum(kept, 0)
+        grad_decay += tl.exp(last + last_small) * kept
         decay_place = decay_ptr + token * decay_stride_t + head * decay_stride_h
         decay = tl.load(decay_place, mask=alive, other=0.0)
         grad_decay = tl.where(decay > lowest_decay, grad_decay, 0.0)
@@ -230,11 +236,29 @@ def recurrence_gradients_kernel(
     row = tl.arange(0, CHUNK)
     token = tl.load(first_ptr + chunk) + row
     alive = (token < tl.load(end_ptr + chunk))[:, None] & is_key[None, :]
-    place = (token[:, None] * groups + group) * keys + feature[None, :]
+    place = (token[:, None] * units + unit) * keys + feature[None, :]
     grad_key = tl.trans(grad_writes)
-    is_lower = (tl.arange(0, ROWS) >= CHUNK)[:, None]
     if CORRECTS:
-        grad_key += summed_halves(tl.where(is_lower, grad_reads, 0.0), CORRECTS, CHUNK)
-    grad_query = summed_halves(tl.where(is_lower, 0.0, grad_reads), CORRECTS, CHUNK)
+        is_lower = (tl.arange(0, ROWS) // 8 % 2 == 1)[:, None]
+        lower = tl.where(is_lower, grad_reads, 0.0)
+        grad_key += summed_halves(lower, KEYS, CORRECTS, CHUNK)
+        grad_reads = tl.where(is_lower, 0.0, grad_reads)
+    grad_query = summed_halves(grad_reads, KEYS, CORRECTS, CHUNK)
     tl.store(grad_query_ptr + place, grad_query.to(grad_query_ptr.dtype.element_ty), mask=alive)
     tl.store(grad_key_ptr + place, grad_key.to(grad_key_ptr.dtype.element_ty), mask=alive)
+
+
+@triton.jit
+def sum_units_kernel(parts_ptr, sums_ptr, width, units, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum up units [rows, units, width] of one row, in fp32; UNITS is `units` at least."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    unit = tl.arange(0, UNITS)
+    parts = tl.load(
+        parts_ptr + (row * units + unit[:, None]) * width + column[None, :],
+        mask=(unit < units)[:, None] & (column < width)[None, :],
+        other=0.0,
+    )
+    found = tl.sum(parts.to(tl.float32), 0)
+    place = sums_ptr + row * width + column
+    tl.store(place, found.to(sums_ptr.dtype.element_ty), mask=column < width)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import triton
 
-from megatron.core.ops.chunked_recurrence.gradient_kernels import recurrence_gradients_kernel
+from megatron.core.ops.chunked_recurrence.gradient_kernels import (
+    recurrence_gradients_kernel,
+    sum_units_kernel,
+)
 from megatron.core.ops.chunked_recurrence.reverse_kernels import reverse_sweep_kernel
 from megatron.core.ops.chunked_recurrence.sweep_kernels import sweep_kernel
 from megatron.core.ops.chunked_recurrence.tiles import Tiles
@@ -30,9 +34,12 @@ SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 32, "num_warps": 8, "
 
 REVERSE = Launches("recurrence_reverse", {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2})
 REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1})
-GRADIENTS = Launches("recurrence_gradients", {"BLOCK_V": 64, "num_warps": 8, "num_stages": 1})
+# Heads of one program: more of them save memory traffic and cost registers.
+GRADIENTS = Launches(
+    "recurrence_gradients", {"HEADS": 1, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1}
+)
 GRADIENTS_WIDE = Launches(
-    "recurrence_gradients_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
+    "recurrence_gradients_fp32", {"HEADS": 1, "BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
 )
 
 
@@ -276,21 +283,42 @@ def gradients(
         ends, x: from `reverse_sweep`.
     """
     inputs, tiles = prepared.inputs, prepared.tiles
-    found = RecurrenceInputs(
-        *(torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in inputs)
+    launch = launch_of(GRADIENTS, GRADIENTS_WIDE, prepared, prepared.values)
+    tokens, groups, keys = inputs.key.shape
+    launch["HEADS"] = math.gcd(launch["HEADS"], prepared.heads // groups)
+    units = prepared.heads // launch["HEADS"]
+    value, decay, strength = (
+        torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in inputs[2:]
     )
-    if not tiles.count:
-        return found
-    recurrence_gradients_kernel[(tiles.count * inputs.key.shape[1],)](
-        *prepared.arguments(),
-        *(inputs.decay, *inputs.decay.stride()),
-        *(grad, *grad.stride()[:2]),
-        *(starts, ends, x),
-        *found,
-        LOWEST_DECAY,
-        **prepared.constants(),
-        VALUES=padded(prepared.values),
-        **launch_of(GRADIENTS, GRADIENTS_WIDE, prepared, prepared.values),
+    pair = inputs.key.new_empty((2, tokens, units, keys))  # of query and key, of each unit
+    if tiles.count:
+        recurrence_gradients_kernel[(tiles.count * units,)](
+            *prepared.arguments(),
+            *(inputs.decay, *inputs.decay.stride()),
+            *(grad, *grad.stride()[:2]),
+            *(starts, ends, x, *pair, value, decay, strength, LOWEST_DECAY),
+            **prepared.constants(),
+            VALUES=padded(prepared.values),
+            **launch,
+        )
+    return RecurrenceInputs(*sum_units(pair, groups), value, decay, strength)
+
+
+def sum_units(parts: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return [2, t, G, K], the sums over the units of each group, from [2, t, units, K]."""
+    _, tokens, units, keys = parts.shape
+    if units == groups or not tokens:
+        return parts[:, :, :groups]
+    found = parts.new_empty((2, tokens, groups, keys))
+    shared = units // groups
+    sum_units_kernel[(2 * tokens * groups,)](
+        parts,
+        found,
+        keys,
+        shared,
+        UNITS=triton.next_power_of_2(shared),
+        BLOCK=padded(keys),
+        num_warps=1,
     )
     return found
 

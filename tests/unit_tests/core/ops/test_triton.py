@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 # Files of cases, and how many each has: a case that silently was not collected must fail.
 FILES = {
     "interpreted_cases.py": 55,
-    "interpreted_decode.py": 22,
+    "interpreted_convolution.py": 28,
+    "interpreted_decode.py": 21,
+    "interpreted_gated_norm.py": 33,
     "interpreted_paged_attention.py": 20,
     "interpreted_prologue.py": 11,
 }

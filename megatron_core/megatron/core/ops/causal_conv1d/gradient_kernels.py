@@ -32,8 +32,8 @@ def convolution_backward_kernel(
     units,
     channels,
     x_offset,
-    x_stride_t,
-    x_stride_u,
+    x_step_t,
+    x_step_u,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
@@ -60,7 +60,7 @@ def convolution_backward_kernel(
     columns = block * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = columns < channels
     flat, width = unit * channels + columns, units * channels
-    x_ptr += (x_offset + unit * x_stride_u) * STEP + columns
+    x_ptr += (x_offset + unit * x_step_u) * STEP + columns
     first = tile * share
     end = tl.minimum(first + share, tokens)
     kind = d_x_ptr.dtype.element_ty
@@ -76,7 +76,7 @@ def convolution_backward_kernel(
         taps = taps + (tap.to(tl.float32),)
         sums = sums + (tl.zeros([BLOCK_C], dtype=tl.float32),)
     for k in tl.static_range(1, WIDTH):
-        source = x_ptr + (first - k) * x_stride_t * STEP
+        source = x_ptr + (first - k) * x_step_t * STEP
         row = tl.load(source, mask=inside & (after >= k), other=0.0).to(tl.float32)
         if HAS_INITIAL:
             carried = tl.load(number_ptr + first).to(tl.int64) * NEAR + NEAR - k + after
@@ -92,7 +92,7 @@ def convolution_backward_kernel(
         for g in tl.static_range(GROUP):
             t = first + step + g
             live = t < tokens
-            source = x_ptr + t * x_stride_t * STEP
+            source = x_ptr + t * x_step_t * STEP
             rows = rows + (tl.load(source, mask=inside & live, other=0.0),)
             source = grad_ptr + t * width + flat
             grads = grads + (tl.load(source, mask=inside & live, other=0.0),)

@@ -24,8 +24,8 @@ def convolution_forward_kernel(
     units,
     channels,
     x_offset,
-    x_stride_t,
-    x_stride_u,
+    x_step_t,
+    x_step_u,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
@@ -39,7 +39,7 @@ def convolution_forward_kernel(
     program = tl.program_id(0).to(tl.int64)
     part = program % (units * blocks)
     unit, block = part // blocks, part % blocks
-    x_ptr += (x_offset + unit * x_stride_u) * STEP
+    x_ptr += (x_offset + unit * x_step_u) * STEP
     rows = program // (units * blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = block * BLOCK_C + tl.arange(0, BLOCK_C)
     inside, live = columns < channels, rows < tokens
@@ -47,14 +47,14 @@ def convolution_forward_kernel(
     after = tl.load(after_ptr + rows, mask=live, other=0)
     if HAS_INITIAL:
         number = tl.load(number_ptr + rows, mask=live, other=0).to(tl.int64)
-    source = x_ptr + (rows * x_stride_t)[:, None] * STEP + columns[None, :]
+    source = x_ptr + (rows * x_step_t)[:, None] * STEP + columns[None, :]
     pre = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
     if HAS_BIAS:
         pre += tl.load(bias_ptr + flat, mask=inside, other=0.0).to(tl.float32)[None, :]
     for k in tl.static_range(WIDTH):
         tap = tl.load(taps_ptr + (WIDTH - 1 - k) * width + flat, mask=inside, other=0.0)
         seen = (live & (after >= k))[:, None] & inside[None, :]
-        row = tl.load(source - k * x_stride_t * STEP, mask=seen, other=0.0).to(tl.float32)
+        row = tl.load(source - k * x_step_t * STEP, mask=seen, other=0.0).to(tl.float32)
         if HAS_INITIAL and k > 0:
             carried = number * (WIDTH - 1) + (WIDTH - 1 - k) + after
             there = (live & (after < k))[:, None] & inside[None, :]
@@ -77,8 +77,8 @@ def convolution_last_kernel(
     units,
     channels,
     x_offset,
-    x_stride_t,
-    x_stride_u,
+    x_step_t,
+    x_step_u,
     STEP: tl.constexpr,
     NEAR: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
@@ -90,7 +90,7 @@ def convolution_last_kernel(
     program = tl.program_id(0).to(tl.int64)
     part = program % (units * blocks)
     unit, block = part // blocks, part % blocks
-    x_ptr += (x_offset + unit * x_stride_u) * STEP
+    x_ptr += (x_offset + unit * x_step_u) * STEP
     places = program // (units * blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = block * BLOCK_C + tl.arange(0, BLOCK_C)
     inside, live = (columns < channels)[None, :], places < count * NEAR
@@ -100,7 +100,7 @@ def convolution_last_kernel(
     end = tl.load(bounds_ptr + number + 1, mask=live, other=0)
     token = end - NEAR + places % NEAR
     found = (live & (token >= first))[:, None] & inside
-    source = x_ptr + (token * x_stride_t)[:, None] * STEP + columns[None, :]
+    source = x_ptr + (token * x_step_t)[:, None] * STEP + columns[None, :]
     row = tl.load(source, mask=found, other=0.0)
     if HAS_INITIAL:
         carried = places + end - first  # as far back, of the rows before
@@ -123,8 +123,8 @@ def convolution_step_kernel(
     units,
     channels,
     x_offset,
-    x_stride_t,
-    x_stride_u,
+    x_step_t,
+    x_step_u,
     state_stride_s,
     state_stride_t,
     STEP: tl.constexpr,
@@ -143,7 +143,7 @@ def convolution_step_kernel(
     flat, width = unit * channels + columns, units * channels
     slot = tl.load(slots_ptr + place)
     live = inside & (slot >= 0)
-    source = x_ptr + (x_offset + unit * x_stride_u + place * x_stride_t) * STEP + columns
+    source = x_ptr + (x_offset + unit * x_step_u + place * x_step_t) * STEP + columns
     token = tl.load(source, mask=live, other=0.0)
     tap = tl.load(taps_ptr + (WIDTH - 1) * width + flat, mask=inside, other=0.0)
     pre = tap.to(tl.float32) * token.to(tl.float32)

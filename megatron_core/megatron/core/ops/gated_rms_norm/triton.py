@@ -67,12 +67,12 @@ def gated_norm_forward_kernel(
     features,
     x_inner,
     x_offset,
-    x_stride_o,
-    x_stride_i,
+    x_step_o,
+    x_step_i,
     gate_inner,
     gate_offset,
-    gate_stride_o,
-    gate_stride_i,
+    gate_step_o,
+    gate_step_i,
     eps,
     X_STEP: tl.constexpr,
     GATE_STEP: tl.constexpr,
@@ -88,10 +88,10 @@ def gated_norm_forward_kernel(
     columns = tl.arange(0, FEATURES)
     inside = (columns < features)[None, :]
     x_row, there = placed_rows(row, live, places_ptr, per_place, HAS_PLACES)
-    start = row_starts(x_row, x_inner, x_offset, x_stride_o, x_stride_i, X_STEP)
+    start = row_starts(x_row, x_inner, x_offset, x_step_o, x_step_i, X_STEP)
     seen = there[:, None] & inside
     x = tl.load(x_ptr + start[:, None] + columns[None, :], mask=seen, other=0.0).to(tl.float32)
-    start = row_starts(row, gate_inner, gate_offset, gate_stride_o, gate_stride_i, GATE_STEP)
+    start = row_starts(row, gate_inner, gate_offset, gate_step_o, gate_step_i, GATE_STEP)
     gate = tl.load(gate_ptr + start[:, None] + columns[None, :], mask=seen, other=0.0)
     gate = gate.to(tl.float32)
     opened = gate * tl.sigmoid(gate)
@@ -126,12 +126,12 @@ def gated_norm_backward_kernel(
     features,
     x_inner,
     x_offset,
-    x_stride_o,
-    x_stride_i,
+    x_step_o,
+    x_step_i,
     gate_inner,
     gate_offset,
-    gate_stride_o,
-    gate_stride_i,
+    gate_step_o,
+    gate_step_i,
     X_STEP: tl.constexpr,
     GATE_STEP: tl.constexpr,
     GATE_FIRST: tl.constexpr,
@@ -152,9 +152,9 @@ def gated_norm_backward_kernel(
         row, live = turn * weights + group, turn < count
         x_row, there = placed_rows(row, live, places_ptr, per_place, HAS_PLACES)
         seen = there[:, None] & inside
-        start = row_starts(x_row, x_inner, x_offset, x_stride_o, x_stride_i, X_STEP)
+        start = row_starts(x_row, x_inner, x_offset, x_step_o, x_step_i, X_STEP)
         x = tl.load(x_ptr + start[:, None] + columns[None, :], mask=seen, other=0.0)
-        start = row_starts(row, gate_inner, gate_offset, gate_stride_o, gate_stride_i, GATE_STEP)
+        start = row_starts(row, gate_inner, gate_offset, gate_step_o, gate_step_i, GATE_STEP)
         gate = tl.load(gate_ptr + start[:, None] + columns[None, :], mask=seen, other=0.0)
         place = row.to(tl.int64)[:, None] * features + columns[None, :]
         grad = tl.load(grad_ptr + place, mask=seen, other=0.0).to(tl.float32)

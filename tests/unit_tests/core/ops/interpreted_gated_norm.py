@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of gated norms and of scaling to length one in Triton's interpreter, against fp64.
+
+Run by `test_triton.py` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
+from megatron.core.ops.gated_rms_norm import triton as kernels
+from megatron.core.ops.l2norm import l2norm
+from megatron.core.ops.l2norm import triton as length_kernels
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.row_steps import RowSteps, row_tile
+from tests.support.gpu_agreement import agree
+from tests.support.inputs import generator
+from tests.support.nan_memory import nan_memory
+
+BOUND = {torch.float32: 1e-5}
+LIMITS = {"num_warps": 1, "num_stages": 1}
+ORDERS = pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Use tiles of few rows, and fewer programs than tiles."""
+    monkeypatch.setattr(kernels, "FORWARD", Launches("f", {"ELEMENTS": 32, **LIMITS}))
+    monkeypatch.setattr(kernels, "BACKWARD", Launches("b", {"ELEMENTS": 32, "AHEAD": 2, **LIMITS}))
+    monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 3)
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(length_kernels, name, Launches("l", {"ELEMENTS": 64, **LIMITS}))
+
+
+def made(*shape: int) -> torch.Tensor:
+    """Return normal numbers."""
+    return torch.randn(shape, generator=generator(sum(shape)))
+
+
+def normed(**options):
+    """Return a gated norm of its tensors."""
+    return lambda *x, implementation: gated_rms_norm(
+        *x, eps=1e-5, implementation=implementation, **options
+    )
+
+
+@ORDERS
+@pytest.mark.parametrize(("features", "size"), [(12, 2), (40, 20), (70, 70)])
+def test_groups(order, features, size):
+    inputs = made(4, 3, features), made(4, 3, features) * 3, made(features)
+    agree(normed(order=order, group_size=size), inputs, torch.float32, bounds=BOUND)
+
+
+@ORDERS
+@pytest.mark.parametrize("before", [4, 5])
+def test_gates_that_are_slices_are_read_in_place(order, before):
+    """As a layer has them: heads behind the other features of a unit."""
+    width = before + 2 * 6 + 4
+
+    def call(x, wide, weight, implementation):
+        gate = wide[..., before : before + 12].unflatten(-1, (2, 6))
+        assert RowSteps.of(gate).base.data_ptr() // 16 == gate.data_ptr() // 16
+        return normed(order=order)(x, gate, weight, implementation=implementation)
+
+    inputs = made(4, 2, 3, 2, 6), made(4, 2, 3, width), made(6)
+    agree(call, inputs, torch.float32, bounds=BOUND)
+
+
+@ORDERS
+def test_weights_that_differ_by_unit(order):
+    def call(x, wide, weight, implementation):
+        function = normed(order=order, group_size=3)
+        return function(x, wide[..., 2:8], weight, implementation=implementation)
+
+    agree(call, (made(5, 2, 4, 6), made(5, 2, 4, 11), made(4, 6)), torch.float32, bounds=BOUND)
+
+
+@ORDERS
+def test_rows_in_no_two_strides_are_copied(order):
+    def call(x, gate, weight, implementation):
+        turned = gate.permute(2, 1, 0, 3)
+        return normed(order=order)(x, turned, weight, implementation=implementation)
+
+    agree(call, (made(4, 2, 3, 6), made(3, 2, 4, 6), made(6)), torch.float32, bounds=BOUND)
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    ("places", "size"),
+    [((3, 0, 1, 2), 6), ((3, -1, 0, 1, -1, -1, 2), 3), ((-1, -1), 6)],
+    ids=("whole", "padded", "none"),
+)
+def test_places(order, places, size):
+    """Padding rows hold NaN in the gate and in the gradient: nothing of it comes out."""
+    taken = torch.tensor(places)
+    padding, count = (taken < 0)[:, None, None], int((taken >= 0).sum())
+    results = []
+    tensors = made(count, 2, 6), made(len(places), 2, 17), made(6)
+    for implementation, kind in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(kind, copy=True).requires_grad_() for x in tensors]
+        gate = leaves[1][..., 4:10].masked_fill(padding, torch.nan)
+        gate.retain_grad()
+        function = normed(order=order, group_size=size, places=taken)
+        with nan_memory():
+            y = function(leaves[0], gate, leaves[2], implementation=implementation)
+            pull = made(*y.shape).to(kind).masked_fill(padding, torch.nan)
+            y.backward(pull)
+        assert not y[taken < 0].any()
+        assert not gate.grad[taken < 0].any()
+        results.append([y.detach(), gate.grad, leaves[0].grad, leaves[2].grad])
+    for mine, true in zip(*results, strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
+        assert mine.isfinite().all()
+
+
+@ORDERS
+def test_no_rows(order):
+    x, gate, weight = (made(*shape).requires_grad_() for shape in ((0, 6), (0, 6), (6,)))
+    normed(order=order)(x, gate, weight, implementation="triton").sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(6))
+    assert x.grad.shape == gate.grad.shape == (0, 6)
+
+
+def test_dtypes_may_differ():
+    x, gate, weight = made(7, 6).half(), made(7, 6), made(6).half()
+    leaves = [z.requires_grad_() for z in (x, gate, weight)]
+    y = normed()(*leaves, implementation="triton")
+    y.sum().backward()
+    assert y.dtype == torch.float16
+    assert [z.grad.dtype for z in leaves] == [z.dtype for z in leaves]
+    torch.testing.assert_close(y, normed()(*leaves, implementation="reference"), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+@pytest.mark.parametrize("shape", [(6, 3, 11), (5, 64), (3, 70)], ids=str)
+def test_vectors_get_length_one(eps, shape):
+    x = made(*shape)
+    x[2] *= 1e-3  # as small as the epsilon's root: it counts
+
+    def call(x, implementation):
+        return l2norm(x, eps, implementation=implementation)
+
+    agree(call, (x,), torch.float32, bounds=BOUND)
+
+
+@pytest.mark.parametrize("before", [4, 3])
+def test_vectors_that_are_slices_are_read_in_place(before):
+    def call(wide, implementation):
+        y = l2norm(wide[..., before : before + 8], implementation=implementation)
+        return y.transpose(0, 1)  # whose gradient has strides too
+
+    agree(call, (made(5, 3, 16),), torch.float32, bounds=BOUND)
+
+
+def test_zeros_stay_zeros_and_no_vectors_are_none():
+    x = torch.zeros(3, 4, requires_grad=True)
+    y = l2norm(x, implementation="triton")
+    y.sum().backward()
+    assert not y.any()
+    assert (x.grad - 1e3).abs().max() < 1e-3
+    assert l2norm(x[:0], implementation="triton").shape == (0, 4)
+
+
+def test_programs_hold_whole_rows():
+    launches = Launches("t", {"ELEMENTS": 4096, "num_warps": 4, "num_stages": 1})
+    x = torch.empty(0)
+    for features, rows, padded, warps in ((128, 32, 128, 4), (5000, 1, 8192, 8), (1, 4096, 1, 4)):
+        tile = {"ROWS": rows, "FEATURES": padded, "num_warps": warps, "num_stages": 1}
+        assert row_tile(launches, x, features) == tile
+    assert row_tile(launches, x, 1 << 16)["num_warps"] == 16

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin that compiles every launch of a Triton kernel for a GPU, and launches none.
+
+    TRITON_CACHE_DIR=/tmp/cache python -m pytest -p tests.support.compile_only FILES
+
+The interpreter takes what the compiler refuses: an argument of 1, which becomes a constant, a type
+that changes in a loop, a mask of another shape. Here the very calls of a test are compiled, with
+what their arguments are. As nothing runs, results mean nothing: a test passes if it compiles.
+No GPU is needed. The first lines of each failure are listed at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import megatron.core.ops
+from tests.support import closeness
+
+CAPABILITY = int(os.environ.get("COMPILE_FOR", "90"))
+
+
+class FakeDriver:
+    """Says that there is a GPU."""
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what is compiled for."""
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        """Return the first."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the default one."""
+        return 0
+
+
+class Compiled:
+    """What was compiled in this process.
+
+    Attributes:
+        kernels: how many variants of each kernel.
+        problems: of those that were not, by kernel and error.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, set[str]] = {}
+        self.problems: dict[tuple[str, str], str] = {}
+        self.test = ""
+
+    def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """Compile a call."""
+        name = kernel.fn.__name__
+        try:
+            found = _RUN(kernel, *args, grid=grid, warmup=True, **options)
+        except Exception as error:  # whatever the compiler says
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            self.problems.setdefault((name, (lines or [repr(error)])[-1][:200]), self.test)
+        else:
+            self.kernels.setdefault(name, set()).add(found.hash)
+
+
+_RUN = JITFunction.run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Import every kernel as a compiler's, then let tests believe that they are interpreted."""
+    for module in pkgutil.walk_packages(megatron.core.ops.__path__, "megatron.core.ops."):
+        if module.name.endswith(("triton", "kernels")):
+            importlib.import_module(module.name)
+    os.environ["TRITON_INTERPRET"] = "1"
+    triton.runtime.driver.set_active(FakeDriver())
+    compiled = Compiled()
+    early_config.stash[_COMPILED] = compiled
+    JITFunction.run = lambda kernel, *args, **options: compiled.run(kernel, *args, **options)
+
+    # Before tests import them: nothing disagrees, so that a test goes on to its last call.
+    closeness.relative_error = lambda *_: 0.0
+    closeness.assert_close_by_metric = lambda *_, **__: 0.0
+    torch.testing.assert_close = lambda *_, **__: None
+    gpu_agreement = importlib.import_module("tests.support.gpu_agreement")
+    gpu_agreement.DTYPES = (torch.float32, torch.bfloat16)
+
+
+_COMPILED = pytest.StashKey[Compiled]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Forget what a test finds wrong with results."""
+    item.config.stash[_COMPILED].test = item.nodeid
+    try:
+        yield
+    except (AssertionError, RuntimeError, ValueError, IndexError):
+        return
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where something did not compile, or nothing did."""
+    compiled = session.config.stash[_COMPILED]
+    if compiled.problems or not compiled.kernels:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """List what was compiled, and what was not."""
+    compiled = config.stash[_COMPILED]
+    for (name, problem), test in sorted(compiled.problems.items()):
+        terminalreporter.write_line(f"not compiled: {name}: {problem} ({test})")
+    variants = sum(map(len, compiled.kernels.values()))
+    terminalreporter.write_line(
+        f"compiled {variants} variants of {len(compiled.kernels)} kernels for sm_{CAPABILITY}"
+    )

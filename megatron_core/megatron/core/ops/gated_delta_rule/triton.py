@@ -74,7 +74,7 @@ def solve_kernel(
     scale,
     chunks,
     heads: tl.constexpr,
-    groups: tl.constexpr,
+    shared: tl.constexpr,
     keys: tl.constexpr,
     query_stride_t: tl.constexpr,
     query_stride_h: tl.constexpr,
@@ -88,52 +88,57 @@ def solve_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Make T ∘ D, scale (Q Kᵀ) ∘ D and the sums of decays of one chunk and the heads of one group.
+    """Make T ∘ D, scale (Q Kᵀ) ∘ D and the sums of decays of one chunk and head.
 
-    The heads share the products. Rows of T behind the end of a sequence are those of the identity.
+    The heads of a group could share the products, but these are the smaller part, and kept from
+    head to head they fill registers. Rows behind the end of a sequence are those of the identity.
     """
-    chunk = (tl.program_id(0) // groups).to(tl.int64)
-    group = (tl.program_id(0) % groups).to(tl.int64)
-    shared: tl.constexpr = heads // groups
+    chunk = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    group = head // shared
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     start = tl.load(first_ptr + chunk)
     inside = rows < (tl.load(end_ptr + chunk) - start).to(tl.int32)
-    has_feature = within(feature, keys, KEYS)
-    tile = inside[:, None] & has_feature[None, :]
+    decay = tl.load(
+        decay_ptr + start * decay_stride_t + head * decay_stride_h + rows * decay_stride_t,
+        mask=inside,
+        other=0.0,
+    )
+    strength = tl.load(
+        strength_ptr
+        + start * strength_stride_t
+        + head * strength_stride_h
+        + rows * strength_stride_t,
+        mask=inside,
+        other=0.0,
+    ).to(tl.float32)
+    tile = inside[:, None] & within(feature, keys, KEYS)[None, :]
     key_ptr += start * key_stride_t + group * key_stride_h
-    query_ptr += start * query_stride_t + group * query_stride_h
-    decay_ptr += start * decay_stride_t
-    strength_ptr += start * strength_stride_t
     key = tl.load(key_ptr + rows[:, None] * key_stride_t + feature[None, :], mask=tile, other=0.0)
+    query_ptr += start * query_stride_t + group * query_stride_h
     query = tl.load(
         query_ptr + rows[:, None] * query_stride_t + feature[None, :], mask=tile, other=0.0
     )
-    among = rows[:, None] >= rows[None, :]
-    raw = tl.dot(key, tl.trans(key), input_precision="ieee")
-    raw = tl.where(rows[:, None] > rows[None, :], raw, 0.0)
-    read = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    for index in range(shared):
-        head = group * shared + index
-        decay = tl.load(
-            decay_ptr + head * decay_stride_h + rows * decay_stride_t, mask=inside, other=0.0
-        )
-        sums = tl.cumsum(tl.maximum(decay.to(tl.float64), lowest), 0)
-        large = sums.to(tl.float32)
-        rest = (sums - large.to(tl.float64)).to(tl.float32)
-        number = chunk * heads + head
-        tl.store(sums_ptr + number * CHUNK + rows, large)
-        tl.store(sums_ptr + (chunks.to(tl.int64) * heads + number) * CHUNK + rows, rest)
-        strength = tl.load(
-            strength_ptr + head * strength_stride_h + rows * strength_stride_t,
-            mask=inside,
-            other=0.0,
-        ).to(tl.float32)
-        falls = decays_between(large[:, None], large[None, :], rest[:, None], rest[None, :], among)
-        square = number * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
-        tl.store(seen_ptr + square, (read * falls).to(seen_ptr.dtype.element_ty))
-        solved = unit_lower_inverse(raw * strength[:, None], CHUNK, PRECISION) * falls
-        tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty))
+    sums = tl.cumsum(tl.maximum(decay.to(tl.float64), lowest), 0)
+    large = sums.to(tl.float32)
+    rest = (sums - large.to(tl.float64)).to(tl.float32)
+    number = chunk * heads + head
+    tl.store(sums_ptr + number * CHUNK + rows, large)
+    tl.store(sums_ptr + (chunks.to(tl.int64) * heads + number) * CHUNK + rows, rest)
+    across = rows[None, :]
+    down = rows[:, None]
+    falls = decays_between(
+        large[:, None], large[None, :], rest[:, None], rest[None, :], down >= across
+    )
+    square = number * CHUNK * CHUNK + down * CHUNK + across
+    seen = tl.dot(query, tl.trans(key), input_precision="ieee") * scale * falls
+    tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
+    # Decays of a path from token to token multiply to that between them: D, put on what is
+    # inverted, is on the inverse.
+    lower = tl.dot(key, tl.trans(key), input_precision="ieee") * falls * strength[:, None]
+    solved = unit_lower_inverse(tl.where(down > across, lower, 0.0), CHUNK, PRECISION)
+    tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty))
 
 
 def solve(
@@ -159,9 +164,9 @@ def solve(
         features = max(16, triton.next_power_of_2(keys))
         is_wide = value.dtype == torch.float32
         strides = (stride for x in (query, key, decay, strength) for stride in x.stride()[:2])
-        solve_kernel[(tiles.count * groups,)](
+        solve_kernel[(tiles.count * heads,)](
             *(query, key, decay, strength, solved, seen, sums, tiles.first, tiles.end),
-            *(LOWEST_DECAY, scale, tiles.count, heads, groups, keys, *strides),
+            *(LOWEST_DECAY, scale, tiles.count, heads, heads // groups, keys, *strides),
             CHUNK=tiles.size,
             KEYS=features,
             PRECISION="ieee" if is_wide else "tf32",

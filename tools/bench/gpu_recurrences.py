@@ -167,7 +167,7 @@ def delta(
 
 def split(bench: Bench) -> None:
     """Race few heads over a long sequence that is split on the card against it in one piece."""
-    tokens, size = bench.sized((32768, 128), (64, 8))
+    tokens, size = bench.sized((32768, 128), (100, 8))
     shape = Heads(2, 4, size, size, (0, tokens))
     inputs = [x.detach() for x in drawn_inputs(bench, shape)]
     sequences = Sequences(shape.bounds, device=bench.device)
@@ -233,7 +233,7 @@ def dual(bench: Bench) -> None:
 
 def prologue(bench: Bench) -> None:
     """Race convolution, SiLU, normalisation and gates in one kernel against the ops in a row."""
-    tokens, units, heads, size = bench.sized((32768, 16, 2, 128), (40, 2, 2, 8))
+    tokens, units, heads, size = bench.sized((32768, 16, 2, 128), (9, 1, 2, 8))
     parts = UnitParts.delta(heads, size, size)
     source = bench.drawn(tokens, units, parts.width).requires_grad_()
     weights = PrologueWeights(

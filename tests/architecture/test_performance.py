@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/performance.md is what its tool writes, of no results as of made-up ones; verdicts; stages
+that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import write_performance
+from tools.bench.gpu_results import joined, rows_of, text_of
+from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, open_targets, verdict
+from tools.gpu_stages import Stage, run_stage
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(**changes) -> GpuRow:
+    return (
+        GpuRow(
+            bench="kernels",
+            what="delta rule, forward",
+            unit="ms",
+            ours=0.9,
+            peers={
+                "fla": Peer(figure=1.9, ratio=2.11),
+                "transformers autocast": Peer(figure=2, ratio=1),
+            },
+            bound=0.25,
+            share=0.278,
+            targets=["fla >= 1.6", "ms <= 0.88"],
+            note="",
+        )
+        | changes
+    )
+
+
+def test_the_page_is_as_written():
+    text = write_performance.page(write_performance.read(write_performance.RESULTS))
+    assert write_performance.PAGE.read_text("utf-8") == text, "python -m tools.write_performance"
+    if not list(write_performance.RESULTS.glob("*.json")):
+        assert "there are no numbers" in text
+        assert "\nmake gpu\n" in text
+
+
+def test_made_up_results_are_rendered(tmp_path):
+    stages = {
+        "tests": {"when": "2031-05-06T07:08:09", "seconds": 61.0, "commands": 9, "problems": {}},
+        "kernels": {
+            "when": "2031-05-06T07:10:09",
+            "seconds": 100.5,
+            "commands": 1,
+            "problems": {"rope": "ValueError: a | b"},
+            "rates": {"copy_bytes_per_second": 4.3e12, "bf16_flops": 790e12},
+            "rows": [row(), row(what="split", peers={}, note="fla cannot be imported")],
+            "kernels": {"a step": [{"kernel": "k<a|b>", "ms": 1.5, "calls": 2.0, "share": 0.25}]},
+        },
+    }
+    machine = {"device": "NVIDIA H200", "torch": "9.9"}
+    older = {"when": "2030-01-01T00:00:00", "machine": machine | {"device": "Older"}, "stages": {}}
+    for name, found in (("b", older), ("a", {"when": "2031-05-06T07:10:09", "stages": stages})):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": machine} | found))
+    text = write_performance.page(write_performance.read(tmp_path))
+    assert text.index("## NVIDIA H200, 2031-05-06") < text.index("## Older, 2030-01-01")
+    assert "(NVIDIA H200, 2031-05-06): 1 met, 2 missed, 1 open." in text
+    for part in ("fla 1.9 ms (2.11 x)", "copies 4.30 TB/s and multiplies 790 TFLOP/s", "28%"):
+        assert part in text, part
+    assert "- split: fla >= 1.6 (fla cannot be imported)" in text
+    assert "rope: ValueError: a / b" in text
+    assert "`k<a/b>`" in text
+    assert "there are no numbers" not in text
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("fla >= 1.6", "met"),
+        ("fla >= 2.2", "missed"),
+        ("transformers autocast >= 1.0", "met"),
+        ("mamba_ssm >= 1", "open"),
+        ("ms <= 0.88", "missed"),
+        ("ms <= 0.9", "met"),
+        ("share >= 0.85", "missed"),
+        ("share >= 0.278", "met"),
+    ],
+)
+def test_verdicts(target, expected):
+    assert verdict(row(), target) == expected
+    assert verdict(row(ours=None, share=None, peers={}), target) == "open"
+
+
+def test_a_target_of_another_form_is_refused():
+    with pytest.raises(ValueError, match=re.escape("write 'share >= 0.85'")):
+        verdict(row(), "share > 3")
+    assert open_targets([row(ours=None, targets=["ms <= 1"], note="why")]) == [
+        "delta rule, forward: ms <= 1 (why)"
+    ]
+    assert len({len(line) for line in gpu_table([row(), row(note="x")]).splitlines()}) == 1
+
+
+def test_stages_of_one_day_join_one_file(tmp_path):
+    parts, folder = tmp_path / "parts", tmp_path / "out"
+    parts.mkdir()
+    ended = {"when": "2031-05-06T07:08:09", "seconds": 1.0, "commands": 1, "problems": {"a": "b"}}
+    (parts / "decode.json").write_text(
+        json.dumps({"rows": [row(bench="decode")], "rates": {}, "problems": {"c": "d"}})
+    )
+    path, _ = joined({"decode": ended}, parts, folder)
+    later = ended | {"when": "2031-05-06T09:00:00", "problems": {}}
+    again, found = joined({"tests": later}, parts, folder)
+    assert path == again
+    assert path.name.endswith("-2031-05-06.json")
+    assert found == json.loads(path.read_text())
+    assert found["stages"]["decode"]["problems"] == {"a": "b", "c": "d"}
+    assert [r["bench"] for r in rows_of(found)] == ["decode"]
+    assert found["machine"]["torch"]
+    assert "| tests | 1 | 1 | none |" in text_of(found)
+
+
+def test_a_stage_that_fails_or_hangs_does_not_stop_its_other_commands(tmp_path, capsys):
+    alive = tmp_path / "alive"
+    child = f"import os, time; open({str(alive)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    commands = {
+        "fails": "print('the reason'); raise SystemExit(3)",
+        "passes": "print('3 passed')",
+        "hangs": f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])",
+        "late": "pass",
+    }
+    stage = Stage("s", {n: [sys.executable, "-c", c] for n, c in commands.items()}, 4.0, jobs=1)
+    start = time.monotonic()
+    outcome = run_stage(stage, folder=tmp_path, environment=os.environ, deadline=start + 60)
+    assert time.monotonic() - start < 20
+    assert outcome.problems["fails"] == "failed with exit code 3"
+    assert re.fullmatch(r"not finished after \d+ s", outcome.problems["hangs"])
+    assert outcome.problems["late"] == "not started: no time left"
+    assert "passes" not in outcome.problems
+    assert outcome.last_lines["passes"] == "3 passed"
+    limit = time.monotonic() + 10  # the system takes a moment
+    while _runs(int(alive.read_text())) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not _runs(int(alive.read_text())), "a process outlives its stage"
+    assert "the reason" in capsys.readouterr().out
+    over = run_stage(stage, folder=tmp_path, environment=os.environ, deadline=start)
+    assert set(over.problems) == set(commands)
+
+
+def _runs(pid: int) -> bool:
+    """Say whether a process is there and no zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"

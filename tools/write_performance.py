@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write docs/performance.md from every file of bench_results.
+
+python -m tools.write_performance            write it
+python -m tools.write_performance --check    exit 1 unless it is as written
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.bench.gpu_results import rows_of, text_of
+from tools.bench.gpu_rows import verdict
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "bench_results", ROOT / "docs/performance.md"
+COMMAND = "make gpu"
+
+HEADER = """<!-- SPDX-License-Identifier: Apache-2.0 -->
+<!-- Written by tools/write_performance.py: python -m tools.write_performance -->
+# Performance on GPUs
+
+`make gpu` measures it, in nine minutes on a machine with one GPU, and writes
+[bench_results](../bench_results/README.md), from which this page is made. No number here was typed
+in.
+
+Only ratios of one run count: ours and a peer take turns in one process on one device, and a ratio
+is the median over rounds of that turn's two figures. Before each call a buffer larger than the
+caches is written. A **roofline** is the time that the operations of the formula take at the rate at
+which this device multiplied bf16 matrices in the same run, or that its bytes take at the rate at
+which it copied memory, whichever is longer; every tensor is read or written once in it, so what a
+kernel computes twice or keeps for itself counts against it. The **share** is how near we are.
+
+"""
+NOTHING = f"""## Not measured yet
+
+No GPU has run this: there are no numbers. What remains to be run, on a machine with an NVIDIA GPU
+(targets were set for one H200) and Python 3.11 or 3.12 with torch, triton, numpy, safetensors,
+pytest and transformers:
+
+```
+{COMMAND}
+python -m tools.write_performance
+```
+
+What is known without a GPU: kernels agree with their references in Triton's interpreter, forward
+and all gradients, in fp32; they compile ahead of time for sm_90 and sm_100, with registers, stack
+and shared memory on record; and `python -m tools.gpu --rehearse` runs the suite, tiny, on a CPU,
+all but the tests of the device itself.
+"""
+#: What was promised of one H200, in bf16; open until a result file has a row for it.
+PROMISES: tuple[tuple[str, str], ...] = (
+    (
+        "gated delta rule, 16/32 heads of 128, 32,768 tokens, forward",
+        "1.6 x flash-linear-attention in the same run; stretch: 0.88 ms",
+    ),
+    (
+        "the same, forward + backward",
+        "1.6 x flash-linear-attention in the same run; stretch: 3.4 ms",
+    ),
+    ("decode of recurrent layers and of paged attention", "80 % of the bandwidth of copies"),
+    ("RMSNorm, SwiGLU, rope, forward and backward", "85 % of the bandwidth of copies"),
+    ("training step of Llama 1.3 B", "transformers' tokens/s; 45 % of the data sheet's peak"),
+    ("training step of a 1.3 B hybrid", "1.2 x the step with the reference ops"),
+)
+
+
+def read(folder: Path) -> list[dict]:
+    """Return every result in a folder, the newest first."""
+    found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda result: result["when"], reverse=True)
+
+
+def page(results: Sequence[Mapping]) -> str:
+    """Return docs/performance.md."""
+    lines = [HEADER, "## What was promised\n", "| what | target |\n|---|---|\n"]
+    lines[1] += "\n"
+    lines += [f"| {what} | {target} |\n" for what, target in PROMISES]
+    lines.append("\n")
+    if not results:
+        return "".join([*lines, NOTHING])
+    lines.append(f"{_counted(results[0])}\n\n")
+    return "".join([*lines, "\n".join(text_of(result) for result in results)])
+
+
+def _counted(result: Mapping) -> str:
+    """Say how many targets the newest result meets."""
+    verdicts = [verdict(row, target) for row in rows_of(result) for target in row["targets"]]
+    counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("met", "missed", "open"))
+    device, day = result["machine"]["device"], result["when"][:10]
+    return f"Of the {len(verdicts)} targets in the newest results ({device}, {day}): {counts}."
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if it differs")
+    options = parser.parse_args()
+    text = page(read(RESULTS))
+    if options.check:
+        same = PAGE.is_file() and PAGE.read_text("utf-8") == text
+        print(f"{PAGE.name} is {'as' if same else 'not as'} tools/write_performance.py writes it")
+        return 0 if same else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,8 +7,7 @@ call of many new tokens carries both on; a call of one new token a row changes t
     conv = cache.buffer(f"{name}.conv", (W - 1, *c), dtype=x.dtype, device=x.device)
     state = cache.buffer(f"{name}.state", (H, K, V), dtype=torch.float32, device=x.device)
     if x.shape[0] == 1:  # [1, b, ...]: every row has one new token, or slot -1
-        y = causal_conv1d_step(x[0], weight, bias, state=conv, slots=cache.slots, ...)
-        return gated_delta_step(..., state=state, slots=cache.slots).unsqueeze(0)
+        return recurrence_decode(x[0], ..., memory=DecodeMemory(conv, state, cache.slots))[None]
     rows = cache.new_tokens(x.shape[0])
     y, last = causal_conv1d(
         rows.pack(x), ..., sequences=rows.sequences, initial=carried(conv, cache.slots)

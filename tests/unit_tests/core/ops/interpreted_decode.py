@@ -12,12 +12,29 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from megatron.core.backend import LOCAL
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.distributed import DataParallelConfig
+from megatron.core.inference.batch_cache import BatchCache
+from megatron.core.inference.state_cache import StateCache
+from megatron.core.initialize import InitSpec
+from megatron.core.ops import recurrence_decode as recurrence_decode_op
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
 from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba2 import Mamba2
+from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.core.tensor_parallel import TensorParallelRegion
+from megatron.core.transformer import LayerBuild, NormConfig
+from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import relative_error
+from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 
 ROWS, SLOTS, UNITS = 3, 5, 2
@@ -144,15 +161,15 @@ DELTA = UnitParts.delta(3, 10, 6)
 SPACE = UnitParts.state_space(4, 5, 7, (0.01, 0.5))
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
+@pytest.mark.parametrize(("heads", "order"), [(1, NORM_FIRST), (3, GATE_FIRST)])
 def test_delta_rule_with_a_norm_over_a_head(heads, order, monkeypatch):
     programs_of(monkeypatch, heads)
     assert_agrees(called(DELTA, shared=True, order=order))
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
+@pytest.mark.parametrize(
+    ("heads", "order"), [(1, NORM_FIRST), (1, GATE_FIRST), (2, GATE_FIRST), (4, NORM_FIRST)]
+)
 def test_state_space_with_a_norm_over_a_unit(heads, order, monkeypatch):
     programs_of(monkeypatch, heads)
     monkeypatch.setattr(recurrence_decode_triton, "NORM_BLOCK", 16)  # fewer than a unit has
@@ -160,13 +177,15 @@ def test_state_space_with_a_norm_over_a_unit(heads, order, monkeypatch):
 
 
 @pytest.mark.parametrize("group_size", [7, 14, 2 * 4 * 7, 0])
-def test_norms_over_heads_parts_of_units_and_all_units_or_none(group_size):
+def test_norms_over_heads_parts_of_units_and_all_units_or_none(group_size, monkeypatch):
+    programs_of(monkeypatch, 2)
     call = called(SPACE, skip=True, order=GATE_FIRST, group_size=group_size)
     assert_agrees(call)
 
 
 @pytest.mark.parametrize("width", [1, 2, 6])
-def test_widths_of_the_convolution(width):
+def test_widths_of_the_convolution(width, monkeypatch):
+    programs_of(monkeypatch, 3)
     assert_agrees(called(DELTA, width=width, bias=True, shared=True))
 
 
@@ -202,6 +221,93 @@ def test_a_state_that_no_program_holds_is_refused():
     call = called(UnitParts.delta(1, 257, 65), shared=True)
     with pytest.raises(ValueError, match=r"257 x 65.*use implementation='reference'"):
         call.run("triton", torch.float32)
+
+
+HIDDEN, PROMPT = 8, 4
+#: Which of three rows have a token, call after call behind the prompt.
+STEPS = ((1, 1, 1), (1, 0, 1), (0, 1, 0))
+MIXERS = {
+    "delta": (
+        GatedDeltaNet,
+        GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_channels=5, value_channels=3),
+    ),
+    "mamba": (
+        Mamba2,
+        Mamba2Config(num_heads=4, head_channels=3, state_channels=5, num_groups=2),
+    ),
+    "mamba in one norm": (
+        Mamba2,
+        Mamba2Config(
+            num_heads=2, head_channels=3, state_channels=5, num_groups=2, norm_groups=1, bias=True
+        ),
+    ),
+}
+
+
+def layer_of(kind: str) -> RecurrentMixer:
+    groups = ProcessGroupCollection.single()
+    layer_class, config = MIXERS[kind]
+    store = WeightStore(groups, seed=2, dtype=torch.float32)
+    build = LayerBuild(
+        store=store,
+        region=TensorParallelRegion(groups["tp"], False),
+        backend=LOCAL,
+        hidden_size=HIDDEN,
+        init=InitSpec.normal(0.5),
+        output_init=InitSpec.normal(0.4),
+        context=ContextParallel(group=groups["cp"]),
+    )
+    with store.unit("m"):
+        layer = layer_class("m", config=config, norm=NormConfig(), build=build)
+    store.materialize(DataParallelConfig().storage())
+    return layer
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+@torch.no_grad()
+def test_prompts_and_tokens_through_a_layer_are_the_whole_sequence(kind, monkeypatch):
+    layer, count = layer_of(kind), PROMPT + len(STEPS)
+    hidden = torch.randn(count, 3, HIDDEN, generator=generator(4))
+    whole = layer(hidden, SequenceLayout.dense(count))
+    states = StateCache(5)
+    states.take(5)
+    states.release([2, 4, 0])  # the slots of the rows, in this order from behind
+    cache = BatchCache(count, rows=3, states=states)
+    cache.begin([PROMPT] * 3)
+    assert cache.slots.tolist() == [0, 4, 2]
+    prompt = layer(hidden[:PROMPT], SequenceLayout.dense(PROMPT), cache=cache)
+    assert relative_error(prompt, whole[:PROMPT]) < 1e-5
+    calls = []
+
+    def chosen(*_):
+        calls.append(kind)
+        return "triton"
+
+    monkeypatch.setattr(recurrence_decode_op, "_chosen", chosen)
+    done = [PROMPT] * 3
+    for step in STEPS:
+        cache.begin(step)
+        tokens = torch.full((1, 3, HIDDEN), torch.nan)
+        for row in range(3):
+            if step[row]:
+                tokens[0, row] = hidden[done[row], row]
+        out = layer(tokens, SequenceLayout.dense(1), cache=cache)
+        for row in range(3):
+            if step[row]:
+                assert relative_error(out[0, row], whole[done[row], row]) < 1e-5
+                done[row] += 1
+            elif kind != "mamba in one norm":  # whose projection has a bias
+                assert not out[0, row].any()
+        assert out.isfinite().all()
+    assert done == [PROMPT + 2, PROMPT + 2, PROMPT + 2]
+    assert len(calls) >= len(STEPS)
+    kept = states.buffer("m.state", layer_states(layer), dtype=torch.float32, device="cpu")
+    assert not kept[[1, 3]].any()
+
+
+def layer_states(layer: RecurrentMixer) -> tuple[int, int, int]:
+    shape = layer.shape
+    return shape.heads, shape.key_channels, shape.value_channels
 
 
 def programs_of(monkeypatch, heads: int) -> None:

@@ -13,15 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def softplus(x):
-    """Compute log(1 + exp(x)) in fp32, with small results as precise as large ones."""
-    small = tl.exp(-tl.abs(x))  # log1p(small) = log(u) small / (u - 1), u = 1 + small
-    more = 1.0 + small
-    lost = more == 1.0
-    rest = tl.where(lost, small, tl.log(more) * small / tl.where(lost, 1.0, more - 1.0))
-    return tl.maximum(x, 0.0) + rest
+from megatron.core.ops.recurrence_prologue.gate_kernels import softplus
 
 
 @triton.jit

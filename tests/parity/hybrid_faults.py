@@ -20,10 +20,10 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
         {"mixer": "delta"},
     ),
     "decays are those of value heads in another order": (
-        "ssm.gated_delta_net",
-        "GatedDeltaNet.inputs",
-        "part.of(self.rates.use(wide)).view(-1, self.ratio)",
-        "part.of(self.rates.use(wide)).view(self.ratio, -1).mT",
+        "ops.recurrence_prologue.reference",
+        "recurrence_inputs",
+        "decay = -rates.exp()",
+        "decay = -rates.view(heads, -1).mT.exp()",
         {"mixer": "delta"},
     ),
     "a rank takes the weights of its neighbour's heads": (
@@ -34,10 +34,10 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
         _DELTA,
     ),
     "tokens come back by the map that took them": (
-        "context_parallel.token_rows",
-        "TokenRows.__init__",
-        "slots[places] = np.arange(len(places))",
-        "slots[np.arange(len(places))] = places",
+        "ops.places",
+        "Places.of",
+        "tokens[rows] = np.arange(len(rows))",
+        "tokens[np.arange(len(rows))] = rows",
         _MAMBA,
     ),
     "states go on into the next document": (

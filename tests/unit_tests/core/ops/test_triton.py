@@ -17,6 +17,7 @@ FILES = {
     "interpreted_convolution.py": 28,
     "interpreted_decode.py": 21,
     "interpreted_gated_norm.py": 33,
+    "interpreted_mixers.py": 4,
     "interpreted_paged_attention.py": 20,
     "interpreted_prologue.py": 11,
 }

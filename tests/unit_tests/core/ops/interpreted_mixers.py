@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole recurrent mixers with Triton kernels, in its interpreter, against those of plain torch.
+
+Run by `test_triton.py` in a process of its own. By device alone a CPU takes the reference: here the
+ops of a mixer are told to choose the kernels, and what each has chosen is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.backend import LOCAL
+from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.initialize import InitSpec
+from megatron.core.ops import gated_rms_norm, recurrence_by_device, recurrence_prologue
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.recurrence_prologue import triton as kernels
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.ssm import gated_delta_net, mamba2
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba2 import Mamba2
+from megatron.core.tensor_parallel import TensorParallelRegion
+from megatron.core.transformer import LayerBuild, NormConfig
+from megatron.core.weight_gather import WeightStore
+from tests.support.closeness import assert_all_close
+from tests.support.inputs import generator
+from tests.support.nan_memory import nan_memory
+
+HIDDEN = 12
+DELTA = GatedDeltaNetConfig(
+    num_key_heads=1, num_value_heads=2, key_channels=5, value_channels=3, conv_width=4
+)
+MAMBA = Mamba2Config(num_heads=4, head_channels=3, state_channels=6, num_groups=2)
+MIXERS: dict[str, tuple[type, Any]] = {"delta": (GatedDeltaNet, DELTA), "mamba": (Mamba2, MAMBA)}
+#: Ops of a mixer, which choose by themselves.
+OPS = {
+    "recurrence_prologue": recurrence_prologue,
+    "recurrence": recurrence_by_device,
+    "gated_rms_norm": gated_rms_norm,
+}
+
+
+def layouts() -> dict[str, SequenceLayout]:
+    """Return layouts by name: of rows of documents side by side, of documents and padding."""
+    ids = torch.tensor([[0] * 2 + [1] * 7, [0] * 9])
+    packed = SequenceLayout.make(SequenceCut.of(9, 1), 0, rows=2, document_ids=ids)
+    cut = SequenceCut.of(11, 1, cu_seqlens=[0, 3, 11], padded_cu_seqlens=[0, 6, 16])
+    return {"packed": packed, "padded": SequenceLayout.make(cut, 0, rows=1)}
+
+
+def worked(kind: str, layout: SequenceLayout, rows: int) -> dict[str, torch.Tensor]:
+    """Return the output of a layer and all gradients by name."""
+    groups = ProcessGroupCollection.single()
+    layer_class, config = MIXERS[kind]
+    store = WeightStore(groups, seed=2, dtype=torch.float32)
+    build = LayerBuild(
+        store=store,
+        region=TensorParallelRegion(groups["tp"], False),
+        backend=LOCAL,
+        hidden_size=HIDDEN,
+        init=InitSpec.normal(0.5),
+        output_init=InitSpec.normal(0.4),
+        context=ContextParallel(group=groups["cp"]),
+    )
+    with store.unit("m"):
+        layer = layer_class("m", config=config, norm=NormConfig(), build=build)
+    store.materialize(DataParallelConfig(strategy="no_shard").storage())
+    engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
+    engine.begin_step()
+    hidden = torch.randn(len(layout.positions), rows, HIDDEN, generator=generator(4))
+    hidden.requires_grad_()
+    out = layer(hidden, layout)
+    out.backward(torch.randn(out.shape, generator=generator(5)))
+    found = {"out": out.detach(), "hidden": hidden.grad}
+    return found | {name: handle.slot.clone() for name, handle in store.handles.items()}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Use small tiles and chunks: an interpreter works on whole ones."""
+    tile = {"BLOCK_T": 32, "num_warps": 1, "num_stages": 1}
+    monkeypatch.setattr(kernels, "FORWARD", Launches("f", tile))
+    stretches = {"LANES": 8, "STEPS": 4, "num_warps": 1, "num_stages": 1}
+    monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
+    delta = partial(gated_delta_net.delta_recurrence, chunk_size=16)
+    monkeypatch.setattr(gated_delta_net, "delta_recurrence", delta)
+    state_space = partial(mamba2.state_space_recurrence, chunk_size=16)
+    monkeypatch.setattr(mamba2, "state_space_recurrence", state_space)
+
+
+@pytest.mark.parametrize("name", ["packed", "padded"])
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_layer_of_kernels_is_the_layer_of_plain_torch(kind, name, monkeypatch):
+    layout, rows = layouts()[name], 1 if name == "padded" else 2
+    wanted = worked(kind, layout, rows)
+    chosen: Counter[str] = Counter()
+    for op, module in OPS.items():
+
+        def triton(implementation, tensor, *args, op=op, **kwargs):
+            assert implementation is None
+            chosen[op] += 1
+            return "triton"
+
+        monkeypatch.setattr(module, "choose", triton)
+    with nan_memory():
+        found = worked(kind, layout, rows)
+    assert chosen == dict.fromkeys(OPS, 1)
+    assert_all_close(found, wanted)

@@ -46,7 +46,7 @@ def agree(
     wide: Collection[int] = (),
     bounds: Mapping[torch.dtype, float] = BOUND,
     poison: bool = True,
-) -> None:
+) -> float:
     """Compare outputs and gradients of the Triton kernel in `dtype` with the reference in fp64.
 
     Both read the same numbers: the inputs, rounded to what the kernel takes.
@@ -60,6 +60,9 @@ def agree(
         bounds: largest error by dtype.
         poison: let memory that nothing has written hold NaN while the kernels run.
 
+    Returns:
+        The largest error.
+
     Raises:
         AssertionError: an output or a gradient differs, is not finite, or is missing.
     """
@@ -72,8 +75,10 @@ def agree(
         found = _results(function, rounded, "triton", None)
     true = _results(function, rounded, "reference", torch.float64)
     assert found.keys() == true.keys(), f"{sorted(found)} instead of {sorted(true)}"
-    for name, tensor in found.items():
+    return max(
         assert_close_by_metric(name, tensor, true[name], bound=bounds[dtype])
+        for name, tensor in found.items()
+    )
 
 
 def _results(

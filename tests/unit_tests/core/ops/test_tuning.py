@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How launches are tuned: proofs before times, and the default where nothing is clearly faster."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.ops import launches as launches_module
+from megatron.core.ops.launches import Launches
+from tools.bench import trials, tune_kernels
+from tools.bench.trials import BACKWARD, BOTH, FORWARD, Problem, Trial, all_launches, started_with
+from tools.bench.tune_kernels import TRIALS, Tried, Tuner, entry, fastest, tune, updated
+
+DEFAULT, WRONG, BROKEN, QUICK, SLOW = ({"BLOCK": n} for n in (64, 32, 16, 128, 256))
+FAKE = Launches("fake", DEFAULT, others=(WRONG, BROKEN, QUICK, SLOW))
+SECONDS = {64: 1.0, 32: 0.1, 16: 0.1, 128: 0.9, 256: 1.5}
+
+
+def tried(*seconds, wrong=None, launch=DEFAULT):
+    return Tried(launch=launch, seconds=seconds, wrong=wrong)
+
+
+def test_a_candidate_must_be_clearly_faster():
+    default = tried(1.0, 1.0, 1.0)
+    assert fastest([default]) is None
+    assert fastest([default, tried(0.98, 0.98, 0.98)]) is None
+    quick, quicker = tried(0.9, 0.9, 0.9), tried(0.8, 0.8, 0.8)
+    assert fastest([default, quick, quicker, quick]) is quicker
+    assert fastest([default, quick], margin=1.2) is None
+
+
+def test_turns_are_compared_one_by_one():
+    """The device slows down tenfold amid the race; the candidate is 10 % faster in every turn."""
+    quick = tried(0.9, 9.0, 9.0)
+    assert fastest([tried(1.0, 10.0, 10.0), quick]) is quick
+
+
+def test_a_wrong_candidate_is_never_the_fastest():
+    default, wrong = tried(1.0), tried(0.1, wrong="output 0: error 0.5")
+    assert fastest([default, wrong]) is None
+    with pytest.raises(ValueError, match="is wrong: output 0"):
+        fastest([tried(1.0, wrong="output 0: error 0.5"), tried(0.9)])
+
+
+def fake_build(make, tokens, *, features):
+    """Doubling, by a kernel of which one candidate is wrong and one does not start."""
+
+    def double(x, *, implementation):
+        if implementation == "reference":
+            return x * 2
+        block = launches_module.FAKE.pick(x, f"h{features}")["BLOCK"]
+        if block == BROKEN["BLOCK"]:
+            raise RuntimeError("out of resource: shared memory")
+        return x * (2.1 if block == WRONG["BLOCK"] and len(x) == 7 else 2.0)
+
+    return Problem(function=double, inputs=(make(tokens, features),))
+
+
+def fake_race(calls):
+    """Say that every call takes what its candidate is said to take."""
+    found = {}
+    for index, call in calls.items():
+        call()
+        found[index] = [SECONDS[FAKE.candidates[int(index)]["BLOCK"]]] * 3
+    return found
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    monkeypatch.setattr(launches_module, "FAKE", FAKE, raising=False)
+    return Tuner(torch.device("cpu"), torch.float32, fake_race)
+
+
+TRIAL = Trial({"fake": FORWARD}, fake_build, ({"features": 5},), {"features": 3}, (3, 7, 9))
+
+
+def test_wrong_candidates_are_dropped_though_they_are_fastest(tuner, capsys):
+    key, found = tuner.tried(FAKE, TRIAL, {"features": 5})
+    assert key == "fake h5"
+    assert [each.wrong is None for each in found] == [True, False, False, True, True]
+    assert fastest(found).launch == QUICK
+    assert "error" in found[1].wrong
+    assert "shared memory" in found[2].wrong
+    assert [each.seconds == () for each in found] == [False, True, True, False, False]
+    assert capsys.readouterr().err.count("DROPPED: fake") == 2
+    assert launches_module.FAKE is FAKE, "every candidate is taken back"
+
+
+def test_what_was_found_is_written_where_launches_are_read(tuner, monkeypatch):
+    monkeypatch.setattr(tune_kernels, "TRIALS", (TRIAL,))
+    monkeypatch.setattr(tune_kernels, "all_launches", lambda: {"fake": FAKE})
+    tables = []
+    options = {"only": "", "end": time.monotonic() + 60, "write": tables.append}
+    old = {"Card": {"fake h5": {"launch": SLOW}, "other": {"launch": {}}}, "Other": {"x": {}}}
+    assert tune(tuner, "Card", table=old, **options) == []
+    table = tables[-1]
+    assert table["Other"] == old["Other"]
+    assert table["Card"]["other"] == old["Card"]["other"]
+    found = table["Card"]["fake h5"]
+    assert found["launch"] == QUICK
+    assert found["milliseconds"] < found["default_milliseconds"]
+    assert found["error"] < 1e-6
+    assert found["versions"].keys() == {"torch", "cuda", "triton"}
+    late = options | {"end": time.monotonic() - 1}
+    assert "no time left" in tune(tuner, "Card", table=old, **late)[0]
+
+
+def test_an_entry_that_no_longer_pays_is_taken_out():
+    new = entry([tried(1.0), tried(0.5)], tried(0.5))
+    table = updated({}, "Card", "a h5", new)
+    assert table == {"Card": {"a h5": new}}
+    assert updated(table, "Card", "b", None) == table
+    assert updated(table, "Card", "a h5", None) == {}
+
+
+def test_a_trial_that_does_not_start_its_kernel_fails(tuner):
+    idle = Launches("idle", DEFAULT, others=(QUICK,))
+    trial = Trial({"idle": FORWARD}, fake_build, ({"features": 5},), {"features": 3}, (3, 5, 9))
+    with pytest.raises(ValueError, match="the trial of idle"):
+        tuner.tried(idle, trial, {"features": 5})
+
+
+def test_a_candidate_replaces_the_launch_wherever_it_was_imported(monkeypatch):
+    monkeypatch.setattr(launches_module, "FAKE", FAKE, raising=False)
+    with started_with(FAKE, SLOW) as keys:
+        assert launches_module.FAKE.pick(torch.zeros(1), "k") == SLOW
+    assert keys == {"k"}
+    assert launches_module.FAKE.pick(torch.zeros(1), "k") == DEFAULT
+
+
+def test_every_kernel_with_candidates_has_a_trial():
+    known = all_launches()
+    assert len(known) > 20
+    tried_names = {name for trial in TRIALS for name in trial.launches}
+    assert tried_names <= known.keys()
+    assert {name for name, each in known.items() if each.others} <= tried_names
+    assert {way for trial in TRIALS for way in trial.launches.values()} <= {FORWARD, BACKWARD, BOTH}
+    assert set(tune_kernels.UNREHEARSED) <= known.keys()
+    assert trials.Forced("a", DEFAULT).candidates == (DEFAULT,)
+
+
+def rehearse(*arguments):
+    """Run the tool in the interpreter and return what it prints."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tools.bench.tune_kernels", "--rehearse", *arguments],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+    return run.stdout
+
+
+def test_a_rehearsal_tunes_a_kernel_in_the_interpreter():
+    lines = rehearse("--only", "write_to_pages").splitlines()
+    assert [line.split(":")[0].split(" ")[0] for line in lines] == ["write_to_pages"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rehearsal_tunes_all_kernels_in_the_interpreter():
+    lines = rehearse("--seconds", "900").splitlines()
+    rehearsed = {name for name, each in all_launches().items() if each.others}
+    assert {line.split(":")[0].split(" ")[0] for line in lines} == rehearsed - set(
+        tune_kernels.UNREHEARSED
+    )

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trials: on what the candidates of a kernel's launch are proved and timed.
+
+A trial says how to make the problem of an op. To add one, write a function that builds a `Problem`
+and name it in `TRIALS` of one of the files `trials_*.py`:
+
+    def build(make, tokens, *, features):
+        return Problem(function=partial(rms_norm, eps=1e-5), inputs=(make(tokens, features), ...))
+
+    Trial({"rms_norm_forward": FORWARD, "rms_norm_backward": BACKWARD}, build,
+          shapes=({"features": 4096},), tiny={"features": 40})
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+import megatron.core.ops as ops
+from megatron.core.ops.launches import Launches
+from tests.support.closeness import assert_close_by_metric
+from tests.support.gpu_agreement import BOUND, agree
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
+Make = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something to compute.
+
+    Args:
+        function: of the inputs and `implementation`; returns a tensor or a tuple of them.
+        inputs: of floating point, fp32.
+        wide: numbers of the inputs that stay fp32.
+        differentiable: whether inputs have gradients; else they may be changed in place.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[torch.Tensor, ...]
+    wide: tuple[int, ...] = ()
+    differentiable: bool = True
+
+    def error(self, dtype: torch.dtype) -> float:
+        """Return the error of the kernels against the reference in fp64.
+
+        Raises:
+            AssertionError: it is above the bound of the GPU tests.
+        """
+        if self.differentiable:
+            return agree(self.function, self.inputs, dtype, wide=self.wide)
+        rounded = self.rounded(dtype)
+        found = self.function(*(x.clone() for x in rounded), implementation="triton")
+        true = self.function(*(x.double() for x in rounded), implementation="reference")
+        return max(
+            assert_close_by_metric(f"output {i}", x, y, bound=BOUND[dtype])
+            for i, (x, y) in enumerate(zip(_listed(found), _listed(true), strict=True))
+        )
+
+    def rounded(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the inputs as the kernels take them."""
+        return [x if i in self.wide else x.to(dtype) for i, x in enumerate(self.inputs)]
+
+    def call(self, dtype: torch.dtype, way: str) -> Callable[[], object]:
+        """Return what is timed."""
+        rounded = self.rounded(dtype)
+        if way == FORWARD:
+            return lambda: self.function(*rounded, implementation="triton")
+        leaves = [x.detach().requires_grad_() for x in rounded]
+
+        def outputs() -> list[torch.Tensor]:
+            return [
+                x
+                for x in _listed(self.function(*leaves, implementation="triton"))
+                if x is not None and x.requires_grad
+            ]
+
+        kept = outputs()
+        pulls = [torch.randn_like(x) for x in kept]
+        if way == BOTH:
+            return lambda: torch.autograd.grad(outputs(), leaves, pulls)
+        return lambda: torch.autograd.grad(kept, leaves, pulls, retain_graph=True)
+
+
+def _listed(outputs: Any) -> list[torch.Tensor]:
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Problems of an op.
+
+    Args:
+        launches: the `Launches` that it tries, by name, and which way is timed.
+        build: of (make, tokens) and the names of a shape.
+        shapes: what models have; each has launches of its own.
+        tiny: a shape for the interpreter.
+        tokens: few, an odd number, and many: for the first two results are compared, the last is
+            timed. Launches do not depend on them.
+        few: the same for the interpreter.
+    """
+
+    launches: Mapping[str, str]
+    build: Callable[..., Problem]
+    shapes: Sequence[Mapping[str, int]]
+    tiny: Mapping[str, int]
+    tokens: tuple[int, int, int] = (64, 1021, 32768)
+    few: tuple[int, int, int] = (2, 5, 5)
+
+
+@dataclass(frozen=True)
+class Forced(Launches):
+    """One candidate, whatever the device has measured; notes for what it was asked."""
+
+    keys: set[str] = field(default_factory=set, compare=False)
+
+    def pick(self, tensor: torch.Tensor, key: str = "") -> dict[str, int]:
+        """Return the candidate."""
+        self.keys.add(key)
+        return dict(self.default)
+
+
+def all_launches() -> dict[str, Launches]:
+    """Return every `Launches` of the ops by name."""
+    found: dict[str, Launches] = {}
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        if module.name.rsplit(".", 1)[1] != "triton":
+            continue
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, Launches) and found.setdefault(value.name, value) is not value:
+                raise ValueError(f"two launches are named {value.name}")
+    return found
+
+
+@contextlib.contextmanager
+def started_with(launches: Launches, candidate: Mapping[str, int]) -> Iterator[set[str]]:
+    """Let a kernel start with one candidate; yields the keys for which it was asked."""
+    forced = Forced(launches.name, candidate)
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if not name.startswith(f"{ops.__name__}."):
+                continue
+            for attribute, value in list(vars(module).items()):
+                if value is launches:
+                    stack.enter_context(mock.patch.object(module, attribute, forced))
+        yield forced.keys

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trials of the kernels that go over tokens once: norms, rotations, gates, losses, permutations."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from megatron.core.ops.dropout import dropout
+from megatron.core.ops.gated_rms_norm import gated_rms_norm
+from megatron.core.ops.l2norm import l2norm
+from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.linear_cross_entropy import chunk_gradient_, chunk_statistics
+from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
+from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.swiglu import gated
+from tools.bench.trials import BACKWARD, FORWARD, Make, Problem, Trial
+
+WIDTHS = ({"features": 2048}, {"features": 4096})
+
+
+def rms(make: Make, tokens: int, *, features: int) -> Problem:
+    """RMSNorm as a layer has it."""
+    inputs = make(tokens, features), make(features)
+    return Problem(function=partial(rms_norm, eps=1e-5), inputs=inputs)
+
+
+def layer(make: Make, tokens: int, *, features: int) -> Problem:
+    """Layer normalisation."""
+    inputs = make(tokens, features), make(features), make(features)
+    return Problem(function=partial(layer_norm, eps=1e-5), inputs=inputs)
+
+
+def lengths(make: Make, tokens: int, *, features: int) -> Problem:
+    """Rows scaled to length one."""
+    return Problem(function=l2norm, inputs=(make(tokens, features),))
+
+
+def gated_norm(make: Make, tokens: int, *, features: int) -> Problem:
+    """Norm and gate behind a recurrence."""
+    inputs = make(tokens, features), make(tokens, features), make(features)
+    return Problem(function=partial(gated_rms_norm, eps=1e-6), inputs=inputs)
+
+
+def rope(make: Make, tokens: int, *, heads: int, features: int, rotated: int) -> Problem:
+    """Rotary positions."""
+    x = make(tokens, 1, heads, features)
+    cos, sin = rotary_table(torch.arange(tokens, device=x.device), dim=rotated)
+    return Problem(function=partial(apply_rope, cos=cos, sin=sin), inputs=(x,))
+
+
+def gate(make: Make, tokens: int, *, width: int) -> Problem:
+    """SwiGLU."""
+    return Problem(function=partial(gated, activation="silu"), inputs=(make(tokens, 2 * width),))
+
+
+def dropped(make: Make, tokens: int, *, features: int) -> Problem:
+    """Dropout."""
+    x = make(tokens, 1, features)
+    ids = torch.arange(tokens, device=x.device)
+    call = partial(dropout, rate=0.1, key=5, sample_ids=ids[:1], position_ids=ids)
+    return Problem(function=call, inputs=(x,))
+
+
+def chunk(make: Make, tokens: int, *, vocabulary: int) -> Problem:
+    """The softmax of a chunk of logits, padded, and its gradient."""
+    logits, weights = make(tokens, vocabulary), make(tokens).abs()
+    targets = torch.arange(tokens, device=logits.device) * 7 % (vocabulary - 3)
+    columns = {"vocab_start": 0, "valid_columns": vocabulary - 3}
+
+    def both(logits, weights, *, implementation):
+        shared = {**columns, "implementation": implementation}
+        maximum, sums, target = chunk_statistics(logits, targets, **shared)
+        lse = maximum + sums.log()
+        return lse, target, chunk_gradient_(logits, targets, lse, weights, **shared)
+
+    return Problem(function=both, inputs=(logits, weights), wide=(1,), differentiable=False)
+
+
+def drawn_permutation(make: Make, tokens: int, copies: int) -> Permutation:
+    """Send every token to `copies` rows, in no order."""
+    order = make(tokens * copies).argsort()
+    return Permutation.of(order, tokens, copies)
+
+
+def take(make: Make, tokens: int, *, copies: int, features: int) -> Problem:
+    """Rows to their experts."""
+    permutation = drawn_permutation(make, tokens, copies)
+    inputs = (make(tokens, features),)
+    return Problem(function=lambda x, **o: take_rows(x, permutation, **o), inputs=inputs)
+
+
+def total(make: Make, tokens: int, *, copies: int, features: int) -> Problem:
+    """Rows back from their experts, weighted."""
+    permutation = drawn_permutation(make, tokens, copies)
+    inputs = make(tokens * copies, features), make(tokens, copies)
+    return Problem(
+        function=lambda y, w, **o: sum_rows(y, permutation, weights=w, **o),
+        inputs=inputs,
+        wide=(1,),
+    )
+
+
+EXPERTS = {
+    "shapes": ({"copies": 8, "features": 2048}, {"copies": 10, "features": 2048}),
+    "tiny": {"copies": 2, "features": 40},
+}
+TRIALS = (
+    Trial({"rms_norm_forward": FORWARD, "rms_norm_backward": BACKWARD}, rms, WIDTHS, WIDTHS[0]),
+    # Heads of queries, of which there are many.
+    Trial(
+        {"rms_norm_forward": FORWARD, "rms_norm_backward": BACKWARD},
+        rms,
+        ({"features": 128}, {"features": 256}),
+        {"features": 8},
+        tokens=(64, 1021, 1 << 19),
+    ),
+    Trial(
+        {"layer_norm_forward": FORWARD, "layer_norm_backward": BACKWARD},
+        layer,
+        WIDTHS,
+        {"features": 40},
+    ),
+    Trial(
+        {"l2norm_forward": FORWARD, "l2norm_backward": BACKWARD},
+        lengths,
+        ({"features": 128},),
+        {"features": 8},
+        tokens=(64, 1021, 1 << 19),
+    ),
+    Trial(
+        {"gated_norm_forward": FORWARD, "gated_norm_backward": BACKWARD},
+        gated_norm,
+        ({"features": 128},),
+        {"features": 8},
+        tokens=(64, 1021, 1 << 20),
+    ),
+    Trial(
+        {"rope": FORWARD},
+        rope,
+        (
+            {"heads": 32, "features": 128, "rotated": 128},
+            {"heads": 8, "features": 128, "rotated": 128},
+            {"heads": 16, "features": 256, "rotated": 64},
+        ),
+        {"heads": 3, "features": 8, "rotated": 4},
+    ),
+    Trial(
+        {"gated_forward": FORWARD, "gated_backward": BACKWARD},
+        gate,
+        ({"width": 5632}, {"width": 768}),
+        {"width": 40},
+    ),
+    Trial({"dropout": FORWARD}, dropped, WIDTHS[:1], {"features": 40}),
+    Trial(
+        {"chunk_statistics": FORWARD, "chunk_gradient": FORWARD},
+        chunk,
+        ({"vocabulary": 128256},),
+        {"vocabulary": 40},
+        tokens=(64, 511, 4096),
+    ),
+    Trial({"take_rows": FORWARD}, take, **EXPERTS),
+    Trial({"sum_rows": FORWARD, "sum_rows_backward": BACKWARD}, total, **EXPERTS),
+)

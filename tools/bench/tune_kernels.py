@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write `ops/launches.json`: prove every candidate of every kernel's launch, time the right ones.
+
+python -m tools.bench.tune_kernels                      everything, on this GPU
+python -m tools.bench.tune_kernels --only rms_norm      names that begin so
+python -m tools.bench.tune_kernels --rehearse           two of each, tiny, in Triton's interpreter
+
+A candidate is compared with the reference in fp64 on a small and on an odd problem before it is
+timed. One that differs, or does not start, is dropped loudly, however fast it is. What is left
+takes turns with the default, and is written down where it is more than 3 % faster. A rehearsal
+writes nothing; it leaves out what the interpreter cannot do, 16-bit operands above all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from megatron.core.ops.launches import Launches
+from tools.bench import trials_recurrences, trials_tokens
+from tools.bench.gpu_timing import Stopwatch
+from tools.bench.trials import Problem, Trial, all_launches, started_with
+
+TABLE = Path(__file__).parents[2] / "megatron_core/megatron/core/ops/launches.json"
+TRIALS: tuple[Trial, ...] = (*trials_tokens.TRIALS, *trials_recurrences.TRIALS)
+#: A candidate must beat the default by this much: less is the noise of a device.
+MARGIN = 1.03
+#: Launches for 16-bit operands only, and those whose tiles take the interpreter minutes.
+UNREHEARSED = (
+    "recurrence_sweep",
+    "recurrence_reverse",
+    "recurrence_gradients",
+    "prologue_backward",
+)
+Race = Callable[[Mapping[str, Callable[[], object]]], Mapping[str, list[float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What became of one candidate.
+
+    Args:
+        launch: the candidate.
+        error: against the reference, the greatest of all problems.
+        wrong: why it was dropped, or None.
+        seconds: of each turn.
+    """
+
+    launch: Mapping[str, int]
+    error: float = 0.0
+    wrong: str | None = None
+    seconds: tuple[float, ...] = ()
+
+
+def fastest(tried: Sequence[Tried], margin: float = MARGIN) -> Tried | None:
+    """Return the right candidate that beats the default most, by more than `margin`, or None.
+
+    Args:
+        tried: the default first. Turns are compared one by one: a device's clock drifts.
+        margin: default's seconds over candidate's, at least.
+
+    Raises:
+        ValueError: the default is wrong.
+    """
+    default = tried[0]
+    if default.wrong is not None:
+        raise ValueError(f"the default {dict(default.launch)} is wrong: {default.wrong}")
+    gains = [
+        (statistics.median(b / a for a, b in zip(each.seconds, default.seconds, strict=True)), each)
+        for each in tried[1:]
+        if each.wrong is None
+    ]
+    gain, best = max(gains, key=lambda item: item[0], default=(0.0, default))
+    return best if gain > margin else None
+
+
+def proved(
+    launches: Launches,
+    candidate: Mapping[str, int],
+    problems: Sequence[Problem],
+    dtype: torch.dtype,
+) -> tuple[Tried, set[str]]:
+    """Compare a candidate with the reference on all problems.
+
+    Returns:
+        (what became of it, the keys that the kernel asked for).
+
+    Raises:
+        torch.AcceleratorError: the device is lost, and with it whatever would come after.
+    """
+    with started_with(launches, candidate) as keys:
+        try:
+            error = max(problem.error(dtype) for problem in problems)
+        except torch.AcceleratorError:
+            raise
+        except Exception as problem:
+            lines = str(problem).strip().splitlines() or [""]
+            return Tried(launch=candidate, wrong=f"{type(problem).__name__}: {lines[0]}"), keys
+    return Tried(launch=candidate, error=error), keys
+
+
+class Tuner:
+    """Tries candidates.
+
+    Args:
+        device: to make problems on.
+        dtype: of their inputs.
+        race: takes calls by name, returns the seconds of each one's turns.
+        rehearse: whether shapes are tiny.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, race: Race, *, rehearse: bool = False
+    ) -> None:
+        self.device, self.dtype, self.race, self.rehearse = device, dtype, race, rehearse
+        self.dropped: list[str] = []
+
+    def problems(self, trial: Trial, shape: Mapping[str, int]) -> tuple[Problem, ...]:
+        """Make the small problem, the odd one and that which is timed."""
+        generator = torch.Generator(self.device).manual_seed(1234)
+        make = partial(torch.randn, generator=generator, device=self.device)
+        counts = trial.few if self.rehearse else trial.tokens
+        return tuple(trial.build(lambda *s: make(s), count, **shape) for count in counts)
+
+    def tried(
+        self, launches: Launches, trial: Trial, shape: Mapping[str, int]
+    ) -> tuple[str, list[Tried]]:
+        """Prove and time every candidate.
+
+        Returns:
+            (name and key in the table, all candidates, the default first).
+
+        Raises:
+            ValueError: the trial does not start the kernel, or with several keys.
+        """
+        *small, timed = self.problems(trial, shape)
+        found, asked = [], set()
+        for candidate in launches.candidates[: 2 if self.rehearse else None]:
+            outcome, keys = proved(launches, candidate, small, self.dtype)
+            found.append(outcome)
+            asked |= keys
+            if outcome.wrong is not None:
+                self.dropped.append(f"{launches.name} {dict(candidate)}: {outcome.wrong}")
+                print(f"DROPPED: {self.dropped[-1]}", file=sys.stderr, flush=True)
+        if len(asked) != 1:
+            raise ValueError(
+                f"the trial of {launches.name} with {dict(shape)} must start it with one key, not"
+                f" {sorted(asked)}"
+            )
+        calls = {
+            str(index): self._call(launches, each.launch, timed, trial.launches[launches.name])
+            for index, each in enumerate(found)
+            if each.wrong is None
+        }
+        if len(calls) > 1 and found[0].wrong is None:
+            for index, seconds in self.race(calls).items():
+                found[int(index)] = replace(found[int(index)], seconds=tuple(seconds))
+        return f"{launches.name} {asked.pop()}".strip(), found
+
+    def _call(
+        self, launches: Launches, candidate: Mapping[str, int], problem: Problem, way: str
+    ) -> Callable[[], object]:
+        """Return a call of the problem that starts with the candidate."""
+        with started_with(launches, candidate):
+            call = problem.call(self.dtype, way)
+
+        def run() -> object:
+            with started_with(launches, candidate):
+                return call()
+
+        return run
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a measurement is of."""
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    try:
+        found["triton"] = version("triton")
+    except PackageNotFoundError:
+        found["triton"] = ""
+    return found
+
+
+def entry(tried: Sequence[Tried], best: Tried) -> dict:
+    """Return what the table says of the best candidate."""
+    mine, default = (statistics.median(each.seconds) for each in (best, tried[0]))
+    return {
+        "launch": dict(best.launch),
+        "milliseconds": round(1e3 * mine, 5),
+        "default_milliseconds": round(1e3 * default, 5),
+        "error": float(f"{best.error:.3g}"),
+        "versions": versions(),
+    }
+
+
+def updated(table: Mapping[str, dict], device_name: str, name: str, found: dict | None) -> dict:
+    """Return the table with one entry in place of the old one; None leaves the default."""
+    entries = {key: value for key, value in table.get(device_name, {}).items() if key != name}
+    if found is not None:
+        entries[name] = found
+    others = {key: value for key, value in table.items() if key != device_name}
+    if not entries:
+        return others
+    return dict(sorted((others | {device_name: dict(sorted(entries.items()))}).items()))
+
+
+def tune(
+    tuner: Tuner,
+    device_name: str,
+    *,
+    only: str,
+    end: float,
+    write: Callable[[dict], None],
+    table: dict,
+) -> list[str]:
+    """Try all launches that begin with `only`; return what went wrong.
+
+    Args:
+        tuner: what tries them.
+        device_name: the device, in the table.
+        only: the beginning of names.
+        end: of `time.monotonic`; nothing is begun after it.
+        write: called with the table whenever it may have changed.
+        table: from before.
+    """
+    problems = []
+    known = all_launches()
+    for trial in TRIALS:
+        shapes = (trial.tiny,) if tuner.rehearse else trial.shapes
+        work = [
+            (known[name], s) for name in trial.launches for s in shapes if name.startswith(only)
+        ]
+        for launches, shape in work:
+            if not launches.others or (tuner.rehearse and launches.name in UNREHEARSED):
+                continue
+            if time.monotonic() > end:
+                problems.append(f"{launches.name} {dict(shape)}: not tried: no time left")
+                continue
+            try:
+                key, tried = tuner.tried(launches, trial, shape)
+                best = fastest(tried)
+            except torch.AcceleratorError:
+                raise
+            except Exception as problem:
+                lines = str(problem).strip().splitlines() or [""]
+                problems.append(
+                    f"{launches.name} {dict(shape)}: {type(problem).__name__}: {lines[0]}"
+                )
+                print(f"PROBLEM: {problems[-1]}", file=sys.stderr, flush=True)
+                continue
+            made = None if best is None else entry(tried, best)
+            table = updated(table, device_name, key, made)
+            write(table)
+            print(f"{key}: {'the default' if made is None else json.dumps(made)}", flush=True)
+            gc.collect()
+    return problems
+
+
+def main() -> int:
+    """Tune and return the exit code: 1 where a candidate was wrong or a trial failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="the beginning of the names to try")
+    parser.add_argument("--seconds", type=float, default=600.0, help="nothing is begun after these")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
+    parser.add_argument("--output", type=Path, default=TABLE, help="the table to bring up to date")
+    options = parser.parse_args()
+    if not options.rehearse and not torch.cuda.is_available():
+        print("tune_kernels: torch sees no GPU here: nothing is measured")
+        return 0
+    device = torch.device("cpu" if options.rehearse else "cuda")
+    dtype = torch.float32 if options.rehearse else torch.bfloat16
+    watch = Stopwatch(
+        device, rounds=1 if options.rehearse else 20, warmup=1 if options.rehearse else 3
+    )
+    tuner = Tuner(device, dtype, watch.race, rehearse=options.rehearse)
+    table = json.loads(options.output.read_text("utf-8")) if options.output.exists() else {}
+
+    def write(table: dict) -> None:
+        if not options.rehearse:
+            options.output.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+    problems = tune(
+        tuner,
+        "rehearsal" if options.rehearse else torch.cuda.get_device_name(device),
+        only=options.only,
+        end=time.monotonic() + options.seconds,
+        write=write,
+        table=table,
+    )
+    for line in (*(f"DROPPED: {x}" for x in tuner.dropped), *(f"PROBLEM: {x}" for x in problems)):
+        print(line)
+    return 1 if tuner.dropped or problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -298,6 +298,7 @@ def prologue_backward_kernel(
         out = tap_partial_ptr + (share * units + unit) * (WIDTH + 1) * CHANNELS
         out += column + tl.arange(0, BLOCK)
         for back in tl.static_range(WIDTH):
-            tl.store(out + back * CHANNELS, tl.sum(sums[back], 0), mask=inside)
+            at = out + (WIDTH - 1 - back) * CHANNELS  # in the order of weights
+            tl.store(at, tl.sum(sums[back], 0), mask=inside)
         if HAS_BIAS:
             tl.store(out + WIDTH * CHANNELS, tl.sum(sums[4], 0), mask=inside)

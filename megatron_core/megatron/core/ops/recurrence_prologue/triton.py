@@ -276,7 +276,7 @@ def _summed(taps, gates, weight, bias, rates, step_bias):
     """Return the gradients of weights from those of shares, [P, u, W + 1, c] and [P, 2, H]."""
     width = weight.shape[-1]
     found, rest = taps.sum(0), gates.sum(0)
-    d_weight = found[:, :width].flip(1).transpose(1, 2)  # [u, c, W], the last tap first
+    d_weight = found[:, :width].transpose(1, 2)  # [u, c, W]
     d_bias = None if bias is None else found[:, width].to(bias.dtype)
     d_rates, d_step_bias = rest[0].to(rates.dtype), rest[1].to(step_bias.dtype)
     return d_weight.to(weight.dtype).contiguous(), d_bias, d_rates, d_step_bias

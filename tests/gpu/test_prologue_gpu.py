@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prologue of recurrences on the GPU: against its formulas in fp64, whatever lies where."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.places import Places
+from megatron.core.ops.recurrence_prologue import (
+    PrologueWeights,
+    UnitParts,
+    recurrence_prologue,
+)
+from megatron.core.ops.recurrence_prologue import triton as kernels
+from megatron.core.ops.sequences import Sequences
+from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
+from tests.support.launch_kernels import assert_launches
+
+pytestmark = pytest.mark.gpu
+
+#: Empty documents, some shorter than a convolution, some longer than what a program walks.
+BOUNDS = sized((0, 1, 1, 3, 2000, 2003, 4096, 4099, 9001), (0, 1, 1, 3, 14))
+MANY = sized(tuple(range(0, 3001, 3)), (0, 3, 6))
+#: Of steps. A step that fp32 rounds to the other side of a limit has another gradient: so few have.
+NO_LIMITS, LIMITS = (0.0, float("inf")), (0.2, 0.9)
+QWEN = sized((16, UnitParts.delta(2, 128, 128), 256), (1, UnitParts.delta(2, 6, 3), 4))
+#: units, what they are, columns of the gate behind each
+LAYERS = {
+    "Qwen3-Next": QWEN,
+    "Nemotron-H": sized(
+        (8, UnitParts.state_space(16, 128, 64, NO_LIMITS), 1024),
+        (2, UnitParts.state_space(2, 4, 3, LIMITS), 6),
+    ),
+    "Mamba-2": sized(
+        (1, UnitParts.state_space(80, 128, 64, NO_LIMITS), 5120),
+        (1, UnitParts.state_space(3, 4, 2, LIMITS), 0),
+    ),
+    "limits": sized(
+        (2, UnitParts.state_space(3, 20, 24, LIMITS), 7),
+        (1, UnitParts.state_space(2, 4, 3, LIMITS), 1),
+    ),
+    "odd": sized((3, UnitParts.delta(3, 100, 52), 7), (1, UnitParts.delta(3, 5, 2), 1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Let a rehearsal use small tiles: an interpreter works on whole ones."""
+    if REHEARSES:
+        tile = {"BLOCK_T": 16, "num_warps": 1, "num_stages": 1}
+        monkeypatch.setattr(kernels, "FORWARD", Launches("f", tile))
+        stretches = {"LANES": 4, "STEPS": 4, "num_warps": 1, "num_stages": 1}
+        monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
+
+
+def prologue(device, name, *, bounds=BOUNDS, width=4, padding=None, bias=False, initial=False):
+    """Return a prologue of a slice of wider units, and its inputs.
+
+    Args:
+        device: where it runs.
+        name: of the layer.
+        bounds: of documents.
+        width: of the convolution.
+        padding: rows without a token, among which tokens lie in no order; None: as packed.
+        bias, initial: whether there are any.
+    """
+    units, parts, gate = LAYERS[name]
+    sequences = Sequences(bounds, device=device)
+    count = sequences.tokens + (padding or 0)
+    places = None
+    if padding is not None:
+        rows = np.random.default_rng(3).permutation(count)[: sequences.tokens]
+        places = Places.of(rows, count, sequences.moved)
+    heads, channels = units * parts.heads, parts.convolved
+    inputs = [
+        made(device, count, units, parts.width + gate),
+        made(device, units, channels, width) / 2,
+        made(device, heads) / 2,
+        made(device, heads + 1)[1:],
+    ]
+    inputs += [made(device, units, channels)] * bias
+    inputs += [made(device, sequences.count, width - 1, units, channels)] * initial
+
+    def call(wide, weight, rates, step_bias, *rest, implementation):
+        found, _ = recurrence_prologue(
+            wide[..., : parts.width],
+            PrologueWeights(weight, rest[0] if bias else None, rates, step_bias),
+            parts=parts,
+            sequences=sequences,
+            places=places,
+            initial=rest[-1] if initial else None,
+            implementation=implementation,
+        )
+        return tuple(found)
+
+    return call, inputs
+
+
+CASES = {
+    "as packed": ("Qwen3-Next", {}),
+    "with padding": ("Qwen3-Next", {"padding": 77}),
+    "rows before": ("Qwen3-Next", {"padding": 0, "initial": True}),
+    "many short documents": ("Qwen3-Next", {"bounds": MANY, "initial": True}),
+    "groups of many heads": ("Nemotron-H", {"padding": 5, "bias": True}),
+    "one group": ("Mamba-2", {"bias": True, "initial": True}),
+    "limits": ("limits", {"padding": 3}),
+    "odd": ("odd", {"padding": 5, "bias": True, "initial": True}),
+    "three taps": ("odd", {"width": 3, "initial": True}),
+    "two taps": ("odd", {"width": 2, "bias": True}),
+    "one tap": ("odd", {"width": 1}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_prologue(device, dtype, case):
+    name, options = CASES[case]
+    call, inputs = prologue(device, name, **options)
+    agree(call, inputs, dtype, wide=(2, 3))
+
+
+def test_prologue_is_one_kernel_each_way(device):
+    call, inputs = prologue(device, "Qwen3-Next", padding=0)
+    leaves = [x.bfloat16() if not REHEARSES else x for x in inputs[:2]] + inputs[2:]
+    leaves = [x.requires_grad_() for x in leaves]
+    found = call(*leaves, implementation="triton")
+    assert_launches(lambda: call(*leaves, implementation="triton"), {"prologue_forward_kernel": 1})
+    pulls = [torch.ones_like(y) for y in found]
+    assert_launches(
+        lambda: torch.autograd.grad(found, leaves[1:], pulls, retain_graph=True),
+        {"prologue_backward_kernel": 1},
+        allowed=("sum", "copy"),
+    )
+
+
+def test_sums_of_weights_are_the_same_every_time(device):
+    call, inputs = prologue(device, "Qwen3-Next", padding=0)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    found = call(*leaves, implementation="triton")
+    pulls = [made(device, *y.shape) for y in found]
+    first, second = (torch.autograd.grad(found, leaves, pulls, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

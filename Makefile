@@ -6,6 +6,7 @@
 #   TORCH_INDEX=URL              where to look for torch besides the registry, e.g. for its CPU builds
 #   TESTS="tests/unit_tests"     what make test runs        PYTEST_FLAGS="-x -n 2"   how
 #   BENCH_FLAGS="--quick train"  which benchmarks, see tools/bench/README.md
+#   GPU_FLAGS="--stages tests decode" part of the suite   GPU_FLAGS=--rehearse   tiny, on a CPU
 #   SOAK_FLAGS="--kills 20 --seed 7"   how many kills, and which
 
 PYTHON ?=
@@ -71,7 +72,7 @@ parity: $(STAMP) ## every parallel layout against the single process, slow ones 
 	@echo "parity: pytest tests/parity"
 	@$(PY) -m pytest tests/parity $(PYTEST_FLAGS) -m "not gpu"
 
-gpu: ## the tests marked gpu and a training benchmark, by the machine's own Python; no GPU: says so
+gpu: ## in 9 minutes, by the machine's own Python: GPU tests, kernels, decode, training; no GPU: says so
 	@$(or $(PYTHON),python3) -m tools.gpu $(GPU_FLAGS)
 
 bench: $(STAMP) ## every benchmark, in one table

@@ -131,7 +131,8 @@ def work(
 
     def answer() -> dict:
         if "kernels" not in known:  # behind the turn that warms up, which nobody times
-            known["kernels"] = profile(known["step"], device)
+            steps = 1 if options.rehearse else 2
+            known["kernels"] = profile(known["step"], device, steps=steps)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         free(device)  # the others' turn
         told = {"micro_batch_size": known["micro_batch_size"], "kernels": known["kernels"]}
@@ -147,7 +148,7 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def profile(step: Step, device: torch.device, *, steps: int = 2) -> list[dict]:
+def profile(step: Step, device: torch.device, *, steps: int) -> list[dict]:
     """Return the kernels (on a CPU: operators) that a step spends most of its time in."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -183,7 +184,7 @@ def race(options: argparse.Namespace, module: str, variants: Sequence[str]) -> d
     more = ["--sizes", *map(str, options.sizes), "--memory-share", str(share)]
     more += ["--rehearse"] if options.rehearse else []
     commands = {name: ["-m", module, "--worker", name, *more] for name in variants}
-    rounds, steps = (2, 1) if options.rehearse else (options.rounds, options.steps)
+    rounds, steps = (1, 1) if options.rehearse else (options.rounds, options.steps)
     found = take_turns(commands, rounds=rounds, steps=steps, warmup=1 if options.rehearse else 2)
     for name in variants:
         if name not in found:

@@ -97,7 +97,8 @@ def decode(make: Make, rows: int, *, units: int, heads: int, size: int) -> Probl
     slots = make(rows).argsort()
     arrived = torch.zeros(rows + 1, units, dtype=torch.int32, device=slots.device)
 
-    def function(source, weight, conv, gate, norm, state, rates, step_bias, *, implementation):
+    def function(source, weight, conv, *rest, implementation):
+        gate, norm, state, rates, step_bias = rest
         y = recurrence_decode(
             source,
             PrologueWeights(weight, None, rates, step_bias),

@@ -8,6 +8,7 @@ import of Triton.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.ops.chunked_recurrence import triton as kernels
 from megatron.core.ops.chunked_recurrence.triton import TritonRecurrence
@@ -21,7 +22,7 @@ from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 
 NAMES = (*RecurrenceInputs._fields, "initial")
-PACK = (0, 0, 19, 19, 20, 53)  # empty ones, one token, tails, whole chunks
+PACK = (0, 0, 19, 20, 20)  # empty ones, one token, a whole chunk, a tail
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +34,10 @@ def poison():
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Let values need two tiles, and three heads of a group three programs."""
+    """Let values need two tiles, and a program work on all heads of a group."""
+    monkeypatch.setattr(kernels, "PROGRAMS", 1)
     for name in ("SWEEP_WIDE", "REVERSE_WIDE", "GRADIENTS_WIDE"):
         small = {"BLOCK_V": 16, "num_warps": 4, "num_stages": 1}
-        small |= {"HEADS": 2} if name == "GRADIENTS_WIDE" else {}
         monkeypatch.setattr(kernels, name, Launches(name, small))
 
 
@@ -94,7 +95,99 @@ def compare(bounds, case, *, corrects, chunk=16, bound=1e-5, dtype=torch.float32
     return got, wanted
 
 
-@pytest.mark.parametrize("shared", [1, 2, 3])
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
-def test_gradients_of_a_pack(corrects, shared):
-    compare(PACK, made(PACK, corrects=corrects, shared=shared), corrects=corrects)
+@pytest.mark.parametrize("shared", [1, 2, 3])
+def test_gradients_of_a_pack(corrects, shared, monkeypatch):
+    if shared == 3:  # a program for each head, and sums in memory
+        monkeypatch.setattr(kernels, "PROGRAMS", 1 << 30)
+    groups = 2 if shared == 2 else 1
+    case = made(PACK, corrects=corrects, shared=shared, groups=groups)
+    compare(PACK, case, corrects=corrects, with_last=shared > 1)
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
+def test_no_tokens(corrects):
+    bounds = (0, 0, 0)
+    case = made(bounds, corrects=corrects, shared=1, groups=1)
+    compare(bounds, case, corrects=corrects)
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
+def test_only_the_last_states_are_pulled(corrects):
+    bounds = (0, 18)
+    inputs, initial, pulls = made(bounds, corrects=corrects, shared=1, groups=1)
+    pulls = pulls[0] * 0, pulls[1]
+    got, _ = compare(bounds, (inputs, initial, pulls), corrects=corrects)
+    assert not got["query"].any()
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
+def test_gates_at_their_ends(corrects):
+    bounds = (0, 21)
+    inputs, initial, pulls = made(bounds, corrects=corrects, shared=1, groups=1)
+    decay, strength = inputs.decay.clone(), inputs.strength.clone()
+    decay[::5], decay[2::5], decay[3::5], decay[7] = -30.0, 0.0, -12.0, -torch.inf
+    strength[::3], strength[1::3] = 0.0, 1.0
+    inputs = inputs._replace(decay=decay, strength=strength)
+    got, wanted = compare(bounds, (inputs, initial, pulls), corrects=corrects)
+    assert got["decay"][7].item() == 0.0
+    # By themselves too: one that is no more than rounding would move log A by its decay times it.
+    strong = decay[:, 0] == -12.0
+    error = relative_error(got["decay"][strong], wanted["decay"][strong])
+    assert error <= 1e-4, error
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
+def test_chunks_of_64_in_half_precision(corrects):
+    bounds = (0, 70)
+    case = made(bounds, corrects=corrects, shared=1, groups=1)
+    compare(bounds, case, corrects=corrects, chunk=64, dtype=torch.float16, bound=4e-3)
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
+def test_recomputation_saves_nothing_and_finds_the_same(corrects):
+    bounds = (0, 17)
+    case = made(bounds, corrects=corrects, shared=1, groups=1)
+    mine, _ = pair(corrects, 16)
+
+    def again(recurrence, inputs, sequences, *, initial):
+        """Run forward twice, as recomputation does; autograd fills what it kept each time."""
+
+        def run(*tensors):
+            *given, first = tensors
+            return recur(recurrence, RecurrenceInputs(*given), sequences, initial=first)
+
+        return checkpoint(run, *inputs, initial, use_reentrant=False)
+
+    got = gradients(mine, bounds, case, torch.float32, run=again)
+    wanted = gradients(mine, bounds, case, torch.float32)
+    for name in NAMES:
+        assert torch.equal(got[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
+def test_gradient_of_first_states_alone(corrects):
+    bounds = (0, 0, 19)
+    inputs, _, pulls = made(bounds, corrects=corrects, shared=2, groups=1)
+    found = []
+    for recurrence, dtype in zip(pair(corrects, 16), (torch.float32, torch.float64), strict=True):
+        given = RecurrenceInputs(*(x.to(dtype) for x in inputs))
+        prepared = recurrence.prepare(given, Sequences(bounds))
+        found.append(recurrence.state_gradient(prepared, pulls[0].to(dtype)))
+    assert relative_error(*found) <= 1e-5
+
+
+def test_slices_of_wider_tensors_need_no_copy():
+    """Query, key and value are slices of one projection, and the gradient is expanded."""
+    bounds = (0, 17)
+    inputs, initial, pulls = made(bounds, corrects=True, shared=1, groups=1)
+
+    def sliced(recurrence, given, sequences, *, initial):
+        wide = torch.cat([x.flatten(1) for x in given[:3]], 1)
+        parts = [x.unflatten(1, (1, -1)) for x in wide.split([x.shape[-1] for x in given[:3]], 1)]
+        given = RecurrenceInputs(*parts, *given[3:])
+        out, last = recur(recurrence, given, sequences, initial=initial)
+        return out.sum(-1, keepdim=True), last
+
+    pulls = pulls[0][..., :1], pulls[1]
+    compare(bounds, (inputs, initial, pulls), corrects=True, run=sliced)

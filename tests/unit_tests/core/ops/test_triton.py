@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 FILES = {
     "interpreted_cases.py": 55,
     "interpreted_convolution.py": 28,
-    "interpreted_decode.py": 21,
+    "interpreted_decode.py": 23,
     "interpreted_gated_norm.py": 33,
     "interpreted_mixers.py": 4,
     "interpreted_paged_attention.py": 20,
     "interpreted_prologue.py": 11,
+    "interpreted_recurrence_backward.py": 19,
 }
 
 

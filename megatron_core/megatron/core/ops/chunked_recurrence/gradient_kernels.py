@@ -3,13 +3,13 @@
 
 The formulas, and their letters, are those of `chunked_recurrence`. Both states of a chunk are
 known here, the one before it and the gradient of the one behind it, so no chunk waits for another.
-A program takes a chunk and a group, and sums up the gradients of its query and key over the heads
-that share them.
+A program takes a chunk and heads of a group, and sums up the gradients of the query and key that
+they share.
 
-Queries stand above keys [2C, K], and dO above x [2C, V]: what queries and keys read of states and
-of tokens is differentiated in one product of 128 rows, which fill two warp groups, and Z above N
-[2C, C] then has the one form that all later products take. Without a correction keys read nothing,
-and the lower halves are left out.
+Queries and keys make one matrix [2C, K], as do dO and x [2C, V]: what both read of states and of
+tokens is differentiated in one product of 128 rows, which fill two warp groups, and Z and N [2C, C]
+have the one form that all later products take. Without a correction keys read nothing, and their
+half is left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between
+from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between, within
 
 
 @triton.jit
 def summed_halves(x, WIDTH: tl.constexpr, CORRECTS: tl.constexpr, CHUNK: tl.constexpr):
     """Return what belongs to queries plus what belongs to keys [C, WIDTH], of x [2C, WIDTH].
 
-    Where nothing is corrected there is nothing of keys.
+    Eight rows of the one follow eight of the other, so that a thread of a product has both. Where
+    nothing is corrected there is nothing of keys.
     """
     if CORRECTS:
         return tl.reshape(tl.sum(tl.reshape(x, [CHUNK // 8, 2, 8, WIDTH]), 1), [CHUNK, WIDTH])
@@ -64,24 +65,24 @@ def recurrence_gradients_kernel(
     begin_ptr,
     scale,
     chunks,
-    heads,
-    shared,
-    keys,
-    values,
-    query_stride_t,
-    query_stride_h,
-    key_stride_t,
-    key_stride_h,
-    value_stride_t,
-    value_stride_h,
-    strength_stride_t,
-    strength_stride_h,
+    heads: tl.constexpr,
+    shared: tl.constexpr,
+    keys: tl.constexpr,
+    values: tl.constexpr,
+    query_stride_t: tl.constexpr,
+    query_stride_h: tl.constexpr,
+    key_stride_t: tl.constexpr,
+    key_stride_h: tl.constexpr,
+    value_stride_t: tl.constexpr,
+    value_stride_h: tl.constexpr,
+    strength_stride_t: tl.constexpr,
+    strength_stride_h: tl.constexpr,
     decay_ptr,
-    decay_stride_t,
-    decay_stride_h,
+    decay_stride_t: tl.constexpr,
+    decay_stride_h: tl.constexpr,
     grad_ptr,
-    grad_stride_t,
-    grad_stride_h,
+    grad_stride_t: tl.constexpr,
+    grad_stride_h: tl.constexpr,
     starts_ptr,
     ends_ptr,
     x_ptr,
@@ -98,18 +99,18 @@ def recurrence_gradients_kernel(
     HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Make the gradients of one chunk of one group and of its heads.
+    """Make the gradients of one chunk of HEADS heads of one group, a unit.
 
-    The gradients of query, key [t, G, K], value [t, H, V], decay and strength [t, H] are written
-    without gaps. VALUES is at least V, BLOCK_V columns of which are worked on at a time.
+    Those of query and key are [t, units, K], of value [t, H, V], of decay and strength [t, H].
+    VALUES is at least V, BLOCK_V columns of which are worked on at a time.
     """
     ROWS: tl.constexpr = 2 * CHUNK if CORRECTS else CHUNK
-    units = heads // HEADS
+    units: tl.constexpr = heads // HEADS
     unit = (tl.program_id(0) % units).to(tl.int64)
     chunk = (tl.program_id(0) // units).to(tl.int64)
     group = unit * HEADS // shared
     feature = tl.arange(0, KEYS)
-    is_key = feature < keys
+    is_key = within(feature, keys, KEYS)
     grad_reads = tl.zeros([ROWS, KEYS], dtype=tl.float32)  # of queries; of keys that read
     grad_writes = tl.zeros([KEYS, CHUNK], dtype=tl.float32)  # of keys that write, transposed
     for index in tl.range(0, HEADS, disable_licm=True):
@@ -123,43 +124,39 @@ def recurrence_gradients_kernel(
         order = first.to(tl.int32) + row
         alive = token < end
         both = tl.arange(0, ROWS)
-        is_lower = tl.zeros([ROWS], dtype=tl.int32) > 0
+        is_key_row = tl.full([ROWS], 0, tl.int1)
         if CORRECTS:
-            is_lower = both // 8 % 2 == 1
+            is_key_row = both // 8 % 2 == 1
             both = both // 16 * 8 + both % 8
         both_token = first + both
         both_alive = both_token < end
         query_place = query_ptr + group * query_stride_h + both_token * query_stride_t
         key_place = key_ptr + group * key_stride_h + both_token * key_stride_t
-        key = tl.load(
-            key_ptr + group * key_stride_h + token[:, None] * key_stride_t + feature[None, :],
-            mask=alive[:, None] & is_key[None, :],
-            other=0.0,
-        )
+        key_tile = key_ptr + group * key_stride_h + token[:, None] * key_stride_t + feature[None, :]
+        is_in_key = alive[:, None] & is_key[None, :]
+        key = tl.load(key_tile, mask=is_in_key, other=0.0)
         large_place = sums_ptr + number * CHUNK
         small_place = large_place + chunks.to(tl.int64) * heads * CHUNK
         large, small = tl.load(large_place + row), tl.load(small_place + row)
-        last, last_small = tl.load(large_place + CHUNK - 1), tl.load(small_place + CHUNK - 1)
         growth = tl.exp(large + small)
-        left = tl.exp((last - large) + (last_small - small))
         gate_place = strength_ptr + head * strength_stride_h
         strength = tl.load(gate_place + token * strength_stride_t, mask=alive, other=0.0)
         strength = strength.to(tl.float32)
         both_large, both_small = tl.load(large_place + both), tl.load(small_place + both)
         both_growth = tl.exp(both_large + both_small)
         factor = tl.load(gate_place + both_token * strength_stride_t, mask=both_alive, other=0.0)
-        factor = tl.where(is_lower, -factor.to(tl.float32), scale)
+        factor = tl.where(is_key_row, -factor.to(tl.float32), scale)
         if CORRECTS:
             solved_place = solved_ptr + number * CHUNK * CHUNK + row[None, :] * CHUNK
             solved_t = tl.load(solved_place + row[:, None])  # (T ∘ D)ᵀ
-        within = tl.zeros([ROWS, CHUNK], dtype=tl.float32)  # [dO ; x] changeᵀ
+        inner = tl.zeros([ROWS, CHUNK], dtype=tl.float32)  # [dO ; x] changeᵀ
         along = tl.zeros([ROWS], dtype=tl.float32)
         along_end = tl.zeros([CHUNK], dtype=tl.float32)
         grad_strength = tl.zeros([CHUNK], dtype=tl.float32)
         kept = 0.0
         for block in tl.range(0, VALUES, BLOCK_V, disable_licm=True):
             column = block + tl.arange(0, BLOCK_V)
-            is_value = column < values
+            is_value = within(column, values, BLOCK_V)
             tile = alive[:, None] & is_value[None, :]
             in_state = is_key[:, None] & is_value[None, :]
             state_place = number * keys * values + feature.to(tl.int64)[:, None] * values
@@ -170,7 +167,7 @@ def recurrence_gradients_kernel(
             grad_place = grad_ptr + head * grad_stride_h + both_token * grad_stride_t
             x_place = x_ptr + (both_token * heads + head) * values
             pulls = tl.load(
-                tl.where(is_lower, x_place, grad_place)[:, None] + column[None, :],
+                tl.where(is_key_row, x_place, grad_place)[:, None] + column[None, :],
                 mask=both_alive[:, None] & is_value[None, :],
                 other=0.0,
             )
@@ -188,41 +185,48 @@ def recurrence_gradients_kernel(
             change_t = (change_t * strength[None, :]).to(key.dtype)
             if CORRECTS:
                 change_t = tl.dot(change_t, solved_t, input_precision="ieee").to(key.dtype)
-            within = tl.dot(pulls, change_t, acc=within, input_precision="ieee")
-            part_t = tl.dot(grad_state, change_t, input_precision="ieee") * left[None, :]
-            along_end += tl.sum(part_t * tl.trans(key).to(tl.float32), 0)
-            grad_writes += part_t
+            inner = tl.dot(pulls, change_t, acc=inner, input_precision="ieee")
             pair = tl.load(
-                tl.where(is_lower, key_place, query_place)[:, None] + feature[None, :],
+                tl.where(is_key_row, key_place, query_place)[:, None] + feature[None, :],
                 mask=both_alive[:, None] & is_key[None, :],
                 other=0.0,
             )
             part = tl.dot(pulls, tl.trans(state), input_precision="ieee") * both_growth[:, None]
             along += tl.sum(part * pair.to(tl.float32), 1)
             grad_reads += part * factor[:, None]
+            # Again, for the same reason: what was loaded above is not kept until here.
+            large, small = tl.load(large_place + row), tl.load(small_place + row)
+            last, last_small = tl.load(large_place + CHUNK - 1), tl.load(small_place + CHUNK - 1)
+            left = tl.exp((last - large) + (last_small - small))
+            key_t = tl.trans(tl.load(key_tile, mask=is_in_key, other=0.0)).to(tl.float32)
+            part_t = tl.dot(grad_state, change_t, input_precision="ieee") * left[None, :]
+            along_end += tl.sum(part_t * key_t, 0)
+            grad_writes += part_t
         pair = tl.load(
-            tl.where(is_lower, key_place, query_place)[:, None] + feature[None, :],
+            tl.where(is_key_row, key_place, query_place)[:, None] + feature[None, :],
             mask=both_alive[:, None] & is_key[None, :],
             other=0.0,
         )
-        within *= decays_between(  # Z above N
+        large, small = tl.load(large_place + row), tl.load(small_place + row)
+        last, last_small = tl.load(large_place + CHUNK - 1), tl.load(small_place + CHUNK - 1)
+        inner *= decays_between(  # Z and N
             both_large[:, None],
             large[None, :],
             both_small[:, None],
             small[None, :],
-            (first.to(tl.int32) + both - is_lower.to(tl.int32))[:, None] >= order[None, :],
+            (first.to(tl.int32) + both - is_key_row.to(tl.int32))[:, None] >= order[None, :],
         )
-        pairs = within * tl.dot(pair, tl.trans(key), input_precision="ieee")
+        pairs = inner * tl.dot(pair, tl.trans(key), input_precision="ieee")
         if CORRECTS:
-            lower = tl.where(is_lower, along + tl.sum(pairs, 1), 0.0)
+            lower = tl.where(is_key_row, along + tl.sum(pairs, 1), 0.0)
             lower = summed_halves(lower[:, None], 1, CORRECTS, CHUNK)
             grad_strength -= tl.reshape(lower, [CHUNK])
         reads = summed_halves((along * factor)[:, None], 1, CORRECTS, CHUNK)
         reads = tl.reshape(reads, [CHUNK])
         pairs = summed_halves(pairs * factor[:, None], CHUNK, CORRECTS, CHUNK)
-        within = (within * factor[:, None]).to(key.dtype)
-        grad_reads = tl.dot(within, key, acc=grad_reads, input_precision="ieee")
-        grad_writes = tl.dot(tl.trans(pair), within, acc=grad_writes, input_precision="ieee")
+        inner = (inner * factor[:, None]).to(key.dtype)
+        grad_reads = tl.dot(inner, key, acc=grad_reads, input_precision="ieee")
+        grad_writes = tl.dot(tl.trans(pair), inner, acc=grad_writes, input_precision="ieee")
         grad_decay = decay_gradient(pairs, along_end, reads, order)
         grad_decay += tl.exp(last + last_small) * kept
         decay_place = decay_ptr + token * decay_stride_t + head * decay_stride_h
@@ -239,10 +243,10 @@ def recurrence_gradients_kernel(
     place = (token[:, None] * units + unit) * keys + feature[None, :]
     grad_key = tl.trans(grad_writes)
     if CORRECTS:
-        is_lower = (tl.arange(0, ROWS) // 8 % 2 == 1)[:, None]
-        lower = tl.where(is_lower, grad_reads, 0.0)
+        is_key_row = (tl.arange(0, ROWS) // 8 % 2 == 1)[:, None]
+        lower = tl.where(is_key_row, grad_reads, 0.0)
         grad_key += summed_halves(lower, KEYS, CORRECTS, CHUNK)
-        grad_reads = tl.where(is_lower, 0.0, grad_reads)
+        grad_reads = tl.where(is_key_row, 0.0, grad_reads)
     grad_query = summed_halves(grad_reads, KEYS, CORRECTS, CHUNK)
     tl.store(grad_query_ptr + place, grad_query.to(grad_query_ptr.dtype.element_ty), mask=alive)
     tl.store(grad_key_ptr + place, grad_key.to(grad_key_ptr.dtype.element_ty), mask=alive)

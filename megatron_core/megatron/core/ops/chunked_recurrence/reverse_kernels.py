@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between
+from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between, within
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -27,21 +27,21 @@ def reverse_sweep_kernel(
     begin_ptr,
     scale,
     chunks,
-    heads,
-    shared,
-    keys,
-    values,
-    query_stride_t,
-    query_stride_h,
-    key_stride_t,
-    key_stride_h,
-    value_stride_t,
-    value_stride_h,
-    strength_stride_t,
-    strength_stride_h,
+    heads: tl.constexpr,
+    shared: tl.constexpr,
+    keys: tl.constexpr,
+    values: tl.constexpr,
+    query_stride_t: tl.constexpr,
+    query_stride_h: tl.constexpr,
+    key_stride_t: tl.constexpr,
+    key_stride_h: tl.constexpr,
+    value_stride_t: tl.constexpr,
+    value_stride_h: tl.constexpr,
+    strength_stride_t: tl.constexpr,
+    strength_stride_h: tl.constexpr,
     grad_ptr,
-    grad_stride_t,
-    grad_stride_h,
+    grad_stride_t: tl.constexpr,
+    grad_stride_h: tl.constexpr,
     grad_last_ptr,
     ends_ptr,
     x_ptr,
@@ -66,7 +66,8 @@ def reverse_sweep_kernel(
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     column = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_key, is_value = feature < keys, column < values
+    is_key = within(feature, keys, KEYS)
+    is_value = within(column, values, BLOCK_V)
     in_state = is_key[:, None] & is_value[None, :]
     state_place = feature.to(tl.int64)[:, None] * values + column[None, :]
     # Of one head of one sequence; 64 bits wide, and also where a size of 1 is compiled in.
@@ -81,15 +82,12 @@ def reverse_sweep_kernel(
         chunk = behind - 1 - step
         token = tl.load(first_ptr + chunk) + rows
         alive = token < tl.load(end_ptr + chunk)
-        across = is_key[:, None] & alive[None, :]
         along = alive[:, None] & is_value[None, :]
-        query_place = query_ptr + group * query_stride_h + token * query_stride_t
-        query_t = tl.load(query_place[None, :] + feature[:, None], mask=across, other=0.0)
-        key_place = key_ptr + group * key_stride_h + token * key_stride_t
-        key_t = tl.load(key_place[None, :] + feature[:, None], mask=across, other=0.0)
-        key = tl.load(
-            key_place[:, None] + feature[None, :], mask=alive[:, None] & is_key[None, :], other=0.0
-        )
+        read = alive[:, None] & is_key[None, :]
+        place = query_ptr + group * query_stride_h + token[:, None] * query_stride_t
+        query = tl.load(place + feature[None, :], mask=read, other=0.0)
+        place = key_ptr + group * key_stride_h + token[:, None] * key_stride_t
+        key = tl.load(place + feature[None, :], mask=read, other=0.0)
         grad_place = grad_ptr + head * grad_stride_h + token[:, None] * grad_stride_t
         grad = tl.load(grad_place + column[None, :], mask=along, other=0.0).to(key.dtype)
         number = chunk * heads + head  # of this head's part of the chunk
@@ -112,7 +110,7 @@ def reverse_sweep_kernel(
                 total.to(ends_ptr.dtype.element_ty),
                 mask=in_state,
             )
-        seen_t = tl.dot(key, query_t, input_precision="ieee") * falls_t * scale
+        seen_t = tl.dot(key, tl.trans(query), input_precision="ieee") * falls_t * scale
         x = tl.dot(key, total.to(key.dtype), input_precision="ieee") * left[:, None]
         x = tl.dot(seen_t.to(key.dtype), grad, acc=x, input_precision="ieee")
         if CORRECTS:
@@ -123,11 +121,11 @@ def reverse_sweep_kernel(
             x_place = x_ptr + (token[:, None] * heads + head) * values + column[None, :]
             tl.store(x_place, x.to(x_ptr.dtype.element_ty), mask=along)
         total = total * tl.exp(last + last_rest)
-        read = (grad * (growth * scale)[:, None]).to(key.dtype)
-        total = tl.dot(query_t, read, acc=total, input_precision="ieee")
+        pulled = (grad * (growth * scale)[:, None]).to(key.dtype)
+        total = tl.dot(tl.trans(query), pulled, acc=total, input_precision="ieee")
         if CORRECTS:
             gate_place = strength_ptr + token * strength_stride_t + head * strength_stride_h
             strength = tl.load(gate_place, mask=alive, other=0.0).to(tl.float32)
             returned = (x * -(growth * strength)[:, None]).to(key.dtype)
-            total = tl.dot(key_t, returned, acc=total, input_precision="ieee")
+            total = tl.dot(tl.trans(key), returned, acc=total, input_precision="ieee")
     tl.store(grad_initial_ptr + unit + state_place, total, mask=in_state)

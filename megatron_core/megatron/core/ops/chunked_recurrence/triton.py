@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +33,13 @@ SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 32, "num_warps": 8, "
 
 REVERSE = Launches("recurrence_reverse", {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2})
 REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1})
-# Heads of one program: more of them save memory traffic and cost registers.
-GRADIENTS = Launches(
-    "recurrence_gradients", {"HEADS": 1, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1}
-)
+GRADIENTS = Launches("recurrence_gradients", {"BLOCK_V": 128, "num_warps": 8, "num_stages": 1})
 GRADIENTS_WIDE = Launches(
-    "recurrence_gradients_fp32", {"HEADS": 1, "BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
+    "recurrence_gradients_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
 )
+
+# Programs of the gradients kernel that keep a GPU busy: 132 to 148 processors, one or two each.
+PROGRAMS = 512
 
 
 @dataclass
@@ -285,12 +284,13 @@ def gradients(
     inputs, tiles = prepared.inputs, prepared.tiles
     launch = launch_of(GRADIENTS, GRADIENTS_WIDE, prepared, prepared.values)
     tokens, groups, keys = inputs.key.shape
-    launch["HEADS"] = math.gcd(launch["HEADS"], prepared.heads // groups)
-    units = prepared.heads // launch["HEADS"]
+    together = heads_together(tiles.count * prepared.heads, prepared.heads // groups)
+    units = prepared.heads // together
     value, decay, strength = (
         torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in inputs[2:]
     )
-    pair = inputs.key.new_empty((2, tokens, units, keys))  # of query and key, of each unit
+    kind = inputs.key.dtype if units == groups else torch.float32
+    pair = inputs.key.new_empty((2, tokens, units, keys), dtype=kind)  # of query and key
     if tiles.count:
         recurrence_gradients_kernel[(tiles.count * units,)](
             *prepared.arguments(),
@@ -299,27 +299,39 @@ def gradients(
             *(starts, ends, x, *pair, value, decay, strength, LOWEST_DECAY),
             **prepared.constants(),
             VALUES=padded(prepared.values),
+            HEADS=together,
             **launch,
         )
-    return RecurrenceInputs(*sum_units(pair, groups), value, decay, strength)
+    if units > groups:
+        pair = sum_units(pair, groups, inputs.key.dtype)
+    return RecurrenceInputs(*pair, value, decay, strength)
 
 
-def sum_units(parts: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return [2, t, G, K], the sums over the units of each group, from [2, t, units, K]."""
+def heads_together(programs: int, shared: int) -> int:
+    """Return how many of the heads that share a key one program works on.
+
+    As many as leave every processor of a large GPU some programs; all of them where sequences are
+    long, so that nothing has to be summed up in memory.
+
+    Args:
+        programs: chunks times heads.
+        shared: r.
+    """
+    fits = [n for n in range(1, shared + 1) if shared % n == 0 and programs // n >= PROGRAMS]
+    return max(fits, default=1)
+
+
+def sum_units(parts: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return [2, t, G, K], the sums over the units of each group, from fp32 [2, t, units, K]."""
     _, tokens, units, keys = parts.shape
-    if units == groups or not tokens:
-        return parts[:, :, :groups]
-    found = parts.new_empty((2, tokens, groups, keys))
-    shared = units // groups
-    sum_units_kernel[(2 * tokens * groups,)](
-        parts,
-        found,
-        keys,
-        shared,
-        UNITS=triton.next_power_of_2(shared),
-        BLOCK=padded(keys),
-        num_warps=1,
-    )
+    found = parts.new_empty((2, tokens, groups, keys), dtype=dtype)
+    if tokens:
+        sum_units_kernel[(2 * tokens * groups,)](
+            *(parts, found, keys, units // groups),
+            UNITS=triton.next_power_of_2(units // groups),
+            BLOCK=padded(keys),
+            num_warps=1,
+        )
     return found
 
 

@@ -48,17 +48,23 @@ def held(found: dict) -> None:
     assert not said, "\n".join(said)
 
 
-def test_aot_every_kernel_compiles_within_its_budget():
+def test_aot_kernels_compile_within_their_budget():
+    """The heaviest kernels; the nightly test compiles all of them for all architectures."""
     found = compiled()
     held(found)
-    compiles = [name.split("/")[0].split(" ")[0] for name in found["kernels"]]
-    assert 0 < len(compiles) <= MOST_COMPILES
+    assert 0 < len(found["kernels"]) <= MOST_COMPILES
     assert {name.split("/sm_")[1] for name in found["kernels"]} == {"90", "100"}
+
+
+def test_every_kernel_is_described_and_on_record():
+    described = compiled("--list")["described"]
     names, called = jit_functions(Path(ops.__path__[0]))
-    assert len(names) > 15
-    assert set(compiles) == names - called, "each kernel is described in aot/, quick for one"
+    assert len(names) > 30
+    assert {name.split("/")[0].split(" ")[0] for name in described} == names - called, (
+        "each kernel is described in aot/"
+    )
     recorded = json.loads(RECORD.read_text("utf-8"))["kernels"].keys()
-    assert recorded == set(found["described"]), "run kernel_budget.py"
+    assert recorded == set(described), "run kernel_budget.py"
 
 
 @pytest.mark.slow

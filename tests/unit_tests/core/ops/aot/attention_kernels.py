@@ -36,10 +36,10 @@ KERNELS = tuple(
         (
             kernels.attention_forward_kernel,
             {"HAS_SINKS": True, "num_warps": FORWARD_WARPS},
-            ((90, 100), ()),
+            ((100,), ()),
         ),
         (kernels.query_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90,), ())),
-        (kernels.key_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90, 100), (90,))),
+        (kernels.key_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90, 100), ())),
     )
     for features, quick in zip((128, 256), quicks, strict=True)
 )

@@ -78,12 +78,14 @@ KERNELS = (
         launch={"STEP": 4, "NEAR": 3, "HAS_INITIAL": True} | convolution.LAST.default,
         types={"bounds_ptr": "*i64"},
         divisible=CHANNELS,
+        quick=(),
     ),
     Description(
         kernel=kernels.convolution_step_kernel,
         launch=STEP | convolution.STEP.default,
         types={"slots_ptr": "*i64"},
         divisible=CHANNELS,
+        quick=(),
     ),
     *gated_norms(128, gate_first=False, quick=(90,)),
     *gated_norms(1024, gate_first=True, quick=()),
@@ -92,11 +94,13 @@ KERNELS = (
         launch={"STEP": 16} | rows_of(length.FORWARD, 128),
         types={"scale_ptr": "*fp32", "eps": "fp32"},
         divisible=("features",),
+        quick=(),
     ),
     Description(
         kernel=length.l2norm_backward_kernel,
         launch={"STEP": 16} | rows_of(length.BACKWARD, 128),
         types={"scale_ptr": "*fp32"},
         divisible=("features",),
+        quick=(),
     ),
 )

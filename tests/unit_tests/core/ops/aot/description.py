@@ -46,8 +46,8 @@ class Description:
         divisible: integer arguments that are multiples of 16 in any real model. Pointers and
             what is named `..._stride_...` are taken to be.
         label: tells descriptions of the same kernel apart.
-        quick: the architectures that `make test` compiles; the nightly tests compile all. Every
-            kernel has one in some description; the heaviest have both.
+        quick: the architectures that `make test` compiles, 30 in all; the nightly tests compile
+            every kernel for all. The heaviest kernels have both, the lightest none.
     """
 
     kernel: Any

@@ -54,6 +54,7 @@ KERNELS = (
         },
         types=LAYER_TYPES | {"eps": "fp32"},
         divisible=("features",),
+        quick=(),
     ),
     Description(
         kernel=layernorm.layer_norm_backward_kernel,
@@ -85,6 +86,7 @@ KERNELS = (
         kernel=swiglu.gated_forward_kernel,
         launch={"GELU": False, **swiglu.FORWARD.default},
         divisible=("width",),
+        quick=(),
     ),
     Description(
         kernel=swiglu.gated_backward_kernel,
@@ -96,5 +98,6 @@ KERNELS = (
         launch={"GROUP": dropout.COLUMNS_PER_HASH, **dropout.DROP.default},
         types={"rows_ptr": "*i64", "columns_ptr": "*i64", "mix": "i64", "scale": "fp32"},
         divisible=("features", "offset_in_group"),
+        quick=(),
     ),
 )

@@ -38,8 +38,8 @@ def attention(
 
 
 KERNELS = (
-    attention("decode", 128, 1, 256, (90, 100), False),
-    attention("decode of small pages", 128, 1, 16, (90,), True),
+    attention("decode", 128, 1, 256, (90,), False),
+    attention("decode of small pages", 128, 1, 16, (), True),
     attention("decode", 256, 1, 256, (), False),
     attention("prefill", 128, 4096, 256, (90, 100), False),
     attention("prefill of small pages", 128, 4096, 16, (), True),
@@ -55,5 +55,6 @@ KERNELS = (
         launch={"PAGE": 256, **WRITE.default},
         types={"slots_ptr": "*i64"},
         divisible=("width", "features"),
+        quick=(),
     ),
 )

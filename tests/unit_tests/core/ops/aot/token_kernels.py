@@ -26,12 +26,14 @@ KERNELS = (
         launch=loss.GRADIENT.default,
         types={"targets_ptr": "*i64", "lse_ptr": "*fp32", "weights_ptr": "*fp32"},
         divisible=("row_stride", "columns_total"),
+        quick=(),
     ),
     Description(
         kernel=permutation.take_rows_kernel,
         launch=permutation.TAKE.default,
         types={"places_ptr": "*i64"},
         divisible=("features",),
+        quick=(),
     ),
     *(
         Description(
@@ -45,7 +47,7 @@ KERNELS = (
             label=str(copies),
             quick=quick,
         )
-        for copies, quick in ((8, (90,)), (10, ()))
+        for copies, quick in ((8, ()), (10, ()))
     ),
     *(
         Description(

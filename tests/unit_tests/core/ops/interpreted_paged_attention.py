@@ -106,10 +106,11 @@ def test_views_that_are_not_dense_are_read_where_they_lie(small_tiles):
     rows = paged_rows(**MIXED, heads=(4, 2), features=8)
     fused = torch.full((rows.query.shape[0], 4, 24), torch.nan, dtype=torch.float64)
     fused[..., 8:16] = rows.query
-    both = torch.stack(rows.caches, 2)  # [blocks, block_size, 2, g, d], as some engines keep it
+    keys = torch.stack(rows.caches, 2)[:, :, 0]  # beside the values, as some engines keep them
+    values = rows.caches[1].transpose(1, 2).contiguous().transpose(1, 2)  # heads before places
     table = torch.cat([torch.full_like(rows.batch.block_table, -1), rows.batch.block_table], 1)
     batch = replace(rows.batch, block_table=table[:, rows.batch.block_table.shape[1] :])
-    agree(replace(rows, query=fused[..., 8:16], caches=(both[:, :, 0], both[:, :, 1]), batch=batch))
+    agree(replace(rows, query=fused[..., 8:16], caches=(keys, values), batch=batch))
 
 
 def test_no_tokens():
@@ -140,7 +141,10 @@ def test_tokens_are_written_to_their_slots(page, monkeypatch):
     key, value = fused[..., :8], fused[..., 8:16]
     slots = torch.tensor([2 * page + 5, -1, 0, 3 * page - 1, -1])
     mine, theirs = (
-        {"key_cache": torch.zeros(4, page, 3, 8), "value_cache": torch.zeros(4, page, 3, 8)}
+        {
+            "key_cache": torch.zeros(4, page, 3, 8),
+            "value_cache": torch.zeros(4, 3, page, 8).transpose(1, 2),
+        }
         for _ in range(2)
     )
     write_to_pages(key, value, slot_mapping=slots, implementation="triton", **mine)

@@ -146,6 +146,10 @@ BAD_CALLS = {
     "features": ({"query": lambda x: x[..., :4]}, "agree in the features of a head, at most 256"),
     "ratio": ({"query": lambda x: x[:, :3]}, "3 query heads must be a multiple of the cache's 2"),
     "dtype": ({"query": lambda x: x.float()}, "must have one dtype"),
+    "strides": (
+        {"key_cache": lambda x: x.mT.contiguous().mT},
+        "side by side in the caches, whose strides are .* make the last one 1",
+    ),
     "gradient": ({"query": lambda x: x.clone().requires_grad_()}, "has no backward"),
     "window": ({"window": 0}, "window=0 must be at least 1, or None"),
     "sinks": ({"sinks": torch.zeros(3)}, "one logit for each of the 4 heads"),

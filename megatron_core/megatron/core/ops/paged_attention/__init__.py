@@ -133,6 +133,11 @@ def _check_caches(
         raise ValueError(
             f"{op}: {shapes} must agree in the features of a head, at most {MOST_FEATURES}"
         )
+    if any(cache.stride(3) != 1 for cache in (key_cache, value_cache)):
+        raise ValueError(
+            f"{op}: the features of a head must lie side by side in the caches, whose strides are"
+            f" {key_cache.stride()} and {value_cache.stride()}: make the last one 1"
+        )
     size = key_cache.shape[1]
     if size < SMALLEST_BLOCK or size & (size - 1):
         raise ValueError(

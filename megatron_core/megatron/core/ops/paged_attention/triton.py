@@ -18,6 +18,7 @@ from megatron.core.ops.paged_attention.kernels import (
 from megatron.core.ops.paged_attention.splitting import SHORTEST_PIECE, pieces
 
 # Tiles of few rows wait for memory: they want many loads in flight. Tiles of many rows multiply.
+# ROWS and BLOCK are of heads of 128 features in 16 bits; wider ones have fewer.
 DECODE = Launches(
     "paged_attention_decode",
     {"ROWS": 64, "BLOCK": 64, WARPS: 4, STAGES: 3},
@@ -49,9 +50,8 @@ WRITE = Launches(
     others=({"BLOCK": 512, WARPS: 2}, {"BLOCK": 2048, WARPS: 8}),
 )
 
-SMALLEST_TILE = 16
-#: A tile of keys takes at most so much of a stage's shared memory, one of queries so much in all.
-KEY_TILE_BYTES, QUERY_TILE_BYTES = 16 << 10, 32 << 10
+SMALLEST_TILE, LARGEST_TILE = 16, 128
+USUAL_FEATURES = 128
 #: Warps that a processor needs: two decoding programs have 128 KiB on their way, a prefilling one
 #: takes most registers.
 WARPS_A_PROCESSOR = 8
@@ -69,7 +69,7 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out [t, n, d], lse fp32 [t, n]); see `ops.paged_attention.paged_attention`."""
-    query, key_cache, value_cache = (_dense_features(x) for x in (query, key_cache, value_cache))
+    query = _dense_features(query)
     tokens, heads, features = query.shape
     groups = key_cache.shape[2]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -184,10 +184,12 @@ def tile_shape(query: torch.Tensor, *, ratio: int, max_query: int) -> dict[str, 
     wanted = max(SMALLEST_TILE, triton.next_power_of_2(max_query * ratio))
     launches = DECODE if wanted <= DECODE.default["ROWS"] else PREFILL
     launch = launches.pick(query, f"{width} {query.dtype}")
-    row_bytes = width * query.element_size()
-    rows = min(wanted, launch["ROWS"], QUERY_TILE_BYTES // row_bytes)
-    launch["ROWS"] = max(SMALLEST_TILE, rows)
-    launch["BLOCK"] = max(SMALLEST_TILE, min(launch["BLOCK"], KEY_TILE_BYTES // row_bytes))
+    # Products of fp32 run without tensor cores, from registers: a quarter of the elements.
+    width_to_hold = width if query.element_size() == 2 else 4 * width
+    most = min(launch["ROWS"], launch["ROWS"] * USUAL_FEATURES // width_to_hold)
+    launch["ROWS"] = max(SMALLEST_TILE, min(wanted, most))
+    keys = min(LARGEST_TILE, launch["BLOCK"] * USUAL_FEATURES // width_to_hold)
+    launch["BLOCK"] = max(SMALLEST_TILE, keys)
     heads = min(ratio, launch["ROWS"])
     queries = 1 if max_query == 1 else launch["ROWS"] // heads
     return {"HEADS": heads, "QUERIES": queries, "FEATURES": width, **launch}

@@ -126,15 +126,14 @@ class GatedDeltaNet(RecurrentMixer):
         units = self.units_of(self.input(hidden), cache)  # [s, b, u, w + rV]
         values = self.ratio * config.value_channels
         travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
-        scale = self.norm_weight.use(torch.float32)
         if cache is not None and len(units) == 1:
-            norm = OutputNorm(gate[0], scale, self.epsilon)
+            norm = OutputNorm(gate[0], self.norm_weight.get(), self.epsilon)
             return self.output(self.decoded(travels[0], cache, norm).flatten(1)[None])
         out = self.over_tokens(travels, layout, cache)
         normed = gated_rms_norm(
             out.rows,
             out.beside(gate).unflatten(-1, (self.ratio, -1)),
-            scale,
+            self.norm_weight.use(torch.float32),
             eps=self.epsilon,
             order=NORM_FIRST,
             places=out.order,

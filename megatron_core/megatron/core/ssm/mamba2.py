@@ -91,7 +91,6 @@ class Mamba2(RecurrentMixer):
         parts = {"x": (inner, None), "B": (shared, pieces), "C": (shared, pieces)}
         depthwise = {"units": groups, "width": config.conv_width}
         self.conv = self.declare_convolution("weight", parts, **depthwise)
-        self.conv_bias = None
         if config.conv_bias:
             self.conv_bias = self.declare_convolution("bias", parts, **depthwise)
         rates = InitSpec.log_of_uniform(1.0, 16.0)
@@ -149,8 +148,7 @@ class Mamba2(RecurrentMixer):
         if (size := self._group_size) is None:
             gate = gate.masked_fill((cache.slots < 0)[:, None, None], 0)  # whatever it holds
             return self._normed(self.decoded(units, cache, None).flatten(1), gate.flatten(1))
-        weight = self.norm_weight.use(torch.float32)
-        norm = OutputNorm(gate, weight, self.epsilon, GATE_FIRST, size)
+        norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon, GATE_FIRST, size)
         return self.decoded(units, cache, norm).flatten(1)
 
     @property

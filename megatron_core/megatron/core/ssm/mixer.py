@@ -72,10 +72,13 @@ class RecurrentMixer(nn.Module, ABC):
         build: the surroundings.
 
     Attributes:
+        conv, conv_bias: of the convolution; there may be no bias.
         rates, bias: A_log and dt_bias, a number for each head.
         skip: D, a number for each head, of what `added` adds; None adds nothing.
     """
 
+    conv: WeightHandle
+    conv_bias: WeightHandle | None
     rates: WeightHandle
     bias: WeightHandle
     skip: WeightHandle | None
@@ -91,7 +94,7 @@ class RecurrentMixer(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.name, self.shape, self.units, self.parts = name, shape, shape.units, parts
-        self.skip = None
+        self.conv_bias = self.skip = None
         self.recurrence, self.context = recurrence, build.context
         self._store, self._tp = build.store, build.region.group
 
@@ -250,19 +253,25 @@ class RecurrentMixer(nn.Module, ABC):
         Returns:
             [b, H, V].
         """
-        weights = self.weights(Part(), units.dtype)
         conv, state = self._kept(cache, units)
         arrived = None
         if counts_programs(units, self.parts):
             arrived = cache.buffer(
                 f"{self.name}.arrived", (self.units,), dtype=torch.int32, device=units.device
             )
+        # Weights as they lie, not copies: nothing here is saved for a backward pass.
+        bias = None if self.conv_bias is None else self.conv_bias.get().view(self.units, -1)
         return recurrence_decode(
             units,
-            weights,
+            PrologueWeights(
+                self.conv.get().view(self.units, -1, self.shape.conv_width),
+                bias,
+                self.rates.get(),
+                self.bias.get(),
+            ),
             parts=self.parts,
             memory=DecodeMemory(conv, state, cache.slots, arrived),
-            skip=None if self.skip is None else self.skip.use(torch.float32),
+            skip=None if self.skip is None else self.skip.get(),
             norm=norm,
         )
 
@@ -273,7 +282,7 @@ class RecurrentMixer(nn.Module, ABC):
         shape, parts = self.shape, self.parts
         before = (self.shape.conv_width - 1, self.units, parts.convolved)
         states = (shape.heads, shape.key_channels, shape.value_channels)
-        wide = torch.promote_types(units.dtype, torch.float32)
+        wide = accumulation_dtype(units.dtype)
         return (
             cache.buffer(f"{self.name}.conv", before, dtype=units.dtype, device=units.device),
             cache.buffer(f"{self.name}.state", states, dtype=wide, device=units.device),

@@ -35,6 +35,7 @@ from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
+from tests.support.launch_kernels import assert_launches
 from tests.support.nan_memory import nan_memory
 
 ROWS, SLOTS, UNITS = 3, 5, 2
@@ -311,6 +312,20 @@ def test_prompts_and_tokens_through_a_layer_are_the_whole_sequence(kind, monkeyp
     assert len(calls) >= len(STEPS)
     kept = states.buffer("m.state", layer_states(layer), dtype=torch.float32, device="cpu")
     assert not kept[[1, 3]].any()
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@torch.no_grad()
+def test_between_projections_there_is_one_kernel(kind, monkeypatch):
+    monkeypatch.setattr(recurrence_decode_op, "_chosen", lambda *_: "triton")
+    layer, cache = layer_of(kind), BatchCache(9, rows=2)
+    cache.begin([1, 0])
+    hidden = torch.randn(1, 2, HIDDEN, generator=generator(5))
+    projections = {"input": layer.input(hidden), "output": hidden}
+    for name, found in projections.items():
+        monkeypatch.setattr(getattr(layer, name), "forward", lambda _, found=found: found)
+    layout = SequenceLayout.dense(1)
+    assert_launches(lambda: layer(hidden, layout, cache=cache), {"recurrence_decode_kernel": 1})
 
 
 def layer_states(layer: RecurrentMixer) -> tuple[int, int, int]:

@@ -7,8 +7,8 @@ the token adds past the state (Mamba-2), norm and gate. `recurrence_prologue` ha
 the first steps, `gated_delta_step` and `state_space_step` those of the recurrence, `gated_rms_norm`
 those of the last.
 
-On a GPU this is one kernel of b · H programs, which reads every state once and writes it once:
-8 K V bytes a head and row in fp32, beside which all else is small (1.4 of 64 KiB for K = V = 128).
+On a GPU this is one kernel of b · H programs, which reads every state once and writes it once. That
+is 128 KiB a head and row for K = V = 128 in fp32; rows, features and output are 4 KiB beside it.
 A norm over one head is inside, and one over all heads of a unit, which the program does that ends
 last. A norm over several units, or over some of a unit's heads, is a kernel behind it; one over
 the heads of several ranks is the caller's, who gives no norm.

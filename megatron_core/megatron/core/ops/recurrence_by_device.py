@@ -15,6 +15,8 @@ from megatron.core.ops.sequences import Sequences
 #: What the kernels take: their tiles hold all features of keys, and T is solved in blocks.
 CHUNK_SIZES = (16, 32, 64)
 MOST_KEYS = 256
+#: In fp32 larger chunks do not fit in registers; results do not depend on them.
+CHUNK_SIZE_FP32 = 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class ByDevice:
             return self.reference.prepare(inputs, sequences)
         problem = self._unfit(inputs)
         if problem is None:
-            return self._kernels().prepare(inputs, sequences)
+            size = CHUNK_SIZE_FP32 if inputs.value.dtype == torch.float32 else self.chunk_size
+            return self._kernels(size).prepare(inputs, sequences)
         if self.implementation is not None:
             raise ValueError(
                 f"{self.op}: the Triton kernels take {problem}; use implementation='reference'"
@@ -79,10 +82,11 @@ class ByDevice:
     def _that_made(self, prepared: Any) -> Recurrence:
         return self.reference if isinstance(prepared, self.kept) else self._kernels()
 
-    def _kernels(self) -> Recurrence:
+    def _kernels(self, chunk_size: int | None = None) -> Recurrence:
+        """Return the kernels; only to prepare they are told of chunks."""
         from megatron.core.ops.chunked_recurrence.triton import TritonRecurrence
 
-        return TritonRecurrence(self.corrects, self.scale, self.chunk_size)
+        return TritonRecurrence(self.corrects, self.scale, chunk_size or self.chunk_size)
 
     def _unfit(self, inputs: RecurrenceInputs) -> str | None:
         """Return what the kernels take and these inputs are not; None where they fit."""

@@ -38,7 +38,7 @@ def poison():
 def small_tiles(monkeypatch):
     """Let values, and the columns of M, need two tiles."""
     small = {"BLOCK_V": 16, "num_warps": 4, "num_stages": 1}
-    for name in ("SWEEP", "SWEEP_WIDE", "REVERSE_WIDE", "GRADIENTS_WIDE"):
+    for name in ("SWEEP", "SWEEP_DUAL", "SWEEP_WIDE", "REVERSE_WIDE", "GRADIENTS_WIDE"):
         monkeypatch.setattr(kernels, name, Launches(name, small))
 
 

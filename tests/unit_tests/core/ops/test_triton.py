@@ -20,6 +20,7 @@ FILES = {
     "interpreted_mixers.py": 4,
     "interpreted_paged_attention.py": 20,
     "interpreted_prologue.py": 11,
+    "interpreted_recurrence.py": 34,
     "interpreted_recurrence_backward.py": 19,
 }
 

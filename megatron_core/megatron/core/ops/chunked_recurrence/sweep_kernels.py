@@ -25,6 +25,31 @@ def within(index, size: tl.constexpr, BLOCK: tl.constexpr):
     return index < size
 
 
+@triton.jit
+def chunks_of(sequence, first_ptr, end_ptr, begin_ptr):
+    """Return a sequence's first chunk, how many it has, its first token and how many it has."""
+    begin = tl.load(begin_ptr + sequence)
+    count = (tl.load(begin_ptr + sequence + 1) - begin).to(tl.int32)
+    # A sequence without tokens has no chunk to ask.
+    start = tl.load(first_ptr + begin, mask=count > 0, other=0)
+    limit = tl.load(end_ptr + begin + count - 1, mask=count > 0, other=0)
+    return begin, count, start, (limit - start).to(tl.int32)
+
+
+@triton.jit
+def seen_by_queries(query, key, large, small, rows, scale):
+    """Return scale (Q Kᵀ) ∘ D [C, C] in the dtype of keys."""
+    falls = decays_between(
+        large[:, None],
+        large[None, :],
+        small[:, None],
+        small[None, :],
+        rows[:, None] >= rows[None, :],
+    )
+    seen = tl.dot(query, tl.trans(key), input_precision="ieee") * falls
+    return (seen * scale).to(key.dtype)
+
+
 @triton.jit(do_not_specialize=["chunks"])
 def sweep_kernel(
     query_ptr,
@@ -82,11 +107,7 @@ def sweep_kernel(
     head = (unit % heads).to(tl.int64)
     sequence = (unit // heads).to(tl.int64)
     group = head // shared
-    begin = tl.load(begin_ptr + sequence)
-    count = (tl.load(begin_ptr + sequence + 1) - begin).to(tl.int32)
-    # A sequence without tokens has no chunk to ask.
-    start = tl.load(first_ptr + begin, mask=count > 0, other=0)
-    limit = tl.load(end_ptr + begin + count - 1, mask=count > 0, other=0)
+    begin, count, start, left_over = chunks_of(sequence, first_ptr, end_ptr, begin_ptr)
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     column = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -117,7 +138,6 @@ def sweep_kernel(
     strength_ptr += start * strength_stride_t + head * strength_stride_h
     out_ptr += (start * heads + head) * values
     rest = chunks.to(tl.int64) * heads * CHUNK  # from a sum to what its rounding took off
-    left_over = (limit - start).to(tl.int32)  # tokens
     total = (start * 0).to(tl.float64)
     strength = tl.load(strength_ptr + rows * strength_stride_t, mask=rows < left_over, other=0.0)
     for step in range(count):
@@ -145,15 +165,7 @@ def sweep_kernel(
             if HAS_SEEN:
                 seen = tl.load(seen_ptr + number * CHUNK * CHUNK + square_tile)
             else:
-                falls = decays_between(
-                    large[:, None],
-                    large[None, :],
-                    small[:, None],
-                    small[None, :],
-                    rows[:, None] >= rows[None, :],
-                )
-                seen = tl.dot(query, tl.trans(key), input_precision="ieee") * falls
-                seen = (seen * scale).to(key.dtype)
+                seen = seen_by_queries(query, key, large, small, rows, scale)
         narrow = state.to(key.dtype)
         if HAS_STARTS:
             tl.store(starts_ptr + number * state_size + state_place, narrow, mask=state_mask)
@@ -173,12 +185,7 @@ def sweep_kernel(
             change = value * gate[:, None]
         moved = (change * left[:, None]).to(key.dtype)
         change = change.to(key.dtype)
-        state = tl.dot(
-            tl.trans(key),
-            moved,
-            acc=state * whole,
-            input_precision="ieee",
-        )
+        state = tl.dot(tl.trans(key), moved, acc=state * whole, input_precision="ieee")
         if HAS_OUT:
             out = tl.dot(query, narrow, input_precision="ieee") * (growth * scale)[:, None]
             out = tl.dot(seen, change, acc=out, input_precision="ieee")

@@ -20,16 +20,31 @@ from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 
-# 16-bit operands, and fp32 ones, which are twice as large and multiplied without tensor cores.
+# With three stages the next chunk is on its way while this one is worked on; with two it is waited
+# for. Narrow tiles give one long sequence the most programs, wide ones do less of a chunk twice.
 SWEEP = Launches(
     "recurrence_sweep",
-    {"BLOCK_V": 64, "num_warps": 4, "num_stages": 2},
+    {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3},
     others=(
         {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
-        {"BLOCK_V": 128, "num_warps": 8, "num_stages": 2},
+        {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
+        {"BLOCK_V": 64, "num_warps": 8, "num_stages": 3},
+        {"BLOCK_V": 16, "num_warps": 4, "num_stages": 3},
     ),
 )
-SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1})
+# Of SSD, whose sweep also makes what queries see.
+SWEEP_DUAL = Launches(
+    "recurrence_sweep_dual",
+    {"BLOCK_V": 64, "num_warps": 8, "num_stages": 3},
+    others=(
+        {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3},
+        {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
+        {"BLOCK_V": 64, "num_warps": 4, "num_stages": 3},
+    ),
+)
+# Of more than 128 features of keys, and of fp32, which no tensor core multiplies in full.
+SWEEP_TALL = Launches("recurrence_sweep_tall", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 2})
+SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
 
 REVERSE = Launches("recurrence_reverse", {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2})
 REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1})
@@ -214,7 +229,9 @@ def sweep(
         without_values: begin with the identity and leave values out, so that `last` is M.
     """
     columns = prepared.keys if without_values else prepared.values
-    launch = launch_of(SWEEP, SWEEP_WIDE, prepared, columns)
+    narrow = SWEEP if prepared.corrects else SWEEP_DUAL
+    narrow = narrow if prepared.keys <= 128 else SWEEP_TALL
+    launch = launch_of(narrow, SWEEP_WIDE, prepared, columns)
     units = prepared.tiles.sequence_count * prepared.heads
     seen, unused = prepared.seen, prepared.sums
     sweep_kernel[(units * triton.cdiv(columns, launch["BLOCK_V"]),)](

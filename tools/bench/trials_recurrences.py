@@ -153,15 +153,21 @@ def writing(make: Make, tokens: int, *, groups: int, features: int) -> Problem:
 
 DELTA = {"groups": 16, "heads": 32, "keys": 128, "values": 128, "corrects": 1}
 DUAL = {"groups": 8, "heads": 128, "keys": 128, "values": 64, "corrects": 0}
-SWEEPS = {
-    "recurrence_sweep": FORWARD,
-    "recurrence_reverse": BACKWARD,
-    "recurrence_gradients": BACKWARD,
-}
+GRADIENTS = {"recurrence_reverse": BACKWARD, "recurrence_gradients": BACKWARD}
 TINY = {"groups": 1, "heads": 2, "keys": 8, "values": 6}
 TRIALS = (
-    Trial({"delta_rule_solve": FORWARD} | SWEEPS, recurrence, (DELTA,), TINY | {"corrects": 1}),
-    Trial({"recurrence_sums": FORWARD} | SWEEPS, recurrence, (DUAL,), TINY | {"corrects": 0}),
+    Trial(
+        {"delta_rule_solve": FORWARD, "recurrence_sweep": FORWARD} | GRADIENTS,
+        recurrence,
+        (DELTA,),
+        TINY | {"corrects": 1},
+    ),
+    Trial(
+        {"recurrence_sums": FORWARD, "recurrence_sweep_dual": FORWARD} | GRADIENTS,
+        recurrence,
+        (DUAL,),
+        TINY | {"corrects": 0},
+    ),
     Trial(
         {"prologue_forward": FORWARD, "prologue_backward": BACKWARD},
         prologue,

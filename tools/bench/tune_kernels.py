@@ -39,6 +39,7 @@ MARGIN = 1.03
 #: Launches for 16-bit operands only, and those whose tiles take the interpreter minutes.
 UNREHEARSED = (
     "recurrence_sweep",
+    "recurrence_sweep_dual",
     "recurrence_reverse",
     "recurrence_gradients",
     "prologue_backward",

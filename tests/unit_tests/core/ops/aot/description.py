@@ -80,7 +80,7 @@ class Description:
         """
         names, constants = self.kernel.arg_names, self.constants
         unknown = {*constants, *self.types, *self.divisible} - {*names}
-        missing = {n for n in names if n.isupper()} - {*constants}
+        missing = {p.name for p in self.kernel.params if p.is_constexpr} - {*constants}
         if unknown or missing:
             raise ValueError(
                 f"{self.name}: unknown arguments {sorted(unknown)}, missing constants"
@@ -97,5 +97,6 @@ class Description:
         return {
             (index,): [["tt.divisibility", 16]]
             for index, (name, kind) in enumerate(self.signature().items())
-            if kind.startswith("*") or name in self.divisible or "_stride_" in name
+            if kind != "constexpr"
+            and (kind.startswith("*") or name in self.divisible or "_stride_" in name)
         }

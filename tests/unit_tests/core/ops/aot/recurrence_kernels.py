@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that recurrences prepare and sweep with, at the sizes of published models."""
+
+from __future__ import annotations
+
+from megatron.core.ops.chunked_recurrence import triton as recurrence
+from megatron.core.ops.chunked_recurrence.sweep_kernels import sweep_kernel
+from megatron.core.ops.gated_delta_rule.triton import SOLVE, solve_kernel
+from megatron.core.ops.state_space_dual.triton import SUMS, decay_sums_kernel
+from tests.unit_tests.core.ops.aot.description import Description
+
+#: The delta rule of Qwen3-Next, and SSD of Nemotron-H.
+DELTA = {"heads": 32, "shared": 2, "keys": 128, "values": 128}
+DUAL = {"heads": 128, "shared": 16, "keys": 128, "values": 64}
+SUMMED = {"sums_ptr": "*fp32", "first_ptr": "*i64", "end_ptr": "*i64"}
+SWEPT = SUMMED | {
+    "begin_ptr": "*i64",
+    "initial_ptr": "*fp32",
+    "last_ptr": "*fp32",
+    "total_ptr": "*fp32",
+    "scale": "fp32",
+}
+
+
+def strides(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the strides of inputs without gaps."""
+    heads, groups = sizes["heads"], sizes["heads"] // sizes["shared"]
+    found = {"strength_stride_t": heads, "strength_stride_h": 1}
+    for name, of, width in (
+        ("query", groups, sizes["keys"]),
+        ("key", groups, sizes["keys"]),
+        ("value", heads, sizes["values"]),
+    ):
+        found |= {f"{name}_stride_t": of * width, f"{name}_stride_h": width}
+    return found
+
+
+def swept(label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bool) -> Description:
+    """Describe one use of the sweep."""
+    names = ("SEEN", "VALUE", "INITIAL", "OUT", "STARTS", "LAST", "TOTAL")
+    narrow = recurrence.SWEEP if sizes is DELTA else recurrence.SWEEP_DUAL
+    launch = {
+        **sizes,
+        **strides(sizes),
+        **{f"HAS_{name}": flags.get(name.lower(), False) for name in names},
+        "CORRECTS": sizes is DELTA,
+        "CHUNK": 64,
+        "KEYS": sizes["keys"],
+        **narrow.default,
+    }
+    return Description(kernel=sweep_kernel, launch=launch, types=SWEPT, label=label, quick=quick)
+
+
+SOLVED = {
+    name: size for name, size in (DELTA | strides(DELTA)).items() if not name.startswith("value")
+}
+
+KERNELS = (
+    swept("delta", (90, 100), DELTA, seen=True, value=True, initial=True, out=True, last=True),
+    swept("delta starts", (), DELTA, value=True, initial=True, starts=True),
+    swept("delta M", (), DELTA, last=True),
+    swept("ssd", (90,), DUAL, value=True, initial=True, out=True, last=True),
+    swept("ssd summary", (), DUAL, value=True, last=True, total=True),
+    Description(
+        kernel=solve_kernel,
+        launch={
+            **SOLVED,
+            "decay_stride_t": DELTA["heads"],
+            "decay_stride_h": 1,
+            "CHUNK": 64,
+            "KEYS": 128,
+            "PRECISION": "tf32",
+            **SOLVE.default,
+        },
+        types=SUMMED | {"decay_ptr": "*fp32", "lowest": "fp32", "scale": "fp32"},
+        quick=(90, 100),
+    ),
+    Description(
+        kernel=decay_sums_kernel,
+        launch={"CHUNK": 64, **SUMS.default},
+        types=SUMMED | {"decay_ptr": "*fp32", "lowest": "fp32"},
+        divisible=("heads",),
+        quick=(90,),
+    ),
+)

@@ -50,7 +50,12 @@ def both_ways(
 
 def compiled(bench: Bench, function: Function) -> dict[str, Function]:
     """Return what torch.compile makes of a formula; in a rehearsal the formula."""
-    return {COMPILED: function if bench.rehearse else torch.compile(function, dynamic=False)}
+    if bench.rehearse:
+        return {COMPILED: function}
+    import torch._functorch.config as settings
+
+    settings.donated_buffer = False  # backward is timed by itself, so its graph is kept
+    return {COMPILED: torch.compile(function, dynamic=False)}
 
 
 def norm(bench: Bench) -> None:
@@ -120,9 +125,10 @@ def permutation(bench: Bench) -> None:
     weights = torch.rand(tokens, copies, device=bench.device)
     moved = x.nbytes + rows.nbytes
     what = f"{copies} copies of {tokens} tokens of {features}"
+    tokens_of_rows = there.places // copies
     calls = {
         OURS: lambda: take_rows(x, there, implementation="triton"),
-        TORCH: lambda: x[there.places // copies],
+        TORCH: lambda: x[tokens_of_rows],
     }
     bench.race(f"rows to experts, {what}", calls, moved_bytes=moved)
     calls = {OURS: lambda: sum_rows(rows, there, weights=weights, implementation="triton")}

@@ -7,8 +7,9 @@ kernel computes again, or stores for itself, counts against it.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,36 +83,52 @@ def drawn_inputs(bench: Bench, shape: Heads) -> list[torch.Tensor]:
     return [x.requires_grad_() for x in found]
 
 
-def _fla(shape: Heads) -> Callable[..., torch.Tensor] | None:
-    """Return flash-linear-attention's delta rule with our arguments, if it can be imported."""
+def _fla(bench: Bench, shape: Heads) -> tuple[Callable[..., torch.Tensor] | None, str]:
+    """Return (flash-linear-attention's delta rule of our arguments and bounds or None, a note)."""
     if importlib.util.find_spec("fla") is None:
-        return None
+        return None, "flash-linear-attention cannot be imported"
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    ratio, many = shape.heads // shape.groups, len(shape.bounds) > 2
-
-    def call(q, k, v, g, beta, bounds):
-        q, k = (x.repeat_interleave(ratio, 1) for x in (q, k))
-        inputs = (x[None] for x in (q, k, v, g, beta))
-        return chunk_gated_delta_rule(*inputs, **({"cu_seqlens": bounds} if many else {}))[0][0]
+    ratio = shape.heads // shape.groups
 
     def native(q, k, v, g, beta, bounds):
-        inputs = (x[None] for x in (q, k, v, g, beta))
-        return chunk_gated_delta_rule(*inputs, **({"cu_seqlens": bounds} if many else {}))[0][0]
+        many = {"cu_seqlens": bounds} if len(bounds) > 2 else {}
+        return chunk_gated_delta_rule(*(x[None] for x in (q, k, v, g, beta)), **many)[0][0]
 
-    return native if _takes_groups() else call
+    def repeating(q, k, v, g, beta, bounds):
+        q, k = (x.repeat_interleave(ratio, 1) for x in (q, k))
+        return native(q, k, v, g, beta, bounds)
+
+    few = dataclasses.replace(shape, bounds=(0, 2 * CHUNK))
+    inputs, bounds = drawn_inputs(bench, few), torch.tensor(few.bounds, device=bench.device)
+    with torch.no_grad():
+        wanted = repeating(*inputs, bounds)
+        why = refusal(FLA, lambda: native(*inputs, bounds), wanted)
+    return (native, "") if not why else (repeating, f"keys repeated for fla, which says {why}")
 
 
-def _takes_groups() -> bool:
-    """Say whether this version of fla shares keys among the heads of values by itself."""
-    from importlib.metadata import PackageNotFoundError, version
+def fla_of(
+    bench: Bench, shape: Heads, inputs: Sequence[torch.Tensor], ours: torch.Tensor
+) -> tuple[Callable[..., torch.Tensor] | None, str]:
+    """Return fla's delta rule where it computes what ours does, else None; and what to note."""
+    try:
+        fla, note = _fla(bench, shape)
+    except Exception as problem:  # the library cannot run here: ours can still be timed
+        return None, f"{FLA}: {type(problem).__name__}: {str(problem).strip()[:80]}"
+    if fla is None:
+        return None, note
+    bounds = torch.tensor(shape.bounds, device=bench.device)
+    why = refusal(FLA, lambda: fla(*inputs, bounds), ours)
+    return (None, f"{FLA}: {why}") if why else (fla, note)
 
-    for name in ("flash-linear-attention", "fla-core"):
-        try:
-            return tuple(int(x) for x in version(name).split(".")[:2]) >= (0, 5)
-        except PackageNotFoundError:
-            continue
-    return True
+
+def refusal(name: str, call: Callable[[], torch.Tensor], ours: torch.Tensor) -> str:
+    """Return why a library cannot race, or nothing: it fails here, or computes something else."""
+    try:
+        require_same(name, call().detach(), ours, BF16_BOUND)
+    except Exception as problem:
+        return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    return ""
 
 
 def delta(
@@ -131,14 +148,12 @@ def delta(
         return lambda *x: gated_delta_rule(*x, **options)[0]
 
     functions = {OURS: of("triton"), REFERENCE: of("reference")}
-    fla = _fla(shape)
+    outs = {key: function(*inputs).detach() for key, function in functions.items()}
+    require_same("delta rule, ours and the reference", outs[OURS], outs[REFERENCE], BF16_BOUND)
+    fla, note = fla_of(bench, shape, inputs, outs[OURS])
     if fla is not None:
         functions[FLA] = lambda *x: fla(*x, bounds)
-    outs = {key: function(*inputs).detach() for key, function in functions.items()}
-    for key in outs:
-        require_same(f"delta rule, ours and {key}", outs[OURS], outs[key], BF16_BOUND)
     del outs
-    note = "" if fla is not None else "flash-linear-attention cannot be imported"
     flops, moved = shape.delta_flops(), shape.ideal_bytes(bench)
     promised = [f"{FLA} >= 1.6"]
     further = [[f"ms <= {ms}"] if stretch else [] for ms in stretch or (0, 0)]
@@ -177,14 +192,16 @@ def split(bench: Bench) -> None:
         return lambda: recur_split(recurrence, RecurrenceInputs(*inputs), sequences, splits=splits)
 
     calls = {OURS: of(bench.sized(16, 2)), "one piece": of(1)}
-    fla = _fla(shape)
+    bounds = torch.tensor(shape.bounds, device=bench.device)
+    fla, note = fla_of(bench, shape, inputs, of(1)()[0])
     if fla is not None:
-        calls[FLA] = lambda: fla(*inputs, None)
+        calls[FLA] = lambda: fla(*inputs, bounds)
     bench.race(
         f"gated delta rule 2/4 heads, {tokens} tokens in {bench.sized(16, 2)} splits, forward",
         calls,
         flops=shape.delta_flops()[0],
         moved_bytes=shape.ideal_bytes(bench),
+        note=note,
     )
 
 
@@ -199,19 +216,20 @@ def dual(bench: Bench) -> None:
         for key, name in ((OURS, "triton"), (REFERENCE, "reference"))
     }
     note = "mamba_ssm cannot be imported"
+    rates = -torch.rand(heads, device=bench.device)
+    with torch.no_grad():  # mamba_ssm knows no decays but the step times a number of the head
+        inputs[3].copy_(inputs[4].float() * rates)
+    outs = {key: function(*inputs).detach() for key, function in functions.items()}
+    require_same("state-space dual, ours and reference", *outs.values(), BF16_BOUND)
     if importlib.util.find_spec("mamba_ssm") is not None:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
-        # There the decay is the step times a number of the head; here a number of the token.
-        rates, note = -torch.rand(heads, device=bench.device), ""
-        with torch.no_grad():
-            inputs[3].copy_(inputs[4].float() * rates)
         functions[MAMBA] = lambda q, k, v, g, dt: mamba_chunk_scan_combined(
             v[None], dt[None], rates, k[None], q[None], chunk_size=128
         )[0]
-    outs = {key: function(*inputs).detach() for key, function in functions.items()}
-    for key in outs:
-        require_same(f"state-space dual, ours and {key}", outs[OURS], outs[key], BF16_BOUND)
+        note = refusal(MAMBA, lambda: functions[MAMBA](*inputs), outs[OURS])
+        if note:
+            del functions[MAMBA]
     del outs
     flops, moved = shape.dual_flops(), shape.ideal_bytes(bench)
     what = f"state-space dual {heads} heads of {values}, N {keys}, {tokens} tokens"

@@ -34,6 +34,91 @@ def summed_halves(x, WIDTH: tl.constexpr, CORRECTS: tl.constexpr, CHUNK: tl.cons
 
 
 @triton.jit
+def rows_of_both(query_ptr, key_ptr, is_key_row, column, mask):
+    """Load [2C, n], rows of queries and of keys, from places of rows [2C]."""
+    place = tl.where(is_key_row, key_ptr, query_ptr)[:, None] + column[None, :]
+    return tl.load(place, mask=mask, other=0.0)
+
+
+@triton.jit
+def changes(value, state, key, growth, strength, solved_t, CORRECTS: tl.constexpr):
+    """Return what tokens change the state by, transposed [V, C]; `solved_t` is (T ∘ D)ᵀ."""
+    found = tl.trans(value).to(tl.float32)
+    if CORRECTS:
+        returned = tl.dot(tl.trans(state), tl.trans(key), input_precision="ieee")
+        found -= returned * growth[None, :]
+    found = (found * strength[None, :]).to(key.dtype)
+    if CORRECTS:
+        found = tl.dot(found, solved_t, input_precision="ieee").to(key.dtype)
+    return found
+
+
+@triton.jit
+def faded(large_ptr, small_ptr, both, is_key_row, order, CHUNK: tl.constexpr):
+    """Return D [2C, C] for queries, and below its diagonal for keys, which read what was before."""
+    row = tl.arange(0, CHUNK)
+    return decays_between(
+        tl.load(large_ptr + both)[:, None],
+        tl.load(large_ptr + row)[None, :],
+        tl.load(small_ptr + both)[:, None],
+        tl.load(small_ptr + row)[None, :],
+        (order + both - is_key_row.to(tl.int32))[:, None] >= (order + row)[None, :],
+    )
+
+
+@triton.jit
+def left_behind(large_ptr, small_ptr, CHUNK: tl.constexpr):
+    """Return how much of each token [C] is left behind a chunk, and of the state before it."""
+    row = tl.arange(0, CHUNK)
+    last, last_small = tl.load(large_ptr + CHUNK - 1), tl.load(small_ptr + CHUNK - 1)
+    left = (last - tl.load(large_ptr + row)) + (last_small - tl.load(small_ptr + row))
+    return tl.exp(left), tl.exp(last + last_small)
+
+
+@triton.jit
+def store_gates(
+    decay_ptr, grad_decay_ptr, grad_strength_ptr, grad_decay, grad_strength, gate, alive, lowest
+):
+    """Store gradients of a head's decays and strengths; 0 of decays that were taken as lowest."""
+    grad_decay = tl.where(tl.load(decay_ptr, mask=alive, other=0.0) > lowest, grad_decay, 0.0)
+    kind = grad_decay_ptr.dtype.element_ty
+    tl.store(grad_decay_ptr + gate, grad_decay.to(kind), mask=alive)
+    kind = grad_strength_ptr.dtype.element_ty
+    tl.store(grad_strength_ptr + gate, grad_strength.to(kind), mask=alive)
+
+
+@triton.jit
+def store_pair(
+    grad_query_ptr,
+    grad_key_ptr,
+    grad_reads,
+    grad_writes,
+    first_ptr,
+    end_ptr,
+    unit,
+    units: tl.constexpr,
+    keys: tl.constexpr,
+    CORRECTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Store the gradients of query and key [C, K] from grad_reads [2C, K], grad_writes [K, C]."""
+    token = tl.load(first_ptr) + tl.arange(0, CHUNK)
+    feature = tl.arange(0, KEYS)
+    mask = (token < tl.load(end_ptr))[:, None] & within(feature, keys, KEYS)[None, :]
+    place = (token[:, None] * units + unit) * keys + feature[None, :]
+    grad_key = tl.trans(grad_writes)
+    if CORRECTS:
+        is_key_row = (tl.arange(0, 2 * CHUNK) // 8 % 2 == 1)[:, None]
+        read = tl.where(is_key_row, grad_reads, 0.0)
+        grad_key += summed_halves(read, KEYS, CORRECTS, CHUNK)
+        grad_reads = tl.where(is_key_row, 0.0, grad_reads)
+    grad_query = summed_halves(grad_reads, KEYS, CORRECTS, CHUNK)
+    tl.store(grad_query_ptr + place, grad_query.to(grad_query_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_key_ptr + place, grad_key.to(grad_key_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def decay_gradient(pairs, written, reads, order):
     """Return the gradient of decays [C], but for what they let through from state to state.
 
@@ -133,27 +218,28 @@ def recurrence_gradients_kernel(
         query_place = query_ptr + group * query_stride_h + both_token * query_stride_t
         key_place = key_ptr + group * key_stride_h + both_token * key_stride_t
         key_tile = key_ptr + group * key_stride_h + token[:, None] * key_stride_t + feature[None, :]
+        is_in_pair = both_alive[:, None] & is_key[None, :]
         is_in_key = alive[:, None] & is_key[None, :]
         key = tl.load(key_tile, mask=is_in_key, other=0.0)
         large_place = sums_ptr + number * CHUNK
         small_place = large_place + chunks.to(tl.int64) * heads * CHUNK
-        large, small = tl.load(large_place + row), tl.load(small_place + row)
-        growth = tl.exp(large + small)
+        growth = tl.exp(tl.load(large_place + row) + tl.load(small_place + row))
         gate_place = strength_ptr + head * strength_stride_h
         strength = tl.load(gate_place + token * strength_stride_t, mask=alive, other=0.0)
         strength = strength.to(tl.float32)
-        both_large, both_small = tl.load(large_place + both), tl.load(small_place + both)
-        both_growth = tl.exp(both_large + both_small)
+        both_growth = tl.exp(tl.load(large_place + both) + tl.load(small_place + both))
         factor = tl.load(gate_place + both_token * strength_stride_t, mask=both_alive, other=0.0)
         factor = tl.where(is_key_row, -factor.to(tl.float32), scale)
+        solved_t = key
         if CORRECTS:
             solved_place = solved_ptr + number * CHUNK * CHUNK + row[None, :] * CHUNK
-            solved_t = tl.load(solved_place + row[:, None])  # (T ∘ D)ᵀ
+            solved_t = tl.load(solved_place + row[:, None])
         inner = tl.zeros([ROWS, CHUNK], dtype=tl.float32)  # [dO ; x] changeᵀ
         along = tl.zeros([ROWS], dtype=tl.float32)
         along_end = tl.zeros([CHUNK], dtype=tl.float32)
         grad_strength = tl.zeros([CHUNK], dtype=tl.float32)
         kept = 0.0
+        whole = 0.0
         for block in tl.range(0, VALUES, BLOCK_V, disable_licm=True):
             column = block + tl.arange(0, BLOCK_V)
             is_value = within(column, values, BLOCK_V)
@@ -166,11 +252,8 @@ def recurrence_gradients_kernel(
             kept += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32))
             grad_place = grad_ptr + head * grad_stride_h + both_token * grad_stride_t
             x_place = x_ptr + (both_token * heads + head) * values
-            pulls = tl.load(
-                tl.where(is_key_row, x_place, grad_place)[:, None] + column[None, :],
-                mask=both_alive[:, None] & is_value[None, :],
-                other=0.0,
-            )
+            both_tile = both_alive[:, None] & is_value[None, :]
+            pulls = rows_of_both(grad_place, x_place, is_key_row, column, both_tile)
             dense = (token[:, None] * heads + head) * values + column[None, :]
             x = tl.load(x_ptr + dense, mask=tile, other=0.0).to(tl.float32)
             value_place = value_ptr + head * value_stride_h + token[:, None] * value_stride_t
@@ -178,78 +261,44 @@ def recurrence_gradients_kernel(
             grad_strength += tl.sum(x * value.to(tl.float32), 1)
             grad_value = (x * strength[:, None]).to(grad_value_ptr.dtype.element_ty)
             tl.store(grad_value_ptr + dense, grad_value, mask=tile)
-            change_t = tl.trans(value).to(tl.float32)
-            if CORRECTS:
-                returned = tl.dot(tl.trans(state), tl.trans(key), input_precision="ieee")
-                change_t -= returned * growth[None, :]
-            change_t = (change_t * strength[None, :]).to(key.dtype)
-            if CORRECTS:
-                change_t = tl.dot(change_t, solved_t, input_precision="ieee").to(key.dtype)
+            change_t = changes(value, state, key, growth, strength, solved_t, CORRECTS)
             inner = tl.dot(pulls, change_t, acc=inner, input_precision="ieee")
-            pair = tl.load(
-                tl.where(is_key_row, key_place, query_place)[:, None] + feature[None, :],
-                mask=both_alive[:, None] & is_key[None, :],
-                other=0.0,
-            )
+            pair = rows_of_both(query_place, key_place, is_key_row, feature, is_in_pair)
             part = tl.dot(pulls, tl.trans(state), input_precision="ieee") * both_growth[:, None]
             along += tl.sum(part * pair.to(tl.float32), 1)
             grad_reads += part * factor[:, None]
-            # Again, for the same reason: what was loaded above is not kept until here.
-            large, small = tl.load(large_place + row), tl.load(small_place + row)
-            last, last_small = tl.load(large_place + CHUNK - 1), tl.load(small_place + CHUNK - 1)
-            left = tl.exp((last - large) + (last_small - small))
+            left, whole = left_behind(large_place, small_place, CHUNK)
             key_t = tl.trans(tl.load(key_tile, mask=is_in_key, other=0.0)).to(tl.float32)
             part_t = tl.dot(grad_state, change_t, input_precision="ieee") * left[None, :]
             along_end += tl.sum(part_t * key_t, 0)
             grad_writes += part_t
-        pair = tl.load(
-            tl.where(is_key_row, key_place, query_place)[:, None] + feature[None, :],
-            mask=both_alive[:, None] & is_key[None, :],
-            other=0.0,
-        )
-        large, small = tl.load(large_place + row), tl.load(small_place + row)
-        last, last_small = tl.load(large_place + CHUNK - 1), tl.load(small_place + CHUNK - 1)
-        inner *= decays_between(  # Z and N
-            both_large[:, None],
-            large[None, :],
-            both_small[:, None],
-            small[None, :],
-            (first.to(tl.int32) + both - is_key_row.to(tl.int32))[:, None] >= order[None, :],
-        )
+        # Again, since it was not kept in registers.
+        pair = rows_of_both(query_place, key_place, is_key_row, feature, is_in_pair)
+        inner *= faded(
+            large_place, small_place, both, is_key_row, first.to(tl.int32), CHUNK
+        )  # Z, N
         pairs = inner * tl.dot(pair, tl.trans(key), input_precision="ieee")
         if CORRECTS:
             lower = tl.where(is_key_row, along + tl.sum(pairs, 1), 0.0)
             lower = summed_halves(lower[:, None], 1, CORRECTS, CHUNK)
             grad_strength -= tl.reshape(lower, [CHUNK])
         reads = summed_halves((along * factor)[:, None], 1, CORRECTS, CHUNK)
-        reads = tl.reshape(reads, [CHUNK])
         pairs = summed_halves(pairs * factor[:, None], CHUNK, CORRECTS, CHUNK)
         inner = (inner * factor[:, None]).to(key.dtype)
         grad_reads = tl.dot(inner, key, acc=grad_reads, input_precision="ieee")
         grad_writes = tl.dot(tl.trans(pair), inner, acc=grad_writes, input_precision="ieee")
-        grad_decay = decay_gradient(pairs, along_end, reads, order)
-        grad_decay += tl.exp(last + last_small) * kept
-        decay_place = decay_ptr + token * decay_stride_t + head * decay_stride_h
-        decay = tl.load(decay_place, mask=alive, other=0.0)
-        grad_decay = tl.where(decay > lowest_decay, grad_decay, 0.0)
-        gate = token * heads + head
-        kind = grad_decay_ptr.dtype.element_ty
-        tl.store(grad_decay_ptr + gate, grad_decay.to(kind), mask=alive)
-        kind = grad_strength_ptr.dtype.element_ty
-        tl.store(grad_strength_ptr + gate, grad_strength.to(kind), mask=alive)
-    row = tl.arange(0, CHUNK)
-    token = tl.load(first_ptr + chunk) + row
-    alive = (token < tl.load(end_ptr + chunk))[:, None] & is_key[None, :]
-    place = (token[:, None] * units + unit) * keys + feature[None, :]
-    grad_key = tl.trans(grad_writes)
-    if CORRECTS:
-        is_key_row = (tl.arange(0, ROWS) // 8 % 2 == 1)[:, None]
-        lower = tl.where(is_key_row, grad_reads, 0.0)
-        grad_key += summed_halves(lower, KEYS, CORRECTS, CHUNK)
-        grad_reads = tl.where(is_key_row, 0.0, grad_reads)
-    grad_query = summed_halves(grad_reads, KEYS, CORRECTS, CHUNK)
-    tl.store(grad_query_ptr + place, grad_query.to(grad_query_ptr.dtype.element_ty), mask=alive)
-    tl.store(grad_key_ptr + place, grad_key.to(grad_key_ptr.dtype.element_ty), mask=alive)
+        grad_decay = decay_gradient(pairs, along_end, tl.reshape(reads, [CHUNK]), order)
+        grad_decay += whole * kept
+        store_gates(
+            decay_ptr + token * decay_stride_t + head * decay_stride_h,
+            *(grad_decay_ptr, grad_strength_ptr, grad_decay, grad_strength),
+            *(token * heads + head, alive, lowest_decay),
+        )
+    store_pair(
+        *(grad_query_ptr, grad_key_ptr, grad_reads, grad_writes),
+        *(first_ptr + chunk, end_ptr + chunk, unit, units, keys),
+        *(CORRECTS, CHUNK, KEYS),
+    )
 
 
 @triton.jit

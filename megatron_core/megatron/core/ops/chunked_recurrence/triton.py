@@ -301,13 +301,12 @@ def gradients(
     inputs, tiles = prepared.inputs, prepared.tiles
     launch = launch_of(GRADIENTS, GRADIENTS_WIDE, prepared, prepared.values)
     tokens, groups, keys = inputs.key.shape
-    together = heads_together(tiles.count * prepared.heads, prepared.heads // groups)
+    together = heads_together(prepared)
     units = prepared.heads // together
     value, decay, strength = (
         torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in inputs[2:]
     )
-    kind = inputs.key.dtype if units == groups else torch.float32
-    pair = inputs.key.new_empty((2, tokens, units, keys), dtype=kind)  # of query and key
+    pair = inputs.key.new_empty((2, tokens, units, keys))  # of query and key
     if tiles.count:
         recurrence_gradients_kernel[(tiles.count * units,)](
             *prepared.arguments(),
@@ -320,28 +319,29 @@ def gradients(
             **launch,
         )
     if units > groups:
-        pair = sum_units(pair, groups, inputs.key.dtype)
+        pair = sum_units(pair, groups)
     return RecurrenceInputs(*pair, value, decay, strength)
 
 
-def heads_together(programs: int, shared: int) -> int:
-    """Return how many of the heads that share a key one program works on.
+def heads_together(prepared: Prepared) -> int:
+    """Return how many of the heads that share a key one program of the gradients works on.
 
     As many as leave every processor of a large GPU some programs; all of them where sequences are
-    long, so that nothing has to be summed up in memory.
-
-    Args:
-        programs: chunks times heads.
-        shared: r.
+    long, so that nothing has to be summed up in memory. From Blackwell on it is one: accumulators
+    lie in tensor memory, which has no room for those of a loop.
     """
+    value, shared = prepared.inputs.value, prepared.heads // prepared.inputs.key.shape[1]
+    if value.device.type == "cuda" and torch.cuda.get_device_capability(value.device)[0] > 9:
+        return 1
+    programs = prepared.tiles.count * prepared.heads
     fits = [n for n in range(1, shared + 1) if shared % n == 0 and programs // n >= PROGRAMS]
     return max(fits, default=1)
 
 
-def sum_units(parts: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return [2, t, G, K], the sums over the units of each group, from fp32 [2, t, units, K]."""
+def sum_units(parts: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return [2, t, G, K], the sums over the units of each group, from [2, t, units, K]."""
     _, tokens, units, keys = parts.shape
-    found = parts.new_empty((2, tokens, groups, keys), dtype=dtype)
+    found = parts.new_empty((2, tokens, groups, keys))
     if tokens:
         sum_units_kernel[(2 * tokens * groups,)](
             *(parts, found, keys, units // groups),

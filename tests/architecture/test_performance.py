@@ -4,6 +4,7 @@ that fail."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -12,10 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools import write_performance
+from tools.bench.gpu_bench import Bench, require_same
 from tools.bench.gpu_results import joined, rows_of, text_of
 from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, open_targets, verdict
+from tools.bench.gpu_timing import ratio_of
 from tools.gpu_stages import Stage, run_stage
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +125,41 @@ def test_stages_of_one_day_join_one_file(tmp_path):
     assert [r["bench"] for r in rows_of(found)] == ["decode"]
     assert found["machine"]["torch"]
     assert "| tests | 1 | 1 | none |" in text_of(found)
+
+
+def test_a_case_that_fails_does_not_stop_the_next(tmp_path, capsys):
+    options = argparse.Namespace(
+        rehearse=True, quick=False, part=str(tmp_path / "part.json"), seconds=60.0
+    )
+    bench = Bench("some", options)
+
+    def good(bench):
+        x = torch.ones(4)
+        calls = {"ours": lambda: x + x, "other": lambda: x * 2}
+        bench.race("sum", calls, moved_bytes=32.0, flops=1.0, each=2, targets=["other >= 1"])
+
+    def bad(bench):
+        require_same("two", torch.ones(2), torch.tensor([1.0, 1.1]), 0.05)
+
+    def slow(bench):
+        bench.end = time.monotonic()
+
+    cases = (("bad", bad), ("good", good), ("slow", slow), ("late", good))
+    assert bench.run(cases) == 1
+    left = json.loads((tmp_path / "part.json").read_text())
+    assert left["problems"] == {
+        "bad": "ValueError: two: error 0.091 > 0.05: the race is void",
+        "late": "not started: no time left",
+    }
+    (found,) = left["rows"]
+    assert found["ours"] > found["bound"] == pytest.approx(found["ours"] * found["share"])
+    assert found["peers"]["other"]["ratio"] > 0
+    assert left["rates"]["copy_bytes_per_second"] > 0
+    assert capsys.readouterr().out.endswith("1 rows, 2 problems\n")
+
+
+def test_a_ratio_is_that_of_the_median_round():
+    assert ratio_of([1.0, 2.0, 4.0], [3.0, 2.0, 8.0]) == 2.0
 
 
 def test_a_stage_that_fails_or_hangs_does_not_stop_its_other_commands(tmp_path, capsys):

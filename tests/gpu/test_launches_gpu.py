@@ -6,11 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.ops.attention import attention
+from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
 from megatron.core.ops.permutation import Permutation, take_rows
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.swiglu import gated
-from tests.support.gpu_agreement import DTYPES, agree, made, sized
-from tests.support.launch_kernels import assert_launches, launched
+from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
+from tests.support.launch_kernels import assert_launches, is_product, launched
 
 pytestmark = pytest.mark.gpu
 
@@ -88,3 +91,66 @@ def test_a_wrong_kernel_does_not_agree(device, dtype):
     for function in (wrong, unwritten):
         with pytest.raises(AssertionError, match="output 0: error"):
             agree(function, (x,), dtype)
+
+
+def inputs_of(device, *shapes):
+    return [made(device, *shape).requires_grad_() for shape in shapes]
+
+
+def gradients_of(function, leaves):
+    """Return a call that runs a function with `implementation="triton"` forward and backward."""
+    pull = made(leaves[0].device, *function(*leaves, implementation="triton").shape)
+    return lambda: torch.autograd.grad(function(*leaves, implementation="triton"), leaves, pull)
+
+
+def test_attention_multiplies_inside_its_kernels(device):
+    heads, size = sized((256, 1, 16, 128), (20, 1, 2, 6)), sized((256, 1, 4, 128), (20, 1, 1, 6))
+    leaves = inputs_of(device, heads, size, size)
+    call = gradients_of(lambda q, k, v, **o: attention(q, k, v, window=9, **o)[0], leaves)
+    names = ("attention_forward_kernel", "query_gradient_kernel", "key_gradient_kernel")
+    # Backward needs a number of each row: what its gradient and its output have in common.
+    assert_launches(call, dict.fromkeys(names, 1), allowed=("copy", "multiply", "sum"))
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "kernels"),
+    [
+        (
+            "layer norm",
+            lambda x, w, **o: layer_norm(x, w, w, eps=1e-5, **o),
+            {"layer_norm_forward_kernel": 1, "layer_norm_backward_kernel": 1},
+        ),
+        (
+            "gate",
+            lambda x, w, **o: gated(x, "gelu", **o),
+            {"gated_forward_kernel": 1, "gated_backward_kernel": 1},
+        ),
+    ],
+    ids=["layer norm", "gate"],
+)
+def test_rows_take_a_kernel_each_way(device, name, function, kernels):
+    x, w = inputs_of(device, (ROWS, 2 * FEATURES), (2 * FEATURES,))
+    leaves = [x, w] if "norm" in name else [x]
+    call = gradients_of(
+        lambda *xs, **o: function(*(xs if len(xs) > 1 else (xs[0], None)), **o), leaves
+    )
+    assert_launches(call, kernels, allowed=("sum", "copy", "add"))
+
+
+def test_cross_entropy_multiplies_a_chunk_thrice(device):
+    """Logits, and both gradients: torch's products, and nothing of torch's between them."""
+    tokens, features, vocabulary = sized((512, 256, 1000), (6, 8, 40))
+    hidden, weight = inputs_of(device, (tokens, features), (vocabulary, features))
+    targets = torch.arange(tokens, device=device) % vocabulary
+    weights = torch.ones(tokens, device=device)
+
+    def loss():
+        options = {"chunk_tokens": tokens // 2, "implementation": "triton"}
+        value = linear_cross_entropy(hidden, weight, targets, weights, **options)[0]
+        return torch.autograd.grad(value, (hidden, weight))
+
+    found = launched(loss)
+    assert found.kernels == {"chunk_statistics_kernel": 2, "chunk_gradient_kernel": 2}
+    products = {name: n for name, n in found.others.items() if is_product(name)}
+    # A GPU's library may cut a product in several kernels; the loss is a product of two vectors.
+    assert (sum(products.values()) == 7) if REHEARSES else (sum(products.values()) >= 6), products

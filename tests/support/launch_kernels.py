@@ -57,6 +57,7 @@ PRODUCT_OPERATIONS = re.compile(
 ROOM = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
     + ("_reshape_alias", "lift_fresh", "set_", "record_stream", "_pin_memory", "is_pinned")
+    + ("promote_types",)
 )
 
 
@@ -155,14 +156,14 @@ def assert_launches(
         if found.kernels[name] != expected.get(name, 0)
     ]
     for name, count in found.others.items():
-        if _is_product(name):
+        if is_product(name):
             problems.append(f"a product of torch's: {name}, {count} times")
         elif not _is_allowed(name, ("fill", *allowed)):
             problems.append(f"not allowed: {name}, {count} times")
     assert not problems, "\n".join(problems)
 
 
-def _is_product(name: str) -> bool:
+def is_product(name: str) -> bool:
     """Say whether a kernel, or in a rehearsal an operation, multiplies matrices or convolves."""
     if REHEARSES:
         return PRODUCT_OPERATIONS.fullmatch(name) is not None

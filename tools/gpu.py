@@ -34,7 +34,7 @@ DEADLINE = 530
 TEST_SECONDS = 210
 # Of the kernels' seconds most are for compilation, and for the configurations that peers try out.
 BENCHES = (("kernels", "gpu_kernels", 170), ("decode", "gpu_decode", 40))
-TRAINING = (("hybrid", "gpu_hybrid", 95), ("training", "gpu_train", 95))
+TRAINING = (("hybrid", "gpu_hybrid", 110), ("training", "gpu_train", 95))
 STAGES = ("tests", *(name for name, *_ in (*BENCHES, *TRAINING)))
 #: A rehearsal is bound by the interpreter: how many times longer it may take.
 PATIENCE = 4

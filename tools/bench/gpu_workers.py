@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-share", type=float, default=1.0, help=argparse.SUPPRESS)
     # One size is kept without a trial: at most two starts of a variant fit into a suite's minutes.
     parser.add_argument("--sizes", type=int, nargs="+", default=[4], help="microbatches to try")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn")
 
 

@@ -34,6 +34,16 @@ def summed_halves(x, WIDTH: tl.constexpr, CORRECTS: tl.constexpr, CHUNK: tl.cons
 
 
 @triton.jit
+def rows_of_pairs(CHUNK: tl.constexpr, CORRECTS: tl.constexpr):
+    """Return the token of each row [2C] within the chunk, and whether it is of keys."""
+    if CORRECTS:
+        rows = tl.arange(0, 2 * CHUNK)
+        return rows // 16 * 8 + rows % 8, rows // 8 % 2 == 1
+    else:
+        return tl.arange(0, CHUNK), tl.full([CHUNK], 0, tl.int1)
+
+
+@triton.jit
 def rows_of_both(query_ptr, key_ptr, is_key_row, column, mask):
     """Load [2C, n], rows of queries and of keys, from places of rows [2C]."""
     place = tl.where(is_key_row, key_ptr, query_ptr)[:, None] + column[None, :]
@@ -41,15 +51,17 @@ def rows_of_both(query_ptr, key_ptr, is_key_row, column, mask):
 
 
 @triton.jit
-def changes(value, state, key, growth, strength, solved_t, CORRECTS: tl.constexpr):
+def changes(
+    value, state, key, growth, strength, solved_t, CORRECTS: tl.constexpr, PRECISION: tl.constexpr
+):
     """Return what tokens change the state by, transposed [V, C]; `solved_t` is (T ∘ D)ᵀ."""
     found = tl.trans(value).to(tl.float32)
     if CORRECTS:
-        returned = tl.dot(tl.trans(state), tl.trans(key), input_precision="ieee")
+        returned = tl.dot(tl.trans(state), tl.trans(key), input_precision=PRECISION)
         found -= returned * growth[None, :]
     found = (found * strength[None, :]).to(key.dtype)
     if CORRECTS:
-        found = tl.dot(found, solved_t, input_precision="ieee").to(key.dtype)
+        found = tl.dot(found, solved_t, input_precision=PRECISION).to(key.dtype)
     return found
 
 
@@ -76,15 +88,19 @@ def left_behind(large_ptr, small_ptr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def store_as(place, found, mask):
+    """Store what was found in the dtype of its place."""
+    tl.store(place, found.to(place.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def store_gates(
     decay_ptr, grad_decay_ptr, grad_strength_ptr, grad_decay, grad_strength, gate, alive, lowest
 ):
     """Store gradients of a head's decays and strengths; 0 of decays that were taken as lowest."""
     grad_decay = tl.where(tl.load(decay_ptr, mask=alive, other=0.0) > lowest, grad_decay, 0.0)
-    kind = grad_decay_ptr.dtype.element_ty
-    tl.store(grad_decay_ptr + gate, grad_decay.to(kind), mask=alive)
-    kind = grad_strength_ptr.dtype.element_ty
-    tl.store(grad_strength_ptr + gate, grad_strength.to(kind), mask=alive)
+    store_as(grad_decay_ptr + gate, grad_decay, alive)
+    store_as(grad_strength_ptr + gate, grad_strength, alive)
 
 
 @triton.jit
@@ -109,13 +125,13 @@ def store_pair(
     place = (token[:, None] * units + unit) * keys + feature[None, :]
     grad_key = tl.trans(grad_writes)
     if CORRECTS:
-        is_key_row = (tl.arange(0, 2 * CHUNK) // 8 % 2 == 1)[:, None]
+        is_key_row = rows_of_pairs(CHUNK, CORRECTS)[1][:, None]
         read = tl.where(is_key_row, grad_reads, 0.0)
         grad_key += summed_halves(read, KEYS, CORRECTS, CHUNK)
         grad_reads = tl.where(is_key_row, 0.0, grad_reads)
     grad_query = summed_halves(grad_reads, KEYS, CORRECTS, CHUNK)
-    tl.store(grad_query_ptr + place, grad_query.to(grad_query_ptr.dtype.element_ty), mask=mask)
-    tl.store(grad_key_ptr + place, grad_key.to(grad_key_ptr.dtype.element_ty), mask=mask)
+    store_as(grad_query_ptr + place, grad_query, mask)
+    store_as(grad_key_ptr + place, grad_key, mask)
 
 
 @triton.jit
@@ -181,15 +197,16 @@ def recurrence_gradients_kernel(
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Make the gradients of one chunk of HEADS heads of one group, a unit.
 
     Those of query and key are [t, units, K], of value [t, H, V], of decay and strength [t, H].
-    VALUES is at least V, BLOCK_V columns of which are worked on at a time.
+    ROWS is 2C, or C where nothing is corrected; VALUES at least V, worked on BLOCK_V at a time.
     """
-    ROWS: tl.constexpr = 2 * CHUNK if CORRECTS else CHUNK
     units: tl.constexpr = heads // HEADS
     unit = (tl.program_id(0) % units).to(tl.int64)
     chunk = (tl.program_id(0) // units).to(tl.int64)
@@ -201,18 +218,13 @@ def recurrence_gradients_kernel(
     for index in tl.range(0, HEADS, disable_licm=True):
         head = unit * HEADS + index
         number = chunk * heads + head
-        # Where tokens are is asked again for each head, and what follows from it made again: masks
-        # and places that are kept from one head to the next fill registers.
+        # Asked again for each head: masks and places that are kept would fill registers.
         first, end = tl.load(first_ptr + chunk), tl.load(end_ptr + chunk)
         row = tl.arange(0, CHUNK)
         token = first + row
         order = first.to(tl.int32) + row
         alive = token < end
-        both = tl.arange(0, ROWS)
-        is_key_row = tl.full([ROWS], 0, tl.int1)
-        if CORRECTS:
-            is_key_row = both // 8 % 2 == 1
-            both = both // 16 * 8 + both % 8
+        both, is_key_row = rows_of_pairs(CHUNK, CORRECTS)
         both_token = first + both
         both_alive = both_token < end
         query_place = query_ptr + group * query_stride_h + both_token * query_stride_t
@@ -225,11 +237,10 @@ def recurrence_gradients_kernel(
         small_place = large_place + chunks.to(tl.int64) * heads * CHUNK
         growth = tl.exp(tl.load(large_place + row) + tl.load(small_place + row))
         gate_place = strength_ptr + head * strength_stride_h
-        strength = tl.load(gate_place + token * strength_stride_t, mask=alive, other=0.0)
-        strength = strength.to(tl.float32)
+        strength = tl.load(gate_place + token * strength_stride_t, alive, 0.0).to(tl.float32)
         both_growth = tl.exp(tl.load(large_place + both) + tl.load(small_place + both))
-        factor = tl.load(gate_place + both_token * strength_stride_t, mask=both_alive, other=0.0)
-        factor = tl.where(is_key_row, -factor.to(tl.float32), scale)
+        factor = -tl.load(gate_place + both_token * strength_stride_t, both_alive, 0.0)
+        factor = tl.where(is_key_row, factor.to(tl.float32), scale)
         solved_t = key
         if CORRECTS:
             solved_place = solved_ptr + number * CHUNK * CHUNK + row[None, :] * CHUNK
@@ -245,8 +256,7 @@ def recurrence_gradients_kernel(
             is_value = within(column, values, BLOCK_V)
             tile = alive[:, None] & is_value[None, :]
             in_state = is_key[:, None] & is_value[None, :]
-            state_place = number * keys * values + feature.to(tl.int64)[:, None] * values
-            state_place = state_place + column[None, :]
+            state_place = number * keys * values + feature[:, None] * values + column[None, :]
             state = tl.load(starts_ptr + state_place, mask=in_state, other=0.0)
             grad_state = tl.load(ends_ptr + state_place, mask=in_state, other=0.0)
             kept += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32))
@@ -259,17 +269,18 @@ def recurrence_gradients_kernel(
             value_place = value_ptr + head * value_stride_h + token[:, None] * value_stride_t
             value = tl.load(value_place + column[None, :], mask=tile, other=0.0)
             grad_strength += tl.sum(x * value.to(tl.float32), 1)
-            grad_value = (x * strength[:, None]).to(grad_value_ptr.dtype.element_ty)
-            tl.store(grad_value_ptr + dense, grad_value, mask=tile)
-            change_t = changes(value, state, key, growth, strength, solved_t, CORRECTS)
-            inner = tl.dot(pulls, change_t, acc=inner, input_precision="ieee")
+            store_as(grad_value_ptr + dense, x * strength[:, None], tile)
+            change_t = changes(
+                *(value, state, key, growth, strength, solved_t, CORRECTS, PRECISION)
+            )
+            inner = tl.dot(pulls, change_t, acc=inner, input_precision=PRECISION)
             pair = rows_of_both(query_place, key_place, is_key_row, feature, is_in_pair)
-            part = tl.dot(pulls, tl.trans(state), input_precision="ieee") * both_growth[:, None]
+            part = tl.dot(pulls, tl.trans(state), input_precision=PRECISION) * both_growth[:, None]
             along += tl.sum(part * pair.to(tl.float32), 1)
             grad_reads += part * factor[:, None]
             left, whole = left_behind(large_place, small_place, CHUNK)
             key_t = tl.trans(tl.load(key_tile, mask=is_in_key, other=0.0)).to(tl.float32)
-            part_t = tl.dot(grad_state, change_t, input_precision="ieee") * left[None, :]
+            part_t = tl.dot(grad_state, change_t, input_precision=PRECISION) * left[None, :]
             along_end += tl.sum(part_t * key_t, 0)
             grad_writes += part_t
         # Again, since it was not kept in registers.
@@ -277,16 +288,15 @@ def recurrence_gradients_kernel(
         inner *= faded(
             large_place, small_place, both, is_key_row, first.to(tl.int32), CHUNK
         )  # Z, N
-        pairs = inner * tl.dot(pair, tl.trans(key), input_precision="ieee")
+        pairs = inner * tl.dot(pair, tl.trans(key), input_precision=PRECISION)
         if CORRECTS:
             lower = tl.where(is_key_row, along + tl.sum(pairs, 1), 0.0)
-            lower = summed_halves(lower[:, None], 1, CORRECTS, CHUNK)
-            grad_strength -= tl.reshape(lower, [CHUNK])
+            grad_strength -= tl.reshape(summed_halves(lower[:, None], 1, CORRECTS, CHUNK), [CHUNK])
         reads = summed_halves((along * factor)[:, None], 1, CORRECTS, CHUNK)
         pairs = summed_halves(pairs * factor[:, None], CHUNK, CORRECTS, CHUNK)
         inner = (inner * factor[:, None]).to(key.dtype)
-        grad_reads = tl.dot(inner, key, acc=grad_reads, input_precision="ieee")
-        grad_writes = tl.dot(tl.trans(pair), inner, acc=grad_writes, input_precision="ieee")
+        grad_reads = tl.dot(inner, key, acc=grad_reads, input_precision=PRECISION)
+        grad_writes = tl.dot(tl.trans(pair), inner, acc=grad_writes, input_precision=PRECISION)
         grad_decay = decay_gradient(pairs, along_end, tl.reshape(reads, [CHUNK]), order)
         grad_decay += whole * kept
         store_gates(
@@ -313,5 +323,4 @@ def sum_units_kernel(parts_ptr, sums_ptr, width, units, UNITS: tl.constexpr, BLO
         other=0.0,
     )
     found = tl.sum(parts.to(tl.float32), 0)
-    place = sums_ptr + row * width + column
-    tl.store(place, found.to(sums_ptr.dtype.element_ty), mask=column < width)
+    store_as(sums_ptr + row * width + column, found, column < width)

@@ -52,6 +52,7 @@ def reverse_sweep_kernel(
     HAS_GRAD_LAST: tl.constexpr,
     STORES: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Carry the gradient of BLOCK_V columns of one head's state from behind a sequence before it.
 
@@ -110,22 +111,22 @@ def reverse_sweep_kernel(
                 total.to(ends_ptr.dtype.element_ty),
                 mask=in_state,
             )
-        seen_t = tl.dot(key, tl.trans(query), input_precision="ieee") * falls_t * scale
-        x = tl.dot(key, total.to(key.dtype), input_precision="ieee") * left[:, None]
-        x = tl.dot(seen_t.to(key.dtype), grad, acc=x, input_precision="ieee")
+        seen_t = tl.dot(key, tl.trans(query), input_precision=PRECISION) * falls_t * scale
+        x = tl.dot(key, total.to(key.dtype), input_precision=PRECISION) * left[:, None]
+        x = tl.dot(seen_t.to(key.dtype), grad, acc=x, input_precision=PRECISION)
         if CORRECTS:
             solved_place = solved_ptr + number * CHUNK * CHUNK + rows[None, :] * CHUNK
             solved_t = tl.load(solved_place + rows[:, None])
-            x = tl.dot(solved_t, x.to(key.dtype), input_precision="ieee")
+            x = tl.dot(solved_t, x.to(key.dtype), input_precision=PRECISION)
         if STORES:
             x_place = x_ptr + (token[:, None] * heads + head) * values + column[None, :]
             tl.store(x_place, x.to(x_ptr.dtype.element_ty), mask=along)
         total = total * tl.exp(last + last_rest)
         pulled = (grad * (growth * scale)[:, None]).to(key.dtype)
-        total = tl.dot(tl.trans(query), pulled, acc=total, input_precision="ieee")
+        total = tl.dot(tl.trans(query), pulled, acc=total, input_precision=PRECISION)
         if CORRECTS:
             gate_place = strength_ptr + token * strength_stride_t + head * strength_stride_h
             strength = tl.load(gate_place, mask=alive, other=0.0).to(tl.float32)
             returned = (x * -(growth * strength)[:, None]).to(key.dtype)
-            total = tl.dot(tl.trans(key), returned, acc=total, input_precision="ieee")
+            total = tl.dot(tl.trans(key), returned, acc=total, input_precision=PRECISION)
     tl.store(grad_initial_ptr + unit + state_place, total, mask=in_state)

@@ -278,6 +278,7 @@ def reverse_sweep(
         **prepared.constants(),
         HAS_GRAD_LAST=grad_last is not None,
         STORES=ends is not None,
+        PRECISION=precision(grad),
         **launch,
     )
 
@@ -315,12 +316,22 @@ def gradients(
             *(starts, ends, x, *pair, value, decay, strength, LOWEST_DECAY),
             **prepared.constants(),
             VALUES=padded(prepared.values),
+            ROWS=tiles.size * (2 if prepared.corrects else 1),
             HEADS=together,
+            PRECISION=precision(value),
             **launch,
         )
     if units > groups:
         pair = sum_units(pair, groups)
     return RecurrenceInputs(*pair, value, decay, strength)
+
+
+def precision(x: torch.Tensor) -> str:
+    """Return how products of fp32 are made backward, by three products on tensor cores.
+
+    Without tensor cores the gradients kernel is so long that it takes minutes to compile.
+    """
+    return "tf32x3" if x.dtype == torch.float32 else "ieee"
 
 
 def heads_together(prepared: Prepared) -> int:

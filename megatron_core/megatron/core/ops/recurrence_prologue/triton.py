@@ -29,10 +29,10 @@ GATES = 1024
 
 FORWARD = Launches(
     "prologue_forward",
-    {"BLOCK_T": 32, "num_warps": 4, "num_stages": 2},
+    {"BLOCK_T": 32, "num_warps": 8, "num_stages": 2},
     others=(
         {"BLOCK_T": 16, "num_warps": 4, "num_stages": 2},
-        {"BLOCK_T": 32, "num_warps": 8, "num_stages": 2},
+        {"BLOCK_T": 32, "num_warps": 4, "num_stages": 2},
         {"BLOCK_T": 64, "num_warps": 8, "num_stages": 2},
     ),
 )
@@ -42,6 +42,7 @@ BACKWARD = Launches(
     others=(
         {"LANES": 2, "STEPS": 64, "num_warps": 2, "num_stages": 2},
         {"LANES": 4, "STEPS": 32, "num_warps": 4, "num_stages": 2},
+        {"LANES": 4, "STEPS": 64, "num_warps": 8, "num_stages": 2},
         {"LANES": 8, "STEPS": 64, "num_warps": 8, "num_stages": 2},
         {"LANES": 8, "STEPS": 32, "num_warps": 4, "num_stages": 2},
     ),

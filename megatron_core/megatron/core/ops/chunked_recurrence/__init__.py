@@ -6,7 +6,8 @@ identity and the terms in K S are not there. So both have the same kernels, with
 
 Per chunk of C tokens and head of values, with a_i the decays summed up to token i,
 D_ij = exp(a_i - a_j) for i >= j else 0, growth = exp(a), left = exp(a_C - a), and
-T = (I + tril(beta K Kᵀ, -1))⁻¹, which has no decay in it:
+T = (I + tril(beta K Kᵀ, -1))⁻¹. Decays of a path from token to token multiply to D, so that T ∘ D is
+the inverse of I + tril(beta (K Kᵀ) ∘ D, -1), and T alone is never needed:
 
     u = beta (V - growth (K S))          change = (T ∘ D) u                   SSD: change = dt V
     O = scale ((Q Kᵀ) ∘ D) change + scale growth (Q S)
@@ -14,9 +15,11 @@ T = (I + tril(beta K Kᵀ, -1))⁻¹, which has no decay in it:
 
 No factor of a decay is above 1: a decay is only ever a difference of sums that is at most 0. Sums
 are made in fp64 and kept in two parts of fp32 (see `ops.decay`), whose differences are exact where
-they matter. Forward is two kernels: one, parallel over chunks and groups, makes T ∘ D and the sums;
-one sweeps the states through the chunks, in fp32, parallel over sequences, heads and columns of
-values.
+they matter. Forward is two kernels: one, parallel over chunks and heads, makes T ∘ D, the sums, and
+for the second scale (Q Kᵀ) ∘ D, which would else be on the way from chunk to chunk (SSD, without T,
+leaves it there); the second sweeps the states through the chunks, in fp32, parallel over sequences,
+heads and columns of values.
+
 Backward, with dS the gradient of the state behind a chunk and dO that of the output:
 
     pulled = scale ((Q Kᵀ) ∘ D)ᵀ dO + left (K dS)

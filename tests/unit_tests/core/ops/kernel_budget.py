@@ -22,6 +22,7 @@ from pathlib import Path
 
 RECORD = Path(__file__).with_name("kernel_budget.json")
 SHARED_BYTES = 227 << 10  # what one block may use on both architectures
+EMPTY = 8  # a kernel with fewer registers than this does nothing: the compiler gave it up
 REGISTERS = 4  # so many fewer than recorded are no reason to write the record anew
 FIELDS = ("registers", "stack_bytes", "shared_bytes")
 Needs = Mapping[str, Mapping[str, int]]
@@ -60,6 +61,8 @@ def problems(found: Needs, record: Needs, *, same_release: bool) -> list[str]:
         limit = record.get(name)
         if used["shared_bytes"] > SHARED_BYTES:
             said.append(f"{name}: {used['shared_bytes']} shared bytes do not launch")
+        if used["registers"] < EMPTY:
+            said.append(f"{name}: {used['registers']} registers: nothing was compiled")
         if limit is None:
             said.append(f"{name}: no record; run kernel_budget.py")
         elif same_release:

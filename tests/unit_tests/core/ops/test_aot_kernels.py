@@ -91,6 +91,11 @@ def test_a_record_is_exact_for_its_release_of_triton():
     assert "no record" in problems(needs(), {}, same_release=True)[0]
 
 
+def test_a_kernel_that_the_compiler_gave_up_is_no_small_one():
+    (said,) = problems(needs(registers=4), needs(registers=4), same_release=True)
+    assert "nothing was compiled" in said
+
+
 def test_another_release_may_not_spill_either():
     assert problems(needs(registers=110, shared=8192), needs(), same_release=False) == []
     assert problems(needs(stack=16), needs(stack=8), same_release=False) == []

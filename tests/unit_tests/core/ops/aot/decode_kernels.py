@@ -52,5 +52,6 @@ KERNELS = (
         types=TYPES,
         divisible=("channels",),
         label="state space",
+        quick=(),
     ),
 )

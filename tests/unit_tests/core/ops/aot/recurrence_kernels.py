@@ -80,6 +80,6 @@ KERNELS = (
         launch={"CHUNK": 64, **SUMS.default},
         types=SUMMED | {"decay_ptr": "*fp32", "lowest": "fp32"},
         divisible=("heads",),
-        quick=(90,),
+        quick=(),
     ),
 )

@@ -47,10 +47,14 @@ SWEEP_TALL = Launches("recurrence_sweep_tall", {"BLOCK_V": 32, "num_warps": 8, "
 SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
 
 REVERSE = Launches("recurrence_reverse", {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2})
-REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1})
+REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
 GRADIENTS = Launches("recurrence_gradients", {"BLOCK_V": 128, "num_warps": 8, "num_stages": 1})
+# Of more than 128 features of keys, and of fp32: what fits in shared memory.
+GRADIENTS_TALL = Launches(
+    "recurrence_gradients_tall", {"BLOCK_V": 64, "num_warps": 8, "num_stages": 1}
+)
 GRADIENTS_WIDE = Launches(
-    "recurrence_gradients_fp32", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
+    "recurrence_gradients_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1}
 )
 
 # Programs of the gradients kernel that keep a GPU busy: 132 to 148 processors, one or two each.
@@ -300,7 +304,8 @@ def gradients(
         ends, x: from `reverse_sweep`.
     """
     inputs, tiles = prepared.inputs, prepared.tiles
-    launch = launch_of(GRADIENTS, GRADIENTS_WIDE, prepared, prepared.values)
+    narrow = GRADIENTS if prepared.keys <= 128 else GRADIENTS_TALL
+    launch = launch_of(narrow, GRADIENTS_WIDE, prepared, prepared.values)
     tokens, groups, keys = inputs.key.shape
     together = heads_together(prepared)
     units = prepared.heads // together

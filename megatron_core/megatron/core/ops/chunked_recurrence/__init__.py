@@ -6,8 +6,8 @@ identity and the terms in K S are not there. So both have the same kernels, with
 
 Per chunk of C tokens and head of values, with a_i the decays summed up to token i,
 D_ij = exp(a_i - a_j) for i >= j else 0, growth = exp(a), left = exp(a_C - a), and
-T = (I + tril(beta K Kᵀ, -1))⁻¹. Decays of a path from token to token multiply to D, so that T ∘ D is
-the inverse of I + tril(beta (K Kᵀ) ∘ D, -1), and T alone is never needed:
+T = (I + tril(beta K Kᵀ, -1))⁻¹. Decays of a path from token to token multiply to D, so that T ∘ D
+is the inverse of I + tril(beta (K Kᵀ) ∘ D, -1), and T alone is never needed:
 
     u = beta (V - growth (K S))          change = (T ∘ D) u                   SSD: change = dt V
     O = scale ((Q Kᵀ) ∘ D) change + scale growth (Q S)

@@ -68,6 +68,7 @@ def test_every_kernel_is_described_and_on_record():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_aot_all_kernels_on_all_architectures():
     found = compiled("--all")
     held(found)

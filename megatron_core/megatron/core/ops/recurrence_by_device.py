@@ -15,6 +15,8 @@ from megatron.core.ops.sequences import Sequences
 #: What the kernels take: their tiles hold all features of keys, and T is solved in blocks.
 CHUNK_SIZES = (16, 32, 64)
 MOST_KEYS = 256
+#: On Blackwell in 16 bits, where the gradients' accumulators must fit in tensor memory.
+MOST_KEYS_IN_TENSOR_MEMORY = 128
 #: In fp32 larger chunks do not fit in registers; results do not depend on them.
 CHUNK_SIZE_FP32 = 16
 
@@ -91,9 +93,19 @@ class ByDevice:
     def _unfit(self, inputs: RecurrenceInputs) -> str | None:
         """Return what the kernels take and these inputs are not; None where they fit."""
         keys = inputs.key.shape[-1]
-        if keys > MOST_KEYS:
-            return f"keys of up to {MOST_KEYS} features, not {keys}"
+        most = MOST_KEYS
+        if uses_tensor_memory(inputs.value):
+            most = MOST_KEYS_IN_TENSOR_MEMORY
+        if keys > most:
+            return f"keys of up to {most} features, not {keys}"
         if self.chunk_size not in CHUNK_SIZES:
             sizes = ", ".join(map(str, CHUNK_SIZES[:-1]))
             return f"chunks of {sizes} or {CHUNK_SIZES[-1]} tokens, not {self.chunk_size}"
         return None
+
+
+def uses_tensor_memory(x: torch.Tensor) -> bool:
+    """Say whether products of x accumulate in tensor memory: from Blackwell on, in 16 bits."""
+    if x.device.type != "cuda" or x.dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] > 9

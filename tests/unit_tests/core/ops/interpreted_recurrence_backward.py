@@ -100,7 +100,7 @@ def compare(bounds, case, *, corrects, chunk=16, bound=1e-5, dtype=torch.float32
 def test_gradients_of_a_pack(corrects, shared, monkeypatch):
     if shared == 3:  # a program for each head, and sums in memory
         monkeypatch.setattr(kernels, "PROGRAMS", 1 << 30)
-    groups = 2 if shared == 2 else 1
+    groups = 2 if shared == 1 else 1
     case = made(PACK, corrects=corrects, shared=shared, groups=groups)
     compare(PACK, case, corrects=corrects, with_last=shared > 1)
 

@@ -18,6 +18,7 @@ from megatron.core.ops.chunked_recurrence.tiles import Tiles
 from megatron.core.ops.decay import LOWEST_DECAY
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence_by_device import uses_tensor_memory
 from megatron.core.ops.sequences import Sequences
 
 # With three stages the next chunk is on its way while this one is worked on; with two it is waited
@@ -347,7 +348,7 @@ def heads_together(prepared: Prepared) -> int:
     lie in tensor memory, which has no room for those of a loop.
     """
     value, shared = prepared.inputs.value, prepared.heads // prepared.inputs.key.shape[1]
-    if value.device.type == "cuda" and torch.cuda.get_device_capability(value.device)[0] > 9:
+    if uses_tensor_memory(value):
         return 1
     programs = prepared.tiles.count * prepared.heads
     fits = [n for n in range(1, shared + 1) if shared % n == 0 and programs // n >= PROGRAMS]

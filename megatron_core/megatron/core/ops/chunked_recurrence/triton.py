@@ -47,9 +47,21 @@ SWEEP_DUAL = Launches(
 SWEEP_TALL = Launches("recurrence_sweep_tall", {"BLOCK_V": 32, "num_warps": 8, "num_stages": 2})
 SWEEP_WIDE = Launches("recurrence_sweep_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
 
-REVERSE = Launches("recurrence_reverse", {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2})
+REVERSE = Launches(
+    "recurrence_reverse",
+    {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2},
+    others=(
+        {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3},
+        {"BLOCK_V": 64, "num_warps": 8, "num_stages": 2},
+    ),
+)
 REVERSE_WIDE = Launches("recurrence_reverse_fp32", {"BLOCK_V": 16, "num_warps": 8, "num_stages": 1})
-GRADIENTS = Launches("recurrence_gradients", {"BLOCK_V": 128, "num_warps": 8, "num_stages": 1})
+# HEADS of a program at most: one needs fewer registers, but then heads are summed up in memory.
+GRADIENTS = Launches(
+    "recurrence_gradients",
+    {"HEADS": 16, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},
+    others=({"HEADS": 1, "BLOCK_V": 128, "num_warps": 8, "num_stages": 1},),
+)
 # Of more than 128 features of keys, and of fp32: what fits in shared memory.
 GRADIENTS_TALL = Launches(
     "recurrence_gradients_tall", {"BLOCK_V": 64, "num_warps": 8, "num_stages": 1}
@@ -283,7 +295,7 @@ def reverse_sweep(
         **prepared.constants(),
         HAS_GRAD_LAST=grad_last is not None,
         STORES=ends is not None,
-        PRECISION=precision(grad),
+        PRECISION="tf32x3" if grad.dtype == torch.float32 else "ieee",
         **launch,
     )
 
@@ -301,57 +313,52 @@ def gradients(
     Args:
         prepared: by `TritonRecurrence.prepare`.
         grad: of the output [t, H, V], its last dimension contiguous.
-        starts: from `sweep`.
-        ends, x: from `reverse_sweep`.
+        starts, ends, x: from `sweep` and `reverse_sweep`.
     """
     inputs, tiles = prepared.inputs, prepared.tiles
-    narrow = GRADIENTS if prepared.keys <= 128 else GRADIENTS_TALL
-    launch = launch_of(narrow, GRADIENTS_WIDE, prepared, prepared.values)
+    if not tiles.count:
+        return RecurrenceInputs(*map(torch.empty_like, inputs))
+    launch = gradients_launch(prepared) | {"HEADS": heads_together(prepared)}
     tokens, groups, keys = inputs.key.shape
-    together = heads_together(prepared)
-    units = prepared.heads // together
+    units = prepared.heads // launch["HEADS"]
     value, decay, strength = (
         torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in inputs[2:]
     )
     pair = inputs.key.new_empty((2, tokens, units, keys))  # of query and key
-    if tiles.count:
-        recurrence_gradients_kernel[(tiles.count * units,)](
-            *prepared.arguments(),
-            *(inputs.decay, *inputs.decay.stride()),
-            *(grad, *grad.stride()[:2]),
-            *(starts, ends, x, *pair, value, decay, strength, LOWEST_DECAY),
-            **prepared.constants(),
-            VALUES=padded(prepared.values),
-            ROWS=tiles.size * (2 if prepared.corrects else 1),
-            HEADS=together,
-            PRECISION=precision(value),
-            **launch,
-        )
-    if units > groups:
-        pair = sum_units(pair, groups)
+    # Of fp32 three products on tensor cores: without, this takes minutes to compile.
+    recurrence_gradients_kernel[(tiles.count * units,)](
+        *prepared.arguments(),
+        *(inputs.decay, *inputs.decay.stride()),
+        *(grad, *grad.stride()[:2]),
+        *(starts, ends, x, *pair, value, decay, strength, LOWEST_DECAY),
+        **prepared.constants(),
+        VALUES=padded(prepared.values),
+        ROWS=tiles.size * (2 if prepared.corrects else 1),
+        PRECISION="tf32x3" if value.dtype == torch.float32 else "ieee",
+        **launch,
+    )
+    pair = pair if units == groups else sum_units(pair, groups)
     return RecurrenceInputs(*pair, value, decay, strength)
 
 
-def precision(x: torch.Tensor) -> str:
-    """Return how products of fp32 are made backward, by three products on tensor cores.
-
-    Without tensor cores the gradients kernel is so long that it takes minutes to compile.
-    """
-    return "tf32x3" if x.dtype == torch.float32 else "ieee"
+def gradients_launch(prepared: Prepared) -> dict[str, int]:
+    """Return how to start the gradients kernel."""
+    narrow = GRADIENTS if prepared.keys <= 128 else GRADIENTS_TALL
+    return launch_of(narrow, GRADIENTS_WIDE, prepared, prepared.values)
 
 
 def heads_together(prepared: Prepared) -> int:
-    """Return how many of the heads that share a key one program of the gradients works on.
+    """Return how many heads of a group one program of the gradients works on.
 
-    As many as leave every processor of a large GPU some programs; all of them where sequences are
-    long, so that nothing has to be summed up in memory. From Blackwell on it is one: accumulators
-    lie in tensor memory, which has no room for those of a loop.
+    As many as leave a large GPU enough programs. From Blackwell on it is one: tensor memory has no
+    room for the accumulators of a loop.
     """
     value, shared = prepared.inputs.value, prepared.heads // prepared.inputs.key.shape[1]
     if uses_tensor_memory(value):
         return 1
     programs = prepared.tiles.count * prepared.heads
-    fits = [n for n in range(1, shared + 1) if shared % n == 0 and programs // n >= PROGRAMS]
+    most = min(shared, gradients_launch(prepared).get("HEADS", shared))
+    fits = [n for n in range(1, most + 1) if shared % n == 0 and programs // n >= PROGRAMS]
     return max(fits, default=1)
 
 
@@ -359,13 +366,12 @@ def sum_units(parts: torch.Tensor, groups: int) -> torch.Tensor:
     """Return [2, t, G, K], the sums over the units of each group, from [2, t, units, K]."""
     _, tokens, units, keys = parts.shape
     found = parts.new_empty((2, tokens, groups, keys))
-    if tokens:
-        sum_units_kernel[(2 * tokens * groups,)](
-            *(parts, found, keys, units // groups),
-            UNITS=triton.next_power_of_2(units // groups),
-            BLOCK=padded(keys),
-            num_warps=1,
-        )
+    sum_units_kernel[(2 * tokens * groups,)](
+        *(parts, found, keys, units // groups),
+        UNITS=triton.next_power_of_2(units // groups),
+        BLOCK=padded(keys),
+        num_warps=1,
+    )
     return found
 
 

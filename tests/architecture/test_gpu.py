@@ -127,6 +127,7 @@ def results_of(done, folder) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_the_quickest_part_of_a_rehearsal(tmp_path):
     done = run([sys.executable, *QUICK, "--output", str(tmp_path / "out")], bare(tmp_path))
     found = results_of(done, tmp_path / "out")

@@ -92,7 +92,7 @@ def test_a_long_sequence():
     compare(4, (0, 49, 50, 65))
 
 
-@pytest.mark.parametrize("share", [1, 2, 4])
+@pytest.mark.parametrize("share", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_programs_that_begin_anywhere(share, monkeypatch):
     monkeypatch.setattr(kernels, "BACKWARD_TOKENS", share)
     monkeypatch.setattr(

@@ -68,7 +68,7 @@ def compare(bounds, case, *, corrects, chunk=16, dtype=torch.float32, bound=1e-5
     return dict(zip(names, got, strict=True))
 
 
-@pytest.mark.parametrize("shared", [2, 3])
+@pytest.mark.parametrize("shared", [pytest.param(2, marks=pytest.mark.slow), 3])
 @KINDS
 def test_outputs_and_states_of_a_pack(corrects, shared):
     compare(
@@ -76,7 +76,7 @@ def test_outputs_and_states_of_a_pack(corrects, shared):
     )
 
 
-@pytest.mark.parametrize("chunk", [32, 64])
+@pytest.mark.parametrize("chunk", [pytest.param(32, marks=pytest.mark.slow), 64])
 @KINDS
 def test_larger_chunks(corrects, chunk):
     case = made((0, chunk + 9), corrects=corrects, groups=1, keys=18, values=5)
@@ -106,7 +106,9 @@ def test_gentle_decays_leave_a_transition(corrects):
     assert 0.05 < got["M"].diagonal(0, -2, -1).abs().mean() < 0.95
 
 
-@pytest.mark.parametrize("decay", [-torch.inf, -3e38, -20.0])
+@pytest.mark.parametrize(
+    "decay", [-torch.inf, *(pytest.param(x, marks=pytest.mark.slow) for x in (-3e38, -20.0))]
+)
 @KINDS
 def test_tokens_may_forget_everything(corrects, decay):
     inputs, *rest = made((0, 37), corrects=corrects, groups=1)

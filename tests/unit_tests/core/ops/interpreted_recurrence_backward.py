@@ -96,7 +96,7 @@ def compare(bounds, case, *, corrects, chunk=16, bound=1e-5, dtype=torch.float32
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
-@pytest.mark.parametrize("shared", [1, 2, 3])
+@pytest.mark.parametrize("shared", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_gradients_of_a_pack(corrects, shared, monkeypatch):
     if shared == 3:  # a program for each head, and sums in memory
         monkeypatch.setattr(kernels, "PROGRAMS", 1 << 30)

@@ -48,9 +48,10 @@ def held(found: dict) -> None:
     assert not said, "\n".join(said)
 
 
-def test_aot_kernels_compile_within_their_budget():
+@pytest.mark.beside("aot", compiled)
+def test_aot_kernels_compile_within_their_budget(beside):
     """The heaviest kernels; the nightly test compiles all of them for all architectures."""
-    found = compiled()
+    found = beside.result("aot")
     held(found)
     assert 0 < len(found["kernels"]) <= MOST_COMPILES
     assert {name.split("/sm_")[1] for name in found["kernels"]} == {"90", "100"}

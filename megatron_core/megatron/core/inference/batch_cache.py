@@ -36,7 +36,8 @@ class BatchCache(KVCache):
         device: where the model is.
 
     Attributes:
-        slots: int64 [b], where each row's state is, -1 for a row without a token in this call.
+        slots: int64 [b], where each row's state is, -1 for a row without a token in this call; the
+            same memory in every call, so that a CUDA graph may hold it.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class BatchCache(KVCache):
         self._device = torch.device(device)
         self._taken: list[int | None] = list(self.states.take(rows))
         self._counts: tuple[int, ...] = ()
-        self._told: tuple[int, ...] = ()
+        self._told = (-1,) * rows
+        self.slots = torch.full((rows,), -1, dtype=torch.int64, device=self._device)
         self._new: dict[int, TokenRows] = {}
         self.begin([0] * rows)
 
@@ -73,7 +75,7 @@ class BatchCache(KVCache):
         if tuple(told) != self._told:  # or nothing is to be copied: so it is while decoding
             self._told = tuple(told)
             tensor = torch.tensor(told, dtype=torch.int64)
-            self.slots = pin(tensor, self._device).to(self._device, non_blocking=True)
+            self.slots.copy_(pin(tensor, self._device), non_blocking=True)
 
     def end(self, row: int) -> None:
         """Free the slot of a row that takes no more tokens; again does nothing."""

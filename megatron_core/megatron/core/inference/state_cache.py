@@ -13,6 +13,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from megatron.core.device import pin
+
 
 class StateCache:
     """Hold [slots + 1, ...] buffers by name, for every recurrent mixer those that it asks for.
@@ -54,9 +56,13 @@ class StateCache:
                 "give fewer at a time, or make the state cache larger"
             )
         taken = [self._free.pop() for _ in range(count)]
+        places: dict[torch.device, Tensor] = {}  # copied once, and the host does not wait
         for buffer in self._buffers.values():
-            index = torch.tensor(taken, dtype=torch.int64, device=buffer.device)
-            buffer.index_fill_(0, index, 0)
+            device = buffer.device
+            if device not in places:
+                index = pin(torch.tensor(taken, dtype=torch.int64), device)
+                places[device] = index.to(device, non_blocking=True)
+            buffer.index_fill_(0, places[device], 0)
         return taken
 
     def release(self, slots: Collection[int]) -> None:

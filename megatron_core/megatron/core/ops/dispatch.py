@@ -33,11 +33,15 @@ def choose(
         "reference" or "triton".
 
     Raises:
-        ValueError: unknown name, or "triton" where it cannot run.
+        ValueError: unknown name, "triton" where it cannot run, or a tensor of another GPU than the
+            current one.
     """
     if implementation is None:
         on_gpu = tensor.device.type == "cuda" and tensor.dtype != torch.float64
-        return "triton" if on_gpu and has_triton and triton_is_installed() else "reference"
+        if not (on_gpu and has_triton and triton_is_installed()):
+            return "reference"
+        _require_current(tensor, op)
+        return "triton"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"{op}: implementation={implementation!r} is unknown; use one of {IMPLEMENTATIONS} or"
@@ -66,6 +70,18 @@ def _require_triton(tensor: torch.Tensor, op: str, has_triton: bool) -> None:
                 f"{op}: implementation='triton' on a {tensor.device.type} tensor runs only in"
                 " Triton's interpreter (TRITON_INTERPRET=1)"
             )
+    else:
+        _require_current(tensor, op)
+
+
+def _require_current(tensor: torch.Tensor, op: str) -> None:
+    """Raise ValueError where Triton would launch on another GPU than the tensor's."""
+    current = torch.cuda.current_device()
+    if tensor.device.index != current:
+        raise ValueError(
+            f"{op}: a tensor on {tensor.device} while cuda:{current} is the current device: call it"
+            f" under torch.cuda.device({tensor.device.index})"
+        )
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

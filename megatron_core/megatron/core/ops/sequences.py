@@ -83,7 +83,17 @@ class Sequences:
         return self.made(("chunks", size), lambda: Chunks(self, size))
 
     def moved(self, values: np.ndarray) -> torch.Tensor:
-        """Return int64 values on the device; the host does not wait."""
+        """Return int64 values on the device; the host does not wait.
+
+        Raises:
+            RuntimeError: in the capture of a CUDA graph, whose replays would read memory of the
+                host that is gone.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "tables of sequences would be copied to the GPU inside the capture of a CUDA graph: "
+                "run the step once before, with the same sequences"
+            )
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         return pin(tensor, self.device).to(self.device, non_blocking=True)
 

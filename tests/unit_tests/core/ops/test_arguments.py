@@ -4,12 +4,14 @@
 import pytest
 import torch
 
+from megatron.core.ops import dispatch
 from megatron.core.ops.attention import attention
 from megatron.core.ops.attention import chunked as attention_chunked
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import chunk_statistics, linear_cross_entropy
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.swiglu import activate, gated
 
 X = torch.ones(5, 2, 4, 6)
@@ -110,3 +112,24 @@ def test_gated_saves_its_input_alone():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         gated(x)
     assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+
+
+class OfAnotherGPU:
+    device, dtype = torch.device("cuda", 1), torch.float32
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_a_kernel_is_not_launched_on_another_gpu(implementation, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "triton_is_installed", lambda: True)
+    with pytest.raises(ValueError, match=r"on cuda:1 while cuda:0 .* torch.cuda.device\(1\)"):
+        dispatch.choose(implementation, OfAnotherGPU(), "gated")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert dispatch.choose(implementation, OfAnotherGPU(), "gated") == "triton"
+
+
+def test_no_table_is_copied_in_a_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    chunks = Sequences([0, 3, 7], device="cuda").chunks(2)
+    with pytest.raises(RuntimeError, match="run the step once before"):
+        _ = chunks.index

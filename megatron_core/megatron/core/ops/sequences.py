@@ -91,7 +91,7 @@ class Sequences:
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "tables of sequences would be copied to the GPU inside the capture of a CUDA graph: "
+                "tables of sequences would be copied to the GPU in the capture of a CUDA graph: "
                 "run the step once before, with the same sequences"
             )
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))

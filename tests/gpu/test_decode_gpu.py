@@ -134,6 +134,18 @@ def test_many_tokens(device, dtype, order, name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_steps_that_are_no_numbers_give_none(device, name):
+    """A maximum of a number and of one that is none is the number on a GPU."""
+    layer = Layer.of(device, name, DTYPES[-1])
+    features = features_of(device, name, DTYPES[-1], 0)
+    features[0, 0, layer.parts.steps] = torch.nan
+    layer.step(features, "triton", NORM_FIRST)
+    state = layer.memory.state[layer.memory.slots[0]]
+    assert state[0].isnan().all()
+    assert state[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_every_candidate(device, name, monkeypatch):
     candidates = recurrence_decode_triton.DECODE.candidates
     for launch in candidates[-2:] if REHEARSES else candidates:

@@ -122,6 +122,27 @@ def test_prologue(device, dtype, case):
     agree(call, inputs, dtype, wide=(2, 3))
 
 
+@pytest.mark.parametrize("name", ["Qwen3-Next", "limits"])
+def test_steps_that_are_no_numbers_give_none(device, name):
+    """A maximum of a number and of one that is none is the number on a GPU."""
+    call, inputs = prologue(device, name)
+    heads = LAYERS[name][1].heads
+    token, head = 3, heads - 1  # of the first unit
+    inputs[0][token, 0, LAYERS[name][1].steps + head] = torch.nan
+    leaves = [x.requires_grad_() for x in inputs]
+    *_, decay, strength = found = call(*leaves, implementation="triton")
+    assert decay.isnan().nonzero().tolist() == [[token, head]]
+    assert strength.isnan().sum() == (name == "limits")
+    source, weight, rates, step_bias = torch.autograd.grad(
+        found, leaves, [torch.ones_like(y) for y in found]
+    )
+    place = [token, 0, LAYERS[name][1].steps + head]
+    assert source.isnan().nonzero().tolist() == [place]
+    assert rates.isnan().nonzero().tolist() == [[head]]
+    assert step_bias.isnan().nonzero().tolist() == [[head]]
+    assert not weight.isnan().any()
+
+
 def test_prologue_is_one_kernel_each_way(device):
     call, inputs = prologue(device, "Qwen3-Next", padding=0)
     leaves = [x.bfloat16() if not REHEARSES else x for x in inputs[:2]] + inputs[2:]

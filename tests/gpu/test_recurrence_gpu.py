@@ -126,6 +126,29 @@ def test_equal_keys_are_solved(device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", OPS)
+def test_decays_that_are_no_numbers_give_none(device, dtype, kind):
+    """A maximum of a number and of one that is none is the number on a GPU."""
+    bounds = (0, 2, sized(300, 37))
+    tensors = inputs_of(device, kind, "odd", bounds=bounds)
+    tensors[3][5, 1] = torch.nan
+    leaves = [x.to(dtype if i not in WIDE else x.dtype) for i, x in enumerate(tensors)]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out, last = run(kind, Sequences(bounds, device=device))(*leaves, implementation="triton")
+    assert out[5:, 1].isnan().all()
+    assert last[1, 1].isnan().all()
+    grads = torch.autograd.grad((out, last), leaves, (torch.ones_like(out), torch.ones_like(last)))
+    for x in (out, last, *grads[2:]):  # of values, gates and states; heads share the others
+        others = x[:, [0, 2]]
+        assert others.isfinite().all()
+    assert grads[5][1, 1].isnan().all()
+    for number, grad in enumerate(grads):
+        assert grad.isnan().any(), number
+        firsts = grad[:1] if number == 5 else grad[:2]
+        assert firsts.isfinite().all(), number  # of the sequence before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", OPS)
 def test_two_kernels_forward_and_three_or_four_backward(device, dtype, kind):
     sequences = Sequences(BOUNDS, device=device)
     tensors = inputs_of(device, kind, "odd")

@@ -141,6 +141,21 @@ def test_prologue(name):
     assert not spared.any()
 
 
+@pytest.mark.parametrize("parts", [WHOLE, NARROW], ids=["delta", "state space"])
+def test_steps_that_are_no_numbers_give_none(parts):
+    """Neither limits nor the slope of the softplus make numbers of them."""
+    case = Case(parts, bounds=FEW, padding=2)
+    given = tensors(case)
+    given["source"][3, 0, parts.steps + 1] = torch.nan
+    found = run(case, given, torch.float32, "triton")
+    wanted = run(case, given, torch.float64, "reference")
+    for what, true in wanted.items():
+        assert torch.equal(found[what].isnan(), true.isnan()), what
+    assert found["decay"].isnan().sum() == 1
+    for what, count in {"d_source": 1, "d_rates": 1, "d_step_bias": 1, "d_weight": 0}.items():
+        assert found[what].isnan().sum() == count, what
+
+
 def test_what_the_kernel_does_not_take_is_refused_if_forced_and_else_worked_out(monkeypatch):
     case = Case(DELTA, width=5, padding=-1)
     given = tensors(case)

@@ -120,7 +120,9 @@ def solve_kernel(
     query = tl.load(
         query_ptr + rows[:, None] * query_stride_t + feature[None, :], mask=tile, other=0.0
     )
-    sums = tl.cumsum(tl.maximum(decay.to(tl.float64), lowest), 0)
+    # Not the maximum, in which one that is no number would be lost.
+    decay = tl.where(decay < lowest, lowest, decay.to(tl.float64))
+    sums = tl.cumsum(decay, 0)
     large = sums.to(tl.float32)
     rest = (sums - large.to(tl.float64)).to(tl.float32)
     number = chunk * heads + head

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.core.ops.recurrence_prologue.gate_kernels import softplus
+from megatron.core.ops.recurrence_prologue.gate_kernels import limited, softplus
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def gates(
     if CORRECTS:
         strength = tl.sigmoid(tl.load(source_ptr + TAKES + head).to(tl.float32))
     else:
-        step = tl.minimum(tl.maximum(step, least), most)
+        step = limited(step, least, most)
         strength = step
     return tl.exp(-rate * step), strength
 

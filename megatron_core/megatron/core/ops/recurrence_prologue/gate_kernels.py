@@ -20,6 +20,13 @@ def softplus(x):
 
 
 @triton.jit
+def limited(x, low, high):
+    """Return x, but at least `low` and at most `high`; what is no number stays none."""
+    # Of a number and one that is none, `tl.maximum` returns the number on a GPU.
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton.jit
 def write_gates(
     source_ptr,
     weights,
@@ -56,7 +63,7 @@ def write_gates(
             opened = tl.load(at + STRENGTHS, mask=mask, other=0.0).to(tl.float32)
             strength = tl.sigmoid(opened)
         else:
-            steps = tl.minimum(tl.maximum(steps, low), high)
+            steps = limited(steps, low, high)
             strength = steps
         out = (token * units + unit)[:, None] * HEADS + heads[None, :]
         tl.store(decay_ptr + out, -rate[None, :] * steps, mask=mask)
@@ -112,9 +119,9 @@ def differentiate_gates(
             d_opened = d_strength * strength * (1.0 - strength)
             tl.store(out + STRENGTHS, d_opened.to(out.dtype.element_ty), mask=mask)
         else:
-            within = (steps >= low) & (steps <= high)
-            d_steps = tl.where(within, d_steps + d_strength, 0.0)
-            steps = tl.minimum(tl.maximum(steps, low), high)
+            beyond = (steps < low) | (steps > high)
+            d_steps = tl.where(beyond, 0.0, d_steps + d_strength)
+            steps = limited(steps, low, high)
         d_raw = d_steps * tl.sigmoid(raw)
         tl.store(out + STEPS_COLUMN, d_raw.to(out.dtype.element_ty), mask=mask)
         sum_rates += tl.sum(-rate[None, :] * steps * d_decay, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What state-space duality prepares in Triton: the sums of decays over its chunks."""
+"""What state-space duality has of its own in Triton: sums of decays over chunks, and D x."""
 
 from __future__ import annotations
 
@@ -10,8 +10,30 @@ import triton.language as tl
 from megatron.core.ops.chunked_recurrence.tiles import Tiles
 from megatron.core.ops.decay import LOWEST_DECAY
 from megatron.core.ops.launches import Launches
+from megatron.core.ops.row_steps import row_tile
+from megatron.core.ops.state_space_dual.skip_kernels import (
+    add_skip_backward_kernel,
+    add_skip_kernel,
+)
 
 SUMS = Launches("recurrence_sums", {"BLOCK_H": 16, "num_warps": 4, "num_stages": 1})
+#: A program has ELEMENTS of one head at a time: features, padded to a power of two, of tokens.
+SKIP = Launches(
+    "add_skip_forward",
+    {"ELEMENTS": 4096, "num_warps": 4, "num_stages": 1},
+    others=(
+        {"ELEMENTS": 2048, "num_warps": 4, "num_stages": 1},
+        {"ELEMENTS": 8192, "num_warps": 8, "num_stages": 1},
+    ),
+)
+SKIP_BACKWARD = Launches(
+    "add_skip_backward",
+    {"ELEMENTS": 4096, "num_warps": 4, "num_stages": 1},
+    others=(
+        {"ELEMENTS": 2048, "num_warps": 4, "num_stages": 1},
+        {"ELEMENTS": 8192, "num_warps": 8, "num_stages": 1},
+    ),
+)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -40,7 +62,9 @@ def decay_sums_kernel(
         mask=inside,
         other=0.0,
     )
-    sums = tl.cumsum(tl.maximum(decay.to(tl.float64), lowest), 0)
+    # Not the maximum, in which one that is no number would be lost.
+    decay = tl.where(decay < lowest, lowest, decay.to(tl.float64))
+    sums = tl.cumsum(decay, 0)
     large = sums.to(tl.float32)
     target = sums_ptr + (chunk * heads + head[None, :]) * CHUNK + rows[:, None]
     tl.store(target, large, mask=(head < heads)[None, :])
@@ -76,3 +100,46 @@ def sum_decays(decay: torch.Tensor, tiles: Tiles) -> torch.Tensor:
             **launch,
         )
     return sums
+
+
+class AddSkip(torch.autograd.Function):
+    """Forward, dgrad and wgrad as in `skip.AddSkip`, of which each way is one pass. Saves x and D.
+
+    Each program leaves its part of the gradient of D, which are added up in the same order always.
+    """
+
+    @staticmethod
+    def forward(ctx, out, x, skip):
+        x, skip = dense(x), skip.contiguous()
+        ctx.save_for_backward(x, skip)
+        y = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        launch = row_tile(SKIP, x, x.shape[2])
+        blocks = triton.cdiv(x.shape[0], launch["ROWS"])
+        if y.numel():
+            add_skip_kernel[(blocks * x.shape[1],)](*skipped(dense(out), x, skip, y), **launch)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, skip = ctx.saved_tensors
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        launch = row_tile(SKIP_BACKWARD, x, x.shape[2])
+        blocks = triton.cdiv(x.shape[0], launch["ROWS"]) if x.numel() else 0
+        partial = torch.empty((blocks, x.shape[1]), dtype=torch.float32, device=x.device)
+        if blocks:
+            add_skip_backward_kernel[(partial.numel(),)](
+                *skipped(dense(grad), x, skip, grad_x, partial), **launch
+            )
+        return grad, grad_x, partial.sum(0).to(skip.dtype)
+
+
+def skipped(
+    other: torch.Tensor, x: torch.Tensor, skip: torch.Tensor, *stored: torch.Tensor
+) -> tuple:
+    """Return what both kernels of D x are given: tensors, sizes and strides."""
+    return other, x, skip, *stored, *x.shape, *other.stride()[:2], *x.stride()[:2]
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x with a contiguous last dimension; slices of a wider tensor stay views."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -118,6 +118,21 @@ def test_rms_norm_of_heads_that_are_slices_of_a_projection(make, monkeypatch):
         )
 
 
+def test_rms_norm_of_rows_far_apart(tmp_path):
+    """Places in x beyond 2^31, of a file that takes no room where nothing is written."""
+    shape, strides = (2, 3, 16), (16, 1_100_000_000, 1)
+    size = 2 * strides[1] + 32
+    x = torch.from_file(str(tmp_path / "x"), shared=True, size=size, dtype=FP32)
+    x = x.as_strided(shape, strides).copy_(torch.randn(shape)).requires_grad_()
+    weight, pull = torch.randn(16), torch.randn(shape)
+    y = rms_norm(x, weight, eps=1e-5, implementation="triton")
+    (grad,) = torch.autograd.grad(y, x, pull)
+    near = x.detach().clone(memory_format=torch.contiguous_format).double().requires_grad_()
+    true = rms_norm(near, weight.double(), eps=1e-5, implementation="reference")
+    assert relative_error(y, true) < 1e-5
+    assert relative_error(grad, *torch.autograd.grad(true, near, pull.double())) < 1e-5
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_layer_norm(make, with_bias, monkeypatch):
     few_programs(monkeypatch, layernorm_triton)

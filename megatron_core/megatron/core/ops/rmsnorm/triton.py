@@ -64,7 +64,8 @@ def rms_norm_forward_kernel(
     columns = tl.arange(0, BLOCK)
     exists = row < rows
     inside = exists[:, None] & (columns < features)[None, :]
-    source = (row // inner).to(tl.int64) * x_stride_outer + row % inner * x_stride_inner
+    source = (row // inner).to(tl.int64) * x_stride_outer
+    source += (row % inner).to(tl.int64) * x_stride_inner
     place = row.to(tl.int64)[:, None] * features + columns[None, :]
     total = tl.load(x_ptr + source[:, None] + columns[None, :], mask=inside, other=0.0)
     total = total.to(tl.float32)
@@ -112,7 +113,7 @@ def rms_norm_backward_kernel(
         inside = exists[:, None] & in_row[None, :]
         place = row.to(tl.int64)[:, None] * features + columns[None, :]
         source = (row // inner).to(tl.int64) * total_stride_outer
-        source += row % inner * total_stride_inner
+        source += (row % inner).to(tl.int64) * total_stride_inner
         grad_y = tl.load(grad_y_ptr + place, mask=inside, other=0.0).to(tl.float32)
         total = tl.load(total_ptr + source[:, None] + columns[None, :], mask=inside, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=exists, other=0.0)[:, None]

@@ -12,7 +12,7 @@ from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rul
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_dual, state_space_recurrence
+from megatron.core.ops.state_space_dual import add_skip, state_space_dual, state_space_recurrence
 from megatron.core.ssm.segments import recur_split
 from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
 from tests.support.launch_kernels import assert_launches
@@ -122,6 +122,30 @@ def test_equal_keys_are_solved(device, dtype):
     key = key[:1].expand_as(key)
     given = (query, key, value, decay * 0.05, torch.ones_like(decay), initial)
     agree(run("delta", Sequences(bounds, device=device)), given, dtype, wide=WIDE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 52])
+def test_what_a_token_adds_to_its_own_output(device, dtype, width):
+    shape = sized((1500, 128, width), (33, 3, 5))
+    given = made(device, *shape), made(device, shape[1], shape[0], shape[2]).transpose(0, 1)
+    agree(add_skip, (*given, made(device, shape[1])), dtype, wide=(2,))
+
+
+def test_what_a_token_adds_is_one_pass_each_way(device):
+    shape = sized((1500, 128, 64), (33, 3, 5))
+    leaves = [made(device, *x).requires_grad_() for x in (shape, shape, shape[1:2])]
+    pull = made(device, *shape)
+
+    def forward():
+        return add_skip(*leaves, implementation="triton")
+
+    assert_launches(forward, {"add_skip_kernel": 1})
+    assert_launches(
+        lambda: torch.autograd.grad(forward(), leaves, pull),
+        {"add_skip_kernel": 1, "add_skip_backward_kernel": 1},
+        allowed=("copy", "sum"),  # the parts of the gradient of D
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,7 @@ from megatron.core.ops.paged_attention import paged_attention, write_to_pages
 from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_dual
+from megatron.core.ops.state_space_dual import add_skip, state_space_dual
 from tests.support.paged_rows import moved, paged_rows
 from tools.bench.trials import BACKWARD, FORWARD, Make, Problem, Trial
 
@@ -36,6 +36,12 @@ def recurrence(
         inputs=(query, key, value, decay, strength),
         wide=(3,),
     )
+
+
+def skipping(make: Make, tokens: int, *, heads: int, values: int) -> Problem:
+    """What a token adds to its own output."""
+    shape = (tokens, heads, values)
+    return Problem(function=add_skip, inputs=(make(*shape), make(*shape), make(heads)), wide=(2,))
 
 
 def prologue(make: Make, tokens: int, *, units: int, heads: int, size: int) -> Problem:
@@ -153,20 +159,35 @@ def writing(make: Make, tokens: int, *, groups: int, features: int) -> Problem:
 
 DELTA = {"groups": 16, "heads": 32, "keys": 128, "values": 128, "corrects": 1}
 DUAL = {"groups": 8, "heads": 128, "keys": 128, "values": 64, "corrects": 0}
-GRADIENTS = {"recurrence_reverse": BACKWARD, "recurrence_gradients": BACKWARD}
 TINY = {"groups": 1, "heads": 2, "keys": 8, "values": 6}
 TRIALS = (
     Trial(
-        {"delta_rule_solve": FORWARD, "recurrence_sweep": FORWARD} | GRADIENTS,
+        {
+            "delta_rule_solve": FORWARD,
+            "recurrence_sweep": FORWARD,
+            "recurrence_reverse": BACKWARD,
+            "recurrence_gradients": BACKWARD,
+        },
         recurrence,
         (DELTA,),
         TINY | {"corrects": 1},
     ),
     Trial(
-        {"recurrence_sums": FORWARD, "recurrence_sweep_dual": FORWARD} | GRADIENTS,
+        {
+            "recurrence_sums": FORWARD,
+            "recurrence_sweep_dual": FORWARD,
+            "recurrence_reverse": BACKWARD,
+            "recurrence_gradients_dual": BACKWARD,
+        },
         recurrence,
         (DUAL,),
         TINY | {"corrects": 0},
+    ),
+    Trial(
+        {"add_skip_forward": FORWARD, "add_skip_backward": BACKWARD},
+        skipping,
+        ({"heads": 128, "values": 64},),
+        {"heads": 2, "values": 6},
     ),
     Trial(
         {"prologue_forward": FORWARD, "prologue_backward": BACKWARD},

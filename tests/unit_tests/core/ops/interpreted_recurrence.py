@@ -18,9 +18,11 @@ from megatron.core.ops.gated_delta_rule.triton import solve
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_dual, state_space_recurrence
+from megatron.core.ops.state_space_dual import add_skip, state_space_dual, state_space_recurrence
+from megatron.core.ops.state_space_dual import triton as skips
 from megatron.core.ssm.segments import recur_split
 from tests.support.closeness import relative_error
+from tests.support.gpu_agreement import agree
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.interpreted_recurrence_backward import NAMES, PACK, made, pair
 
@@ -239,3 +241,22 @@ def test_tiles_never_cross_a_sequence():
     assert [x.tolist() for x in (tiles.first, tiles.end, tiles.begin)] == [first, end, begin]
     with pytest.raises(ValueError, match="chunks of 0 tokens: use at least 1"):
         Tiles.of(Sequences(bounds), 0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 21])
+def test_what_a_token_adds_to_its_own_output(tokens, monkeypatch):
+    """Slices of wider tensors, features that fill no tile, several tiles of a head."""
+    small = {"ELEMENTS": 64, "num_warps": 1, "num_stages": 1}
+    for name in ("SKIP", "SKIP_BACKWARD"):
+        monkeypatch.setattr(skips, name, Launches(name, small))
+    generator = torch.Generator().manual_seed(tokens)
+    wide = torch.randn(tokens, 3, 2 * 6 + 1, generator=generator)
+    heads = torch.randn(3, tokens, 6, generator=generator).transpose(0, 1)
+    skip = torch.randn(3, generator=generator)
+
+    def skipped(wide, heads, skip, *, implementation):
+        out, x, _ = wide.split([6, 6, 1], -1)
+        ours = add_skip(out, x, skip, implementation=implementation)
+        return ours, add_skip(heads, out, skip, implementation=implementation)
+
+    agree(skipped, (wide, heads, skip), torch.float32, bounds={torch.float32: 1e-5})

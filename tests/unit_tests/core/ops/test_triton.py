@@ -22,7 +22,7 @@ FILES = {
     "interpreted_mixers.py": (4, 0),
     "interpreted_paged_attention.py": (20, 0),
     "interpreted_prologue.py": (13, 0),
-    "interpreted_recurrence.py": (26, 8),
+    "interpreted_recurrence.py": (29, 8),
     "interpreted_recurrence_backward.py": (17, 2),
 }
 

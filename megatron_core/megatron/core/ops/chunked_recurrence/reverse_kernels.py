@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between, within
+from megatron.core.ops.chunked_recurrence.sweep_kernels import chunks_of, decays_between, within
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -76,21 +76,38 @@ def reverse_sweep_kernel(
     total = tl.zeros([KEYS, BLOCK_V], dtype=tl.float32)
     if HAS_GRAD_LAST:
         total += tl.load(grad_last_ptr + unit + state_place, mask=in_state, other=0.0)
-    begin = tl.load(begin_ptr + sequence)
-    behind = tl.load(begin_ptr + sequence + 1)
-    count = (behind - begin).to(tl.int32)
+    begin, count, start, tokens = chunks_of(sequence, first_ptr, end_ptr, begin_ptr)
+    # Places walk down from the last chunk: nothing that is loaded says where to load from.
+    start += (count - 1) * CHUNK
+    left_over = tokens - (count - 1) * CHUNK
+    query_tile = rows[:, None] * query_stride_t + feature[None, :]
+    key_tile = rows[:, None] * key_stride_t + feature[None, :]
+    grad_tile = rows[:, None] * grad_stride_t + column[None, :]
+    x_tile = rows[:, None] * (heads * values) + column[None, :]
+    query_ptr += start * query_stride_t + group * query_stride_h
+    key_ptr += start * key_stride_t + group * key_stride_h
+    grad_ptr += start * grad_stride_t + head * grad_stride_h
+    x_ptr += (start * heads + head) * values
+    if CORRECTS:
+        strength_ptr += start * strength_stride_t + head * strength_stride_h
+        has_strength = (rows < left_over) & (count > 0)
+        strength = tl.load(strength_ptr + rows * strength_stride_t, mask=has_strength, other=0.0)
     for step in range(count):
-        chunk = behind - 1 - step
-        token = tl.load(first_ptr + chunk) + rows
-        alive = token < tl.load(end_ptr + chunk)
+        chunk = begin + count - 1 - step
+        alive = rows < left_over
         along = alive[:, None] & is_value[None, :]
         read = alive[:, None] & is_key[None, :]
-        place = query_ptr + group * query_stride_h + token[:, None] * query_stride_t
-        query = tl.load(place + feature[None, :], mask=read, other=0.0)
-        place = key_ptr + group * key_stride_h + token[:, None] * key_stride_t
-        key = tl.load(place + feature[None, :], mask=read, other=0.0)
-        grad_place = grad_ptr + head * grad_stride_h + token[:, None] * grad_stride_t
-        grad = tl.load(grad_place + column[None, :], mask=along, other=0.0).to(key.dtype)
+        query = tl.load(query_ptr + query_tile, mask=read, other=0.0)
+        key = tl.load(key_ptr + key_tile, mask=read, other=0.0)
+        grad = tl.load(grad_ptr + grad_tile, mask=along, other=0.0).to(key.dtype)
+        if CORRECTS:
+            gate = strength.to(tl.float32)
+            # Of the chunk before: nothing else would ask for it before it is waited for.
+            strength_ptr -= CHUNK * strength_stride_t
+            has_strength = (rows < CHUNK) & (step + 1 < count)
+            strength = tl.load(
+                strength_ptr + rows * strength_stride_t, mask=has_strength, other=0.0
+            )
         number = chunk * heads + head  # of this head's part of the chunk
         sums_place = sums_ptr + number * CHUNK
         rest_place = sums_place + chunks.to(tl.int64) * heads * CHUNK
@@ -111,6 +128,8 @@ def reverse_sweep_kernel(
                 total.to(ends_ptr.dtype.element_ty),
                 mask=in_state,
             )
+        # Now, so that no factor of it is kept in registers until it is read.
+        pulled = (grad * (growth * scale)[:, None]).to(key.dtype)
         seen_t = tl.dot(key, tl.trans(query), input_precision=PRECISION) * falls_t * scale
         x = tl.dot(key, total.to(key.dtype), input_precision=PRECISION) * left[:, None]
         x = tl.dot(seen_t.to(key.dtype), grad, acc=x, input_precision=PRECISION)
@@ -119,14 +138,15 @@ def reverse_sweep_kernel(
             solved_t = tl.load(solved_place + rows[:, None])
             x = tl.dot(solved_t, x.to(key.dtype), input_precision=PRECISION)
         if STORES:
-            x_place = x_ptr + (token[:, None] * heads + head) * values + column[None, :]
-            tl.store(x_place, x.to(x_ptr.dtype.element_ty), mask=along)
+            tl.store(x_ptr + x_tile, x.to(x_ptr.dtype.element_ty), mask=along)
         total = total * tl.exp(last + last_rest)
-        pulled = (grad * (growth * scale)[:, None]).to(key.dtype)
         total = tl.dot(tl.trans(query), pulled, acc=total, input_precision=PRECISION)
         if CORRECTS:
-            gate_place = strength_ptr + token * strength_stride_t + head * strength_stride_h
-            strength = tl.load(gate_place, mask=alive, other=0.0).to(tl.float32)
-            returned = (x * -(growth * strength)[:, None]).to(key.dtype)
+            returned = (x * -(growth * gate)[:, None]).to(key.dtype)
             total = tl.dot(tl.trans(key), returned, acc=total, input_precision=PRECISION)
+        query_ptr -= CHUNK * query_stride_t
+        key_ptr -= CHUNK * key_stride_t
+        grad_ptr -= CHUNK * grad_stride_t
+        x_ptr -= CHUNK * heads * values
+        left_over = CHUNK
     tl.store(grad_initial_ptr + unit + state_place, total, mask=in_state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
 from megatron.core.ops.recurrence_by_device import ByDevice
 from megatron.core.ops.recurrence_checks import check_initial, check_inputs, check_slots
@@ -122,22 +123,29 @@ def state_space_step(
     return step(inputs, state=state, slots=slots)
 
 
-def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+def add_skip(
+    out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor, *, implementation: str | None = None
+) -> torch.Tensor:
     """Return out + D x, which Mamba-2 adds to what is read from the state.
 
     Args:
         out, x: [t, H, V].
         skip: D [H].
+        implementation: "reference", "triton" or None (by device).
 
     Returns:
         [t, H, V] in out's dtype.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, an implementation that cannot take them.
     """
     if x.ndim != 3 or out.shape != x.shape or skip.shape != x.shape[1:2]:
         raise ValueError(
             f"add_skip: out {tuple(out.shape)} and x {tuple(x.shape)} must be (tokens, heads, "
             f"features), skip {tuple(skip.shape)} a number for each head"
         )
+    if choose(implementation, x, "add_skip") == "triton":
+        from megatron.core.ops.state_space_dual.triton import AddSkip as Kernels
+
+        return Kernels.apply(out, x, skip)
     return AddSkip.apply(out, x, skip)

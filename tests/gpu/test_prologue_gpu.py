@@ -52,7 +52,7 @@ def small(monkeypatch):
     if REHEARSES:
         tile = {"BLOCK_T": 16, "num_warps": 1, "num_stages": 1}
         monkeypatch.setattr(kernels, "FORWARD", Launches("f", tile))
-        stretches = {"LANES": 4, "STEPS": 4, "num_warps": 1, "num_stages": 1}
+        stretches = {"LANES": 4, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
         monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
 
 
@@ -148,7 +148,11 @@ def test_prologue_is_one_kernel_each_way(device):
     leaves = [x.bfloat16() if not REHEARSES else x for x in inputs[:2]] + inputs[2:]
     leaves = [x.requires_grad_() for x in leaves]
     found = call(*leaves, implementation="triton")
-    assert_launches(lambda: call(*leaves, implementation="triton"), {"prologue_forward_kernel": 1})
+    assert_launches(
+        lambda: call(*leaves, implementation="triton"),
+        {"prologue_forward_kernel": 1},
+        allowed=("copy",),  # of taps, so that their columns are side by side
+    )
     pulls = [torch.ones_like(y) for y in found]
     assert_launches(
         lambda: torch.autograd.grad(found, leaves[1:], pulls, retain_graph=True),

@@ -66,7 +66,7 @@ def small(monkeypatch):
     monkeypatch.setattr(
         kernels, "FORWARD", Launches("f", {"BLOCK_T": 32, "num_warps": 1, "num_stages": 1})
     )
-    stretches = {"LANES": 4, "STEPS": 4, "num_warps": 1, "num_stages": 1}
+    stretches = {"LANES": 4, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
     monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 10)  # fewer shares than stretches
     monkeypatch.setattr(kernels, "GATES", 32)

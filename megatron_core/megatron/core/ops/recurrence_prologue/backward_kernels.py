@@ -4,7 +4,7 @@
 Each of LANES stretches of STEPS tokens is walked backwards: of each token pre and its gradient are
 worked out once, and what that gives to the W-1 tokens before it is handed on in registers. The W-1
 tokens behind a stretch are worked out again for this; so STEPS + 4 tokens are walked, four in each
-round of a loop, whose loads do not wait for each other.
+round of a loop. Its loads do not wait for each other, and begin AHEAD - 1 rounds before their use.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def differentiated(rows, grad, taps, scaled, eps, NORMALISED: tl.constexpr):
 
 
 @triton.jit
-def taps_and_bias(weight_ptr, bias_ptr, inside, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+def taps_and_bias(taps_ptr, bias_ptr, apart, inside, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Return the weights of four taps, zero of those that are not, and the bias."""
     bias = tl.zeros(inside.shape, dtype=tl.float32)
     if HAS_BIAS:
         at = bias_ptr + tl.arange(0, inside.shape[0])
         bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return (
-        tap(weight_ptr, inside, 0, WIDTH),
-        tap(weight_ptr, inside, 1, WIDTH),
-        tap(weight_ptr, inside, 2, WIDTH),
-        tap(weight_ptr, inside, 3, WIDTH),
+        tap(taps_ptr, apart, inside, 0, WIDTH),
+        tap(taps_ptr, apart, inside, 1, WIDTH),
+        tap(taps_ptr, apart, inside, 2, WIDTH),
+        tap(taps_ptr, apart, inside, 3, WIDTH),
         bias,
     )
 
@@ -156,7 +156,7 @@ def walked(
 @triton.jit(do_not_specialize=["tokens", "units", "shares"])
 def prologue_backward_kernel(
     source_ptr,
-    weight_ptr,
+    taps_ptr,
     bias_ptr,
     rates_ptr,
     step_bias_ptr,
@@ -200,6 +200,7 @@ def prologue_backward_kernel(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GATE_T: tl.constexpr,
 ):
@@ -249,11 +250,13 @@ def prologue_backward_kernel(
         else:
             grad_ptr = d_value_ptr + unit * VALUES + (section - 2) * BLOCK
             grad_stride = units.to(tl.int64) * VALUES
-        weight_ptr += channel * WIDTH
-        taps = taps_and_bias(weight_ptr, bias_ptr + channel, inside, WIDTH, HAS_BIAS)
+        channels = units * CHANNELS
+        taps = taps_and_bias(
+            taps_ptr + channel, bias_ptr + channel, channels, inside, WIDTH, HAS_BIAS
+        )
         grads = (grad_ptr, grad_stride)
         results = (d_source_ptr, d_stride)
-        initials = (initial_ptr, d_initial_ptr, units * CHANNELS)
+        initials = (initial_ptr, d_initial_ptr, channels)
         maps = (places_ptr, ages_ptr, numbers_ptr)
         none = tl.zeros([LANES, BLOCK], dtype=tl.float32)
         sums = (none, none, none, none, none)
@@ -263,7 +266,7 @@ def prologue_backward_kernel(
             x4 = row_of(source_ptr, maps[0], end + 1, tokens, inside, stride, HAS_PLACES)
             x5 = row_of(source_ptr, maps[0], end + 2, tokens, inside, stride, HAS_PLACES)
             x6 = row_of(source_ptr, maps[0], end + 3, tokens, inside, stride, HAS_PLACES)
-            for step in range(0, STEPS + 4, 4):
+            for step in tl.range(0, STEPS + 4, 4, num_stages=AHEAD):
                 token = end - step
                 # Of the rows token - 3 to token + 3 the last three are here already.
                 x0 = row_of(source_ptr, maps[0], token - 3, tokens, inside, stride, HAS_PLACES)

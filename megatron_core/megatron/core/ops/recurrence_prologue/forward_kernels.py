@@ -27,7 +27,7 @@ def to_length_one(y, scaled, eps):
 @triton.jit(do_not_specialize=["tokens", "units"])
 def prologue_forward_kernel(
     source_ptr,
-    weight_ptr,
+    taps_ptr,
     bias_ptr,
     rates_ptr,
     step_bias_ptr,
@@ -95,6 +95,7 @@ def prologue_forward_kernel(
         column = first_column(section, QUERY, KEY, VALUE, BLOCK)
         inside = columns_inside(section, tl.arange(0, BLOCK), KEYS, VALUES, BLOCK)
         channel = unit * (2 * KEYS + VALUES) + column  # of all units
+        channels = units * (2 * KEYS + VALUES)
         token = start + tl.arange(0, BLOCK_T)
         real = token < tokens
         age = tl.load(ages_ptr + token, mask=real, other=0)
@@ -115,10 +116,10 @@ def prologue_forward_kernel(
                     back - age,
                     real & (age < back),
                     inside,
-                    units * (2 * KEYS + VALUES),
+                    channels,
                     WIDTH,
                 )
-            pre += tap(weight_ptr + channel * WIDTH, inside, back, WIDTH)[None, :] * row
+            pre += tap(taps_ptr + channel, channels, inside, back, WIDTH)[None, :] * row
         y = pre * tl.sigmoid(pre)
         if NORMALISED:
             y = to_length_one(y, section < 2, eps)

@@ -42,10 +42,13 @@ def columns_inside(
 
 
 @triton.jit
-def tap(weight_ptr, inside, TAP: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the weights that meet the token TAP before, zero where there are none."""
+def tap(taps_ptr, apart, inside, TAP: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the weights that meet the token TAP before, zero where there are none.
+
+    Taps lie `apart` from each other, and the weights of one side by side.
+    """
     columns = tl.arange(0, inside.shape[0])
-    at = weight_ptr + columns * WIDTH + (WIDTH - 1 - TAP)
+    at = taps_ptr + (WIDTH - 1 - TAP) * apart + columns
     return tl.load(at, mask=inside & (TAP < WIDTH), other=0.0).to(tl.float32)
 
 

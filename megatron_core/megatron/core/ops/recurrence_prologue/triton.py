@@ -29,22 +29,25 @@ GATES = 1024
 
 FORWARD = Launches(
     "prologue_forward",
-    {"BLOCK_T": 32, "num_warps": 8, "num_stages": 2},
+    {"BLOCK_T": 32, "num_warps": 8, "num_stages": 1},  # nothing in a loop
     others=(
-        {"BLOCK_T": 16, "num_warps": 4, "num_stages": 2},
-        {"BLOCK_T": 32, "num_warps": 4, "num_stages": 2},
-        {"BLOCK_T": 64, "num_warps": 8, "num_stages": 2},
+        {"BLOCK_T": 16, "num_warps": 4, "num_stages": 1},
+        {"BLOCK_T": 32, "num_warps": 4, "num_stages": 1},
+        {"BLOCK_T": 64, "num_warps": 8, "num_stages": 1},
     ),
 )
+# A round of the walk waits for the one before; its loads need not: two rounds are under way.
 BACKWARD = Launches(
     "prologue_backward",
-    {"LANES": 4, "STEPS": 64, "num_warps": 4, "num_stages": 2},
+    {"LANES": 4, "STEPS": 64, "AHEAD": 3, "num_warps": 4, "num_stages": 1},
     others=(
-        {"LANES": 2, "STEPS": 64, "num_warps": 2, "num_stages": 2},
-        {"LANES": 4, "STEPS": 32, "num_warps": 4, "num_stages": 2},
-        {"LANES": 4, "STEPS": 64, "num_warps": 8, "num_stages": 2},
-        {"LANES": 8, "STEPS": 64, "num_warps": 8, "num_stages": 2},
-        {"LANES": 8, "STEPS": 32, "num_warps": 4, "num_stages": 2},
+        {"LANES": 4, "STEPS": 64, "AHEAD": 1, "num_warps": 4, "num_stages": 1},
+        {"LANES": 4, "STEPS": 64, "AHEAD": 2, "num_warps": 4, "num_stages": 1},
+        {"LANES": 2, "STEPS": 64, "AHEAD": 3, "num_warps": 2, "num_stages": 1},
+        {"LANES": 4, "STEPS": 32, "AHEAD": 3, "num_warps": 4, "num_stages": 1},
+        {"LANES": 4, "STEPS": 64, "AHEAD": 3, "num_warps": 8, "num_stages": 1},
+        {"LANES": 8, "STEPS": 64, "AHEAD": 3, "num_warps": 8, "num_stages": 1},
+        {"LANES": 8, "STEPS": 32, "AHEAD": 1, "num_warps": 4, "num_stages": 1},
     ),
 )
 
@@ -174,12 +177,13 @@ class _Prologue(torch.autograd.Function):
 
     dgrad: of rows, each written once, and of the rows before sequences. wgrad: of taps, their bias,
     rates and the bias of steps: partial sums of shares of the tokens, then their sum. Saves the
-    arguments.
+    arguments; of the weight, a copy [W, u, c], of which a thread loads several columns at once.
     """
 
     @staticmethod
     def forward(ctx, call: _Call, source, initial, weight, bias, rates, step_bias):
-        source, saved = _contiguous(source, initial, weight, bias, rates, step_bias)
+        taps = weight.movedim(-1, 0)
+        source, saved = _contiguous(source, initial, taps, bias, rates, step_bias)
         parts, units, tokens = call.parts, source.shape[1], call.sequences.tokens
         heads = units * parts.heads
         query, key = source.new_empty(2, tokens, units, parts.key_channels).unbind()
@@ -190,7 +194,7 @@ class _Prologue(torch.autograd.Function):
         ctx.save_for_backward(source, *saved)
         ctx.call = call
         if tokens and units:
-            initial, weight, bias, rates, step_bias = saved
+            initial, taps, bias, rates, step_bias = saved
             launch = FORWARD.pick(source, call.key(source))
             constants = call.constants(
                 source, has_bias=bias is not None, has_initial=initial is not None
@@ -199,8 +203,8 @@ class _Prologue(torch.autograd.Function):
             constants["GATE_T"] = min(constants["GATE_T"], launch["BLOCK_T"])
             prologue_forward_kernel[grid](
                 source,
-                weight,
-                weight if bias is None else bias,
+                taps,
+                taps if bias is None else bias,
                 rates,
                 step_bias,
                 source if initial is None else initial,
@@ -221,7 +225,8 @@ class _Prologue(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         call: _Call = ctx.call
-        source, initial, weight, bias, rates, step_bias = ctx.saved_tensors
+        source, initial, *weights = ctx.saved_tensors
+        taps, bias, rates, step_bias = weights
         units, tokens, parts = source.shape[1], call.sequences.tokens, call.parts
         d_source = torch.empty(source.shape, dtype=source.dtype, device=source.device)
         if call.places is not None:
@@ -232,7 +237,7 @@ class _Prologue(torch.autograd.Function):
         stretch = launch["LANES"] * launch["STEPS"]
         shares = min(most, triton.cdiv(tokens, stretch)) if units else 0
         kind = {"dtype": torch.float32, "device": source.device}
-        taps = torch.empty((shares, units, call.width + 1, parts.convolved), **kind)
+        convolution = torch.empty((shares, units, call.width + 1, parts.convolved), **kind)
         gates = torch.empty((shares, 2, units * parts.heads), **kind)
         if shares:
             constants = call.constants(
@@ -240,8 +245,8 @@ class _Prologue(torch.autograd.Function):
             )
             prologue_backward_kernel[(shares * units * sections_of(parts),)](
                 source,
-                weight,
-                weight if bias is None else bias,
+                taps,
+                taps if bias is None else bias,
                 rates,
                 step_bias,
                 source if initial is None else initial,
@@ -249,7 +254,7 @@ class _Prologue(torch.autograd.Function):
                 *(grad.contiguous() for grad in grads),
                 d_source,
                 source if initial is None else d_initial,
-                taps,
+                convolution,
                 gates,
                 *_numbers(source, tokens, shares),
                 EPSILON,
@@ -257,7 +262,7 @@ class _Prologue(torch.autograd.Function):
                 **constants,
                 **launch,
             )
-        return None, d_source, d_initial, *_summed(taps, gates, weight, bias, rates, step_bias)
+        return None, d_source, d_initial, *_summed(convolution, gates, weights)
 
 
 def _contiguous(source, *others):
@@ -273,11 +278,12 @@ def _numbers(source: torch.Tensor, tokens: int, *shares: int) -> tuple[int, ...]
     return tokens, source.shape[1], *shares, rows, units
 
 
-def _summed(taps, gates, weight, bias, rates, step_bias):
+def _summed(convolution, gates, weights):
     """Return the gradients of weights from those of shares, [P, u, W + 1, c] and [P, 2, H]."""
-    width = weight.shape[-1]
-    found, rest = taps.sum(0), gates.sum(0)
+    taps, bias, rates, step_bias = weights
+    width = taps.shape[0]
+    found, rest = convolution.sum(0), gates.sum(0)
     d_weight = found[:, :width].transpose(1, 2)  # [u, c, W]
     d_bias = None if bias is None else found[:, width].to(bias.dtype)
     d_rates, d_step_bias = rest[0].to(rates.dtype), rest[1].to(step_bias.dtype)
-    return d_weight.to(weight.dtype).contiguous(), d_bias, d_rates, d_step_bias
+    return d_weight.to(taps.dtype).contiguous(), d_bias, d_rates, d_step_bias

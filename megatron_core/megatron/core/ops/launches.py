@@ -3,7 +3,8 @@
 
 A kernel has a default, which tests, the interpreter and budgets see, and candidates. Nothing is
 tried out while a model runs: `launches.json` says which candidate is faster on which device, and
-holds only those whose results agreed with the reference when they were timed there. So a kernel is
+holds only those whose results agreed with the reference when they were timed there. What another
+release of Triton compiles was not held to anything, so its entries are passed over. So a kernel is
 the same in every run and in every CUDA graph, and a size that was never seen costs nothing.
 """
 
@@ -13,8 +14,10 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.resources import files
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -64,16 +67,29 @@ class Launches:
         if tensor.device.type != "cuda":
             return dict(self.default)
         measured = measured_launches(torch.cuda.get_device_name(tensor.device))
-        return dict(measured.get(f"{self.name} {key}".strip(), self.default))
+        found = measured.get(f"{self.name} {key}".strip(), self.default)
+        return dict(found if found in self.candidates else self.default)
 
 
 @functools.cache
 def measured_launches(device_name: str) -> Mapping[str, Mapping[str, int]]:
     """Return the launches that were measured on devices of this name, by kernel and key.
 
+    Those that another release of Triton compiled are left out.
+
     Args:
         device_name: as CUDA says it, such as NVIDIA H200.
     """
-    table = json.loads(files("megatron.core.ops").joinpath("launches.json").read_text("utf-8"))
-    entries = table.get(device_name, {})
-    return MappingProxyType({name: entry["launch"] for name, entry in entries.items()})
+    text = files("megatron.core.ops").joinpath("launches.json").read_text("utf-8")
+    return of_release(json.loads(text).get(device_name, {}), version("triton"))
+
+
+def of_release(entries: Mapping[str, Any], release: str) -> Mapping[str, Mapping[str, int]]:
+    """Return the launches of a device's entries that this release of Triton has compiled."""
+    return MappingProxyType(
+        {
+            name: entry["launch"]
+            for name, entry in entries.items()
+            if entry["versions"]["triton"] == release
+        }
+    )

@@ -33,15 +33,29 @@ def test_a_processor_takes_the_default():
 
 
 def test_a_device_takes_what_was_measured_there(monkeypatch):
-    table = {"sweep k128": {"BLOCK": 32, "num_warps": 8}}
+    table = {
+        "sweep k128": {"BLOCK": 32, "num_warps": 8},
+        "sweep k256": {"BLOCK": 12345, "num_warps": 8},  # of an older candidate
+    }
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
     monkeypatch.setattr(launches, "measured_launches", lambda name: {"Card": table}[name])
     assert SWEEP.pick(FakeTensor(), "k128") == {"BLOCK": 32, "num_warps": 8}
+    assert SWEEP.pick(FakeTensor(), "k256") == SWEEP.default
     assert SWEEP.pick(FakeTensor(), "k64") == SWEEP.default
 
 
-def test_the_table_holds_launches_by_device():
+def test_what_another_release_of_triton_compiled_is_passed_over():
+    entries = {
+        name: {"launch": {"BLOCK": size}, "versions": {"triton": release}}
+        for name, size, release in (("a", 1, "3.4.0"), ("b", 2, "3.6.0"))
+    }
+    assert launches.of_release(entries, "3.6.0") == {"b": {"BLOCK": 2}}
+
+
+def test_the_table_holds_entries_by_device():
+    pytest.importorskip("triton")
     text = files("megatron.core.ops").joinpath("launches.json").read_text("utf-8")
-    for device, entries in json.loads(text).items():
-        assert launches.measured_launches(device).keys() == entries.keys()
+    for entries in json.loads(text).values():
+        for entry in entries.values():
+            assert {"launch", "versions"} <= entry.keys()
     assert launches.measured_launches("a device that nobody has") == {}

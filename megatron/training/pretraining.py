@@ -50,6 +50,7 @@ from megatron.training.monitoring.context_line import context_line, context_word
 from megatron.training.monitoring.data_parallel_line import data_parallel_line
 from megatron.training.monitoring.expert_line import expert_line
 from megatron.training.monitoring.flops import visible_square
+from megatron.training.monitoring.kernel_line import kernel_line
 from megatron.training.monitoring.load_balance import load_balance
 from megatron.training.monitoring.log_line import LogPart
 from megatron.training.monitoring.metrics import Metrics
@@ -324,6 +325,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             expert_line(run, session.model.config),
             batch_line(run),
             data_parallel_line(session.step.engine, session.optimizer),
+            kernel_line(run.config, place.device),
             *session.data.notes,
             early_gather(run.config)[1],
         ):

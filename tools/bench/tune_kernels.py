@@ -30,6 +30,7 @@ import torch
 from megatron.core.ops.launches import Launches
 from tools.bench import trials_recurrences, trials_tokens
 from tools.bench.gpu_timing import Stopwatch
+from tools.bench.rehearsal import be_interpreted
 from tools.bench.trials import Problem, Trial, all_launches, started_with
 
 TABLE = Path(__file__).parents[2] / "megatron_core/megatron/core/ops/launches.json"
@@ -42,6 +43,7 @@ UNREHEARSED = (
     "recurrence_sweep_dual",
     "recurrence_reverse",
     "recurrence_gradients",
+    "recurrence_gradients_dual",
     "prologue_backward",
 )
 Race = Callable[[Mapping[str, Callable[[], object]]], Mapping[str, list[float]]]
@@ -216,6 +218,12 @@ def updated(table: Mapping[str, dict], device_name: str, name: str, found: dict 
     return dict(sorted((others | {device_name: dict(sorted(entries.items()))}).items()))
 
 
+def tunable(*, rehearse: bool) -> list[str]:
+    """Return the names of the launches that have candidates, in a rehearsal of those it tries."""
+    names = {name for trial in TRIALS for name in trial.launches if all_launches()[name].others}
+    return sorted(names - set(UNREHEARSED if rehearse else ()))
+
+
 def tune(
     tuner: Tuner,
     device_name: str,
@@ -236,15 +244,16 @@ def tune(
         table: from before.
     """
     problems = []
-    known = all_launches()
+    known, names = all_launches(), tunable(rehearse=tuner.rehearse)
     for trial in TRIALS:
         shapes = (trial.tiny,) if tuner.rehearse else trial.shapes
         work = [
-            (known[name], s) for name in trial.launches for s in shapes if name.startswith(only)
+            (known[name], s)
+            for name in trial.launches
+            for s in shapes
+            if name in names and name.startswith(only)
         ]
         for launches, shape in work:
-            if not launches.others or (tuner.rehearse and launches.name in UNREHEARSED):
-                continue
             if time.monotonic() > end:
                 problems.append(f"{launches.name} {dict(shape)}: not tried: no time left")
                 continue
@@ -278,6 +287,11 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
     parser.add_argument("--output", type=Path, default=TABLE, help="the table to bring up to date")
     options = parser.parse_args()
+    if options.rehearse:
+        be_interpreted()
+    names = tunable(rehearse=options.rehearse)
+    if not any(name.startswith(options.only) for name in names):
+        parser.exit(2, f"tune_kernels: no name begins with {options.only!r}: {' '.join(names)}\n")
     if not options.rehearse and not torch.cuda.is_available():
         print("tune_kernels: torch sees no GPU here: nothing is measured")
         return 0

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
+from tests.unit_tests.core.ops.aot.description import Description
 
 PARTS = Path(__file__).with_name("aot")
 
@@ -76,7 +76,9 @@ def needs(description: Description, architecture: int) -> dict[str, int]:
 def main() -> None:
     """Print {"triton": version, "described": all names, "kernels": {kernel/sm_NN: its needs}}."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="for every architecture, not the quick")
+    parser.add_argument(
+        "--all", action="store_true", help="for every architecture of each, not the quick"
+    )
     parser.add_argument("--only", help="one part: the name of its file before _kernels.py")
     parser.add_argument("--list", action="store_true", help="compile nothing")
     options = parser.parse_args()
@@ -84,10 +86,10 @@ def main() -> None:
     found = {
         f"{each.name}/sm_{architecture}": needs(each, architecture)
         for each in described
-        for architecture in (ARCHITECTURES if options.all else each.quick)
+        for architecture in (each.architectures if options.all else each.quick)
         if not options.list
     }
-    names = [f"{each.name}/sm_{n}" for each in described for n in ARCHITECTURES]
+    names = [f"{each.name}/sm_{n}" for each in described for n in each.architectures]
     result = {"triton": triton.__version__, "described": names, "kernels": found}
     json.dump(result, sys.stdout, indent=1)
 

@@ -51,6 +51,13 @@ def rows_of_both(query_ptr, key_ptr, is_key_row, column, mask):
 
 
 @triton.jit
+def factors(strength_ptr, is_key_row, scale, mask):
+    """Return what a row [2C] that was read is multiplied by: the scale, of keys minus strength."""
+    strength = tl.load(strength_ptr, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(is_key_row, -strength, scale)
+
+
+@triton.jit
 def changes(
     value, state, key, growth, strength, solved_t, CORRECTS: tl.constexpr, PRECISION: tl.constexpr
 ):
@@ -237,10 +244,7 @@ def recurrence_gradients_kernel(
         small_place = large_place + chunks.to(tl.int64) * heads * CHUNK
         growth = tl.exp(tl.load(large_place + row) + tl.load(small_place + row))
         gate_place = strength_ptr + head * strength_stride_h
-        strength = tl.load(gate_place + token * strength_stride_t, alive, 0.0).to(tl.float32)
         both_growth = tl.exp(tl.load(large_place + both) + tl.load(small_place + both))
-        factor = -tl.load(gate_place + both_token * strength_stride_t, both_alive, 0.0)
-        factor = tl.where(is_key_row, factor.to(tl.float32), scale)
         solved_t = key
         if CORRECTS:
             solved_place = solved_ptr + number * CHUNK * CHUNK + row[None, :] * CHUNK
@@ -266,6 +270,7 @@ def recurrence_gradients_kernel(
             pulls = rows_of_both(grad_place, x_place, is_key_row, column, both_tile)
             dense = (token[:, None] * heads + head) * values + column[None, :]
             x = tl.load(x_ptr + dense, mask=tile, other=0.0).to(tl.float32)
+            strength = tl.load(gate_place + token * strength_stride_t, alive, 0.0).to(tl.float32)
             value_place = value_ptr + head * value_stride_h + token[:, None] * value_stride_t
             value = tl.load(value_place + column[None, :], mask=tile, other=0.0)
             grad_strength += tl.sum(x * value.to(tl.float32), 1)
@@ -277,21 +282,23 @@ def recurrence_gradients_kernel(
             pair = rows_of_both(query_place, key_place, is_key_row, feature, is_in_pair)
             part = tl.dot(pulls, tl.trans(state), input_precision=PRECISION) * both_growth[:, None]
             along += tl.sum(part * pair.to(tl.float32), 1)
+            both_gate = gate_place + both_token * strength_stride_t
+            factor = factors(both_gate, is_key_row, scale, both_alive)
             grad_reads += part * factor[:, None]
             left, whole = left_behind(large_place, small_place, CHUNK)
             key_t = tl.trans(tl.load(key_tile, mask=is_in_key, other=0.0)).to(tl.float32)
             part_t = tl.dot(grad_state, change_t, input_precision=PRECISION) * left[None, :]
             along_end += tl.sum(part_t * key_t, 0)
             grad_writes += part_t
-        # Again, since it was not kept in registers.
+        # Again, since it was not kept in registers. Then Z, N.
         pair = rows_of_both(query_place, key_place, is_key_row, feature, is_in_pair)
-        inner *= faded(
-            large_place, small_place, both, is_key_row, first.to(tl.int32), CHUNK
-        )  # Z, N
+        inner *= faded(large_place, small_place, both, is_key_row, first.to(tl.int32), CHUNK)
         pairs = inner * tl.dot(pair, tl.trans(key), input_precision=PRECISION)
         if CORRECTS:
             lower = tl.where(is_key_row, along + tl.sum(pairs, 1), 0.0)
             grad_strength -= tl.reshape(summed_halves(lower[:, None], 1, CORRECTS, CHUNK), [CHUNK])
+        both_gate = gate_place + both_token * strength_stride_t
+        factor = factors(both_gate, is_key_row, scale, both_alive)
         reads = summed_halves((along * factor)[:, None], 1, CORRECTS, CHUNK)
         pairs = summed_halves(pairs * factor[:, None], CHUNK, CORRECTS, CHUNK)
         inner = (inner * factor[:, None]).to(key.dtype)

@@ -48,6 +48,7 @@ class Description:
         label: tells descriptions of the same kernel apart.
         quick: the architectures that `make test` compiles, 30 in all; the nightly tests compile
             every kernel for all. The heaviest kernels have both, the lightest none.
+        architectures: all on which it is ever launched so.
     """
 
     kernel: Any
@@ -56,6 +57,7 @@ class Description:
     divisible: tuple[str, ...] = ()
     label: str = ""
     quick: tuple[int, ...] = (90,)
+    architectures: tuple[int, ...] = ARCHITECTURES
 
     @property
     def name(self) -> str:

@@ -10,11 +10,12 @@ from megatron.core.ops.chunked_recurrence.gradient_kernels import (
 )
 from megatron.core.ops.chunked_recurrence.reverse_kernels import reverse_sweep_kernel
 from tests.unit_tests.core.ops.aot.description import Description
-from tests.unit_tests.core.ops.aot.recurrence_kernels import DELTA, DUAL, SUMMED, strides
+from tests.unit_tests.core.ops.aot.recurrence_kernels import DELTA, DUAL, SUMMED, TALL, strides
 
 TYPES = SUMMED | {"begin_ptr": "*i64", "scale": "fp32"}
 REVERSED = TYPES | {"grad_last_ptr": "*fp32", "grad_initial_ptr": "*fp32"}
 DIFFERENTIATED = TYPES | {"decay_ptr": "*fp32", "grad_decay_ptr": "*fp32", "lowest_decay": "fp32"}
+DIFFERENTIATED |= {"grad_strength_ptr": "*fp32"}
 
 
 def launched(sizes: dict[str, int]) -> dict[str, object]:
@@ -32,42 +33,51 @@ def launched(sizes: dict[str, int]) -> dict[str, object]:
     }
 
 
-def reversed_sweep(label: str, sizes: dict[str, int], quick: tuple[int, ...]) -> Description:
+def reversed_sweep(label: str, sizes: dict[str, int], **options: tuple[int, ...]) -> Description:
     """Describe the sweep that stores what gradients need."""
     flags = {"HAS_GRAD_LAST": True, "STORES": True}
-    launch = launched(sizes) | flags | recurrence.REVERSE.default
+    narrow = recurrence.REVERSE if sizes["keys"] <= 128 else recurrence.REVERSE_TALL
+    launch = launched(sizes) | flags | narrow.default
     return Description(
-        kernel=reverse_sweep_kernel, launch=launch, types=REVERSED, label=label, quick=quick
+        kernel=reverse_sweep_kernel, launch=launch, types=REVERSED, label=label, **options
     )
 
 
 def gradients(
-    label: str, sizes: dict[str, int], together: int, quick: tuple[int, ...]
+    label: str, sizes: dict[str, int], together: int, **options: tuple[int, ...]
 ) -> Description:
     """Describe the gradients by programs of so many heads, of which Blackwell takes one."""
+    narrow = recurrence.GRADIENTS if sizes is DELTA else recurrence.GRADIENTS_DUAL
+    narrow = narrow if sizes["keys"] <= 128 else recurrence.GRADIENTS_TALL
     launch = launched(sizes) | {
-        **recurrence.GRADIENTS.default,
+        **narrow.default,
         "decay_stride_t": sizes["heads"],
         "decay_stride_h": 1,
         "VALUES": sizes["values"],
         "ROWS": 128 if sizes is DELTA else 64,
         "HEADS": together,
-        "BLOCK_V": min(sizes["values"], recurrence.GRADIENTS.default["BLOCK_V"]),
+        "BLOCK_V": min(sizes["values"], narrow.default["BLOCK_V"]),
     }
     return Description(
         kernel=recurrence_gradients_kernel,
         launch=launch,
         types=DIFFERENTIATED,
         label=label,
-        quick=quick,
+        **options,
     )
 
 
+HOPPER = {"architectures": (90,)}
+
 KERNELS = (
-    reversed_sweep("delta", DELTA, (90,)),
-    reversed_sweep("ssd", DUAL, ()),
-    gradients("delta", DELTA, 1, (90,)),
-    gradients("ssd", DUAL, 1, ()),
+    reversed_sweep("delta", DELTA, quick=(90,)),
+    reversed_sweep("ssd", DUAL, quick=()),
+    reversed_sweep("ssd 256", TALL, quick=(), **HOPPER),
+    gradients("delta", DELTA, 1, quick=(90,)),
+    gradients("delta two heads", DELTA, 2, quick=(), **HOPPER),
+    gradients("ssd", DUAL, 1, quick=()),
+    gradients("ssd 16 heads", DUAL, 16, quick=(), **HOPPER),
+    gradients("ssd 256", TALL, 24, quick=(), **HOPPER),
     Description(
         kernel=sum_units_kernel,
         launch={"UNITS": 2, "BLOCK": 128, "num_warps": 1},

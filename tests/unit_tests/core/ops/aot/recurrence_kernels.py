@@ -3,16 +3,29 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron.core.ops.chunked_recurrence import triton as recurrence
 from megatron.core.ops.chunked_recurrence.sweep_kernels import sweep_kernel
 from megatron.core.ops.gated_delta_rule.triton import SOLVE, solve_kernel
-from megatron.core.ops.state_space_dual.triton import SUMS, decay_sums_kernel
-from tests.unit_tests.core.ops.aot.description import Description
+from megatron.core.ops.row_steps import row_tile
+from megatron.core.ops.state_space_dual.skip_kernels import (
+    add_skip_backward_kernel,
+    add_skip_kernel,
+)
+from megatron.core.ops.state_space_dual.triton import SKIP, SKIP_BACKWARD, SUMS, decay_sums_kernel
+from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
 
-#: The delta rule of Qwen3-Next, and SSD of Nemotron-H.
+#: The delta rule of Qwen3-Next, SSD of Nemotron-H, and of the tallest states.
 DELTA = {"heads": 32, "shared": 2, "keys": 128, "values": 128}
 DUAL = {"heads": 128, "shared": 16, "keys": 128, "values": 64}
-SUMMED = {"sums_ptr": "*fp32", "first_ptr": "*i64", "end_ptr": "*i64"}
+TALL = {"heads": 24, "shared": 24, "keys": 256, "values": 64}
+SUMMED = {
+    "strength_ptr": "*fp32",
+    "sums_ptr": "*fp32",
+    "first_ptr": "*i64",
+    "end_ptr": "*i64",
+}
 SWEPT = SUMMED | {
     "begin_ptr": "*i64",
     "initial_ptr": "*fp32",
@@ -39,6 +52,7 @@ def swept(label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bo
     """Describe one use of the sweep."""
     names = ("SEEN", "VALUE", "INITIAL", "OUT", "STARTS", "LAST", "TOTAL")
     narrow = recurrence.SWEEP if sizes is DELTA else recurrence.SWEEP_DUAL
+    narrow = narrow if sizes["keys"] <= 128 else recurrence.SWEEP_TALL
     launch = {
         **sizes,
         **strides(sizes),
@@ -48,7 +62,15 @@ def swept(label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bo
         "KEYS": sizes["keys"],
         **narrow.default,
     }
-    return Description(kernel=sweep_kernel, launch=launch, types=SWEPT, label=label, quick=quick)
+    architectures = ARCHITECTURES if sizes["keys"] <= 128 else (90,)
+    return Description(
+        kernel=sweep_kernel,
+        launch=launch,
+        types=SWEPT,
+        label=label,
+        quick=quick,
+        architectures=architectures,
+    )
 
 
 SOLVED = {
@@ -60,6 +82,7 @@ KERNELS = (
     swept("delta starts", (), DELTA, value=True, initial=True, starts=True),
     swept("delta M", (), DELTA, last=True),
     swept("ssd", (90,), DUAL, value=True, initial=True, out=True, last=True),
+    swept("ssd 256", (), TALL, value=True, initial=True, out=True, last=True),
     swept("ssd summary", (), DUAL, value=True, last=True, total=True),
     Description(
         kernel=solve_kernel,
@@ -78,8 +101,22 @@ KERNELS = (
     Description(
         kernel=decay_sums_kernel,
         launch={"CHUNK": 64, **SUMS.default},
-        types=SUMMED | {"decay_ptr": "*fp32", "lowest": "fp32"},
+        types={x: kind for x, kind in SUMMED.items() if x != "strength_ptr"}
+        | {"decay_ptr": "*fp32", "lowest": "fp32"},
         divisible=("heads",),
         quick=(),
+    ),
+    *(
+        Description(
+            kernel=kernel,
+            launch=row_tile(launches, torch.empty(0, dtype=torch.bfloat16), DUAL["values"]),
+            types={"skip_ptr": "*fp32"} | types,
+            divisible=("heads", "features"),
+            quick=(),
+        )
+        for kernel, launches, types in (
+            (add_skip_kernel, SKIP, {}),
+            (add_skip_backward_kernel, SKIP_BACKWARD, {"partial_ptr": "*fp32"}),
+        )
     ),
 )

@@ -7,7 +7,8 @@ python -m tools.gpu --rehearse              everything tiny, on a CPU, in Triton
 python -m tools.gpu --rehearse --quick      the part of this that takes seconds
 
 No virtual environment and no network: torch, triton, numpy, safetensors, pytest and transformers
-are all that is needed; flash-linear-attention and mamba_ssm are raced where they can be imported.
+are all that is needed; flash-linear-attention and mamba_ssm are raced where they can be imported,
+which is said first.
 Each stage has a limit, and all together one deadline. A stage that fails does not stop the next;
 the exit code is 1 then. Without a GPU it says so and ends well.
 """
@@ -24,6 +25,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tools.bench.rehearsal import INTERPRETED
+from tools.gpu_peers import refusals, said_of
 from tools.gpu_stages import Outcome, Stage, run_stage
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +65,7 @@ def environment(*, rehearse: bool = False) -> dict[str, str]:
     found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     found.pop("TRITON_INTERPRET", None)
     if rehearse:
-        found |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        found |= INTERPRETED
     return found
 
 
@@ -99,9 +102,16 @@ def stages(options: argparse.Namespace, parts: Path) -> list[Stage]:
     return found
 
 
-def run(options: argparse.Namespace, parts: Path) -> list[Outcome]:
-    """Run the stages one after another."""
+def run(options: argparse.Namespace, parts: Path) -> tuple[dict[str, str | None], list[Outcome]]:
+    """Say which peers there are, then run the stages one after another.
+
+    Returns:
+        (why each peer cannot be imported, None where it can; how the stages ended).
+    """
     deadline = time.monotonic() + DEADLINE * (PATIENCE if options.rehearse else 1)
+    peers = refusals(options.stages, environment(rehearse=options.rehearse))
+    for peer, refusal in peers.items():
+        print(f"gpu: {said_of(peer, refusal)}", flush=True)
     outcomes = []
     for stage in stages(options, parts):
         print(f"gpu: {stage.name}: at most {stage.seconds:g} s", flush=True)
@@ -113,10 +123,12 @@ def run(options: argparse.Namespace, parts: Path) -> list[Outcome]:
                 deadline=deadline,
             )
         )
-    return outcomes
+    return peers, outcomes
 
 
-def report(outcomes: list[Outcome], parts: Path, output: Path) -> None:
+def report(
+    peers: Mapping[str, str | None], outcomes: list[Outcome], parts: Path, output: Path
+) -> None:
     """Print the table, what is open and how stages ended; write the results of the benches."""
     from tools.bench.gpu_results import joined, text_of
 
@@ -126,35 +138,37 @@ def report(outcomes: list[Outcome], parts: Path, output: Path) -> None:
         | {"commands": len(o.last_lines)}
         for o in outcomes
     }
-    path, found = joined(ended, parts, output)
+    path, found = joined(ended, parts, output, peers=peers)
     print(text_of(found))
     print(f"gpu: written to {path}")
 
 
-def main() -> int:
-    """Run what was asked for and return the exit code."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the options there are."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--tests", action="store_true", help="the tests only")
-    parser.add_argument("--bench", action="store_true", help="the benches only")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
     parser.add_argument("--quick", action="store_true", help="of a rehearsal the quickest part")
     parser.add_argument("--output", default=None, help="folder for the results")
+    return parser
+
+
+def main() -> int:
+    """Run what was asked for and return the exit code."""
+    parser = command_line()
     options = parser.parse_args()
     if options.quick and not options.rehearse:
         parser.error("--quick is of a rehearsal: add --rehearse")
-    if options.tests != options.bench:
-        options.stages = [s for s in options.stages if (s == "tests") == options.tests]
     reason = None if options.rehearse else missing_gpu()
     if reason is not None:
         print(f"gpu: {reason}: nothing to run here")
         return 0
     with tempfile.TemporaryDirectory() as parts:
-        outcomes = run(options, Path(parts))
+        peers, outcomes = run(options, Path(parts))
         output = options.output or (REHEARSED if options.rehearse else RESULTS)
-        report(outcomes, Path(parts), Path(output))
+        report(peers, outcomes, Path(parts), Path(output))
     failed = [o for o in outcomes if o.problems]
     for outcome in outcomes:
         state = f"{len(outcome.problems)} problems" if outcome.problems else "passed"

@@ -4,6 +4,7 @@ GPU."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import gpu
+from tools import gpu, gpu_peers
+from tools.bench import gpu_bench, rehearsal
 from tools.bench.gpu_results import rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +118,50 @@ def put_stand_ins(folder: Path) -> None:
         path.write_text(text)
 
 
+def test_peers_that_cannot_be_imported_are_named_with_the_reason(tmp_path):
+    put_stand_ins(tmp_path)
+    environment = bare(tmp_path)
+    found = gpu_peers.refusals(["tests", "kernels"], environment)
+    assert found == {"flash-linear-attention": None, "mamba_ssm": None}
+    assert gpu_peers.refusals(["tests", "decode"], environment) == {}
+    (tmp_path / "fla/__init__.py").write_text("import no_such_library\n")
+    (tmp_path / "mamba_ssm/__init__.py").write_text("import time\ntime.sleep(60)\n")
+    found = gpu_peers.refusals(["kernels"], environment, seconds=3)
+    assert found == {
+        "flash-linear-attention": "ModuleNotFoundError: No module named 'no_such_library'",
+        "mamba_ssm": "not imported within 3 s",
+    }
+
+
+def test_what_is_documented_of_make_gpu_is_understood():
+    texts = [
+        (ROOT / name).read_text()
+        for name in ("Makefile", ".github/workflows/ci.yml", "bench_results/README.md")
+    ]
+    found = re.findall(r'GPU_FLAGS=(?:"([^"]+)"|(\S+))', "\n".join(texts))
+    assert len(found) >= 6
+    for quoted, plain in found:
+        gpu.command_line().parse_args((quoted or plain).split())
+
+
+def test_a_rehearsal_turns_the_interpreter_on(monkeypatch):
+    started = []
+    monkeypatch.setattr(rehearsal.os, "execve", lambda *words: started.append(words))
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "tools.bench.some", "--rehearse"])
+    monkeypatch.setattr(sys, "argv", ["some", "--rehearse"])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    gpu_bench.options_of(argparse.ArgumentParser())
+    ((python, command, environment),) = started
+    assert [python, command[1:]] == [sys.executable, ["-m", "tools.bench.some", "--rehearse"]]
+    assert environment["TRITON_INTERPRET"] == "1"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    gpu_bench.options_of(argparse.ArgumentParser())
+    monkeypatch.setattr(sys, "argv", ["some"])
+    monkeypatch.delenv("TRITON_INTERPRET")
+    gpu_bench.options_of(argparse.ArgumentParser())
+    assert len(started) == 1
+
+
 QUICK = ["-m", "tools.gpu", "--rehearse", "--quick", "--stages", "tests", "kernels"]
 
 
@@ -137,6 +183,9 @@ def test_the_quickest_part_of_a_rehearsal(tmp_path):
     }
     assert [row["what"].split()[0] for row in rows_of(found)] == ["RMSNorm", "RMSNorm"]
     assert "RMSNorm" in done.stdout
+    first = done.stdout.splitlines()[: len(found["peers"])]
+    assert first == [f"gpu: {gpu_peers.said_of(*each)}" for each in found["peers"].items()]
+    assert set(found["peers"]) == {"flash-linear-attention", "mamba_ssm"}
 
 
 @pytest.mark.slow

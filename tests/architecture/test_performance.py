@@ -11,11 +11,13 @@ import re
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from tools import write_performance
+from tools.bench import gpu_decode
 from tools.bench.gpu_bench import Bench, require_same
 from tools.bench.gpu_results import joined, rows_of, text_of
 from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, open_targets, verdict
@@ -53,6 +55,26 @@ def test_the_page_is_as_written():
         assert "\nmake gpu\n" in text
 
 
+def test_the_page_and_the_bench_promise_the_same_of_decoding():
+    promised = dict(write_performance.PROMISES)["decode of recurrent layers and of paged attention"]
+    assert promised == (
+        "80 % of the bandwidth of copies from 32 rows on; 1 row is reported without a target,"
+        " because one row has too few bytes to fill the device"
+    )
+    rows = {}
+    for count in (1, 31, 32):
+        bench = Mock(device=torch.device("cpu"), dtype=torch.float32)
+        bench.sized.side_effect = lambda full, small: small
+        bench.drawn.side_effect = lambda *shape, dtype=None: torch.randn(shape)
+        bench.watch.on_gpu = False
+        with patch.object(gpu_decode, "agree"):
+            gpu_decode.recurrent(bench, count)
+        rows[count] = bench.race.call_args.kwargs
+    assert [rows[n]["targets"] for n in (1, 31, 32)] == [[], [], ["share >= 0.8"]]
+    assert promised.endswith(rows[1]["note"].split("; ")[1])
+    assert "target" not in rows[32]["note"]
+
+
 def test_made_up_results_are_rendered(tmp_path):
     stages = {
         "tests": {"when": "2031-05-06T07:08:09", "seconds": 61.0, "commands": 9, "problems": {}},
@@ -67,8 +89,12 @@ def test_made_up_results_are_rendered(tmp_path):
         },
     }
     machine = {"device": "NVIDIA H200", "torch": "9.9"}
+    peers = {"fla": None, "mamba_ssm": "ModuleNotFoundError: No module named 'mamba_ssm'"}
     older = {"when": "2030-01-01T00:00:00", "machine": machine | {"device": "Older"}, "stages": {}}
-    for name, found in (("b", older), ("a", {"when": "2031-05-06T07:10:09", "stages": stages})):
+    for name, found in (
+        ("b", older),
+        ("a", {"when": "2031-05-06T07:10:09", "stages": stages, "peers": peers}),
+    ):
         (tmp_path / f"{name}.json").write_text(json.dumps({"machine": machine} | found))
     text = write_performance.page(write_performance.read(tmp_path))
     assert text.index("## NVIDIA H200, 2031-05-06") < text.index("## Older, 2030-01-01")
@@ -78,6 +104,8 @@ def test_made_up_results_are_rendered(tmp_path):
     assert "- split: fla >= 1.6 (fla cannot be imported)" in text
     assert "rope: ValueError: a / b" in text
     assert "`k<a/b>`" in text
+    assert "\nfla can be imported.\n" in text
+    assert "mamba_ssm cannot be imported: ModuleNotFoundError: No module named 'mamba_ssm'." in text
     assert "there are no numbers" not in text
 
 
@@ -115,15 +143,16 @@ def test_stages_of_one_day_join_one_file(tmp_path):
     (parts / "decode.json").write_text(
         json.dumps({"rows": [row(bench="decode")], "rates": {}, "problems": {"c": "d"}})
     )
-    path, _ = joined({"decode": ended}, parts, folder)
+    path, _ = joined({"decode": ended}, parts, folder, peers={"a": None, "b": "gone"})
     later = ended | {"when": "2031-05-06T09:00:00", "problems": {}}
-    again, found = joined({"tests": later}, parts, folder)
+    again, found = joined({"tests": later}, parts, folder, peers={"b": None})
     assert path == again
     assert path.name.endswith("-2031-05-06.json")
     assert found == json.loads(path.read_text())
     assert found["stages"]["decode"]["problems"] == {"a": "b", "c": "d"}
     assert [r["bench"] for r in rows_of(found)] == ["decode"]
     assert found["machine"]["torch"]
+    assert found["peers"] == {"a": None, "b": None}
     assert "| tests | 1 | 1 | none |" in text_of(found)
 
 

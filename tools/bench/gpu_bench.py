@@ -22,6 +22,7 @@ import torch
 
 from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, verdict
 from tools.bench.gpu_timing import Call, Stopwatch, measured_rates, ratio_of
+from tools.bench.rehearsal import be_interpreted
 
 Size = TypeVar("Size")
 OURS = "ours"
@@ -179,12 +180,15 @@ class Bench:
 
 
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the options that all benches on a GPU have."""
+    """Read the options that all benches on a GPU have; a rehearsal turns the interpreter on."""
     parser.add_argument("--part", default=None, help="file for what was measured, as JSON")
     parser.add_argument("--seconds", type=float, default=600.0, help="no case starts after these")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
     parser.add_argument("--quick", action="store_true", help="of a rehearsal the quickest part")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rehearse:
+        be_interpreted()
+    return options
 
 
 def no_device(options: argparse.Namespace, name: str) -> bool:

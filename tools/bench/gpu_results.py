@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One file of results a device and day: what `make gpu` measured, on what, and what is still open.
 
-    {"when", "machine": {...}, "stages": {name: {"when", "seconds", "commands", "problems",
-                                                  "rates", "rows": [GpuRow], "kernels"}}}
+    {"when", "machine": {...}, "peers": {name: why it cannot be imported, or null},
+     "stages": {name: {"when", "seconds", "commands", "problems", "rates",
+                       "rows": [GpuRow], "kernels"}}}
 
 Stages that run apart on one day join one file; a stage that runs again replaces itself.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tools.bench.gpu_rows import GpuRow, gpu_table, open_targets, rates_text
+from tools.gpu_peers import said_of
 
 #: Whose versions a reader needs, those of peers too; the names of their distributions.
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "pytest")
@@ -44,13 +46,20 @@ def machine() -> dict[str, str]:
     return found
 
 
-def joined(ended: Mapping[str, dict], parts: Path, folder: Path) -> tuple[Path, dict]:
+def joined(
+    ended: Mapping[str, dict],
+    parts: Path,
+    folder: Path,
+    *,
+    peers: Mapping[str, str | None] | None = None,
+) -> tuple[Path, dict]:
     """Write how stages ended and what they measured beside those of the same device and day.
 
     Args:
         ended: "when", "seconds", "commands" and "problems" of each stage.
         parts: folder with what each bench left.
         folder: of the results.
+        peers: that were looked for, and why each cannot be imported; None where it can.
 
     Returns:
         (the file, all that it holds).
@@ -61,6 +70,7 @@ def joined(ended: Mapping[str, dict], parts: Path, folder: Path) -> tuple[Path, 
     path = folder / f"{device}-{when[:10]}.json"
     found = json.loads(path.read_text("utf-8")) if path.is_file() else {"stages": {}}
     found |= {"when": when, "machine": about}
+    found["peers"] = found.get("peers", {}) | dict(peers or {})
     for name, stage in ended.items():
         part = parts / f"{name}.json"
         left = json.loads(part.read_text("utf-8")) if part.is_file() else {}
@@ -81,6 +91,8 @@ def text_of(found: Mapping) -> str:
     about, rows = found["machine"], rows_of(found)
     versions = ", ".join(f"{name} {value}" for name, value in about.items() if name != "device")
     lines = [f"## {about['device']}, {found['when'][:10]}", "", versions + "."]
+    for peer, refusal in found.get("peers", {}).items():
+        lines += ["", f"{said_of(peer, refusal)}."]
     for name, stage in found["stages"].items():
         rates = rates_text(stage.get("rates", {}))
         if rates:

@@ -7,6 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 MET, MISSED, OPEN = "met", "missed", "open"
+#: Decoding is promised this share of the bandwidth of copies, from so many rows on.
+DECODE_SHARE, DECODE_ROWS = 0.8, 32
+NO_DECODE_TARGET = "without a target, because one row has too few bytes to fill the device"
+DECODE_PROMISE = (
+    f"{DECODE_SHARE:.0%} of the bandwidth of copies from {DECODE_ROWS} rows on; 1 row is reported"
+    f" {NO_DECODE_TARGET}"
+).replace("%", " %")
 
 
 class Peer(TypedDict):

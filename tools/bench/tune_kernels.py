@@ -220,7 +220,8 @@ def updated(table: Mapping[str, dict], device_name: str, name: str, found: dict 
 
 def tunable(*, rehearse: bool) -> list[str]:
     """Return the names of the launches that have candidates, in a rehearsal of those it tries."""
-    names = {name for trial in TRIALS for name in trial.launches if all_launches()[name].others}
+    known = all_launches()
+    names = {name for trial in TRIALS for name in trial.launches if known[name].others}
     return sorted(names - set(UNREHEARSED if rehearse else ()))
 
 
@@ -289,7 +290,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.rehearse:
         be_interpreted()
-    names = tunable(rehearse=options.rehearse)
+    names = tunable(rehearse=options.rehearse) if options.only else [""]
     if not any(name.startswith(options.only) for name in names):
         parser.exit(2, f"tune_kernels: no name begins with {options.only!r}: {' '.join(names)}\n")
     if not options.rehearse and not torch.cuda.is_available():

@@ -28,6 +28,12 @@ FIELDS = ("registers", "stack_bytes", "shared_bytes")
 Needs = Mapping[str, Mapping[str, int]]
 
 
+def parts() -> list[str]:
+    """Return the parts that the kernels are described in."""
+    files = Path(__file__).with_name("aot").glob("*_kernels.py")
+    return sorted(path.stem.removesuffix("_kernels") for path in files)
+
+
 def compiled(*arguments: str) -> dict:
     """Run `compile_kernels.py` in a process and a cache of its own; return what it prints."""
     with tempfile.TemporaryDirectory() as cache:
@@ -129,6 +135,8 @@ def main() -> None:
     parser.add_argument("--raise", dest="raising", action="append", default=[], metavar="NAME")
     parser.add_argument("--new-release", action="store_true", help="move to the installed Triton")
     options = parser.parse_args()
+    if options.only not in (None, *parts()):
+        parser.exit(2, f"kernel_budget: no part is named {options.only!r}: {' '.join(parts())}\n")
     found = compiled("--all", *(["--only", options.only] if options.only else []))
     described = found["described"] if options.only is None else compiled("--list")["described"]
     old = json.loads(RECORD.read_text("utf-8"))

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import megatron.core.ops as ops
+from tests.unit_tests.core.ops import kernel_budget
 from tests.unit_tests.core.ops.kernel_budget import (
     RECORD,
     SHARED_BYTES,
@@ -78,6 +79,16 @@ def test_aot_all_kernels_on_all_architectures():
 
 def needs(registers=100, stack=0, shared=4096):
     return {"k/sm_90": {"registers": registers, "stack_bytes": stack, "shared_bytes": shared}}
+
+
+def test_a_part_that_is_not_there_is_answered_with_those_that_are(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["kernel_budget.py", "--only", "nosuch"])
+    with pytest.raises(SystemExit) as stopped:
+        kernel_budget.main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "named 'nosuch'" in line
+    assert " prologue " in line
 
 
 def test_a_record_is_exact_for_its_release_of_triton():

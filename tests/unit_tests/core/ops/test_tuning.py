@@ -146,10 +146,11 @@ def test_every_kernel_with_candidates_has_a_trial():
 
 
 def rehearse(*arguments):
-    """Run the tool in the interpreter and return what it prints."""
+    """Run the tool as it is documented, which turns the interpreter on; return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tools.bench.tune_kernels", "--rehearse", *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=900,
@@ -162,6 +163,19 @@ def rehearse(*arguments):
 def test_a_rehearsal_tunes_a_kernel_in_the_interpreter():
     lines = rehearse("--only", "write_to_pages").splitlines()
     assert [line.split(":")[0].split(" ")[0] for line in lines] == ["write_to_pages"]
+
+
+def test_names_that_are_not_there_are_answered_with_those_that_are(monkeypatch, capsys):
+    monkeypatch.setattr(tune_kernels, "be_interpreted", lambda: None)
+    # One with candidates that no rehearsal can try.
+    for only, options in (("nosuch", []), ("prologue_backward", ["--rehearse"])):
+        monkeypatch.setattr(sys, "argv", ["tune_kernels", "--only", only, *options])
+        with pytest.raises(SystemExit) as stopped:
+            tune_kernels.main()
+        assert stopped.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"begins with '{only}'" in line
+        assert "write_to_pages" in line
 
 
 @pytest.mark.slow

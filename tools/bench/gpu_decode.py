@@ -5,8 +5,8 @@ python -m tools.bench.gpu_decode
 
 What a token reads and writes is its layer's state, or its row's keys and values: that is all there
 is to do. As in a model, layers come one after another, each with memory of its own, and all of a
-step is one CUDA graph; a figure is that of one layer. 80 % of that bandwidth is promised from 32 rows on: 1 row is reported without a
-target, because one row has too few bytes to fill the device.
+step is one CUDA graph; a figure is that of one layer. 80 % of that bandwidth is promised from 32
+rows on; 1 row is reported without a target, because one row has too few bytes to fill the device.
 """
 
 from __future__ import annotations

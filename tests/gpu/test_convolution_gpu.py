@@ -102,6 +102,21 @@ def test_launches_of_a_convolution(device):
     )
 
 
+def test_a_step_is_one_kernel(device):
+    """Beside it taps are transposed."""
+    rows, dtype = sized(200, 5), DTYPES[-1]
+    x = made(device, rows, UNITS, APART).to(dtype)[..., :COLUMNS]
+    weight, bias = made(device, UNITS, COLUMNS, 4).to(dtype), made(device, UNITS, COLUMNS).to(dtype)
+    state = made(device, rows, 3, UNITS, COLUMNS).to(dtype)
+    slots = torch.arange(rows, device=device).flip(0)
+
+    def step():
+        options = {"state": state, "slots": slots, "activation": "silu"}
+        return causal_conv1d_step(x, weight, bias, implementation="triton", **options)
+
+    assert_launches(step, {"convolution_step_kernel": 1}, allowed=("copy",))
+
+
 def test_a_convolution_is_the_same_every_time(device):
     call, inputs = convolution(device, bias=True, initial=True)
     leaves = [x.to(DTYPES[-1]).requires_grad_() for x in inputs]
@@ -227,6 +242,17 @@ def test_lengths(device, dtype, features):
         return l2norm(wide[..., 4 : 4 + features], implementation=implementation)
 
     agree(call, (wide,), dtype)
+
+
+def test_lengths_take_a_kernel_each_way(device):
+    wide = made(device, sized(999, 5), 2, sized(772, 12)).to(DTYPES[-1])
+    x = wide[..., 4 : sized(132, 9)].requires_grad_()
+    pull = torch.ones_like(x)
+
+    def both():
+        return torch.autograd.grad(l2norm(x, implementation="triton"), x, pull)
+
+    assert_launches(both, {"l2norm_forward_kernel": 1, "l2norm_backward_kernel": 1})
 
 
 @pytest.mark.machine

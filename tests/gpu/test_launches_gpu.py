@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megatron.core.ops.attention import attention
+from megatron.core.ops.dropout import dropout
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
-from megatron.core.ops.permutation import Permutation, take_rows
+from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.swiglu import gated
 from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
@@ -135,6 +136,29 @@ def test_rows_take_a_kernel_each_way(device, name, function, kernels):
         lambda *xs, **o: function(*(xs if len(xs) > 1 else (xs[0], None)), **o), leaves
     )
     assert_launches(call, kernels, allowed=("sum", "copy", "add"))
+
+
+def test_a_weighted_sum_of_rows_has_both_its_gradients_in_one_kernel(device):
+    copies = 3
+    order = torch.arange(ROWS * copies, device=device).flip(0)
+    permutation = Permutation.of(order[1:], ROWS, copies)
+    leaves = inputs_of(device, (len(order) - 1, FEATURES), (ROWS, copies))
+    call = gradients_of(lambda y, w, **o: sum_rows(y, permutation, weights=w, **o), leaves)
+    assert_launches(call, {"sum_rows_kernel": 1, "sum_rows_backward_kernel": 1})
+
+
+def test_dropout_drops_in_a_kernel_each_way(device):
+    """Hashes of rows and of columns are torch's; what is as large as the input is the kernel's."""
+    leaves = inputs_of(device, (ROWS, 2, FEATURES))
+    site = {
+        "rate": 0.1,
+        "key": 5,
+        "sample_ids": torch.tensor([8, 3], device=device),
+        "position_ids": torch.arange(ROWS, device=device),
+    }
+    found = launched(gradients_of(lambda x, **o: dropout(x, **site, **o), leaves))
+    assert found.kernels == {"dropout_kernel": 2}
+    assert not any(is_product(name) for name in found.others), found.others
 
 
 def test_cross_entropy_multiplies_a_chunk_thrice(device):

@@ -128,6 +128,17 @@ def test_attention(device, dtype, case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_attention_with_sinks(device, dtype, window):
+    shapes = [(SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)]
+    agree(
+        lambda q, k, v, sinks, **o: attention(q, k, v, sinks=sinks, window=window, **o)[0],
+        [*(made(device, *shape) for shape in shapes), torch.linspace(-1, 6, HEADS, device=device)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("features", sized([192, 256, 272], [136]))
 def test_attention_of_wide_heads(device, dtype, features):
     """Latent attention has heads of 192, some models of 256; 272 take tiles of 512."""

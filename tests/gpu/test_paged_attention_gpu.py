@@ -28,8 +28,11 @@ MIXED = sized(
     ((1, 700, 512, 5, 1, 0, 1), (3001, 700, 1900, 64, 0, 9, 256)),
     ((1, 19, 7, 1), (30, 19, 20, 0)),
 )
+#: In more pieces than are merged at once, of which each has keys.
+LONG_DECODE = sized(((1, 1), (9001, 8192)), ((1,), (8192,)))
 CASES = {
     "decode": (DECODE, {}),
+    "decode of long contexts": (LONG_DECODE, {}),
     "decode with sinks": (DECODE, {"sinks": True}),
     "decode in a window": (DECODE, {"window": sized(900, 9)}),
     "decode of small pages": (DECODE, {"block_size": 16, "padding": 3}),
@@ -90,6 +93,24 @@ def test_launches(device):
             ),
             expected,
         )
+
+
+def test_writing_is_one_kernel(device):
+    tokens, dtype = sized(100, 5), DTYPES[-1]
+    caches = torch.zeros(2, tokens, 16, HEADS[1], FEATURES, device=device, dtype=dtype)
+    key, value = torch.randn(tokens, HEADS[1], 2 * FEATURES, device=device).to(dtype).chunk(2, -1)
+    slots = torch.arange(tokens, device=device) * 7
+    assert_launches(
+        lambda: write_to_pages(
+            key,
+            value,
+            key_cache=caches[0],
+            value_cache=caches[1],
+            slot_mapping=slots,
+            implementation="triton",
+        ),
+        {"write_to_pages_kernel": 1},
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,16 +18,31 @@ from tests.support.paged_rows import paged_rows
 
 DECODE = {"new": (1, 1, 0, 1, 1), "contexts": (50, 1, 7, 0, 33)}
 MIXED = {"new": (1, 18, 5, 1, 0), "contexts": (20, 18, 37, 0, 9)}
+#: As many tiles of keys as pieces: five of 32 keys, which are merged two at a time.
+LONG_DECODE = {"new": (1, 0, 1), "contexts": (150, 9, 70)}
+#: Three pieces with keys; and the first of 16 queries, at place 126, may not see the last key of
+#: the tile that it is in.
+LONG_MIXED = {"new": (1, 16, 2, 0), "contexts": (37, 142, 66, 9)}
 # rows, heads, features, block size, padding behind the rows, window, sinks, pieces
 CASES = {
     "decode": (DECODE, (4, 2), 8, 16, 0, None, False, 1),
     "decode in pieces": (DECODE, (6, 2), 24, 16, 3, None, False, 3),
+    "decode in more pieces than are merged at once": (
+        LONG_DECODE,
+        (6, 2),
+        24,
+        16,
+        0,
+        None,
+        False,
+        5,
+    ),
     "decode in pieces with sinks": (DECODE, (3, 1), 16, 64, 0, None, True, 2),
     "decode in a window in pieces": (DECODE, (2, 2), 8, 16, 1, 9, True, 2),
     "more heads than a tile has": (DECODE, (40, 1), 8, 16, 0, None, True, 1),
     "mixed": (MIXED, (6, 2), 24, 16, 5, None, False, 1),
     "mixed with sinks": (MIXED, (4, 4), 8, 32, 0, None, True, 1),
-    "mixed in pieces": (MIXED, (3, 1), 16, 16, 4, None, True, 3),
+    "mixed in pieces": (LONG_MIXED, (3, 1), 16, 16, 4, None, True, 3),
     "mixed in a window": (MIXED, (6, 2), 8, 16, 0, 9, False, 1),
     "mixed in a window in pieces": (MIXED, (4, 2), 8, 64, 2, 20, True, 2),
     "more rows than are looked at at once": (

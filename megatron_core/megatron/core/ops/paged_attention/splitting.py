@@ -5,9 +5,9 @@ Reading the cache is all that a decode step costs. A program reads one row's key
 a batch of b rows with g groups has only b g programs, while a device needs a few for each of its
 processors to reach its bandwidth. So contexts are cut, each program reads one piece, and a second
 kernel merges the results of the pieces by their log-sum-exps (Dao et al., "Flash-Decoding for
-long-context inference", 2023). The result of a piece is written and read in fp32, 8 d bytes a
-head, while its keys and values take 4 d bytes a token in bf16: with r heads in a group, pieces of
-256 tokens add 2 r / 256 of the traffic, 6 % at r = 8.
+long-context inference", 2023). The result of a piece is 4 d bytes a head in fp32, written once and
+read once, while its keys and values take 4 d bytes a token in bf16: with r heads in a group, pieces
+of 256 tokens add 8 r d bytes to 4 d 256, which is 6 % at r = 8.
 """
 
 from __future__ import annotations

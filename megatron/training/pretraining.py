@@ -298,6 +298,23 @@ class SessionSteps:
             self._session.place.watch.iteration = iteration
 
 
+def choices_of(session: Session) -> list[str]:
+    """Return the lines that say what a run has chosen, and why."""
+    run = session.run
+    lines = (
+        pipeline_line(run),
+        context_line(run),
+        *linear_lines(run),
+        expert_line(run, session.model.config),
+        batch_line(run),
+        data_parallel_line(session.step.engine, session.optimizer),
+        kernel_line(run.config, session.place.device),
+        *session.data.notes,
+        early_gather(run.config)[1],
+    )
+    return [line for line in lines if line is not None]
+
+
 def run_loop(session: Session, progress: Progress, start: str) -> None:
     """Train from `progress` to the end."""
     run, place, logging = session.run, session.place, session.run.config.logging
@@ -318,19 +335,8 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         display, metrics = watching.display, watching.metrics
         steps = SessionSteps(session, batches, watching.on_iteration)
         display.log(describe(session))
-        for line in (
-            pipeline_line(run),
-            context_line(run),
-            *linear_lines(run),
-            expert_line(run, session.model.config),
-            batch_line(run),
-            data_parallel_line(session.step.engine, session.optimizer),
-            kernel_line(run.config, place.device),
-            *session.data.notes,
-            early_gather(run.config)[1],
-        ):
-            if line is not None:
-                display.log(line)
+        for line in choices_of(session):
+            display.log(line)
         display.log(start)
         if place.attempt:
             display.log(f"restart {place.attempt} by the launcher")

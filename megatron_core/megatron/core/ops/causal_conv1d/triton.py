@@ -18,8 +18,8 @@ from megatron.core.ops.causal_conv1d.kernels import (
     convolution_last_kernel,
     convolution_step_kernel,
 )
-from megatron.core.ops.causal_conv1d.marks import Marks
 from megatron.core.ops.launches import Launches
+from megatron.core.ops.marks import Marks
 from megatron.core.ops.row_steps import RowSteps
 from megatron.core.ops.sequences import Sequences
 

@@ -101,16 +101,6 @@ def store_as(place, found, mask):
 
 
 @triton.jit
-def store_gates(
-    decay_ptr, grad_decay_ptr, grad_strength_ptr, grad_decay, grad_strength, gate, alive, lowest
-):
-    """Store gradients of a head's decays and strengths; 0 of decays that were taken as lowest."""
-    grad_decay = tl.where(tl.load(decay_ptr, mask=alive, other=0.0) > lowest, grad_decay, 0.0)
-    store_as(grad_decay_ptr + gate, grad_decay, alive)
-    store_as(grad_strength_ptr + gate, grad_strength, alive)
-
-
-@triton.jit
 def store_pair(
     grad_query_ptr,
     grad_key_ptr,
@@ -185,9 +175,6 @@ def recurrence_gradients_kernel(
     value_stride_h: tl.constexpr,
     strength_stride_t: tl.constexpr,
     strength_stride_h: tl.constexpr,
-    decay_ptr,
-    decay_stride_t: tl.constexpr,
-    decay_stride_h: tl.constexpr,
     grad_ptr,
     grad_stride_t: tl.constexpr,
     grad_stride_h: tl.constexpr,
@@ -199,7 +186,6 @@ def recurrence_gradients_kernel(
     grad_value_ptr,
     grad_decay_ptr,
     grad_strength_ptr,
-    lowest_decay,
     CORRECTS: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
@@ -306,11 +292,9 @@ def recurrence_gradients_kernel(
         grad_writes = tl.dot(tl.trans(pair), inner, acc=grad_writes, input_precision=PRECISION)
         grad_decay = decay_gradient(pairs, along_end, tl.reshape(reads, [CHUNK]), order)
         grad_decay += whole * kept
-        store_gates(
-            decay_ptr + token * decay_stride_t + head * decay_stride_h,
-            *(grad_decay_ptr, grad_strength_ptr, grad_decay, grad_strength),
-            *(token * heads + head, alive, lowest_decay),
-        )
+        # Of a decay that nothing outlives every term is 0: each has its exponential in it.
+        store_as(grad_decay_ptr + token * heads + head, grad_decay, alive)
+        store_as(grad_strength_ptr + token * heads + head, grad_strength, alive)
     store_pair(
         *(grad_query_ptr, grad_key_ptr, grad_reads, grad_writes),
         *(first_ptr + chunk, end_ptr + chunk, unit, units, keys),

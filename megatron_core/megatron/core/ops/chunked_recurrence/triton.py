@@ -28,7 +28,6 @@ from megatron.core.ops.chunked_recurrence.gradient_kernels import (
 from megatron.core.ops.chunked_recurrence.reverse_kernels import reverse_sweep_kernel
 from megatron.core.ops.chunked_recurrence.sweep_kernels import sweep_kernel
 from megatron.core.ops.chunked_recurrence.tiles import Tiles
-from megatron.core.ops.decay import LOWEST_DECAY
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_by_device import uses_tensor_memory
@@ -293,9 +292,8 @@ def gradients(
     # Of fp32 three products on tensor cores: without, this takes minutes to compile.
     recurrence_gradients_kernel[(tiles.count * units,)](
         *prepared.arguments(),
-        *(inputs.decay, *inputs.decay.stride()),
         *(grad, *grad.stride()[:2]),
-        *(starts, ends, x, *pair, value, decay, strength, LOWEST_DECAY),
+        *(starts, ends, x, *pair, value, decay, strength),
         **prepared.constants(),
         VALUES=padded(prepared.values),
         ROWS=tiles.size * (2 if prepared.corrects else 1),

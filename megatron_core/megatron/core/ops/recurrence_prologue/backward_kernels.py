@@ -72,7 +72,7 @@ def lent(row, initials, number, age, inside, BACK: tl.constexpr, WIDTH: tl.const
 def give_back(pulls, d_initial_ptr, number, starts, inside, stride, WIDTH: tl.constexpr):
     """Store the gradients of the rows before sequences that begin at these tokens."""
     columns = tl.arange(0, inside.shape[0])
-    row = (number * (WIDTH - 1) + (WIDTH - 1)) * stride
+    row = (number.to(tl.int64) * (WIDTH - 1) + (WIDTH - 1)) * stride
     at = d_initial_ptr + row[:, None] + columns[None, :]
     mask = starts[:, None] & inside[None, :]
     for back in tl.static_range(1, WIDTH):

@@ -83,6 +83,6 @@ def row_before(
 ):
     """Return the rows `back` before their sequences [tokens, BLOCK]."""
     columns = tl.arange(0, inside.shape[0])
-    row = (number * (WIDTH - 1) + (WIDTH - 1 - back)) * initial_stride
+    row = (number.to(tl.int64) * (WIDTH - 1) + (WIDTH - 1 - back)) * initial_stride
     at = initial_ptr + row[:, None] + columns[None, :]
     return tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)

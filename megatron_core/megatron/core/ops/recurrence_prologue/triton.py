@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 
 from megatron.core.ops.causal_conv1d.borders import Borders
 from megatron.core.ops.launches import Launches
+from megatron.core.ops.marks import Marks
 from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue.backward_kernels import prologue_backward_kernel
@@ -78,9 +78,10 @@ class _Call:
     width: int
 
     def maps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return int64 [t] of each token: its row, its number in its sequence, and that one's."""
-        ages, numbers = self.sequences.made("ages", lambda: _ages(self.sequences))
-        return ages if self.places is None else self.places.rows, ages, numbers
+        """Return [t] of each token: its row, its number in its sequence, and that one's."""
+        marks = Marks.of(self.sequences)
+        rows = marks.after if self.places is None else self.places.rows
+        return rows, marks.after, marks.number
 
     def constants(self, source: torch.Tensor, *, has_bias: bool, has_initial: bool) -> dict:
         """Return the compile-time constants that both kernels have."""
@@ -161,15 +162,6 @@ def sections_of(parts: UnitParts) -> int:
 def alignment(source: torch.Tensor) -> int:
     """Return the largest power of two, up to 16, that both strides are multiples of."""
     return math.gcd(16, *source.stride()[:2])
-
-
-def _ages(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of each token its number in its sequence, and the number of that one."""
-    lengths = np.asarray(sequences.lengths, dtype=np.int64)
-    starts = np.repeat(np.asarray(sequences.bounds[:-1], dtype=np.int64), lengths)
-    ages = np.arange(sequences.tokens) - starts
-    numbers = np.repeat(np.arange(sequences.count), lengths)
-    return sequences.moved(ages), sequences.moved(numbers)
 
 
 class _Prologue(torch.autograd.Function):

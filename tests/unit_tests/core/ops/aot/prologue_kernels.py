@@ -7,7 +7,7 @@ from megatron.core.ops.recurrence_prologue.backward_kernels import prologue_back
 from megatron.core.ops.recurrence_prologue.forward_kernels import prologue_forward_kernel
 from tests.unit_tests.core.ops.aot.description import Description
 
-MAPS = {"places_ptr": "*i64", "ages_ptr": "*i64", "numbers_ptr": "*i64"}
+MAPS = {"places_ptr": "*i64", "ages_ptr": "*i32", "numbers_ptr": "*i32"}
 NUMBERS = {"rates_ptr": "*fp32", "step_bias_ptr": "*fp32"} | dict.fromkeys(
     ("eps", "low", "high"), "fp32"
 )

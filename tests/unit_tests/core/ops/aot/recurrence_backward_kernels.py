@@ -14,7 +14,7 @@ from tests.unit_tests.core.ops.aot.recurrence_kernels import DELTA, DUAL, SUMMED
 
 TYPES = SUMMED | {"begin_ptr": "*i64", "scale": "fp32"}
 REVERSED = TYPES | {"grad_last_ptr": "*fp32", "grad_initial_ptr": "*fp32"}
-DIFFERENTIATED = TYPES | {"decay_ptr": "*fp32", "grad_decay_ptr": "*fp32", "lowest_decay": "fp32"}
+DIFFERENTIATED = TYPES | {"grad_decay_ptr": "*fp32"}
 DIFFERENTIATED |= {"grad_strength_ptr": "*fp32"}
 
 
@@ -51,8 +51,6 @@ def gradients(
     narrow = narrow if sizes["keys"] <= 128 else recurrence.GRADIENTS_TALL
     launch = launched(sizes) | {
         **narrow.default,
-        "decay_stride_t": sizes["heads"],
-        "decay_stride_h": 1,
         "VALUES": sizes["values"],
         "ROWS": 128 if sizes is DELTA else 64,
         "HEADS": together,

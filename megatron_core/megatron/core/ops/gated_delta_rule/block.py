@@ -82,10 +82,6 @@ class Block:
         """[Q Kᵀ ; K Kᵀ] [m, G, 2C, C]."""
         return product(self.pair, self.key.mT)
 
-    def _faded(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return raw ∘ D [m, H, C, C] for raw [m, G, C, C]."""
-        return (raw[:, :, None] * self.by_group(self.falls)).flatten(1, 2)
-
     @cached_property
     def seen(self) -> torch.Tensor:
         """P = Q Kᵀ ∘ D [m, H, C, C]."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test folder that exceeds its seconds fails the run, and the budgets fit into the whole."""
+"""Exceeded seconds are reported, and fail only where enforced; the budgets fit into the whole."""
 
 from __future__ import annotations
 
@@ -44,23 +44,35 @@ def run_with(tmp_path: Path, entries: str, *flags: str) -> subprocess.CompletedP
     [
         ('"tests" = 0.1', 1, "tests took"),
         ('"tests" = 9\n"tests/unit" = 0.1', 1, "tests/unit took"),
-        ('"elsewhere" = 9', 1, "tests/unit has no seconds"),
         ('"tests" = 0.55', 0, ""),
     ],
-    ids=["exceeded", "longest entry", "no entry", "slow not counted"],
+    ids=["exceeded", "longest entry", "slow not counted"],
 )
-def test_a_folder_is_held_to_its_seconds(
+def test_an_enforced_budget_fails_a_slow_folder(
     tmp_path: Path, entries: str, status: int, line: str
 ) -> None:
-    done = run_with(tmp_path, entries)
+    done = run_with(tmp_path, entries, "--enforce-time-budget")
     assert done.returncode == status, done.stdout + done.stderr
     assert ("time budget" in done.stdout) == bool(line)
     assert line in done.stdout
     assert "2 passed" in done.stdout.splitlines()[-1]
 
 
+def test_a_slow_machine_is_reported_and_fails_no_change(tmp_path: Path) -> None:
+    done = run_with(tmp_path, '"tests" = 0.1')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests took" in done.stdout
+
+
+def test_a_folder_without_an_entry_fails(tmp_path: Path) -> None:
+    done = run_with(tmp_path, '"elsewhere" = 9')
+    assert done.returncode == 1
+    assert "tests/unit has no seconds" in done.stdout
+
+
 def test_slack_can_be_given(tmp_path: Path) -> None:
-    assert run_with(tmp_path, '"tests" = 0.1', "--budget-slack", "9").returncode == 0
+    done = run_with(tmp_path, '"tests" = 0.1', "--enforce-time-budget", "--budget-slack", "9")
+    assert done.returncode == 0
 
 
 def test_the_budgets_fit_into_the_whole() -> None:

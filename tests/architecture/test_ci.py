@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,15 @@ def test_a_change_runs_these_jobs() -> None:
 
 
 def test_gpu_jobs_wait_for_the_queue_or_a_label() -> None:
+    """The label counts when it is set, so commits pushed after it do not run on our machines."""
     jobs = workflow("ci.yml")["jobs"]
     for name in GPU_JOBS:
-        assert "merge_group" in jobs[name]["if"]
-        assert "'run-gpu'" in jobs[name]["if"]
+        queue, label = " ".join(jobs[name]["if"].split()).split(" || ")
+        assert queue == "github.event_name == 'merge_group'"
+        assert label.strip("()").split(" && ") == [
+            "github.event.action == 'labeled'",
+            "github.event.label.name == 'run-gpu'",
+        ]
         assert "self-hosted" in jobs[name]["runs-on"]
     assert not any("if" in jobs[name] for name in JOBS - GPU_JOBS)
 
@@ -67,6 +73,84 @@ def test_every_night_runs_these_jobs() -> None:
     nightly = workflow("nightly.yml")
     assert set(nightly["jobs"]) == {"test-all", "coverage", "soak", "torch-2-10"}
     assert "schedule" in nightly["on"]
+
+
+def test_new_commits_drop_the_gpu_label() -> None:
+    """With a token that may write, so no code of the pull request is checked out."""
+    drop = workflow("drop-gpu-label.yml")
+    assert "synchronize" in drop["on"]["pull_request_target"]["types"]
+    assert drop["permissions"] == {}
+    assert drop["jobs"]["drop"]["permissions"] == {"pull-requests": "write"}
+    assert not any("uses" in step for step in steps(drop))
+    assert any("--remove-label run-gpu" in step["run"] for step in steps(drop))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in WORKFLOWS.glob("*.yml")), ids=lambda name: name
+)
+def test_actions_are_pinned_and_leave_no_token(name: str) -> None:
+    text = (WORKFLOWS / name).read_text(encoding="utf-8")
+    lines = re.findall(r"uses: (.*)", text)
+    pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
+    assert all(re.fullmatch(pinned, line) for line in lines), lines
+    for step in steps(workflow(name)):
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+
+
+def test_branch_protection_asks_for_the_job_that_exists() -> None:
+    ruleset = json.loads((WORKFLOWS.parent / "rulesets/main.json").read_text(encoding="utf-8"))
+    rules = {rule["type"]: rule.get("parameters", {}) for rule in ruleset["rules"]}
+    assert ruleset["enforcement"] == "active"
+    assert {"deletion", "non_fast_forward", "pull_request", "merge_queue"} <= set(rules)
+    assert rules["pull_request"]["require_code_owner_review"] is True
+    assert rules["pull_request"]["dismiss_stale_reviews_on_push"] is True
+    checks = rules["required_status_checks"]["required_status_checks"]
+    jobs = workflow("ci.yml")["jobs"]
+    assert [check["context"] for check in checks] == ["required"]
+    slowest = max(jobs[name]["timeout-minutes"] for name in JOBS)
+    waited = rules["merge_queue"]["check_response_timeout_minutes"]
+    assert waited >= slowest + jobs["required"]["timeout-minutes"]
+
+
+@pytest.mark.parametrize(("tag", "passes"), [("right", True), ("v9.9.9", False)])
+def test_a_release_is_of_the_version_that_its_tag_names(tag: str, passes: bool) -> None:
+    (step,) = [s for s in steps(workflow("release.yml")) if "the tag is" in s.get("name", "")]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    ref = f"v{version.split('!')[-1]}" if tag == "right" else tag
+    environment = {**os.environ, "GITHUB_REF_NAME": ref}
+    done = subprocess.run(
+        ["bash", "-e", "-c", step["run"]],
+        env=environment, cwd=ROOT, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode == 0) == passes, done.stderr
+
+
+def test_only_publishing_may_write() -> None:
+    release = workflow("release.yml")
+    assert release["on"] == {"push": {"tags": ["v*"]}}
+    assert release["permissions"] == {"contents": "read"}
+    assert "permissions" not in release["jobs"]["build"]
+    assert set(release["jobs"]["publish"]["permissions"]) == {
+        "contents",
+        "id-token",
+        "attestations",
+    }
+    attested = [s["uses"].split("@")[0] for s in steps(release) if "attest" in s.get("uses", "")]
+    assert attested == ["actions/attest-build-provenance", "actions/attest-sbom"]
+
+
+def test_forms_for_issues_and_pull_requests_parse() -> None:
+    folder = WORKFLOWS.parent
+    for path in sorted((folder / "ISSUE_TEMPLATE").glob("*.yml")):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.name != "config.yml":
+            assert {"name", "description", "body"} <= set(form)
+    asked = (folder / "pull_request_template.md").read_text(encoding="utf-8").lower()
+    for word in ("unit", "functional", "typing", "docs", "format", "issue"):
+        assert re.search(rf"- \[ \] .*\b{word}", asked), word
+    ecosystems = yaml.safe_load((folder / "dependabot.yml").read_text(encoding="utf-8"))["updates"]
+    assert {e["package-ecosystem"] for e in ecosystems} == {"github-actions", "pip"}
 
 
 @pytest.mark.parametrize("name", ["ci.yml", "nightly.yml"])
@@ -80,8 +164,6 @@ def test_workflows_call_what_exists_and_may_do_little(name: str) -> None:
     assert all((ROOT / folder).is_dir() for folder in folders), folders
     assert parsed["permissions"] == {"contents": "read"}
     assert all("timeout-minutes" in job for job in parsed["jobs"].values())
-    uses = [step["uses"] for step in steps(parsed) if "uses" in step]
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+(\.\d+)*", use) for use in uses), uses
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,22 @@ def test_wheels_hold_their_tree_and_nothing_else(wheels: tuple[Path, Path]) -> N
     project = ROOT / "megatron_core"
     data = {"megatron/core/py.typed", "megatron/core/ops/launches.json"}
     assert core == modules_of(project / "megatron", project) | data
-    assert apps == modules_of(ROOT / "megatron", ROOT)
+    # The applications share the namespace megatron: each of them is typed by itself (PEP 561).
+    typed = {f"megatron/{name}/py.typed" for name in ("training", "inference", "hf")}
+    assert apps == modules_of(ROOT / "megatron", ROOT) | typed
     assert not core & apps
     assert "megatron/__init__.py" not in core | apps
+
+
+def test_wheels_carry_the_whole_licence(wheels: tuple[Path, Path]) -> None:
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = [n for n in archive.namelist() if n.endswith("/licenses/LICENSE")]
+            text = archive.read(name).decode()
+        assert text == (ROOT / "LICENSE").read_text(encoding="utf-8")
+        # Section 4 asks for a copy of the License itself, which has nine sections and an appendix.
+        assert all(f"\n   {section}. " in text for section in range(1, 10))
+        assert "END OF TERMS AND CONDITIONS" in text
 
 
 def test_core_needs_four_packages(wheels: tuple[Path, Path]) -> None:

@@ -85,6 +85,9 @@ def make(folder: Path) -> None:
     finally:
         os.chdir(before)
     (folder / "run" / "iter_0000004").rename(folder / "iter_0000004")
+    manifest = folder / "iter_0000004" / "manifest.json"  # names the place of its data
+    text = manifest.read_text(encoding="utf-8").replace(str(folder), f"/data/{folder.name}")
+    manifest.write_text(text, encoding="utf-8")
     shutil.rmtree(folder / "run")
     flags = " ".join(FLAGS.split())
     (folder / "flags.txt").write_text(f"{flags}\n", encoding="utf-8")
@@ -104,7 +107,7 @@ def test_there_is_one_of_every_version():
     for number, folder in enumerate(KEPT, start=1):
         manifest = (folder / "iter_0000004" / "manifest.json").read_bytes()
         assert f'"version":{number},'.encode() in manifest
-        assert str(FROZEN.parents[2]).encode() not in manifest
+        assert not re.search(rb"/(tmp|home|root|work)/", manifest)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         assert size <= 150_000
 
@@ -134,6 +137,6 @@ def test_a_frozen_checkpoint_goes_on_in_one_process(kept, tmp_path):
 if __name__ == "__main__":
     if (FROZEN / sys.argv[1]).exists():
         raise SystemExit(f"{FROZEN / sys.argv[1]} is there and is never made again")
-    with tempfile.TemporaryDirectory() as elsewhere:  # a checkpoint names the place of its data
+    with tempfile.TemporaryDirectory() as elsewhere:
         make(Path(elsewhere) / sys.argv[1])
         shutil.copytree(Path(elsewhere) / sys.argv[1], FROZEN / sys.argv[1])

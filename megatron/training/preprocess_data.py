@@ -36,7 +36,14 @@ __all__ = ["PreprocessConfig", "PreprocessResult", "preprocess"]
 
 PROG = "python -m megatron.training.preprocess_data"
 #: Options that change how the work is done, not what comes out.
-_WITHOUT_EFFECT = ("input", "output_prefix", "workers", "resume", "tokenizer_model")
+_WITHOUT_EFFECT = (
+    "input",
+    "output_prefix",
+    "workers",
+    "resume",
+    "overwrite",
+    "tokenizer_model",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,7 @@ class PreprocessResult:
         rejected: input records without a document, by reason.
         examples: the first place of each reason.
         chat_template: fingerprint of the template of conversations.
+        made_from: digest of the options and inputs.
     """
 
     kind: str = "text"
@@ -64,6 +72,7 @@ class PreprocessResult:
     rejected: Mapping[str, int]
     examples: Mapping[str, str]
     chat_template: str | None = None
+    made_from: str | None = None
 
     def describe_rejected(self) -> str:
         """Return one line on what was rejected; empty if nothing was."""
@@ -98,8 +107,8 @@ def preprocess(
         What was written, by prefix; the tokens' before the mask's.
 
     Raises:
-        ValueError: a file is missing or cannot be read, no document is left, or what the tokenizer
-            or template lacks. Nothing is written then.
+        ValueError: a file is missing or cannot be read, the output exists, no document is left, or
+            what the tokenizer or template lacks. Nothing is written then.
         OSError: the output cannot be written. What is committed stays, to be resumed; after a
             WorkerLost likewise.
     """
@@ -111,7 +120,13 @@ def preprocess(
     prefix.parent.mkdir(parents=True, exist_ok=True)
     header = _header(config, encoder, inputs)
     output = Output(
-        prefix, encoder.streams, header=header, resume=config.resume, commit_bytes=commit_bytes
+        prefix,
+        encoder.streams,
+        header=header,
+        resume=config.resume,
+        overwrite=config.overwrite,
+        shuffle_seed=config.shuffle_seed,
+        commit_bytes=commit_bytes,
     )
     try:
         if not output.complete:
@@ -188,14 +203,13 @@ def _descriptions(encoder: Encoder, output: Output) -> list[dict[str, Any] | Non
                 rejected=dict(tally.rejected),
                 examples=tally.examples,
                 chat_template=encoder.template.fingerprint if encoder.template else None,
+                made_from=output.made_from,
             )
         )
 
     return [
-        None if config.chat and number else describe(written, str(stream.dtype))
-        for number, (written, stream) in enumerate(
-            zip(output.written, encoder.streams, strict=True)
-        )
+        describe(written, str(stream.dtype)) if stream.described else None
+        for written, stream in zip(output.written, encoder.streams, strict=True)
     ]
 
 
@@ -217,6 +231,12 @@ def _main(argv: Sequence[str]) -> None:
     inputs = find_inputs(config.input)
     if inputs.left_out:
         print(inputs.describe_left_out(), flush=True)
+    if not config.append_eod and not config.chat and config.kind != "null":
+        print(
+            "without --append-eod documents follow each other with no token between them: give it, "
+            "unless the texts end with one",
+            flush=True,
+        )
     begin = time.monotonic()
     try:
         with show_progress(inputs.total_bytes, sys.stdout) as report:

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.training.data.documents import Tally, read_documents
+from megatron.training.data.preprocessing.display import Report, show_progress
 from megatron.training.data.preprocessing.inputs import find_inputs
 from megatron.training.data.tokenizers import train_bpe
 from megatron.training.errors import run_entry_point
@@ -36,16 +37,20 @@ class TrainTokenizerConfig:
     json_key: str = "text"
     """Key or column that holds the document."""
     train_bytes: int = 200_000_000
-    """Text to learn from, in bytes; what lies behind is not read. Memory grows with it."""
+    """Text to learn from, in bytes; what follows is not read. Memory grows with it."""
+    overwrite: bool = False
+    """Replace --output if it exists; without this it is an error."""
 
 
-def _first(texts: Iterable[str], size: int) -> Iterator[str]:
+def _first(texts: Iterable[str], size: int, report: Report) -> Iterator[str]:
     """Yield texts until they have `size` bytes."""
+    read = documents = 0
     for text in texts:
-        if size <= 0:
+        if read >= size:
             return
         yield text
-        size -= len(text.encode())
+        read, documents = read + len(text.encode()), documents + 1
+        report(read_bytes=read, documents=documents)
 
 
 def _main(argv: Sequence[str]) -> None:
@@ -56,6 +61,11 @@ def _main(argv: Sequence[str]) -> None:
         description="Train a byte-level BPE tokenizer on files of text.",
     )
     config = command.config
+    if Path(config.output).exists() and not config.overwrite:
+        raise ValueError(
+            f"{config.output} exists: give another --output, or --overwrite to replace it (token "
+            "files that it has encoded need it)"
+        )
     inputs = find_inputs(config.input)
     if inputs.left_out:
         print(inputs.describe_left_out(), flush=True)
@@ -66,10 +76,16 @@ def _main(argv: Sequence[str]) -> None:
         raise ValueError(
             f"no document in {', '.join(config.input)}; {tally.describe_rejected() or 'empty'}"
         )
-    learnt = _first(chain([first], texts), config.train_bytes)
+    size = min(config.train_bytes, inputs.total_bytes)
+    bars = sys.stderr.isatty()
     try:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        tokenizer = train_bpe(learnt, config.vocab_size, config.output)
+        with show_progress(size, sys.stdout, doing="reading", done="read") as report:
+            learnt = list(_first(chain([first], texts), config.train_bytes, report))
+        print(
+            f"learning up to {config.vocab_size:,} ids from {len(learnt):,} documents", flush=True
+        )
+        tokenizer = train_bpe(learnt, config.vocab_size, config.output, show_progress=bars)
     except OSError as error:
         raise ValueError(
             f"{error.filename or config.output}: {error.strerror}; give --output a path that you "

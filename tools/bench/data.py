@@ -143,6 +143,7 @@ def _encoding(folder: Path) -> list[Case]:
     part.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     tokenizer = train_bpe(texts[:4000], VOCAB_SIZE, folder / "tokenizer.json")
     config = PreprocessConfig(
+        overwrite=True,
         input=(str(part),),
         output_prefix=str(folder / "encoded"),
         tokenizer_model=str(folder / "tokenizer.json"),

@@ -278,7 +278,9 @@ def continuation(tokenizer: Tokenizer, prompt: Sequence[int]) -> Callable[[Seque
     return detokenize
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, output: str | Path) -> HuggingFaceTokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, output: str | Path, *, show_progress: bool = False
+) -> HuggingFaceTokenizer:
     """Train a byte-level BPE tokenizer with an end-of-document token.
 
     All 256 bytes are tokens, so any text can be encoded and comes back unchanged. Of a run of more
@@ -289,6 +291,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, output: str | Path) -> Hugg
         texts: documents; read once, in order, which makes the result repeatable.
         vocab_size: number of ids, end of document included; at least 257.
         output: the `tokenizer.json` to write.
+        show_progress: whether the library draws bars on stderr while it counts and merges.
 
     Returns:
         The tokenizer read back from the file. It has fewer ids if the texts have too few pairs.
@@ -313,7 +316,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, output: str | Path) -> Hugg
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=alphabet,
-        show_progress=False,
+        show_progress=show_progress,
     )
     cut = (_LONG_RUN.sub(lambda run: run[0][:512], text) for text in texts)
     tokenizer.train_from_iterator(cut, trainer)

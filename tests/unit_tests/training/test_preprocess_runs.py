@@ -321,5 +321,96 @@ def test_a_tokenizer_is_trained_on_the_first_part_only(tmp_path, corpus, capsys)
     said = capsys.readouterr().out
     assert f"wrote {output}: 267 ids from 10 documents" in said
     (tmp_path / "empty.jsonl").write_text("oops\n")
+    kept = output.read_bytes()
+    with pytest.raises(ValueError, match="--overwrite"):
+        train_tokenizer(arguments)
+    assert output.read_bytes() == kept
+    train_tokenizer([*arguments, "--overwrite"])
+    assert output.read_bytes() != kept
     with pytest.raises(ValueError, match=r"no document in .*1 not JSON"):
-        train_tokenizer(["--input", str(tmp_path / "empty.jsonl"), *arguments[2:]])
+        train_tokenizer(["--input", str(tmp_path / "empty.jsonl"), *arguments[2:], "--overwrite"])
+
+
+def test_learning_a_tokenizer_shows_how_far_it_is(tmp_path, corpus, capsys, monkeypatch):
+    monkeypatch.setattr("megatron.training.data.preprocessing.display._SECONDS_BETWEEN_LINES", 0.0)
+    train_tokenizer(
+        ["--input", corpus, "--output", str(tmp_path / "tokenizer.json"), "--vocab-size", "280"]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    shares = [int(x.partition("(")[2].partition("%")[0]) for x in lines if x.startswith("read ")]
+    assert len(shares) == 294
+    assert shares == sorted(shares)
+    assert shares[-1] > 60  # the rest is JSON around the texts
+
+
+def test_a_finished_data_set_is_not_overwritten_unasked(tmp_path, corpus):
+    config = config_for(tmp_path, corpus)
+    expected = preprocess(config)
+    kept = files(tmp_path / "out")
+    other = replace(config, append_eod=False)
+    with pytest.raises(ValueError, match=r"data\.idx.*--overwrite"):
+        preprocess(other)
+    with pytest.raises(ValueError, match="--overwrite"):
+        preprocess(replace(other, resume=True))
+    assert files(tmp_path / "out") == kept
+
+    def never(**counts):
+        raise AssertionError("encoded again")
+
+    # A job that is started again with --resume finds it done, whatever it does not depend on.
+    assert preprocess(replace(config, resume=True, workers=2), report=never) == expected
+    assert files(tmp_path / "out") == kept
+    preprocess(replace(other, overwrite=True))
+    assert len(files(tmp_path / "out")["data.bin"]) == len(kept["data.bin"]) - 2 * 294
+    Path(f"{config.output_prefix}.idx").unlink()  # what is left of a data set is one, too
+    with pytest.raises(ValueError, match=r"data\.bin.*--overwrite"):
+        preprocess(config)
+
+
+def test_overwriting_leaves_no_mask_of_the_data_set_before(tmp_path, corpus):
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    options = {"chat": True, "chat_template": "plain", "append_eod": False}
+    preprocess(config_for(tmp_path, str(chats), **options))
+    assert "data.mask.idx" in files(tmp_path / "out")
+    preprocess(config_for(tmp_path, corpus, overwrite=True))
+    assert set(files(tmp_path / "out")) == {"data.bin", "data.idx", "data.json"}
+
+
+def test_a_shuffle_seed_orders_all_streams_alike(tmp_path, corpus):
+    def pairs():
+        data = [IndexedDataset(tmp_path / "out" / f"data_{key}") for key in ("title", "text")]
+        return [tuple(d.get(n).tobytes() for d in data) for n in range(294)]
+
+    options = {"json_keys": ("title", "text"), "append_eod": False}
+    preprocess(config_for(tmp_path, corpus, **options))
+    before = pairs()
+    shuffled = config_for(tmp_path, corpus, **options, shuffle_seed=3, overwrite=True)
+    preprocess(shuffled)
+    after = pairs()
+    assert after != before
+    assert sorted(after) == sorted(before)
+    # The last tenth, which --split takes for validation, comes from everywhere.
+    places = [before.index(pair) for pair in after[-29:]]
+    assert min(places) < 100 < 200 < max(places)
+    found = files(tmp_path / "out")
+
+    def kill(**counts):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(shuffled, block_bytes=1000, commit_bytes=1000, report=kill)
+    preprocess(replace(shuffled, resume=True, overwrite=False, workers=2))
+    assert files(tmp_path / "out") == found
+    assert not [name for name in found if "tmp" in name or "journal" in name]
+
+
+def test_a_warning_where_documents_run_together(tmp_path, corpus, capsys):
+    def lines(*flags):
+        prefix = ["--output-prefix", str(tmp_path / "x"), "--overwrite"]
+        preprocess_data._main(["--input", corpus, "--tokenizer-type", "byte", *prefix, *flags])
+        return [x for x in capsys.readouterr().out.splitlines() if "--append-eod" in x]
+
+    assert len(lines()) == 1
+    assert lines("--append-eod") == []

@@ -14,27 +14,30 @@ _SECONDS_BETWEEN_LINES = 5.0
 class Report(Protocol):
     """Is told after every block how far the work is."""
 
-    def __call__(self, *, read_bytes: int, documents: int, tokens: int) -> None:
+    def __call__(self, *, read_bytes: int, documents: int, tokens: int | None = None) -> None:
         """Show it, or not."""
 
 
-def silent(*, read_bytes: int, documents: int, tokens: int) -> None:
+def silent(*, read_bytes: int, documents: int, tokens: int | None = None) -> None:
     """Show nothing."""
 
 
 @contextmanager
-def show_progress(total: int, out: TextIO) -> Iterator[Report]:
-    """Show progress: bytes, documents, tokens, speed and the time that is left.
+def show_progress(
+    total: int, out: TextIO, *, doing: str = "encoding", done: str = "encoded"
+) -> Iterator[Report]:
+    """Show progress: bytes, documents, tokens if there are any, speed and the time that is left.
 
     Args:
-        total: bytes of all inputs.
+        total: bytes to work through.
         out: where to show it.
+        doing, done: what happens to them.
 
     Yields:
         What `preprocess` reports to.
     """
     if not out.isatty():
-        yield _Lines(total, out)
+        yield _Lines(total, out, done)
         return
     from rich.console import Console
     from rich.progress import (
@@ -47,18 +50,18 @@ def show_progress(total: int, out: TextIO) -> Iterator[Report]:
     )
 
     columns = [
-        TextColumn("encoding"),
+        TextColumn(doing),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
-        TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens"),
+        TextColumn("{task.fields[counts]}"),
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=Console(file=out)) as bar:
-        task = bar.add_task("", total=total, documents=0, tokens=0)
+        task = bar.add_task("", total=total, counts="")
 
-        def show(*, read_bytes: int, documents: int, tokens: int) -> None:
-            bar.update(task, completed=read_bytes, documents=documents, tokens=tokens)
+        def show(*, read_bytes: int, documents: int, tokens: int | None = None) -> None:
+            bar.update(task, completed=read_bytes, counts=_counts(documents, tokens))
 
         yield show
 
@@ -66,13 +69,14 @@ def show_progress(total: int, out: TextIO) -> Iterator[Report]:
 class _Lines:
     """Prints a line every few seconds."""
 
-    def __init__(self, total: int, out: TextIO) -> None:
+    def __init__(self, total: int, out: TextIO, done: str) -> None:
         self._total = total
+        self._done = done
         self._out = out
         self._begin = self._said = time.monotonic()
         self._before: int | None = None
 
-    def __call__(self, *, read_bytes: int, documents: int, tokens: int) -> None:
+    def __call__(self, *, read_bytes: int, documents: int, tokens: int | None = None) -> None:
         now = time.monotonic()
         if self._before is None:  # what an earlier run had read does not count as this one's speed
             self._before = read_bytes
@@ -82,12 +86,16 @@ class _Lines:
         speed = (read_bytes - self._before) / (now - self._begin)
         left = f", {_duration((self._total - read_bytes) / speed)} left" if speed > 0 else ""
         print(
-            f"encoded {read_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB "
-            f"({read_bytes / max(self._total, 1):.0%}), {documents:,} documents, "
-            f"{tokens:,} tokens, {speed / 1e6:.1f} MB/s{left}",
+            f"{self._done} {read_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB "
+            f"({read_bytes / max(self._total, 1):.0%}), {_counts(documents, tokens)}, "
+            f"{speed / 1e6:.1f} MB/s{left}",
             file=self._out,
             flush=True,
         )
+
+
+def _counts(documents: int, tokens: int | None) -> str:
+    return f"{documents:,} documents" + ("" if tokens is None else f", {tokens:,} tokens")
 
 
 def _duration(seconds: float) -> str:

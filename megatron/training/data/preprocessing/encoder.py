@@ -26,15 +26,17 @@ _Flat = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """One of the data sets that are written side by side, document by document.
+    """One of the data sets that are written together, document by document.
 
     Args:
         suffix: after the output prefix.
         dtype: token type.
+        described: whether a `<prefix>.json` says what wrote it; a mask has none.
     """
 
     suffix: str
     dtype: np.dtype
+    described: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class Encoder:
             self.template = _template(config)
             self.streams = (
                 Stream(suffix="", dtype=dtype),
-                Stream(suffix=".mask", dtype=np.dtype("u1")),
+                Stream(suffix=".mask", dtype=np.dtype("u1"), described=False),
             )
         else:
             keys = config.keys

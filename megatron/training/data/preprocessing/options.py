@@ -45,7 +45,13 @@ class PreprocessConfig:
     strict: bool = False
     """Stop at the first record that holds no document, instead of counting and skipping it."""
     resume: bool = False
-    """Go on where a run with the same options was killed; starts anew if there is none."""
+    """Go on where a run with the same options was killed; does nothing if one has finished, and
+    starts anew if there was none."""
+    overwrite: bool = False
+    """Replace a data set that exists under --output-prefix; without this it is an error."""
+    shuffle_seed: int | None = None
+    """Write the documents in a random order, which this seed fixes: --split takes validation and
+    test from the end. Derived: the order of the input. Needs twice the disk."""
 
     def __post_init__(self) -> None:
         """Check the options that can be checked without files."""
@@ -65,6 +71,8 @@ class PreprocessConfig:
             problems.append("--chat-template has no effect without --chat")
         if len(set(self.json_keys)) < len(self.json_keys):
             problems.append(f"--json-keys {' '.join(self.json_keys)}: a key is named twice")
+        if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 1 << 32:
+            problems.append(f"--shuffle-seed {self.shuffle_seed}: must be from 0 to 4294967295")
         if problems:
             raise ValueError("; ".join(problems))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets written side by side, committed every so often, and taken up again after a kill.
+"""Data sets written together, committed every so often, and taken up again after a kill.
 
 At a commit the drafts of all streams are brought to the disk, then one line goes to the journal:
 how much of each draft counts, where in the input to go on, and what was rejected. Whatever the
@@ -9,6 +9,8 @@ the same as if nothing had happened.
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ from megatron.core.datasets.indexed_writer import (
     Written,
     drop_draft,
     publish_draft,
+    shuffle_draft,
 )
 from megatron.training.data.documents import Tally
 from megatron.training.data.preprocessing.blocks import Position
@@ -30,6 +33,9 @@ from megatron.training.data.preprocessing.journal import Journal
 
 COMMIT_BYTES = 64 << 20
 _DRAFT = "draft"
+_SHUFFLED = "shuffled"
+# Every file that a data set can have; the index comes last, since it makes the data set exist.
+_SUFFIXES = (".mask.bin", ".mask.idx", ".json", ".bin", ".idx")
 
 
 class Output:
@@ -39,12 +45,15 @@ class Output:
         prefix: of all of them; its folder must exist.
         streams: what each is.
         header: what the result depends on: options and inputs, as JSON.
-        resume: whether to go on with what a killed run left.
+        resume: whether to go on with what a killed run left; nothing is left to do where a run
+            with the same header has finished.
+        overwrite: whether to replace data sets that exist.
+        shuffle_seed: of the order of the documents; None keeps that of the input.
         commit_bytes: input to work off between commits.
-        strict: of the tally.
 
     Raises:
-        ValueError: another run writes them, or what was left is of other options or inputs.
+        ValueError: another run writes them, they exist already, or what was left is of other
+            options or inputs.
     """
 
     def __init__(
@@ -54,25 +63,33 @@ class Output:
         *,
         header: Mapping[str, Any],
         resume: bool,
+        overwrite: bool = False,
+        shuffle_seed: int | None = None,
         commit_bytes: int = COMMIT_BYTES,
     ) -> None:
+        self._streams = tuple(streams)
+        self._shuffle_seed = shuffle_seed
         self._prefixes = [f"{prefix}{stream.suffix}" for stream in streams]
         self._commit_bytes = commit_bytes
         self._uncommitted = 0
         self.position = Position()
         self.tally = Tally()
         self.complete = False
+        self.made_from = hashlib.sha256(json.dumps(header).encode()).hexdigest()
         self._writers: list[IndexedDatasetWriter] = []
         self._journal = Journal(journal_path(prefix))
         try:
-            latest = self._take_up(header, resume)
+            latest = self._take_up(header, resume, overwrite)
             if not self.complete:
                 self._open(streams, latest)
         except BaseException:
-            self._journal.close()
+            # A journal without a first line is one that this run has made.
+            self._journal.close() if self._journal.header else self._journal.remove()
             raise
 
-    def _take_up(self, header: Mapping[str, Any], resume: bool) -> Mapping[str, Any] | None:
+    def _take_up(
+        self, header: Mapping[str, Any], resume: bool, overwrite: bool
+    ) -> Mapping[str, Any] | None:
         """Return the line of the journal to go on from; None to start anew."""
         known, latest = self._journal.header, self._journal.latest
         header = json.loads(json.dumps(header))  # tuples are lists in a journal
@@ -89,10 +106,42 @@ class Output:
                 )
             self.complete = "complete" in latest
             return latest
+        self._refuse_existing(resume, overwrite)
+        if self.complete:
+            return None
         for prefix in self._prefixes:
             drop_draft(prefix, _DRAFT)
+            drop_draft(prefix, _SHUFFLED)
         self._journal.begin(header)
         return None
+
+    def _refuse_existing(self, resume: bool, overwrite: bool) -> None:
+        """Refuse to replace data sets without being told to, or find them to be this run's."""
+        existing = [f"{p}{s}" for p in self._prefixes for s in _SUFFIXES if Path(p + s).exists()]
+        if resume and existing and self._finished() is not None:
+            self.complete = True
+        elif existing and not overwrite:
+            raise ValueError(
+                f"{existing[-1]} exists: give another --output-prefix, or --overwrite to replace it"
+            )
+
+    def _finished(self) -> list[Mapping[str, Any] | None] | None:
+        """Return the descriptions of data sets that a run with this header has finished."""
+        found: list[Mapping[str, Any] | None] = []
+        for prefix, stream in zip(self._prefixes, self._streams, strict=True):
+            if not all(Path(f"{prefix}{end}").exists() for end in (".bin", ".idx")):
+                return None
+            if not stream.described:
+                found.append(None)
+                continue
+            try:
+                description = json.loads(Path(f"{prefix}.json").read_bytes())
+            except (OSError, ValueError):
+                return None
+            if not isinstance(description, dict) or description.get("made_from") != self.made_from:
+                return None
+            found.append(description)
+        return found
 
     def _open(self, streams: Sequence[Stream], latest: Mapping[str, Any] | None) -> None:
         written: list[Written | None] = [None] * len(streams)
@@ -138,8 +187,15 @@ class Output:
         Args:
             descriptions: of each stream, for `<prefix>.json`; None for no such file.
         """
-        for writer in self._writers:
-            writer.prepare()
+        for writer, prefix in zip(self._writers, self._prefixes, strict=True):
+            if self._shuffle_seed is None:
+                writer.prepare()
+            else:
+                writer.commit()
+                writer.keep()
+                shuffle_draft(
+                    prefix, writer.dtype, draft=_DRAFT, into=_SHUFFLED, seed=self._shuffle_seed
+                )
         # From here on only names change, and a run that resumes changes them likewise.
         self._journal.append({"complete": list(descriptions)})
         self.complete = True
@@ -150,17 +206,34 @@ class Output:
         Returns:
             The descriptions.
         """
-        assert self._journal.latest is not None
+        if self._journal.latest is None:  # a run before this one has finished
+            finished = self._finished()
+            assert finished is not None
+            self._journal.remove()
+            return finished
         descriptions = self._journal.latest["complete"]
+        self._remove_stale()
         # The first stream last: where its index is, everything is.
         for prefix, description in reversed(list(zip(self._prefixes, descriptions, strict=True))):
             # Before the pair's names: where there is an index, there is its description.
             if description is not None:
-                with atomic_write(Path(f"{prefix}.json")) as stream:
+                target = Path(f"{prefix}.json")
+                for left in target.parent.glob(f"{glob.escape(target.name)}.*.tmp"):
+                    left.unlink()  # of a run that was killed here; no other has the journal
+                with atomic_write(target) as stream:
                     stream.write(json.dumps(description, indent=1).encode() + b"\n")
-            publish_draft(prefix, _DRAFT)
+            publish_draft(prefix, _DRAFT if self._shuffle_seed is None else _SHUFFLED)
+            drop_draft(prefix, _DRAFT)
         self._journal.remove()
         return descriptions
+
+    def _remove_stale(self) -> None:
+        """Remove what the data sets that are replaced have and these have not, e.g. a mask."""
+        written = {f"{prefix}{end}" for prefix in self._prefixes for end in (".bin", ".idx")}
+        for prefix in self._prefixes:
+            for path in (f"{prefix}{suffix}" for suffix in _SUFFIXES[:2]):
+                if path not in written:
+                    Path(path).unlink(missing_ok=True)
 
     def stop(self, *, keep: bool) -> bool:
         """End before the work is done.
@@ -174,6 +247,9 @@ class Output:
         kept = self.complete or (keep and "position" in (self._journal.latest or {}))
         for writer in self._writers:
             writer.keep() if kept else writer.abort()
+        if not self.complete:
+            for prefix in self._prefixes:
+                drop_draft(prefix, _SHUFFLED)
         self._journal.close() if kept else self._journal.remove()
         return kept
 

@@ -91,6 +91,11 @@ class IndexedDatasetWriter:
         self._documents = _open_draft(paths.documents, written, kept.documents * 8)
         self._paths = paths
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the token type, as the file stores it."""
+        return self._dtype
+
     def __enter__(self) -> "IndexedDatasetWriter":
         """Return the writer itself."""
         return self
@@ -324,6 +329,40 @@ def publish_draft(prefix: str | Path, draft: str) -> None:
     if paths.index.exists():
         publish(paths.index, idx_path(prefix))
     drop_draft(prefix, draft)
+
+
+def shuffle_draft(
+    prefix: str | Path, dtype: np.dtype | type, *, draft: str, into: str, seed: int
+) -> None:
+    """Prepare a second draft with the documents of a committed one in a random order.
+
+    The order depends on `seed` and the number of documents alone (NumPy's RandomState, whose
+    streams never change), so data sets of the same documents stay aligned.
+
+    Args:
+        prefix: of the data set.
+        dtype: token type of the draft.
+        draft: of a writer that has been through `commit`, with one sequence in each document.
+        into: name of the draft to write; one that exists is written anew.
+        seed: of the order, below 2**32.
+    """
+    paths = _draft_paths(prefix, draft)
+    lengths = np.fromfile(paths.lengths, "<i4")
+    ends = np.cumsum(lengths, dtype=np.int64)
+    order = np.random.RandomState(seed).permutation(len(lengths))
+    with open(paths.tokens, "rb") as source:
+        writer = IndexedDatasetWriter(prefix, dtype, draft=into)
+        try:
+            item = np.dtype(dtype).itemsize
+            for document in order.tolist():
+                length = int(lengths[document])
+                source.seek((int(ends[document]) - length) * item)
+                tokens = np.frombuffer(source.read(length * item), writer.dtype)
+                writer.add_documents(tokens, lengths[document : document + 1])
+            writer.prepare()
+        except BaseException:
+            writer.abort()
+            raise
 
 
 def drop_draft(prefix: str | Path, draft: str) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-FILE_LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS, CONFIG_FIELDS = 400, 60, 150, 8, 20
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS, CONFIG_FIELDS = 700, 60, 150, 8, 20
 #: No exception may exceed these.
-HARD_LIMITS = {"file-lines": 600, "function-lines": 100}
+HARD_LIMITS = {"file-lines": 900, "function-lines": 100}
 
 CORE = "megatron_core/megatron/core/"
 WHEELS = ("megatron_core/megatron/", "megatron/")
@@ -153,7 +153,7 @@ def public_docstrings(source: Source) -> Iterator[Finding]:
 
 
 def sizes(source: Source) -> Iterator[Finding]:
-    """A file has at most 400 lines, a function 60, a kernel 150 (their docstrings not counted)."""
+    """A file has at most 700 lines, a function 60, a kernel 150 (their docstrings not counted)."""
     lines = len(source.text.splitlines())
     if lines > FILE_LINES:
         yield Finding("file-lines", source.path, 1, f"{lines} lines, over {FILE_LINES}", lines)

@@ -10,11 +10,17 @@ say which settings may not meet.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
+import operator
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 Row = dict[str, Any]
 Tuple = frozenset[tuple[str, Hashable]]
@@ -34,7 +40,17 @@ class Constraint:
 
 
 class _Space:
-    """Factors and constraints, and the question whether a partial row can be completed."""
+    """Settings of factors, and which of them some allowed row holds together.
+
+    A factor is a leaf if no constraint joins it with another leaf: given values for the rest, the
+    core, leaves choose theirs apart. So a set of settings is allowed if an assignment of the core
+    allows each of them, and that is one bit of an integer for each assignment.
+
+    Attributes:
+        settings: (factor, value) in the order of factors and of their values.
+        of: the numbers of a factor's settings.
+        fits: by setting, the core's assignments that it may stand with.
+    """
 
     def __init__(
         self, factors: Mapping[str, Sequence[Hashable]], constraints: Sequence[Constraint]
@@ -45,79 +61,87 @@ class _Space:
         for constraint in constraints:
             if unknown := set(constraint.factors) - set(factors):
                 raise ValueError(f"a constraint names unknown factors: {sorted(unknown)}")
-        self.factors = {name: list(values) for name, values in factors.items()}
-        self.constraints = list(constraints)
-        constrained = {name for constraint in constraints for name in constraint.factors}
-        self.constrained = [name for name in factors if name in constrained]
-        self._of = {
-            name: [c for c in self.constraints if name in c.factors] for name in self.constrained
-        }
-        self._near = {
-            name: sorted({other for c in self._of[name] for other in c.factors})
-            for name in self._of
-        }
-        self._known: dict[tuple[Hashable, ...], bool] = {}
-        self._parts: dict[tuple[str, ...], list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+        self.constraints = constraints
+        self.settings = [(name, value) for name, values in factors.items() for value in values]
+        self.of: dict[str, list[int]] = {name: [] for name in factors}
+        for number, (name, _) in enumerate(self.settings):
+            self.of[name].append(number)
+        self._assignments = _assignments(factors, constraints, _core(constraints))
+        self._masks: dict[tuple[str, ...], dict[tuple[Hashable, ...], int]] = {}
+        self.everywhere = (1 << len(self._assignments)) - 1
+        self.fits = [self._fits(name, value) for name, value in self.settings]
+        for numbers in self.of.values():  # each factor must have a value
+            self.everywhere &= functools.reduce(operator.or_, (self.fits[n] for n in numbers))
 
-    def consistent(self, row: Row) -> bool:
-        """Tell whether no constraint whose factors all have values is broken."""
-        return all(_holds(constraint, row) for constraint in self.constraints)
+    def _fits(self, name: str, value: Hashable) -> int:
+        """Return the assignments that allow a setting."""
+        if self._assignments and name in self._assignments[0]:
+            return self._with((name,)).get((value,), 0)
+        fits = self.everywhere
+        for constraint in self.constraints:
+            if name in constraint.factors:
+                others = tuple(other for other in constraint.factors if other != name)
+                fits &= sum(
+                    mask
+                    for values, mask in self._with(others).items()
+                    if _holds(constraint, {name: value, **dict(zip(others, values, strict=True))})
+                )
+        return fits
 
-    def feasible(self, row: Row) -> bool:
-        """Tell whether some complete row contains `row`. Factors without constraints are free."""
-        missing = tuple(name for name in self.constrained if name not in row)
-        touched = dict.fromkeys(c for name in row for c in self._of.get(name, ()))
-        return all(_holds(c, row) for c in touched) and self._completable(row, missing)
+    def _with(self, names: tuple[str, ...]) -> dict[tuple[Hashable, ...], int]:
+        """Return by values of some factors of the core which assignments have them."""
+        if names not in self._masks:
+            masks: dict[tuple[Hashable, ...], int] = defaultdict(int)
+            for number, row in enumerate(self._assignments):
+                masks[tuple(row[name] for name in names)] |= 1 << number
+            self._masks[names] = masks
+        return self._masks[names]
 
-    def still_feasible(self, row: Row, added: str) -> bool:
-        """Tell the same of a row that was feasible before it got a value for `added`."""
-        if added not in self._of:
-            return True
-        missing = tuple(name for name in self.constrained if name not in row)
-        if not all(_holds(c, row) for c in self._of[added]):
-            return False
-        return all(
-            self._has_values(row, part, near)
-            for part, near in self._divided(missing)
-            if added in near  # what no constraint joins with it has values as before
-        )
+    def number(self, row: Mapping[str, Hashable]) -> list[int]:
+        """Return the numbers of a complete row's settings."""
+        return [self.settings.index((name, row[name])) for name in self.of]
 
-    def _completable(self, row: Row, missing: tuple[str, ...]) -> bool:
-        """Tell whether values for `missing` exist; what no constraint joins is tried apart."""
-        return all(self._has_values(row, part, near) for part, near in self._divided(missing))
-
-    def _has_values(self, row: Row, part: tuple[str, ...], near: tuple[str, ...]) -> bool:
-        """Tell whether values for a part exist, given those of the factors near it."""
-        key = part, tuple(row.get(name, self) for name in near)
-        if key not in self._known:
-            name, rest = part[0], part[1:]
-            self._known[key] = any(
-                all(_holds(c, longer) for c in self._of[name]) and self._completable(longer, rest)
-                for longer in ({**row, name: value} for value in self.factors[name])
-            )
-        return self._known[key]
-
-    def _divided(self, missing: tuple[str, ...]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Divide factors into sets that share no constraint, each with the other factors that
-        share one with it."""
-        if missing not in self._parts:
-            found, left = [], dict.fromkeys(missing)
-            while left:
-                part, near, edge = {}, set(), [next(iter(left))]
-                while edge:
-                    name = edge.pop()
-                    if name in left:
-                        del left[name]
-                        part[name] = None
-                        edge += self._near[name]
-                    elif name not in part:
-                        near.add(name)
-                found.append((tuple(part), tuple(sorted(near))))
-            self._parts[missing] = found
-        return self._parts[missing]
+    def tuples(self, strength: int) -> list[tuple[int, ...]]:
+        """Return every allowed combination of settings of different factors."""
+        chosen: list[tuple[int, ...]] = []
+        for names in itertools.combinations(self.of, strength):
+            found: list[tuple[tuple[int, ...], int]] = [((), self.everywhere)]
+            for name in names:
+                found = [
+                    ((*numbers, number), both)
+                    for numbers, fits in found
+                    for number in self.of[name]
+                    if (both := fits & self.fits[number])
+                ]
+            chosen += [numbers for numbers, _ in found]
+        return chosen
 
 
-def _holds(constraint: Constraint, row: Row) -> bool:
+def _core(constraints: Sequence[Constraint]) -> list[str]:
+    """Choose factors without which no constraint has more than one: always the one that joins
+    most."""
+    core: list[str] = []
+    while True:
+        joined = [set(c.factors).difference(core) for c in constraints]
+        counts = Counter(name for names in joined if len(names) > 1 for name in sorted(names))
+        if not counts:
+            return core
+        core.append(max(counts, key=counts.__getitem__))
+
+
+def _assignments(
+    factors: Mapping[str, Sequence[Hashable]], constraints: Sequence[Constraint], core: list[str]
+) -> list[Row]:
+    """Return all values of the core that break no constraint."""
+    found: list[Row] = [{}]
+    for name in core:
+        own = [c for c in constraints if name in c.factors]
+        longer = [{**row, name: value} for row in found for value in factors[name]]
+        found = [row for row in longer if all(_holds(c, row) for c in own)]
+    return found
+
+
+def _holds(constraint: Constraint, row: Mapping[str, Hashable]) -> bool:
     """Tell whether a constraint is not broken; it is not before all its factors have values."""
     if any(name not in row for name in constraint.factors):
         return True
@@ -137,12 +161,7 @@ def allowed_tuples(
 ) -> list[Tuple]:
     """List every combination of `strength` settings that some allowed row holds."""
     space = _Space(factors, constraints)
-    return [
-        frozenset(zip(names, values, strict=True))
-        for names in itertools.combinations(factors, strength)
-        for values in itertools.product(*(space.factors[name] for name in names))
-        if space.feasible(dict(zip(names, values, strict=True)))
-    ]
+    return [frozenset(space.settings[n] for n in chosen) for chosen in space.tuples(strength)]
 
 
 def covering_array(
@@ -168,54 +187,102 @@ def covering_array(
         ValueError: an empty factor, an unknown name, a bad `start` row, or no allowed row at all.
     """
     space = _Space(factors, constraints)
-    if not space.feasible({}):
+    if not space.everywhere:
         raise ValueError("the constraints allow no row")
-    uncovered = dict.fromkeys(allowed_tuples(factors, constraints, strength=strength))
-    rows: list[Row] = []
+    uncovered = _Uncovered(space, strength)
+    rows: list[list[int]] = []
     for given in start:
-        if set(given) != set(factors) or not space.consistent(dict(given)):
+        if set(given) != set(factors) or not all(_holds(c, given) for c in constraints):
             raise ValueError(f"a start row is incomplete or not allowed: {dict(given)}")
-        rows.append({name: given[name] for name in factors})
-        _cover(uncovered, rows[-1], strength)
+        rows.append(space.number(given))
+        uncovered.cover(rows[-1])
     draw = random.Random(seed)
-    while uncovered:
-        drafts = [_draft(space, uncovered, strength, draw) for _ in range(candidates)]
-        best = max(drafts, key=lambda row: _gain(uncovered, row, strength))
-        rows.append({name: best[name] for name in factors})
-        _cover(uncovered, best, strength)
-    return rows
+    while left := uncovered.left():
+        drafts = [_draft(space, uncovered, draw.choice(left), draw) for _ in range(candidates)]
+        rows.append(max(drafts, key=lambda draft: draft.gain).numbers)
+        uncovered.cover(rows[-1])
+    return [dict(space.settings[n] for n in sorted(numbers)) for numbers in rows]
 
 
-def _gain(uncovered: Mapping[Tuple, None], row: Row, strength: int) -> int:
-    return sum(found in uncovered for found in tuples_of(row, strength))
+class _Uncovered:
+    """The combinations that no row holds yet.
+
+    Attributes:
+        table: fp32, settings in as many dimensions as a combination has, in any order; 1 where no
+            row holds them.
+    """
+
+    def __init__(self, space: _Space, strength: int) -> None:
+        self.strength = strength
+        self._ordered = np.array(space.tuples(strength))  # [combinations, strength]
+        self.table = np.zeros((len(space.settings),) * strength, dtype=np.float32)
+        for order in itertools.permutations(range(strength)):
+            self.table[tuple(self._ordered[:, order].T)] = 1.0
+
+    def left(self) -> list[list[int]]:
+        """Return the combinations that are left."""
+        self._ordered = self._ordered[self.table[tuple(self._ordered.T)] > 0]
+        return self._ordered.tolist()
+
+    def cover(self, numbers: Sequence[int]) -> None:
+        """Take away what a row holds."""
+        self.table[np.ix_(*[numbers] * self.strength)] = 0.0
+
+    def completed_by(self, number: int, others: np.ndarray) -> np.ndarray | float:
+        """Return for each setting [settings] how many combinations it completes that hold `number`
+        and else only `others`.
+
+        Args:
+            others: fp32 [settings], 1 for those that a row has.
+        """
+        if self.strength == 1:
+            return 0.0
+        counted = self.table[number]
+        for _ in range(self.strength - 2):
+            counted = counted @ others
+        return counted / math.factorial(self.strength - 2)
 
 
-def _cover(uncovered: dict[Tuple, None], row: Row, strength: int) -> None:
-    for found in tuples_of(row, strength):
-        uncovered.pop(found, None)
+class _Draft:
+    """A row that grows by one setting at a time.
+
+    Attributes:
+        numbers: its settings.
+        fits: the core's assignments that all of them may stand with.
+        gains: by setting, the uncovered combinations that it would complete.
+        gain: the uncovered combinations that the row holds.
+    """
+
+    def __init__(self, space: _Space, uncovered: _Uncovered) -> None:
+        self._space, self._uncovered = space, uncovered
+        self.numbers: list[int] = []
+        self.fits = space.everywhere
+        self.gain = 0.0
+        self._has = np.zeros(len(space.settings), dtype=np.float32)
+        alone = uncovered.table if uncovered.strength == 1 else self._has
+        self.gains = alone.copy()
+
+    def add(self, number: int) -> None:
+        """Give the row one more setting."""
+        self.gain += self.gains[number]
+        self.fits &= self._space.fits[number]
+        self.gains += self._uncovered.completed_by(number, self._has)
+        self._has[number] = 1.0
+        self.numbers.append(number)
 
 
 def _draft(
-    space: _Space, uncovered: Mapping[Tuple, None], strength: int, draw: random.Random
-) -> Row:
-    """Complete a random uncovered combination, factor by factor, to a row that covers many more."""
-    row: Row = dict(sorted(draw.choice(list(uncovered))))
-    rest = [name for name in space.factors if name not in row]
+    space: _Space, uncovered: _Uncovered, first: Sequence[int], draw: random.Random
+) -> _Draft:
+    """Complete an uncovered combination, factor by factor, to a row that covers many more."""
+    draft = _Draft(space, uncovered)
+    for number in first:
+        draft.add(number)
+    rest = [name for name, numbers in space.of.items() if not set(numbers) & set(first)]
     draw.shuffle(rest)
     for name in rest:
-        values = list(space.factors[name])
-        draw.shuffle(values)
-        options = [{**row, name: value} for value in values]
-        options.sort(key=lambda option: -_new_with(uncovered, option, name, strength))
-        row = next(option for option in options if space.still_feasible(option, name))
-    return row
-
-
-def _new_with(uncovered: Mapping[Tuple, None], row: Row, name: str, strength: int) -> int:
-    """Count the uncovered combinations that setting `name` completes."""
-    others = [item for item in row.items() if item[0] != name]
-    setting = (name, row[name])
-    return sum(
-        frozenset((setting, *chosen)) in uncovered
-        for chosen in itertools.combinations(others, strength - 1)
-    )
+        options = list(space.of[name])
+        draw.shuffle(options)
+        options = [number for number in options if draft.fits & space.fits[number]]
+        draft.add(max(options, key=draft.gains.__getitem__))
+    return draft

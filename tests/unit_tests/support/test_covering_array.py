@@ -2,6 +2,7 @@
 """Every allowed combination is covered, no forbidden one occurs, and the arrays are short."""
 
 import itertools
+import random
 
 import pytest
 
@@ -33,6 +34,25 @@ def test_all_allowed_combinations_and_no_others_are_covered(strength):
     every = set().union(*(tuples_of(r, strength) for r in _allowed_rows(FACTORS, CONSTRAINTS)))
     covered = set().union(*(tuples_of(row, strength) for row in rows))
     assert covered == every == set(allowed_tuples(FACTORS, CONSTRAINTS, strength=strength))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_constraints_allow_what_the_whole_product_has(seed):
+    draw = random.Random(seed)
+    factors = {f"f{i}": tuple(range(draw.choice((2, 2, 3)))) for i in range(7)}
+    constraints = []
+    for _ in range(5):
+        names = tuple(draw.sample(list(factors), draw.choice((1, 2, 2, 3))))
+        product = list(itertools.product(*(factors[name] for name in names)))
+        allowed = set(draw.sample(product, -(-2 * len(product) // 3)))
+        constraints.append(Constraint(names, lambda *values, a=frozenset(allowed): values in a))
+    rows = list(_allowed_rows(factors, constraints))
+    assert rows
+    every = set().union(*(tuples_of(row, 3) for row in rows))
+    assert set(allowed_tuples(factors, constraints, strength=3)) == every
+    made = covering_array(factors, constraints, strength=3, candidates=2)
+    assert all(row in rows for row in made)
+    assert set().union(*(tuples_of(row, 3) for row in made)) == every
 
 
 def test_forbidden_combinations_include_the_implied_ones():

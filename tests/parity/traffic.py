@@ -123,9 +123,11 @@ def _over_the_sequence(row: Row, part: StagePart, step: Step, mixers: Sent) -> N
 
 def _ties(row: Row, runs: Sequence[Run], number: int) -> None:
     """The gradient of a weight of the first and the last stage is summed over both, once."""
-    for run in runs:
+    each = -(-row["vocabulary"] // row["tp"])  # rows of it that a rank holds, if so many are left
+    for rank, run in enumerate(runs):
         found = matching(run.steps[number].records, kind="all_reduce", group="tied")
         tied = _is_shared(row) and row["pp"] > 1 and (run.part.embedding or run.part.head)
+        tied = tied and rank % row["tp"] * each < row["vocabulary"]
         # A rank whose range of the optimizer state holds nothing of it has nothing to sum.
         allowed = {1} if row["placement"] == "no_shard" or _lanes(row) == 1 else {0, 1}
         if len(found) not in (allowed if tied else {0}):

@@ -51,6 +51,8 @@ def with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
     """Return a microbatch whose rows hold the documents that the row asks for, with what further
     predictions read and predict."""
     made = _with_documents(row, batch, index)
+    if row["capacity"] == "probs":
+        made = _begun_apart(made, row["vocabulary"])
     if not row["predictions"]:
         return made
     texts = made.tokens, made.labels, made.loss_mask
@@ -78,6 +80,26 @@ def _with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
         ids=after.sum(-1),
         positions=places - starts,
     )
+
+
+def _begun_apart(batch: Microbatch, vocabulary: int) -> Microbatch:
+    """Return a microbatch in which no two documents begin with the same token.
+
+    What has the same history has the same weights. Where an expert takes the tokens of the highest
+    weights, rounding would choose between two that are equal: no other draw would help, as one in
+    few microbatches has such a pair at the border of an expert's room.
+    """
+    told = batch.documents
+    places = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    tokens, labels, used = batch.tokens.clone(), batch.labels.clone(), set()
+    for where in (told.get("positions", places) == 0).nonzero().tolist():
+        token = int(tokens[*where])
+        while token in used:
+            token = (token + 1) % vocabulary
+        used.add(token)
+        tokens[*where] = token
+    labels[:, :-1] = tokens[:, 1:]
+    return replace(batch, tokens=tokens, labels=labels)
 
 
 def with_bounds(batch: Microbatch) -> Microbatch:

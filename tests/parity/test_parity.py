@@ -23,6 +23,7 @@ from tests.parity.rows import (
     rows_for_every_night,
 )
 from tests.parity.training import (
+    BATCH,
     HEAD_DIM,
     HEADS,
     LAYERS,
@@ -52,6 +53,27 @@ def _check(row):
 @pytest.mark.covers("numbers of one process", runs="ranks")
 def test_a_layout_trains_as_the_single_process(row):
     _check(row)
+
+
+@pytest.mark.parametrize("documents", FACTORS["documents"])
+def test_documents_begin_apart_where_experts_compare_them(documents):
+    # Two that begin alike have the same weights, and rounding would choose between them.
+    for vocabulary in FACTORS["vocabulary"]:
+        row = row_with(
+            experts="softmax", capacity="probs", documents=documents, vocabulary=vocabulary,
+            accumulation=3, predictions=1,
+        )  # fmt: skip
+        for batch in (
+            b for lane in range(4) for step in range(3) for b in lane_data(row, lane, step)
+        ):
+            first = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens) == 0
+            if documents != "whole":
+                first = batch.positions == 0
+            beginnings = batch.tokens[first].tolist()
+            assert len(set(beginnings)) == len(beginnings) >= BATCH
+            assert 0 <= min(beginnings) and max(beginnings) < vocabulary
+            assert torch.equal(batch.labels[:, :-1], batch.tokens[:, 1:])
+            assert torch.equal(batch.ahead.tokens[0][:, :1], batch.tokens[:, 1:2])
 
 
 OPTIMIZER_ROWS = {

@@ -71,7 +71,7 @@ def test_documents_begin_apart_where_experts_compare_them(documents):
                 first = batch.positions == 0
             beginnings = batch.tokens[first].tolist()
             assert len(set(beginnings)) == len(beginnings) >= BATCH
-            assert 0 <= min(beginnings) and max(beginnings) < vocabulary
+            assert set(beginnings) <= set(range(vocabulary))
             assert torch.equal(batch.labels[:, :-1], batch.tokens[:, 1:])
             assert torch.equal(batch.ahead.tokens[0][:, :1], batch.tokens[:, 1:2])
 

@@ -113,9 +113,17 @@ def test_yarn_is_scaled_as_transformers_does() -> None:
         {**SCALED, "mscale": 0.7, "mscale_all_dim": 1.3},
         {**SCALED, "mscale": 0.7},
         {"rope_type": "yarn", "factor": 4.0},
+        # A ramp that would end beyond the last feature, and one that would begin before the first.
+        {
+            **SCALED,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 400.0,
+            "rope_theta": 10.0,
+        },
+        {**SCALED, "beta_fast": 64.0, "beta_slow": 0.001},
     ]
     for parameters in cases:
-        fields = {**LLAMA, "rope_parameters": {**parameters, "rope_theta": 500.0}}
+        fields = {**LLAMA, "rope_parameters": {"rope_theta": 500.0, **parameters}}
         theirs = transformers.LlamaConfig(**fields)
         frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
         rope = read_model(fields, where="x").config.rope

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed conversations: each whole in one row, learnt where its mask says, the same every time."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,20 @@ def test_documents_are_conversations_and_padding_is_one_of_its_own(tmp_path, tal
     assert (rows.tokens == END).any()
     assert cumulative_lengths(rows.document_ids).shape[0] == len(data)
     np.testing.assert_array_equal(rows.positions, positions_within(rows.document_ids))
+
+
+def test_a_cache_is_not_used_for_another_mask(tmp_path, talks):
+    """The mask decides which conversations are left out, so what rows hold depends on it."""
+    ids, masks = talks
+    config = dataclasses.replace(CONFIG, cache_dir=tmp_path / "cache")
+    all_learn = ChatDataset(write(str(tmp_path / "a"), ids, masks), config, sequences=range(60))
+    fewer = [mask if number % 2 else [0] * len(mask) for number, mask in enumerate(masks)]
+    half_learn = ChatDataset(write(str(tmp_path / "a"), ids, fewer), config, sequences=range(60))
+    assert all_learn.statistics.left_out == 0
+    assert half_learn.statistics.left_out == 30
+    assert half_learn.fingerprint != all_learn.fingerprint
+    rows = half_learn.read(np.arange(len(half_learn)))
+    assert set(rows.tokens.flat) - {END} == {t for talk in ids[1::2] for t in talk}
 
 
 def test_more_rows_are_further_passes_and_do_not_change_the_first(tmp_path, talks):

@@ -57,6 +57,15 @@ def test_top_p_set_is_the_smallest_that_reaches_p() -> None:
         assert set(scores[0].isfinite().nonzero().flatten().tolist()) == kept
 
 
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_top_p_stops_at_the_token_that_reaches_p_exactly(kept: int) -> None:
+    logits = torch.zeros(1, 4)  # each 1/4, without rounding
+    scores = filter_logits(logits, SamplingParams(top_p=kept / 4))
+    assert scores[0].isfinite().tolist() == [i < kept for i in range(4)]
+    # Of tokens that tie, transformers keeps the last.
+    assert TopPLogitsWarper(kept / 4)(None, logits).isfinite().sum() == kept
+
+
 def test_of_equal_logits_the_lowest_ids_stay() -> None:
     scores = filter_logits(torch.zeros(1, 1000), SamplingParams(top_p=0.0351))
     assert scores[0].isfinite().nonzero().flatten().tolist() == list(range(36))

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files in folders that somebody else may have made: regular, bounded, and reached by no link.
+
+Everything that is installed opens files through this module; `tools/security_rules.py` holds it to
+that.
+
+Reading: a file is opened without blocking and must be a regular one, so that a pipe or a device
+under its name neither hangs nor answers. Its size is compared with a limit before a byte is read. A
+link is followed only to a file in the folder that holds the link, or where the cache of the Hugging
+Face hub keeps the files of the same model: `snapshots/REVISION/NAME` to `blobs/DIGEST`.
+
+Writing: the folder is opened first, the name is opened in it, and no link is followed: a link in
+the place of a file that is to be replaced is replaced itself, and one in the place of a file that
+is to be continued is an error. So is a file with several names (hard links). Only the folder that
+the caller names may be reached through links, as it is the user's choice.
+
+All refusals are `UnsafeFileError`, an OSError whose `strerror` says what is wrong and how to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Literal, cast
+
+#: Bytes of JSON that are parsed: that takes up to thirty times the memory.
+MAX_JSON_BYTES = 16 << 20
+
+#: Objects and lists inside each other. Code that walks through JSON calls itself once for each.
+MAX_JSON_DEPTH = 64
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_WRITE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+WriteMode = Literal["x", "w", "a", "r+", "a+"]
+
+
+class UnsafeFileError(OSError):
+    """A file that is not read, or not written; `strerror` is the reason, `filename` its path."""
+
+    def __init__(self, path: Path | str, why: str) -> None:
+        super().__init__(errno.EINVAL, why, os.fspath(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def open_regular(path: Path | str, *, follow_links: bool = False) -> BinaryIO:
+    """Open a regular file to read.
+
+    Args:
+        path: of the file.
+        follow_links: follow a link wherever it leads: only for a file that the user has named.
+
+    Raises:
+        UnsafeFileError: it is no regular file, or a link that leads elsewhere.
+        OSError: it is not there or cannot be opened.
+    """
+    fd = regular_fd(path, follow_links=follow_links)
+    return os.fdopen(fd, "rb")
+
+
+def regular_fd(path: Path | str, *, follow_links: bool = False) -> int:
+    """Open a regular file and return its descriptor; see `open_regular`."""
+    path = _checked_name(path)
+    if follow_links:
+        fd = os.open(path, _READ)
+    else:
+        try:
+            fd = os.open(path, _READ | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EMLINK):
+                raise
+            fd = os.open(_target(path), _READ | os.O_NOFOLLOW)
+    try:
+        _check_regular(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_regular(path: Path | str, limit: int, *, follow_links: bool = False) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+        UnsafeFileError: it is longer, no regular file, or a link that leads elsewhere.
+        OSError: it is not there or cannot be read.
+    """
+    with open_regular(path, follow_links=follow_links) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise UnsafeFileError(path, f"it has {size} bytes, more than the {limit} that are read")
+        return file.read(size)
+
+
+def read_text(path: Path | str, limit: int, *, follow_links: bool = False) -> str:
+    """Return the UTF-8 text of a file; see `read_regular`.
+
+    Raises:
+        UnsafeFileError: it is no UTF-8, too, or for a reason of `read_regular`.
+        OSError: it is not there or cannot be read.
+    """
+    try:
+        return read_regular(path, limit, follow_links=follow_links).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnsafeFileError(path, f"it is no UTF-8 text: {error}") from None
+
+
+def read_json(
+    path: Path | str,
+    limit: int = MAX_JSON_BYTES,
+    *,
+    max_depth: int = MAX_JSON_DEPTH,
+    follow_links: bool = False,
+) -> Any:
+    """Return what a JSON file holds; see `read_regular`.
+
+    Raises:
+        UnsafeFileError: it is no JSON or nested too deeply, or for a reason of `read_regular`.
+        OSError: it is not there or cannot be read.
+    """
+    try:
+        content = read_regular(path, limit, follow_links=follow_links)
+        return parse_json(content, max_depth=max_depth)
+    except ValueError as error:
+        raise UnsafeFileError(path, f"it is no JSON that is read: {error}") from None
+
+
+def parse_json(text: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
+    """Return what a JSON text holds.
+
+    Raises:
+        ValueError: it is no JSON, or its objects and lists are nested deeper than `max_depth`.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {max_depth}") from None
+    level = [found]
+    for _ in range(max_depth):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return found
+    raise ValueError(f"it is nested deeper than {max_depth}")
+
+
+def _checked_name(path: Path | str) -> Path:
+    if "\0" in os.fspath(path):
+        raise UnsafeFileError(repr(os.fspath(path)), "no file has such a name")
+    return Path(path)
+
+
+def _check_regular(fd: int, path: Path) -> os.stat_result:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "something else")
+        raise UnsafeFileError(path, f"it is {kind}, not a regular file")
+    return found
+
+
+def _target(link: Path) -> str:
+    """Return where a link leads, if that is where a link may lead."""
+    try:
+        target = Path(os.path.realpath(link, strict=True))
+        home = Path(os.path.realpath(link.parent, strict=True))
+    except OSError:
+        raise UnsafeFileError(link, "it is a link to nothing") from None
+    snapshots = next((p for p in home.parents if p.name == "snapshots"), None)
+    cached = snapshots is not None and target.parent == snapshots.parent / "blobs"
+    if not target.is_relative_to(home) and not cached:
+        raise UnsafeFileError(
+            link, f"it is a link to {target}, outside its folder: put the file itself there"
+        )
+    return str(target)
+
+
+def open_to_write(path: Path | str, mode: WriteMode, *, root: Path | str | None = None) -> BinaryIO:
+    """Open a file to write, following no link.
+
+    Args:
+        path: of the file.
+        mode: as the built-in `open` has them, all binary. "w" makes a new file in the place of what
+            is there, rather than write into that.
+        root: the folder that the user has named, in which `path` lies; folders between the two are
+            made, and must not be links. None: the folder of the file, which must be there.
+
+    Raises:
+        UnsafeFileError: there is a link, a pipe, a folder or a file of several names.
+        OSError: it cannot be opened; FileExistsError if it is there and mode is "x".
+    """
+    path = _checked_name(path)
+    flags = {
+        "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+        "w": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+        "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+        "r+": os.O_RDWR,
+        "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+    }[mode]
+    with _folder_of(path, root) as folder:
+        if mode == "w":
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=folder)
+        fd = _open_unlinked(path, flags, folder)
+    if mode == "r+":
+        return cast(BinaryIO, os.fdopen(fd, "r+b"))
+    return cast(BinaryIO, os.fdopen(fd, {"a": "ab", "a+": "a+b"}.get(mode, "wb")))
+
+
+def open_lock(path: Path | str, *, root: Path | str | None = None) -> int:
+    """Open a file to be locked, made if absent, and return its descriptor; see `open_to_write`."""
+    path = _checked_name(path)
+    with _folder_of(path, root) as folder:
+        return _open_unlinked(path, os.O_RDWR | os.O_CREAT, folder)
+
+
+def replace_file(
+    path: Path | str, content: bytes | str, *, root: Path | str | None = None, sync: bool = False
+) -> None:
+    """Make a file hold `content`: at every moment it holds that or what it held before.
+
+    Args:
+        path: of the file.
+        content: bytes, or text for UTF-8.
+        root: see `open_to_write`.
+        sync: also bring it to the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = _checked_name(path)
+    draft = f"{path.name}.{secrets.token_hex(6)}.tmp"
+    with _folder_of(path, root) as folder:
+        try:
+            fd = _open_unlinked(path.with_name(draft), os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
+            with os.fdopen(fd, "wb") as file:
+                file.write(content.encode("utf-8") if isinstance(content, str) else content)
+                file.flush()
+                if sync:
+                    os.fsync(fd)
+            os.replace(draft, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            if sync:
+                os.fsync(folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft, dir_fd=folder)
+            raise
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """Let a library that takes a path write a file: yield an unguessable name beside it, which
+    becomes `path` when the block ends without an error. Its folder must be there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = _checked_name(path)
+    draft = path.with_name(f"{path.stem}.{secrets.token_hex(6)}{path.suffix}")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def write_to(path: Path | str, mode: WriteMode, *, root: Path | str | None = None) -> IO[str]:
+    """Open a file to write UTF-8 text; see `open_to_write`."""
+    return io.TextIOWrapper(open_to_write(path, mode, root=root), encoding="utf-8")
+
+
+def make_folder(path: Path | str, *, root: Path | str) -> None:
+    """Make a folder and those between `root` and it, none of which may be a link.
+
+    Raises:
+        UnsafeFileError: one is a link, or no folder.
+        OSError: one cannot be made.
+    """
+    with _folder_of(_checked_name(path) / "any", root):
+        pass
+
+
+@contextlib.contextmanager
+def _folder_of(path: Path, root: Path | str | None) -> Iterator[int]:
+    """Open the folder of a file as `open_to_write` says."""
+    if root is None:
+        fd = os.open(path.parent, _FOLDER)
+        parts: tuple[str, ...] = ()
+    else:
+        os.makedirs(root, exist_ok=True)
+        fd = os.open(root, _FOLDER)
+        parts = path.parent.relative_to(root).parts
+    try:
+        for i, part in enumerate(parts):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, dir_fd=fd)
+            try:
+                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR):
+                    raise
+                where = Path(cast(str, root), *parts[: i + 1])
+                raise UnsafeFileError(where, f"{part} is a link or a file: remove it") from None
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_unlinked(path: Path, flags: int, folder: int) -> int:
+    """Open a name in an open folder; not through a link, and no file of several names."""
+    try:
+        fd = os.open(path.name, flags | _WRITE, 0o666, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise UnsafeFileError(
+                path, f"{path.name} is a link, which is not written through: remove it"
+            ) from None
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads, a socket
+            raise UnsafeFileError(path, f"{path.name} is no regular file: remove it") from None
+        error.filename = os.fspath(path)
+        raise
+    try:
+        found = _check_regular(fd, path)
+        if found.st_nlink > 1:
+            raise UnsafeFileError(
+                path, f"{path.name} has {found.st_nlink} names (hard links): copy or remove it"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of strangers: what is read, what is refused, and that nothing is written through a link."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.core.untrusted_files import (
+    UnsafeFileError,
+    make_folder,
+    open_lock,
+    open_to_write,
+    parse_json,
+    read_json,
+    read_regular,
+    read_text,
+    replace_file,
+    replacing,
+    write_to,
+)
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def a_link_out(path: Path) -> None:
+    (path.parent.parent / "outside").write_text("secret")
+    path.symlink_to(path.parent.parent / "outside")
+
+
+def a_sparse_file(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 200 << 30)
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "socket": a_socket,
+    "folder": Path.mkdir,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link out": a_link_out,
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "200 GiB of nothing": a_sparse_file,
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_no_bounded_regular_file_is_not_read(case: str, tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir()
+    ODD[case](folder / "a.json")
+    with pytest.raises(OSError) as caught:
+        read_json(folder / "a.json")
+    assert "a.json" in str(caught.value)
+
+
+def test_a_file_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "f").mkdir()
+    a_link_out(tmp_path / "f" / "a")
+    assert read_text(tmp_path / "f" / "a", 6, follow_links=True) == "secret"
+    with pytest.raises(UnsafeFileError, match="6 bytes"):
+        read_regular(tmp_path / "f" / "a", 5, follow_links=True)
+
+
+def test_links_of_the_hubs_cache_and_inside_a_folder(tmp_path: Path) -> None:
+    model = tmp_path / "models--a--b"
+    snapshot = model / "snapshots" / "123" / "inner"
+    (model / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (model / "blobs" / "d1").write_text("{}")
+    (model / "other").write_text("{}")
+    (model / "blobs" / "d2").symlink_to("../other")
+    (snapshot / "a.json").symlink_to("../../../blobs/d1")
+    (snapshot / "b.json").symlink_to("a.json")
+    (snapshot / "c.json").symlink_to("../../../blobs/d2")
+    (snapshot / "d.json").symlink_to("../../../other")
+    assert read_json(snapshot / "a.json") == read_json(snapshot / "b.json") == {}
+    for name in ("c.json", "d.json"):
+        with pytest.raises(UnsafeFileError, match="outside"):
+            read_json(snapshot / name)
+
+
+def test_names_and_texts_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UnsafeFileError):
+        read_regular(tmp_path / "a\0b", 10)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "absent", 10)
+    (tmp_path / "a").write_bytes(b"\xff")
+    with pytest.raises(UnsafeFileError, match="UTF-8"):
+        read_text(tmp_path / "a", 10)
+
+
+@pytest.mark.parametrize(("begin", "inner", "end"), [("[", "[]", "]"), ('{"a":', "{}", "}")])
+def test_json_is_nested_as_deep_as_is_said(begin: str, inner: str, end: str) -> None:
+    def text(depth: int) -> str:
+        return begin * (depth - 1) + inner + end * (depth - 1)
+
+    assert parse_json(text(7), max_depth=7) == json.loads(text(7))
+    for depth in (8, 100_000):
+        with pytest.raises(ValueError, match="nested deeper than 7"):
+            parse_json(text(depth), max_depth=7)
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a link in a folder, and the file outside that it leads to."""
+    (tmp_path / "f").mkdir()
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (tmp_path / "f" / "a").symlink_to(target)
+    return tmp_path / "f" / "a", target
+
+
+def test_nothing_is_written_through_a_link(linked: tuple[Path, Path]) -> None:
+    link, target = linked
+    for mode in ("a", "r+", "a+"):
+        with pytest.raises(UnsafeFileError, match="a is a link"):
+            open_to_write(link, mode)
+    with pytest.raises(UnsafeFileError, match="a is a link"):
+        open_lock(link)
+    with pytest.raises(FileExistsError):
+        open_to_write(link, "x")
+    with write_to(link, "w") as file:
+        file.write("new")
+    assert not link.is_symlink()
+    assert link.read_text() == "new"
+    link.unlink()
+    for write in (
+        lambda: replace_file(link, "newer"),
+        lambda: replace_file(link, b"newer", sync=True),
+    ):
+        link.symlink_to(target)
+        write()
+        assert not link.is_symlink()
+        assert link.read_text() == "newer"
+        link.unlink()
+    assert target.read_text() == "precious"
+
+
+def test_a_library_writes_beside_a_link_and_not_through_it(linked: tuple[Path, Path]) -> None:
+    link, target = linked
+
+    def fail() -> None:
+        with replacing(link) as draft:
+            draft.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert link.is_symlink()
+    assert os.listdir(link.parent) == ["a"]
+    with replacing(link) as draft:
+        draft.write_text("whole")
+    assert link.read_text() == "whole"
+    assert target.read_text() == "precious"
+    assert os.listdir(link.parent) == ["a"]
+
+
+@pytest.mark.parametrize("case", ["pipe", "socket", "folder"])
+def test_only_regular_files_are_written_to(case: str, tmp_path: Path) -> None:
+    ODD[case](tmp_path / "a")
+    for mode in ("a", "r+", "a+", "x"):
+        with pytest.raises(OSError):
+            open_to_write(tmp_path / "a", mode)
+    with pytest.raises(OSError):
+        open_lock(tmp_path / "a")
+
+
+def test_a_file_of_two_names_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    os.link(tmp_path / "precious", tmp_path / "a")
+    for mode in ("a", "r+", "a+"):
+        with pytest.raises(UnsafeFileError, match="hard links"):
+            open_to_write(tmp_path / "a", mode)
+    with write_to(tmp_path / "a", "w") as file:
+        file.write("new")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_folders_below_the_named_one_are_no_links(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    root = tmp_path / "root"
+    root.symlink_to(tmp_path / "real")  # the user's choice
+    with write_to(root / "stacks" / "of" / "a", "w", root=root) as file:
+        file.write("made")
+    assert (tmp_path / "real" / "stacks" / "of" / "a").read_text() == "made"
+    (tmp_path / "real" / "out").symlink_to(tmp_path / "elsewhere")
+    for write in (
+        lambda: write_to(root / "out" / "a", "w", root=root),
+        lambda: replace_file(root / "out" / "of" / "a", "text", root=root),
+        lambda: make_folder(root / "out", root=root),
+    ):
+        with pytest.raises(UnsafeFileError, match="out is a link"):
+            write()
+    assert not os.listdir(tmp_path / "elsewhere")
+    make_folder(root / "new" / "er", root=root)
+    assert (tmp_path / "real" / "new" / "er").is_dir()

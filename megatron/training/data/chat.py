@@ -16,6 +16,8 @@ from megatron.training.data.chat_template import (
     END_MARK,
     GENERATION_MARKS,
     ChatTemplate,
+    Prefix,
+    Rendering,
     TemplateRefusal,
     read_chat_template,
 )
@@ -25,6 +27,7 @@ __all__ = [
     "ChatTemplate",
     "MalformedConversation",
     "encode_conversation",
+    "encode_conversations",
     "read_chat_template",
 ]
 
@@ -39,7 +42,7 @@ class MalformedConversation(ValueError):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 @runtime_checkable
@@ -67,11 +70,54 @@ def encode_conversation(
         MalformedConversation: this conversation is none, or the template refuses it.
         ValueError: the template is not prefix-stable; no conversation of that kind can be masked.
     """
-    turns = check_conversation(messages)
-    try:
-        text, spans = spoken(turns, template)
-    except TemplateRefusal as error:
-        raise MalformedConversation("the template refuses it", str(error)) from None
+    (found,) = encode_conversations([messages], tokenizer, template)
+    if isinstance(found, MalformedConversation):
+        raise found
+    return found
+
+
+def encode_conversations(
+    conversations: Sequence[object], tokenizer: Tokenizer, template: ChatTemplate
+) -> list[tuple[list[int], list[int]] | MalformedConversation]:
+    """Turn conversations into token ids and loss masks, or into what is wrong with each.
+
+    Args:
+        conversations: as `encode_conversation` takes them.
+        tokenizer: of the model.
+        template: how the turns are written.
+
+    Returns:
+        (ids, mask) of each, or why it cannot be learnt from.
+
+    Raises:
+        ValueError: the template is not prefix-stable; no conversation of that kind can be masked.
+    """
+    found: list[Any] = []
+    for messages in conversations:
+        try:
+            found.append(check_conversation(messages))
+        except MalformedConversation as error:
+            found.append(error)
+    whole = [i for i, turns in enumerate(found) if not isinstance(turns, MalformedConversation)]
+    prefixes = [_answers(found[i], template) for i in whole]
+    renderings = template.render_all([found[i] for i in whole], prefixes)
+    for i, rendering in zip(whole, renderings, strict=True):
+        if isinstance(rendering, TemplateRefusal):
+            found[i] = MalformedConversation("the template refuses it", str(rendering))
+            continue
+        text, spans = spoken(found[i], rendering, template)
+        ids, mask = _encoded(text, spans, tokenizer, template)
+        found[i] = (ids, mask)
+        if not any(mask):
+            found[i] = MalformedConversation(
+                "nothing to learn", "the assistant's turns have no tokens"
+            )
+    return found
+
+
+def _encoded(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer, template: ChatTemplate
+) -> tuple[list[int], list[int]]:
     ids: list[int] = []
     mask: list[int] = []
     start = 0
@@ -91,8 +137,6 @@ def encode_conversation(
             ids.append(tokenizer.eod)
             mask.append(int(any(a <= stop < b for a, b in spans)))
         start = stop + 1
-    if not any(mask):
-        raise MalformedConversation("nothing to learn", "the assistant's turns have no tokens")
     return ids, mask
 
 
@@ -123,34 +167,43 @@ def check_conversation(messages: object) -> list[Mapping[str, Any]]:
     return messages
 
 
+def _answers(turns: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Prefix]:
+    """Return what must be rendered to find the assistant's turns: before and after each."""
+    if template.marks_generation:
+        return []
+    said = [i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT]
+    return [p for i in said for p in (Prefix(i, prompt=True), Prefix(i + 1, prompt=False))]
+
+
 def spoken(
-    messages: Sequence[Mapping[str, Any]], template: ChatTemplate
+    messages: Sequence[Mapping[str, Any]], rendering: Rendering, template: ChatTemplate
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Render a conversation and find what the assistant says in it.
+    """Find what the assistant says in a rendered conversation.
+
+    Args:
+        messages: of the conversation.
+        rendering: of it, with the prefixes before and after each of the assistant's turns.
+        template: that rendered it.
 
     Returns:
         (text, spans): spans are (first, last + 1) characters, in order.
 
     Raises:
-        TemplateRefusal: the template cannot render it.
         ValueError: the template renders the same turns differently in a longer conversation.
     """
-    text = template.render(messages)
+    text = rendering.text
     if template.marks_generation:
         return _marked(text)
+    said = [i for i, turn in enumerate(messages) if turn["role"] == ASSISTANT]
     spans = []
-    for i, turn in enumerate(messages):
-        if turn["role"] != ASSISTANT:
-            continue
-        before = template.render(messages[:i], add_generation_prompt=True)
-        after = template.render(messages[: i + 1])
-        if not (after.startswith(before) and text.startswith(after)):
+    for i, before, after in zip(said, rendering.lengths[::2], rendering.lengths[1::2], strict=True):
+        if before is None or after is None or after < before:
             raise ValueError(
                 f"{template.name} writes the turns up to message {i} differently when more "
                 "follows, so the assistant's part cannot be found: mark it with "
                 "{% generation %}, or give --chat-template another one, such as chatml"
             )
-        spans.append((len(before), _end(after, len(before), turn["content"])))
+        spans.append((before, _end(text[:after], before, messages[i]["content"])))
     return text, [(a, b) for a, b in spans if a < b]
 
 

@@ -2,30 +2,58 @@
 """Chat templates: from a tokenizer's folder, a file or a built-in name, rendered in a sandbox.
 
 A template is Jinja text as Hugging Face tokenizers carry it, with the same settings, so that its
-rendering is that of `transformers`. It gets no clock: a text must not depend on the day. This is
-the one module that imports the library `jinja2`.
+rendering is that of `transformers`. It gets no clock: a text must not depend on the day. It is
+rendered in a process of its own, with limits on memory and time: see `template_process.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import importlib.util
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron.training.data import template_process
+from megatron.training.data.template_process import (
+    GENERATION_MARKS,
+    LENGTH,
+    MAX_FRAME_BYTES,
+    OUT_OF_MEMORY,
+)
+
+__all__ = [
+    "BUILT_IN",
+    "END_MARK",
+    "GENERATION_MARKS",
+    "ChatTemplate",
+    "Prefix",
+    "Rendering",
+    "TemplateLimits",
+    "TemplateRefusal",
+    "read_chat_template",
+]
+
 #: Stands in a rendering for the end-of-document token of a tokenizer that has no text for it.
 END_MARK = "\ue0f0"
-#: Around what `{% generation %}` marks; taken out again before anybody sees the text.
-GENERATION_MARKS = ("\ue0f1", "\ue0f2")
 
 _LARGEST_TEMPLATE_BYTES = 1 << 20
-_LARGEST_PRODUCT = 1 << 20
-_SECONDS_PER_CONVERSATION = 10.0
+# Conversations are sent to the process in pieces of this size.
+_BATCH_BYTES = 1 << 18
+_START_SECONDS = 60.0
+# What Python may need to be started; nothing else of the environment is a template's business.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 CHATML = (
@@ -47,19 +75,59 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({"chatml": CHATML, "llama3": LLAM
 
 
 class TemplateRefusal(Exception):
-    """The template itself refuses a conversation, with `raise_exception` or an undefined name."""
+    """The template cannot render a conversation; the text is its reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateLimits:
+    """What a template may use, to be compiled and for each conversation."""
+
+    cpu_seconds: float = 4.0
+    """CPU time."""
+    seconds: float = 10.0
+    """Time on the clock."""
+    memory_bytes: int = 768 << 20
+    """Address space, beyond that of the process with jinja2 loaded."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first turns of a conversation, rendered on their own.
+
+    Args:
+        turns: how many.
+        prompt: whether with what opens an answer.
+    """
+
+    turns: int
+    prompt: bool
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """The text of a conversation.
+
+    Args:
+        text: with `GENERATION_MARKS` if the template sets them.
+        lengths: of each prefix that was asked for, in characters; None where the text does not
+            begin with it.
+    """
+
+    text: str
+    lengths: tuple[int | None, ...]
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A template, and the process that renders it, which starts when it is first needed.
+
+    That process has nothing but jinja2 loaded, and limits: a template that loops, or asks for more
+    memory than there is, ends with an error here. A forked process starts one of its own.
 
     Args:
         source: Jinja text.
         special_tokens: texts by name, such as `eos_token`; `END_MARK` where there is none.
         name: for messages.
-
-    Raises:
-        ValueError: jinja2 is missing, or the text is no template.
+        limits: what it may use.
     """
 
     def __init__(
@@ -68,10 +136,13 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         name: str = "chat template",
+        limits: TemplateLimits | None = None,
     ) -> None:
         self.name, self.source = name, source
         self.special_tokens = {"bos_token": "", "eos_token": END_MARK, **(special_tokens or {})}
-        self._compiled = _compile(source, name)
+        self._limits = limits or TemplateLimits()
+        self._process: _TemplateProcess | None = None
+        self._owner, self._lock = os.getpid(), threading.Lock()
 
     @property
     def marks_generation(self) -> bool:
@@ -84,6 +155,29 @@ class ChatTemplate:
         text = json.dumps([self.source, self.special_tokens], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @property
+    def pid(self) -> int | None:
+        """The process that renders, None if there is none."""
+        with self._own():
+            process = self._process
+            return process.pid if process is not None and process.is_running else None
+
+    def check(self) -> None:
+        """Compile the template.
+
+        Raises:
+            ValueError: jinja2 is missing, or the text is no template.
+        """
+        with self._own():
+            self._started()
+
+    def close(self) -> None:
+        """End the process that renders; it starts anew when it is needed."""
+        with self._own():
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
     ) -> str:
@@ -95,46 +189,230 @@ class ChatTemplate:
 
         Raises:
             TemplateRefusal: the template cannot render these messages.
-            ValueError: it takes too long, or more memory than there is.
+            ValueError: the text is no template, or it takes too long, or too much memory.
         """
-        from jinja2 import TemplateError
+        order = _order(messages, (), add_generation_prompt)
+        found = order if isinstance(order, TemplateRefusal) else self._rendered([order])[0]
+        if isinstance(found, TemplateRefusal):
+            raise found
+        return found.text
 
+    def render_all(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        prefixes: Sequence[Sequence[Prefix]],
+    ) -> list[Rendering | TemplateRefusal]:
+        """Render conversations, each with some of its prefixes.
+
+        Args:
+            conversations: role and content of each turn, for each conversation.
+            prefixes: of each conversation.
+
+        Raises:
+            ValueError: the text is no template, or it takes too long, or too much memory.
+        """
+        orders = map(_order, conversations, prefixes)
+        found: list[Rendering | TemplateRefusal] = []
+        batch: list[bytes] = []
+        size = 0
+        for order in orders:
+            refused = isinstance(order, TemplateRefusal)
+            if batch and (refused or size >= _BATCH_BYTES):
+                found += self._rendered(batch)
+                batch, size = [], 0
+            if isinstance(order, TemplateRefusal):
+                found.append(order)
+            else:
+                batch.append(order)
+                size += len(order)
+        return found + self._rendered(batch)
+
+    def _own(self) -> threading.Lock:
+        """Return the lock of this process: one that was forked lets go of what its parent uses."""
+        if self._owner != os.getpid():
+            self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
+        return self._lock
+
+    def _rendered(self, orders: Sequence[bytes]) -> list[Rendering | TemplateRefusal]:
+        with self._own():
+            if not orders:
+                return []
+            process = self._started()
+            try:
+                process.send([LENGTH.pack(len(orders)), *map(_framed, orders)])
+                return [self._judge(process.receive(self._limits.seconds)) for _ in orders]
+            except BaseException:  # answers may be on their way
+                process.close()
+                raise
+
+    def _started(self) -> _TemplateProcess:
+        """Return the process, with the template compiled."""
+        if self._process is not None and self._process.is_running:
+            return self._process
+        if self._process is not None:
+            self._process.close()
+        process = self._process = _TemplateProcess(self.name)
+        order = {
+            "source": self.source,
+            "special_tokens": self.special_tokens,
+            "cpu_seconds": self._limits.cpu_seconds,
+            "memory_bytes": self._limits.memory_bytes,
+        }
         try:
-            with _cpu_limit(_SECONDS_PER_CONVERSATION):
-                return self._compiled.render(
-                    messages=list(messages),
-                    add_generation_prompt=add_generation_prompt,
-                    tools=None,
-                    documents=None,
-                    **self.special_tokens,
+            process.receive(_START_SECONDS)
+            process.send([_framed(_encoded(order))])
+            answer = process.receive(self._limits.seconds)
+            if answer.get("fault") == "error":
+                raise ValueError(f"{self.name} is no Jinja template: {answer['text']}")
+            self._judge({"text": "", "prefixes": [], **answer})
+        except BaseException:
+            process.close()
+            raise
+        return process
+
+    def _judge(self, answer: Mapping[str, Any]) -> Rendering | TemplateRefusal:
+        fault = answer.get("fault")
+        if fault is None:
+            return Rendering(answer["text"], tuple(answer["prefixes"]))
+        if fault == "error":
+            return TemplateRefusal(answer["text"])
+        most = f"{self._limits.memory_bytes >> 20} MiB of memory"
+        if fault == "time":
+            most = f"{self._limits.cpu_seconds:g} s of CPU time"
+        where = f" ({answer['text']})" if answer["text"] else ""
+        raise ValueError(
+            f"{self.name} takes more than {most} for one conversation{where}: give another with "
+            "--chat-template"
+        )
+
+
+class _TemplateProcess:
+    """A process of `template_process.py`, and the socket to it.
+
+    Args:
+        name: of the template, for messages.
+
+    Raises:
+        ValueError: jinja2 is missing, or there can be no process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        call = [sys.executable, "-I", "-S", template_process.__file__, *_library_folders()]
+        self._end, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    call,
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={k: os.environ[k] for k in _ENVIRONMENT if k in os.environ},
                 )
-        except (TimeoutError, MemoryError) as error:
-            what = "time" if isinstance(error, TimeoutError) else "memory"
-            raise ValueError(
-                f"{self.name} takes too much {what} for one conversation: give another with "
-                "--chat-template"
-            ) from None
-        except (TemplateError, TypeError, KeyError, OverflowError) as error:
-            raise TemplateRefusal(" ".join(str(error).split()) or type(error).__name__) from None
+        except OSError as error:
+            self._end.close()
+            raise ValueError(f"cannot start a process for {name}: {error.strerror}") from None
+        self.close = weakref.finalize(self, _end_process, os.getpid(), self._end, self._process)
+        """End the process, whatever it is doing."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Say whether orders can be sent."""
+        return self.close.alive and self._process.poll() is None
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send frames. Raises ValueError if the process is gone."""
+        try:
+            self._end.settimeout(_START_SECONDS)
+            self._end.sendall(b"".join(frames))
+        except OSError:
+            raise self._lost(_START_SECONDS) from None
+
+    def receive(self, seconds: float) -> Mapping[str, Any]:
+        """Return the next answer. Raises ValueError if there is none in time."""
+        deadline = time.monotonic() + seconds
+        try:
+            (length,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
+            if length > MAX_FRAME_BYTES:
+                raise OSError
+            found = json.loads(self._exactly(length, deadline).decode("utf-8", "surrogatepass"))
+        except OSError:  # a timeout is one too
+            raise self._lost(seconds) from None
+        return found
+
+    def _exactly(self, count: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            self._end.settimeout(max(deadline - time.monotonic(), 0.001))
+            found = self._end.recv(min(count - len(data), 1 << 20))
+            if not found:
+                raise ConnectionResetError
+            data += found
+        return bytes(data)
+
+    def _lost(self, seconds: float) -> ValueError:
+        """Say how the process ended, and see that it has."""
+        try:
+            code: int | None = self._process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.close()
+        if code is None or code == -signal.SIGXCPU:
+            why = "takes too much time" if code else f"gives no text within {seconds:g} s"
+        elif code in (OUT_OF_MEMORY, -signal.SIGKILL):
+            why = "takes too much memory"
+        elif code < 0:
+            why = f"ends its process by {signal.Signals(-code).name}: it is nested too deep"
+        else:
+            why = f"cannot be rendered: its process ended with code {code}"
+        return ValueError(f"{self._name} {why}: give another with --chat-template")
 
 
-@contextlib.contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after so much CPU time; only a main thread can be stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _end_process(owner: int, end: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    end.close()
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+    else:
+        process.poll()  # not a child of this one: leaves nothing to wait for
 
-    def expire(number: int, frame: object) -> None:
-        raise TimeoutError
 
-    before = signal.signal(signal.SIGVTALRM, expire)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+def _library_folders() -> list[str]:
+    """Return where jinja2 and what it needs are installed."""
+    folders = []
+    for library in ("jinja2", "markupsafe"):
+        spec = importlib.util.find_spec(library)
+        if spec is None or spec.origin is None:
+            raise ValueError("chat templates need jinja2: pip install jinja2")
+        folders.append(str(Path(spec.origin).parent.parent.resolve()))
+    return list(dict.fromkeys(folders))
+
+
+def _order(
+    messages: Sequence[Mapping[str, Any]], prefixes: Sequence[Prefix], prompt: bool = False
+) -> bytes | TemplateRefusal:
+    """Return what is sent for a conversation."""
+    pairs = [(p.turns, p.prompt) for p in prefixes]
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+        order = _encoded({"messages": list(messages), "prompt": prompt, "prefixes": pairs})
+    except RecursionError:
+        return TemplateRefusal("the conversation is nested too deep")
+    if len(order) > MAX_FRAME_BYTES:
+        return TemplateRefusal(f"the conversation has more than {MAX_FRAME_BYTES} bytes")
+    return order
+
+
+def _encoded(order: Mapping[str, Any]) -> bytes:
+    return json.dumps(order, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _framed(order: bytes) -> bytes:
+    return LENGTH.pack(len(order)) + order
 
 
 def read_chat_template(
@@ -164,7 +442,7 @@ def read_chat_template(
                 f"{tokenizer_model or 'the tokenizer'} has no chat template: give --chat-template "
                 f"a file or one of {', '.join(BUILT_IN)}"
             )
-        return ChatTemplate(source, tokens, name=f"the chat template of {folder}")
+        return _checked(ChatTemplate(source, tokens, name=f"the chat template of {folder}"))
     if name_or_file in BUILT_IN:
         name = f"the chat template {name_or_file}"
         return ChatTemplate(BUILT_IN[name_or_file], tokens, name=name)
@@ -174,7 +452,12 @@ def read_chat_template(
             f"--chat-template {name_or_file}: no such file; give a file or one of "
             f"{', '.join(BUILT_IN)}"
         )
-    return ChatTemplate(_read(path), tokens, name=f"the chat template {path}")
+    return _checked(ChatTemplate(_read(path), tokens, name=f"the chat template {path}"))
+
+
+def _checked(template: ChatTemplate) -> ChatTemplate:
+    template.check()
+    return template
 
 
 def _read(path: Path) -> str:
@@ -218,55 +501,3 @@ def _of_folder(folder: Path | None, described: Mapping[str, Any]) -> str | None:
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
         source = named.get("default")
     return source if isinstance(source, str) else None
-
-
-def _compile(source: str, name: str) -> Any:
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ValueError("chat templates need jinja2: pip install jinja2") from None
-
-    class Generation(Extension):
-        """`{% generation %}...{% endgeneration %}`: put marks around what stands inside."""
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return GENERATION_MARKS[0] + caller() + GENERATION_MARKS[1]
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Also refuses products that are there to fill the memory."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**":
-                raise TemplateError("powers are not allowed")
-            for text, times in ((left, right), (right, left)):
-                sized = hasattr(text, "__len__") and isinstance(times, int)
-                if sized and len(text) * times > _LARGEST_PRODUCT:
-                    raise TemplateError(f"a product of {len(text)} x {times} elements")
-            return super().call_binop(context, operator, left, right)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ValueError(f"{name} is no Jinja template: {error}") from None

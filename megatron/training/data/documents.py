@@ -32,7 +32,7 @@ class Tally:
         documents: accepted.
         read_bytes: of the input files as they lie on the disk, rejected records included.
         rejected: records that hold no document, by reason.
-        examples: the first place of each reason, `file:line`.
+        examples: the first place of each reason, `file:line`, and its detail.
         strict: whether a record that holds no document is an error.
     """
 
@@ -42,23 +42,24 @@ class Tally:
     examples: dict[str, str] = field(default_factory=dict)
     strict: bool = False
 
-    def reject(self, reason: str, place: str) -> None:
-        """Count a record that holds no document.
+    def reject(self, reason: str, place: str, *, detail: str = "") -> None:
+        """Count a record that holds no document; the first of each reason is kept with its detail.
 
         Raises:
             ValueError: the tally is strict; names the place and the reason.
         """
         if self.strict:
             raise ValueError(
-                f"{place}: {reason}; mend it, or leave --strict out to count and skip such records"
+                f"{place}: {reason}{detail and f': {detail}'}; mend it, or leave --strict out to "
+                "count and skip such records"
             )
         self.rejected[reason] += 1
-        self.examples.setdefault(reason, place)
+        self.examples.setdefault(reason, f"{place}{detail and f': {detail}'}")
 
-    def take_back(self, reason: str, place: str) -> None:
+    def take_back(self, reason: str, place: str, *, detail: str = "") -> None:
         """Count a record as rejected that had been accepted. Raises as `reject` does."""
         self.documents -= 1
-        self.reject(reason, place)
+        self.reject(reason, place, detail=detail)
 
     def add(self, other: Tally) -> None:
         """Count what another tally has, as read after this one's; `read_bytes` is the larger."""

@@ -3,17 +3,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from megatron.training.data import chat_template
 from megatron.training.data.chat import (
     MalformedConversation,
     encode_conversation,
     read_chat_template,
 )
-from megatron.training.data.chat_template import BUILT_IN, ChatTemplate
+from megatron.training.data.chat_template import (
+    BUILT_IN,
+    ChatTemplate,
+    Prefix,
+    TemplateLimits,
+    TemplateRefusal,
+)
 from megatron.training.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 
 TALK = [
@@ -183,7 +195,9 @@ def test_templates_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="has no chat template: give --chat-template"):
         read_chat_template(None, tokenizer_model=tmp_path)
     with pytest.raises(ValueError, match="is no Jinja template"):
-        ChatTemplate("{% for %}")
+        ChatTemplate("{% for %}").check()
+    with pytest.raises(ValueError, match="'random'"):
+        ChatTemplate("{{ messages | random }}").check()
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
         read_chat_template(None, tokenizer_model=tmp_path)
@@ -201,6 +215,7 @@ def test_templates_that_are_none(tmp_path):
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "{% include '/etc/passwd' %}",
         "{{ strftime_now('%Y') }}",
+        "{{ lipsum() }}",
     ],
 )
 def test_a_template_cannot_reach_out_of_its_sandbox(source):
@@ -208,27 +223,166 @@ def test_a_template_cannot_reach_out_of_its_sandbox(source):
         encode_conversation(TALK, ByteTokenizer(), ChatTemplate(source))
 
 
+# What a template can be, and whose fault that is: a refused conversation, or the template's.
 HOSTILE = {
-    "loops": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
-    "calls": "{% macro again(n) %}{{ again(n + 1) }}{{ again(n + 1) }}{% endmacro %}"
-    "{% for i in range(90000) %}{% for j in range(90000) %}{{ i ~ j }}{% endfor %}{% endfor %}",
+    "division": ("{{ 1 / 0 }}", "division by zero (line 1)"),
+    "modulo": ("\n{{ 1 % 0 }}", "(line 2)"),
+    "attribute": ("\n\n{{ messages[0].content.nothing.more }}", "(line 3)"),
+    "value": ("{{ '%s %s' % 1 }}", "line 1"),
+    "recursion": ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "too deep"),
+    "brackets": ("{{ " + "[" * 50_000 + "]" * 50_000 + " }}", "too deep"),
+    "sum": ("{{ " + "1+" * 5000 + "1 }}", "too deep"),
+    "loops in loops": (
+        "{% for i in messages %}" * 60 + "{% endfor %}" * 60,
+        "statically nested blocks",
+    ),
+    "conditions": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, ""),
+    "digits": ("{{ 1" + "1" * 5000 + " }}", "4300"),
+    "long text": ("{% for i in range(90000) %}{{ 'a' * 100 }}{% endfor %}", "9000000 characters"),
+    "control": ("{{ raise_exception('a\x1b[2J\n\x07b' ~ 'c' * 900) }}", "a [2J b"),
+    "width": ("{{ 'a' | center(10000000000) }}", "memory"),
+    "format": ("{{ '%10000000000d' | format(1) }}", "memory"),
+    "format method": ("{{ '{:10000000000}'.format(1) }}", "memory"),
+    "doubling": (
+        "{% set ns = namespace(a='aa') %}{% for i in range(99) %}{% set ns.a = ns.a ~ ns.a %}"
+        "{% endfor %}",
+        "memory",
+    ),
+    "iterations": (
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "CPU time",
+    ),
 }
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_a_template_without_end_is_stopped(source, monkeypatch):
-    monkeypatch.setattr(chat_template, "_SECONDS_PER_CONVERSATION", 0.2)
-    template = chat_template.ChatTemplate(source, name="the template T")
-    with pytest.raises(ValueError, match=r"^the template T takes too much time"):
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_template_ends_with_one_line(case):
+    source, reason = HOSTILE[case]
+    limits = TemplateLimits(cpu_seconds=0.5, seconds=60, memory_bytes=64 << 20)
+    template = ChatTemplate(source, name="the template T", limits=limits)
+    with pytest.raises((ValueError, TemplateRefusal)) as caught:
         template.render([{"role": "user", "content": "x"}])
+    text = str(caught.value)
+    assert reason in text
+    assert text.isprintable()
+    assert len(text) < 600
+    template.close()
+
+
+def test_work_that_python_cannot_interrupt_is_stopped():
+    source = (
+        "{% set ns = namespace(a=9) %}{% for i in range(60) %}{% set ns.a = ns.a * ns.a %}"
+        "{% endfor %}"
+    )
+    template = ChatTemplate(source, limits=TemplateLimits(cpu_seconds=0.2, seconds=60))
+    template.check()
+    pid = template.pid
+    with pytest.raises(ValueError, match=r"too much time|CPU time"):
+        template.render([])
+    assert not _runs(pid)
+
+
+def test_a_template_that_never_answers_is_ended():
+    template = ChatTemplate("{{ messages | length }}", limits=TemplateLimits(seconds=2))
+    template.check()
+    pid = template.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ValueError, match=r"no text within 2 s"):
+        template.render([])
+    assert not _runs(pid)
+    template = ChatTemplate("{{ messages | length }}")
+    assert template.render([]) == "0"
+
+
+def test_one_refusal_costs_no_other_conversation():
+    source = "{% for m in messages %}{{ 1 // (m.content | int) }}{% endfor %}"
+    template = ChatTemplate(source)
+    talks = [[{"role": "user", "content": digit}] for digit in "10110"]
+    found = template.render_all(talks, [[Prefix(0, prompt=True)]] * 5)
+    assert [isinstance(f, TemplateRefusal) for f in found] == [False, True, False, False, True]
+    assert (found[2].text, found[2].lengths) == ("1", (0,))
+    pid = template.pid
+    assert template.render([]) == ""
+    assert template.pid == pid  # a refusal ends nothing
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert template.render([]) == ""
+    assert template.pid != pid
+
+
+def test_the_process_of_a_template_has_no_file_and_no_torch():
+    template = ChatTemplate("")
+    with open(os.devnull) as kept:
+        os.set_inheritable(kept.fileno(), True)
+        template.check()
+    pid = template.pid
+    assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "Max open files            3 " in Path(f"/proc/{pid}/limits").read_text()
+
+
+def test_the_process_of_a_template_ends_with_a_killed_parent():
+    code = (
+        "import os, sys, time\n"
+        "from megatron.training.data.chat_template import ChatTemplate\n"
+        "template = ChatTemplate('')\n"
+        "template.check()\n"
+        "if os.fork() == 0:\n"  # a process that holds the parent's end, and outlives it
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "print(template.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        with parent.stdout:
+            pid = int(parent.stdout.readline())
+        assert _runs(pid)
+        parent.kill()
+        parent.wait()
+        for _ in range(600):
+            if not _runs(pid):
+                break
+            time.sleep(0.1)
+        assert not _runs(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_a_forked_process_renders_with_a_process_of_its_own():
+    template = ChatTemplate("{{ messages | length }}")
+    assert template.render([]) == "0"
+    pid = template.pid
+    child = os.fork()
+    if child == 0:
+        works = template.pid is None and template.render([{}]) == "1" and template.pid != pid
+        template.close()
+        os._exit(0 if works else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert template.render([{}, {}]) == "2"
+    assert template.pid == pid
+
+
+def _runs(pid):
+    """Say whether there is a process that has not ended."""
+    if pid is None:
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.parametrize("source", ["{{ 'a' * 10000000000 }}", "{{ 9 ** 9 ** 9 }}"])
 def test_a_template_cannot_fill_the_memory_by_a_product(source):
-    with pytest.raises(chat_template.TemplateRefusal, match=r"product|power"):
-        chat_template.ChatTemplate(source).render([{"role": "user", "content": "x"}])
+    with pytest.raises(TemplateRefusal, match=r"product|power"):
+        ChatTemplate(source).render([{"role": "user", "content": "x"}])
 
 
 def test_products_of_common_templates_still_work():
-    template = chat_template.ChatTemplate("{{ '-' * 3 }}{{ 4 * 5 }}")
+    template = ChatTemplate("{{ '-' * 3 }}{{ 4 * 5 }}")
     assert template.render([]) == "---20"

@@ -193,6 +193,27 @@ def test_conversations_have_a_mask_beside_them(tmp_path, capsys):
     assert f"learnt from: {learnt_tokens} tokens" in capsys.readouterr().out
 
 
+def test_the_reason_of_a_template_that_refuses_is_shown(tmp_path):
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS[:3])
+    )
+    source = (
+        "{% for m in messages %}{{ m.content }}\n{{ 1 / (m.content | length - 1) }}{% endfor %}"
+    )
+    (tmp_path / "template").write_text(source)
+    config = config_for(
+        tmp_path,
+        str(tmp_path / "chats.jsonl"),
+        chat=True,
+        chat_template=str(tmp_path / "template"),
+        append_eod=False,
+    )
+    (result,) = preprocess(config).values()
+    assert result.rejected == {"the template refuses it": 1}
+    (place,) = result.examples.values()
+    assert f"{tmp_path / 'chats.jsonl'}:1: division by zero (line 2)" in place
+
+
 def test_chat_options_that_contradict():
     common = {"input": ("a",), "output_prefix": "b", "tokenizer_type": "byte"}
     with pytest.raises(ValueError, match="--append-eod is not for --chat"):

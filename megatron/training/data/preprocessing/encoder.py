@@ -141,18 +141,18 @@ class Encoder:
         ]
 
     def _conversations(self, records: Sequence[Record], tally: Tally) -> list[_Flat]:
-        from megatron.training.data.chat import MalformedConversation, encode_conversation
+        from megatron.training.data.chat import MalformedConversation, encode_conversations
 
         assert self.template is not None
         encoded: tuple[list[list[int]], list[list[int]]] = ([], [])
-        for record in records:
-            try:
-                both = encode_conversation(record.values[0], self.tokenizer, self.template)
-            except MalformedConversation as error:
-                tally.take_back(error.reason, record.place)
+        talks = [record.values[0] for record in records]
+        found = encode_conversations(talks, self.tokenizer, self.template)
+        for record, both in zip(records, found, strict=True):
+            if isinstance(both, MalformedConversation):
+                tally.take_back(both.reason, record.place, detail=both.detail)
                 continue
-            for numbers, found in zip(encoded, both, strict=True):
-                numbers.append(found)
+            for numbers, learnt in zip(encoded, both, strict=True):
+                numbers.append(learnt)
         return [
             _flatten(numbers, stream.dtype)
             for numbers, stream in zip(encoded, self.streams, strict=True)

@@ -48,9 +48,9 @@ from megatron.training.loop import LoopParts, train
 from megatron.training.monitoring.batch_line import batch_line, batch_words
 from megatron.training.monitoring.context_line import context_line, context_words, linear_lines
 from megatron.training.monitoring.data_parallel_line import data_parallel_line
+from megatron.training.monitoring.dropout_line import dropout_line
 from megatron.training.monitoring.expert_line import expert_line
 from megatron.training.monitoring.flops import visible_square
-from megatron.training.monitoring.kernel_line import kernel_line
 from megatron.training.monitoring.load_balance import load_balance
 from megatron.training.monitoring.log_line import LogPart
 from megatron.training.monitoring.metrics import Metrics
@@ -308,7 +308,7 @@ def choices_of(session: Session) -> list[str]:
         expert_line(run, session.model.config),
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),
-        kernel_line(run.config, session.place.device),
+        dropout_line(run.config, session.place.device),
         *session.data.notes,
         early_gather(run.config)[1],
     )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says of dropout at its start, and that guides and recipes turn it off."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron.training.monitoring.dropout_line import dropout_line
+from tests.unit_tests.training.small_config import small_config
+
+ROOT = Path(__file__).resolve().parents[3]
+OFF = {"attention": "--attention-dropout 0", "hidden": "--hidden-dropout 0"}
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "names", "leaves_kernel"),
+    [
+        ("--attention-dropout 0.1 --hidden-dropout 0.2", "cuda", {"attention", "hidden"}, True),
+        ("--attention-dropout 0.1 --hidden-dropout 0", "cpu", {"attention"}, False),
+        ("--attention-dropout 0 --hidden-dropout 0.1", "cuda", {"hidden"}, False),
+        (
+            "--attention-dropout 0.1 --hidden-dropout 0 --attention-backend reference",
+            "cuda",
+            {"attention"},
+            False,
+        ),
+        ("--attention-dropout 0 --hidden-dropout 0", "cuda", set(), False),
+    ],
+)
+def test_a_run_says_which_dropout_is_on_and_its_cost(words, device, names, leaves_kernel):
+    line = dropout_line(small_config(words), torch.device(device)) or ""
+    assert {name for name, flag in OFF.items() if flag in line} == names
+    assert bool(line) == bool(names)
+    assert ("kernel" in line) == leaves_kernel
+
+
+def test_guides_and_recipes_train_without_dropout():
+    """A command that describes a model turns dropout off; others take it from a checkpoint."""
+    seen = 0
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for command in re.findall(r"^\s*(?:torchrun|python) .*pretrain_\w+ --.*", text, re.M):
+            if not re.search(r"--use-checkpoint-args|--load-hf|--config", command):
+                assert all(flag in command for flag in OFF.values()), f"{page.name}: {command}"
+                seen += 1
+    assert seen >= 6
+    recipes = list((ROOT / "examples").rglob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        assert not values.get("hidden-dropout", 0.1), recipe
+        has_attention = "num-attention-heads" in values
+        assert not has_attention or not values.get("attention-dropout", 0.1), recipe

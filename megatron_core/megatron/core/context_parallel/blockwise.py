@@ -200,7 +200,7 @@ def _block_forward(
 
         return kernels.attention_forward(*parts, None, scale, mask, dtype=wide)
     return reference.attention_forward(
-        *parts, None, scale, mask, _of_rows(dropout, rows), dtype=wide
+        *parts, None, scale, mask, _of_block(dropout, block), dtype=wide
     )
 
 
@@ -223,24 +223,41 @@ def _block_backward(
 
         return kernels.attention_backward(*parts, scale=scale, mask=mask)
     return reference.attention_backward(
-        *parts, scale=scale, mask=mask, dropout=_of_rows(dropout, rows)
+        *parts, scale=scale, mask=mask, dropout=_of_block(dropout, block)
     )
 
 
 def _mask(block: Block, rule: tuple[float, int | None, AttentionDropout | None]) -> Mask:
-    """Return the op's rule of one block, without a window that hides none of its pairs."""
-    window = rule[1]
+    """Return the op's rule of one block, without a window that hides none of its pairs.
+
+    Dropout counts in places of a sample, which has all documents of a block, and so all its tokens.
+    """
+    _, window, dropout = rule
+    first = _sample(dropout, block) * (dropout.sample_length or 0) if dropout is not None else 0
     if window is not None:
         farthest = block.q_place + block.q1 - block.q0 - 1 - block.k_place
         window = window if farthest >= window else None
     return Mask(
-        causal=block.causal, window=window, query_start=block.q_place, key_start=block.k_place
+        causal=block.causal,
+        window=window,
+        query_start=block.q_place - first,
+        key_start=block.k_place - first,
     )
 
 
-def _of_rows(dropout: AttentionDropout | None, rows: slice) -> AttentionDropout | None:
-    """Return the dropout of some rows of the batch."""
-    return None if dropout is None else replace(dropout, sample_ids=dropout.sample_ids[rows])
+def _of_block(dropout: AttentionDropout | None, block: Block) -> AttentionDropout | None:
+    """Return the dropout of a block's rows of the batch, or of the sample that it is of."""
+    if dropout is None:
+        return None
+    samples = slice(block.row0, block.row1)
+    if dropout.sample_length is not None:
+        samples = slice(_sample(dropout, block), _sample(dropout, block) + 1)
+    return replace(dropout, sample_ids=dropout.sample_ids[samples], sample_length=None)
+
+
+def _sample(dropout: AttentionDropout, block: Block) -> int:
+    """Return the number of the sample in its row that a block is of."""
+    return 0 if dropout.sample_length is None else block.q_place // dropout.sample_length
 
 
 def _fast(x: torch.Tensor) -> torch.Tensor:

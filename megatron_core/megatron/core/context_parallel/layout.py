@@ -67,8 +67,9 @@ class SequenceLayout:
         document_ids: int [s_k, b], or None if nothing is masked by ids: every token sees all
             earlier ones, or `blocks` know the documents. With a key-value cache s_k counts the
             cached tokens too.
-        sample_ids: int64 [b], the global number of each sequence, or None outside training: dropout
-            is a function of it and of the place in the row.
+        sample_ids: int64 [samples], the global number of each, or None outside training: dropout is
+            a function of it and of the place in the sample. Each row is one but for
+            `sample_length`.
         places: int64 [s/cp], each token's place in its row, -1 for padding; None where that is its
             position.
         cut: how rows lie over the context-parallel ranks; None where that was never asked.
@@ -80,6 +81,8 @@ class SequenceLayout:
         inverse: int64 [s], where each place is among the tokens gathered from all ranks; None where
             they are gathered in the order of the row.
         filler: whether none of the tokens counts for anything; experts take none of them then.
+        sample_length: tokens of each sample, where the one row holds several, one after another;
+            None where each row is a sample.
     """
 
     positions: torch.Tensor
@@ -93,6 +96,7 @@ class SequenceLayout:
     columns: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
     filler: bool = False
+    sample_length: int | None = None
     _plans: _Plans = field(default_factory=_Plans, init=False, repr=False)
 
     @staticmethod
@@ -199,9 +203,26 @@ class SequenceLayout:
         """Return the layout for these samples, with all that was worked out for this one.
 
         Args:
-            sample_ids: int64 [b] where layers work; None turns dropout off.
+            sample_ids: int64 [samples] where layers work; None turns dropout off.
         """
         return self._with(sample_ids=sample_ids)
+
+    def holding_samples(self, length: int) -> SequenceLayout:
+        """Return the layout of the same row, which holds several samples, one after another.
+
+        Args:
+            length: tokens of each sample.
+
+        Raises:
+            ValueError: several rows, or a row of other tokens than those of whole samples.
+        """
+        cut = self._known_cut()
+        if self.rows != 1 or length < 1 or cut.length % length:
+            raise ValueError(
+                f"{self.rows} rows of {cut.length} tokens hold no samples of {length}: give one "
+                "row of whole samples"
+            )
+        return self._with(sample_length=length)
 
     def as_filler(self) -> SequenceLayout:
         """Return the layout of tokens that count for nothing, with all that was worked out."""
@@ -211,6 +232,29 @@ class SequenceLayout:
         found = replace(self, **changes)
         object.__setattr__(found, "_plans", self._plans)
         return found
+
+    @property
+    def sample_numbers(self) -> torch.Tensor | None:
+        """Return the sample of each token among those of the row, int64 [s/cp], some of them for
+        padding; None where each row is a sample."""
+        length = self.sample_length
+        if length is None or self.places is None:
+            return None
+        places = self.places
+        return self._plans.map(("sample numbers",), lambda: places.clamp(min=0) // length)
+
+    @property
+    def sample_places(self) -> torch.Tensor:
+        """Return each token's place in its sample, int64 [s/cp] or [s/cp, b], below 0 for
+        padding."""
+        places, length = self.places, self.sample_length
+        if places is None:
+            return self.positions
+        if length is None:
+            return places
+        return self._plans.map(
+            ("sample places",), lambda: torch.where(places < 0, places, places % length)
+        )
 
     @property
     def plans_made(self) -> int:
@@ -247,11 +291,12 @@ class SequenceLayout:
         """Return this rank's columns of whole rows, on the host.
 
         Args:
-            x: [b, s] or [b, s, ...] on the host.
+            x: [b, s] or [b, s, ...] on the host; one sample a row also where one row holds several.
             fill: what padding gets.
 
         Returns:
-            [b, s/cp] or [b, s/cp, ...]; `x` itself where nothing is cut.
+            [b, s/cp] or [b, s/cp, ...], b = 1 where a row holds all samples; `x` itself where
+            nothing is cut.
 
         Raises:
             ValueError: rows of another length, or not on the host.
@@ -260,6 +305,10 @@ class SequenceLayout:
             return x
         if x.ndim < 2:
             raise ValueError(f"rows of shape {tuple(x.shape)}: give [b, {self.cut.length}]")
+        if self.sample_length is not None:
+            samples = self.cut.length // self.sample_length
+            _check("samples", x, (samples, self.sample_length, *x.shape[2:]))
+            x = x.flatten(0, 1).unsqueeze(0)  # [1, s, ...]
         _check("rows", x, (x.shape[0], self.cut.length, *x.shape[2:]))
         if self.cut.size == 1 and not self.cut.is_padded:
             return x

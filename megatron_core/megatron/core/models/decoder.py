@@ -135,16 +135,14 @@ class HiddenDropout(nn.Module):
         if self.rate == 0.0 or layout.sample_ids is None:
             return x
         # Not the positions: those of a row's documents repeat, and would drop the same features.
-        positions = layout.positions if layout.places is None else layout.places
+        places, numbers = layout.sample_places, layout.sample_numbers
+        samples = layout.sample_ids
+        if numbers is not None:
+            samples = samples.index_select(0, numbers).unsqueeze(1)  # [s, 1]
         if self.region.scatters:
-            positions = own_rows(positions, self.region.group)  # [s/tp]
-        return dropout(
-            x,
-            rate=self.rate,
-            key=self.key,
-            sample_ids=layout.sample_ids,
-            position_ids=positions,
-        )
+            places = own_rows(places, self.region.group)  # [s/tp]
+            samples = samples if numbers is None else own_rows(samples, self.region.group)
+        return dropout(x, rate=self.rate, key=self.key, sample_ids=samples, position_ids=places)
 
 
 class Block(nn.Module):

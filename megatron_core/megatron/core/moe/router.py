@@ -107,7 +107,8 @@ class Router(nn.Module):
             return torch.zeros_like(experts, dtype=torch.bool)
         if self.capacity_factor is None:
             return None
-        capacity = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
+        wanted = share.counted * experts.shape[1]
+        capacity = math.ceil(self.capacity_factor * wanted / self.num_experts)
         return within_capacity(
             experts, weights.detach(), capacity=capacity, policy=self.drop_policy, real=share.real
         )
@@ -129,7 +130,7 @@ class Router(nn.Module):
         config, experts = self.config, routing.experts
         by_sequence = config.balance == "seq_aux_loss"
         sets = share.sequences if by_sequence else None
-        number = share.batch if by_sequence else 1
+        number = share.num_sequences if by_sequence else 1
         own = tokens_of_experts(
             experts, self.num_experts, sets=sets, num_sets=number, real=share.real
         )

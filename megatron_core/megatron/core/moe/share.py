@@ -67,14 +67,32 @@ class Share:
 
     @property
     def sequences(self) -> torch.Tensor:
-        """Each row's sequence 0 … b - 1, int64 [t]."""
-        return self._numbers % self.batch
+        """Each row's sequence 0 … `num_sequences` - 1, int64 [t]."""
+        samples = self._layout.sample_numbers
+        if samples is None:
+            return self._numbers % self.batch
+        return samples[(self._numbers // self.batch).clamp(max=len(samples) - 1)]
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the microbatch has."""
+        layout = self._layout
+        if layout.sample_length is None or layout.cut is None:
+            return self.batch
+        return layout.cut.length // layout.sample_length
+
+    @property
+    def counted(self) -> int:
+        """Rows of a rank without padding of sequences, on average over the ranks of cp."""
+        cut = self._layout.cut
+        if cut is None or not cut.is_padded:
+            return self.count
+        return round(self.count * cut.length / cut.padded[-1])
 
     @property
     def places(self) -> torch.Tensor:
         """Each row's place in its sequence, int64 [t]; -1 is padding of the sequence."""
-        layout = self._layout
-        places = layout.positions if layout.places is None else layout.places  # [s] or [s, b]
+        places = self._layout.sample_places  # [s] or [s, b]
         if places.ndim == 2:
             return places.flatten()[self._numbers.clamp(max=places.numel() - 1)]
         return places[(self._numbers // self.batch).clamp(max=len(places) - 1)]

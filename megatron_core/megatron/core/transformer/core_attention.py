@@ -119,4 +119,5 @@ class CoreAttention:
             key=self.dropout_key,
             sample_ids=layout.sample_ids,
             head_offset=self.head_offset,
+            sample_length=layout.sample_length,
         )

@@ -54,7 +54,8 @@ def dropout(
         x: [s, b, h/tp].
         rate: probability of dropping, in [0, 1), rounded to 2^-16.
         key: int64 from `dropout_key`: one for each site and step.
-        sample_ids: int64 [b], global index of each sample.
+        sample_ids: int64 [b], global index of each sample; [s, b] of each token's, where a row
+            holds several.
         position_ids: int64 [s], position of each token in its sample.
         feature_offset: global index of the first local feature.
         implementation: "reference", "triton" or None (by device).
@@ -66,10 +67,12 @@ def dropout(
         ValueError: a rate outside [0, 1) or ids that do not fit x.
     """
     _check_rate("dropout", rate)
-    if x.ndim != 3 or position_ids.shape != x.shape[:1] or sample_ids.shape != x.shape[1:2]:
+    fitting = (x.shape[1:2], x.shape[:2])
+    if x.ndim != 3 or position_ids.shape != x.shape[:1] or sample_ids.shape not in fitting:
         raise ValueError(
             f"dropout: x {tuple(x.shape)} must be [s, b, h] with position_ids [s], not"
-            f" {tuple(position_ids.shape)}, and sample_ids [b], not {tuple(sample_ids.shape)}"
+            f" {tuple(position_ids.shape)}, and sample_ids [b] or [s, b], not"
+            f" {tuple(sample_ids.shape)}"
         )
     if feature_offset < 0:
         raise ValueError(f"dropout: feature_offset={feature_offset} must not be negative")

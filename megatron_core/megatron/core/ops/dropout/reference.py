@@ -78,12 +78,15 @@ class AttentionDropout:
         key: int64 from `dropout_key`.
         sample_ids: int64 [b], global index of each sample.
         head_offset: global index of the first local head.
+        sample_length: tokens of each sample, where one row holds several, one after another:
+            `context_parallel.blockwise` then attends to one at a time; None where each row is one.
     """
 
     rate: float
     key: int
     sample_ids: torch.Tensor
     head_offset: int = 0
+    sample_length: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:

@@ -183,4 +183,5 @@ def _form(batch: Microbatch) -> tuple[object, ...]:
         return shapes, None
     # Blocks are recorded as they were, and follow from where documents begin.
     documents = layout.documents if layout.document_ids is None else None
-    return shapes, (layout.cut, layout.rank, layout.rows, documents, layout.filler)
+    form = (layout.cut, layout.rank, layout.rows, layout.sample_length)
+    return shapes, (*form, documents, layout.filler)

@@ -11,10 +11,13 @@ import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.context_parallel.blockwise import worth_blocks
+from megatron.core.context_parallel.index_maps import documents_of
 from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.process_groups import Group
 from megatron.training.config.layer_pattern import is_recurrent
 from megatron.training.config.resolve import Run
+from megatron.training.packed_cuts import PackedCuts, packed_cuts
 from megatron.training.run_groups import RunGroups
 
 
@@ -28,6 +31,7 @@ class Layouts:
             one; None masks them.
         recurrent: whether layers carry states along documents, so that they must know where these
             begin.
+        cuts: choose how packed rows are cut; None cuts each as one.
     """
 
     def __init__(
@@ -37,9 +41,10 @@ class Layouts:
         *,
         block_heads: int | None = None,
         recurrent: bool = False,
+        cuts: PackedCuts | None = None,
     ) -> None:
         self._context, self._device, self._block_heads = context, device, block_heads
-        self._recurrent = recurrent
+        self._recurrent, self._cuts = recurrent, cuts
         self._dense: dict[tuple[int, int], SequenceLayout] = {}
 
     def of(self, batch: GPTBatch) -> SequenceLayout | None:
@@ -75,6 +80,10 @@ class Layouts:
 
     def _make(self, batch: GPTBatch, *, masks_by_ids: bool = False) -> SequenceLayout:
         rows, length = batch.loss_mask.shape
+        if self._cuts is not None and batch.document_ids is not None:
+            cut = self._cuts.of(documents_of(batch.document_ids.numpy()))
+            if cut is not None:
+                return self._apart(batch, cut)
         return SequenceLayout.make(
             SequenceCut.of(length, self._context.size),
             self._context.rank,
@@ -85,6 +94,24 @@ class Layouts:
             masks_by_ids=masks_by_ids,
         )
 
+    def _apart(self, batch: GPTBatch, cut: SequenceCut) -> SequenceLayout:
+        """Return the layout of one row that holds all samples, each document cut apart."""
+        ids, positions = batch.document_ids, batch.positions
+        assert ids is not None
+        samples, length = ids.shape
+        if positions is None:
+            positions = torch.arange(length).expand(samples, -1)
+        before = (ids[:, -1] + 1).cumsum(0).roll(1)  # documents of earlier samples
+        before[0] = 0
+        return SequenceLayout.make(
+            cut,
+            self._context.rank,
+            rows=1,
+            positions=positions.reshape(1, -1),
+            document_ids=(ids + before.unsqueeze(1)).view(1, -1),
+            device=self._device,
+        ).holding_samples(length)
+
     def _part_by_part(self, batch: GPTBatch) -> bool:
         """Return whether to attend to the documents of whole rows one by one."""
         if batch.document_ids is None or self._block_heads is None:
@@ -94,7 +121,7 @@ class Layouts:
         return worth_blocks(documents, rows=rows, length=length, heads=self._block_heads)
 
 
-def layouts_of(run: Run, place: RunGroups) -> Layouts:
+def layouts_of(run: Run, place: RunGroups, model: GPTConfig) -> Layouts:
     """Return what makes the layouts of a run."""
     parallel = run.config.parallel
     # On a GPU one call masks documents of any length, and a kernel asked for by name is one call.
@@ -105,4 +132,5 @@ def layouts_of(run: Run, place: RunGroups) -> Layouts:
         place.device,
         block_heads=None if masks or not heads else heads,
         recurrent=is_recurrent(run.config),
+        cuts=packed_cuts(run, place, model),
     )

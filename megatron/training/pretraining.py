@@ -46,7 +46,12 @@ from megatron.training.gpt_options import (
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.loop import LoopParts, train
 from megatron.training.monitoring.batch_line import batch_line, batch_words
-from megatron.training.monitoring.context_line import context_line, context_words, linear_lines
+from megatron.training.monitoring.context_line import (
+    context_line,
+    context_words,
+    cut_line,
+    linear_lines,
+)
 from megatron.training.monitoring.data_parallel_line import data_parallel_line
 from megatron.training.monitoring.dropout_line import dropout_line
 from megatron.training.monitoring.expert_line import expert_line
@@ -58,6 +63,7 @@ from megatron.training.monitoring.mtp_losses import mtp_losses
 from megatron.training.monitoring.observation import observing
 from megatron.training.monitoring.pipeline_line import pipeline_line, pipeline_words
 from megatron.training.monitoring.progress import Display
+from megatron.training.packed_cuts import packed_cuts
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
 from megatron.training.saves import saving
@@ -151,7 +157,7 @@ def microbatch(
 
 def _local(x: torch.Tensor, layout: SequenceLayout | None) -> torch.Tensor:
     """Return this rank's columns of whole rows, [D, b, s/cp] of x [D, b, s]."""
-    return x if layout is None else layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    return x if layout is None else torch.stack([layout.local(part) for part in x])
 
 
 def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
@@ -224,9 +230,10 @@ class SessionSteps:
         observe: Callable[[int], None],
     ) -> None:
         self._session, self._batches = session, batches
-        self._observe, self._layouts = observe, layouts_of(session.run, session.place)
+        self._observe, model = observe, session.model
+        self._layouts = layouts_of(session.run, session.place, model.config)
         self._planted: Callable[[int], None] = lambda iteration: None
-        model, self._division = session.model, session.run.division
+        self._division = session.run.division
         self._depths = 0 if model.multi_token is None else model.config.mtp_num_layers
 
     def take_step(self, lr: float, weight_decay: float, loss_limit: float) -> StepReport:
@@ -315,6 +322,20 @@ def choices_of(session: Session) -> list[str]:
     return [line for line in lines if line is not None]
 
 
+#: Microbatches whose documents are looked at before the first step.
+MICROBATCHES_SHOWN = 16
+
+
+def cut_of_rows(session: Session, consumed_samples: int) -> str | None:
+    """Return how packed rows are cut over ranks and why, see `cut_line`; None if they are not."""
+    run, lanes = session.run, session.place.groups["samples"]
+    cuts = packed_cuts(run, session.place, session.model.config)
+    if cuts is None:
+        return None
+    batches = training_batches(session.data, run, lanes=lanes, consumed_samples=consumed_samples)
+    return cut_line(cuts, islice(batches, MICROBATCHES_SHOWN))
+
+
 def run_loop(session: Session, progress: Progress, start: str) -> None:
     """Train from `progress` to the end."""
     run, place, logging = session.run, session.place, session.run.config.logging
@@ -335,8 +356,9 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         display, metrics = watching.display, watching.metrics
         steps = SessionSteps(session, batches, watching.on_iteration)
         display.log(describe(session))
-        for line in choices_of(session):
-            display.log(line)
+        for line in (*choices_of(session), cut_of_rows(session, progress.consumed_samples)):
+            if line is not None:
+                display.log(line)
         display.log(start)
         if place.attempt:
             display.log(f"restart {place.attempt} by the launcher")

@@ -29,6 +29,7 @@ from megatron.training.failures.stopping import StopRequests
 from megatron.training.launch import Launch
 from megatron.training.monitoring import observation
 from megatron.training.monitoring.metrics import read_metrics
+from megatron.training.packed_cuts import packed_cuts
 from megatron.training.pretrain_gpt import read_run, start_watch
 from tests.functional_tests.small_run import program_of, run_here
 
@@ -81,6 +82,7 @@ def plan(argv: list[str], world: int) -> Any:
         "dtype": gpt_options.weight_dtype(run.config),
         "recompute": repr(gpt_options.recompute(run.config)),
         "grid": repr(run_groups.rank_grid(run)),
+        "cuts": _cuts(run, vocab_size),
         "engine": repr(gpt_options.data_parallel_config(run.config)),
         "order": _order(run),
         "optimizer": repr(gpt_options.optimizer_config(run.config)),
@@ -95,6 +97,13 @@ def plan(argv: list[str], world: int) -> Any:
 def _order(run: Run) -> Any:
     several = run.config.pipeline.pipeline_model_parallel_size > 1
     return gpt_options.pipeline_order(run.config) if several else None
+
+
+def _cuts(run: Run, vocab_size: int) -> Any:
+    place: Any = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
+    model = gpt_options.gpt_config(run.config, vocab_size)
+    cuts = packed_cuts(run, place, model)
+    return None if cuts is None else _plain(vars(cuts))
 
 
 def _model_arguments(run: Run, vocab_size: int) -> Any:

@@ -177,6 +177,9 @@ EFFECTS: dict[str, Effect] = {
     "sequence-parallel": Effect("plan", base="--tensor-model-parallel-size 2", world=2),
     "context-parallel-size": Effect("plan", "1", "2", world=4),
     "cp-comm-type": Effect("plan", "auto", "a2a", "--context-parallel-size 2", world=2),
+    "context-parallel-cut": Effect(
+        "plan", "row", "documents", "--context-parallel-size 2 --reset-attention-mask", world=2
+    ),
     "use-distributed-optimizer": Effect("plan"),
     "data-parallel-sharding-strategy": Effect("plan", "optim_grads", "optim_grads_params"),
     "num-distributed-optimizer-instances": Effect("plan", "1", "2", _OPTIM, world=4),

@@ -28,6 +28,7 @@ from tests.functional_tests.torchrun_job import torchrun
 CP, TP = "--context-parallel-size 2", "--tensor-model-parallel-size 2"
 PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 SHORT = f"--train-iters 3 --eval-interval 3 --lr-warmup-iters 0 {PACKED}"
+APART = "--context-parallel-cut documents"
 #: Nothing that a rank could leave out for itself: a window over borders of chunks, learned sinks.
 SINKS = "--window-size 9 --softmax-type learnable"
 
@@ -47,14 +48,14 @@ def prefix(tmp_path_factory) -> Path:
         (
             "",
             2,
-            f"{CP} --cp-comm-type p2p --check-collectives --log-straggler "
+            f"{CP} --cp-comm-type p2p --check-collectives --log-straggler {APART} "
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             "context parallel 2 by p2p: p2p was asked for",
         ),
         (
             f"{SINKS} --calculate-per-token-loss",
             4,
-            f"{CP} {TP} --sequence-parallel --cp-comm-type a2a --no-overlap-grad-reduce",
+            f"{CP} {TP} --sequence-parallel --cp-comm-type a2a --no-overlap-grad-reduce {APART}",
             "context parallel 2 by a2a: a2a was asked for",
         ),
         (
@@ -77,10 +78,26 @@ def test_ranks_that_share_samples_have_the_losses_of_one(
     assert all(outcome.exit_code == 0 for outcome in found), log
     assert line in log
     assert "; each rank has 12 of the 24 tokens of a sample" in log
+    assert "by documents, with " in log
+    assert (APART in more) == ("% padding; documents: documents" in log), log
     for kind in ("train", "validation"):
         wanted = losses(one, kind)
         assert wanted
         assert losses(shared, kind) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.covers("resumed on another layout", runs="loads")
+def test_a_run_goes_on_with_its_documents_cut_in_another_way(prefix, tmp_path):
+    one, save = tmp_path / "one.jsonl", tmp_path / "save"
+    common = SHORT.replace("--eval-interval 3", "--eval-interval 2")
+    run_on(1, flags(prefix, f"{common} --metrics-file {one}"))
+    saves = f"{common} {CP} --save {save} --load {save} --save-interval 2"
+    run_on(2, flags(prefix, f"{saves} {APART} --exit-interval 2"))
+    run_on(2, flags(prefix, f"{saves} --context-parallel-cut row"))
+    for kind in ("train", "validation"):
+        wanted = losses(one, kind)
+        assert 2 in wanted
+        assert losses(save / "metrics.jsonl", kind) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_documents_matter_to_these_runs(prefix, tmp_path):

@@ -26,7 +26,7 @@ _OF_ATTENTION: dict[str, tuple[str, ...]] = {
     ),
     "attention": (),
     "position": (),
-    "parallel": ("cp_comm_type", "attention_backend"),
+    "parallel": ("cp_comm_type", "context_parallel_cut", "attention_backend"),
 }
 
 #: (symbols of which a pattern has one, what they are called, fields by section).

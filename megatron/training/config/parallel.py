@@ -24,6 +24,10 @@ class ParallelConfig:
     """How attention meets the tokens of other ranks: by p2p keys and values go round; all_gather
     has those of all ranks at once; a2a cuts heads instead of tokens; auto takes what moves
     least."""
+    context_parallel_cut: Literal["auto", "row", "documents"] = "auto"
+    """How rows that hold several documents are cut over context parallel ranks: row cuts each as
+    one, documents spreads every document evenly over all ranks, with padding; auto takes for each
+    microbatch what costs the slowest rank less."""
     linear_cp_mode: Literal["auto", "headwise", "segments"] = "auto"
     """How a recurrence meets the tokens of other ranks: headwise cuts heads instead of tokens;
     segments passes states from each part of a document to the next; auto takes what moves least."""

@@ -58,6 +58,9 @@ def _of_attention(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.attention, "mscale", latent and yarn, both
     cuts = config.parallel.context_parallel_size > 1
     yield config.parallel, "cp_comm_type", cuts, "--context-parallel-size above 1"
+    packed = config.data.sft or config.data.reset_attention_mask
+    documents = "--reset-attention-mask or --sft" if cuts else "--context-parallel-size above 1"
+    yield config.parallel, "context_parallel_cut", cuts and packed, documents
 
 
 def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lines of a run's log on context parallelism: how attention and recurrences meet the tokens of
-other ranks, and why."""
+other ranks, how packed rows are cut, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from megatron.core.context_parallel.balance import Work
 from megatron.core.context_parallel.choice import AttentionShape, explain
+from megatron.core.context_parallel.index_maps import documents_of
+from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.ssm.choice import explain as explain_linear
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.transformer import AttentionConfig
@@ -14,6 +18,7 @@ from megatron.training.config import Config
 from megatron.training.config.resolve import Run
 from megatron.training.gpt_options import attention_config, weight_dtype
 from megatron.training.hybrid_options import recurrent_shapes
+from megatron.training.packed_cuts import PackedCuts
 
 
 def context_words(config: Config) -> str:
@@ -65,3 +70,35 @@ def linear_lines(run: Run) -> list[str]:
         shape = replace(linear_shape(config, tp), **tokens)
         found.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
     return found
+
+
+def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
+    """Return how evenly attention is shared out by either cut of packed rows, and which is chosen;
+    None without any.
+
+    Args:
+        batches: some of the run's, the first ones.
+    """
+    given = (batch.document_ids for batch in batches)
+    found = [cuts.choice(documents_of(ids.numpy())) for ids in given if ids is not None]
+    if not found:
+        return None
+    apart, number = [choice.apart for choice in found], len(found)
+    padding = sum(work.padding for work in apart)
+    tokens = sum(work.tokens for work in apart) * cuts.size - padding
+    count = sum(choice.cut is not None for choice in found)
+    which = f"{count} of them are cut by documents"
+    if count in (0, number):
+        which = "documents" if count else "row"
+    return (
+        f"context parallel cut: in the first {number} microbatches the slowest rank has "
+        f"{_imbalance([choice.row for choice in found]):.2f} x the mean attention pairs by row, "
+        f"{_imbalance(apart):.2f} x by documents, with {padding / tokens:.1%} padding; "
+        f"{cuts.kind}: {which}"
+    )
+
+
+def _imbalance(works: list[Work]) -> float:
+    """Return the pairs of the slowest rank of each microbatch over the mean; 1 is even."""
+    mean = sum(sum(work.pairs) / len(work.pairs) for work in works)
+    return sum(max(work.pairs) for work in works) / max(mean, 1.0)

@@ -6,20 +6,23 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.core.context_parallel.blockwise import worth_blocks
+from megatron.core.context_parallel.index_maps import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import backend, gpt_config
 from megatron.training.layouts import Layouts
-from megatron.training.monitoring.context_line import context_line, context_words
+from megatron.training.monitoring.context_line import context_line, context_words, cut_line
 from megatron.training.monitoring.flops import training_flops, visible_square
 from megatron.training.monitoring.step_window import Speedometer
+from megatron.training.packed_cuts import packed_cuts
 from megatron.training.pretraining import microbatch, squared_lengths
 from megatron.training.run_groups import rank_grid
 from tests.support.ranks import run_ranks
@@ -76,6 +79,17 @@ CP, TP = "--context-parallel-size", "--tensor-model-parallel-size"
             "--cp-comm-type p2p",
             2,
             f"--cp-comm-type has no effect without {CP} above 1: add that",
+        ),
+        (
+            "--context-parallel-cut row --reset-attention-mask",
+            2,
+            f"--context-parallel-cut has no effect without {CP} above 1: add that",
+        ),
+        (
+            f"{CP} 2 --context-parallel-cut documents",
+            2,
+            "--context-parallel-cut has no effect without --reset-attention-mask or --sft: add "
+            "that",
         ),
         (
             f"{CP} 2 --attention-backend reference",
@@ -226,6 +240,43 @@ def test_whole_rows_have_a_layout_where_documents_are_attended_one_by_one():
     made = microbatch(documents, device, layouts=Layouts(one, device, **many))
     assert torch.equal(made.tokens, documents.input_ids)
     assert torch.equal(made.labels, documents.labels)
+
+
+@pytest.mark.parametrize("kind", ["row", "documents", "auto"])
+def test_the_log_says_how_evenly_either_cut_shares_attention_out(kind):
+    place = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
+    packed = "--reset-attention-mask --micro-batch-size 1"
+    run = resolve(small_config(f"{CP} 2 {packed} --context-parallel-cut {kind}"), 2)
+    model = gpt_config(run.config, 61)
+    cuts = packed_cuts(run, place, model)
+    # Two rows that are uneven by row: documents of three quarters and a quarter.
+    ids = torch.zeros(1, 8192, dtype=torch.int32)
+    ids[:, 6144:] = 1
+    uneven = GPTBatch(
+        tokens=torch.zeros(1, 8193).long(),
+        loss_mask=torch.ones(1, 8192),
+        sample_ids=torch.arange(1),
+        document_ids=ids,
+    )
+    even = dataclasses.replace(uneven, document_ids=torch.zeros_like(ids))
+    line = cut_line(cuts, [uneven, uneven])
+    assert "first 2 microbatches the slowest rank has 1.60 x" in line
+    assert "1.00 x by documents, with 0.0% padding" in line
+    assert line.endswith(f"; {kind}: {'row' if kind == 'row' else 'documents'}")
+    mixed = cut_line(cuts, [uneven, even, even])
+    wanted = {"row": "row", "documents": "documents", "auto": "1 of them are cut by documents"}
+    assert mixed.endswith(f"; {kind}: {wanted[kind]}")
+    assert cut_line(cuts, []) is None
+    # A document of which nothing is gained does not pay for padding.
+    short = dataclasses.replace(uneven, document_ids=torch.arange(8192).view(1, -1).int())
+    assert (cuts.choice(documents_of(short.document_ids.numpy())).cut is None) == (
+        kind != "documents"
+    )
+    for fewer in (packed, f"{CP} 2"):
+        world = 2 if CP in fewer else 1
+        assert packed_cuts(resolve(small_config(fewer), world), place, model) is None
+    recurrent = dataclasses.replace(model, attention=None)
+    assert packed_cuts(run, place, recurrent) is None
 
 
 # --- operations -----------------------------------------------------------------------------------

@@ -12,12 +12,16 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointError, load_checkpoint, read_extra
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    load_checkpoint,
+    read_extra,
+    weight_chunks,
+)
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf.architectures import NEMOTRON_H
-from megatron.training.checkpoint_io import weight_chunks
 
 #: Largest difference between two logits in fp32, in units of the largest one.
 TOLERANCE = 1e-4

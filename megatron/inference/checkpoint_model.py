@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing import (
     Solo,
     StoreCoordinator,
     load_checkpoint,
+    weight_chunks,
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
@@ -30,7 +31,6 @@ from megatron.hf.export_folder import carried_folder
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.inference.config import ModelSource
-from megatron.training.checkpoint_io import weight_chunks
 from megatron.training.data.tokenizers import Tokenizer, build_tokenizer, guess_type
 from megatron.training.launch import Launch
 from megatron.training.newest_checkpoint import load_newest, read_together

@@ -28,6 +28,8 @@ from megatron.core.dist_checkpointing import (
     TensorChunk,
     compare_architecture,
     load_checkpoint,
+    optimizer_chunks,
+    weight_chunks,
 )
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import Optimizer
@@ -62,48 +64,6 @@ class RunFacts:
     data: Mapping[str, Any]
     other_data_is_fine: bool = False
     batch_follows_world: bool = False
-
-
-def weight_chunks(store: WeightStore) -> list[TensorChunk]:
-    """List the boxes of logical weights, and the states, that this rank holds, as views of its
-    memory."""
-    states = [
-        TensorChunk(
-            name=name,
-            shape=tuple(tensor.shape),
-            offsets=(0,) * tensor.dim(),
-            tensor=tensor,
-            replica_ranks=store.state_ranks,
-        )
-        for name, tensor in store.states.items()
-    ]
-    return states + [
-        TensorChunk(
-            name=held.box.name,
-            shape=held.box.shape,
-            offsets=held.box.offsets,
-            tensor=held.tensor,
-            replica_ranks=held.replica_ranks,
-        )
-        for handle in store.handles.values()
-        for held in store.held(handle)
-    ]
-
-
-def optimizer_chunks(optimizer: Optimizer) -> list[TensorChunk]:
-    """List the boxes of optimizer state that this rank holds, as views of its memory."""
-    return [
-        TensorChunk(
-            name=f"optimizer.{kind}/{placed.box.name}",
-            shape=placed.box.shape,
-            offsets=placed.box.offsets,
-            tensor=placed.of(flat),
-            replica_ranks=placed.replica_ranks,
-        )
-        for state in optimizer.ranges
-        for kind, flat in state.named_tensors().items()
-        for placed in state.owned.boxes
-    ]
 
 
 def run_extra(

@@ -20,11 +20,13 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     TensorChunk,
     checkpoint_folder,
+    optimizer_chunks,
     prune_checkpoints,
     save_checkpoint,
+    weight_chunks,
 )
 from megatron.core.dist_checkpointing.claim import see_claim
-from megatron.training.checkpoint_io import optimizer_chunks, run_extra, weight_chunks
+from megatron.training.checkpoint_io import run_extra
 from megatron.training.errors import PeerLost, RunStopped
 from megatron.training.exit_codes import ExitCode
 from megatron.training.monitoring.metrics import Metrics

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.device import memory_bytes, peak_memory_bytes
+from megatron.core.dist_checkpointing import weight_chunks
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTModel, logical_weights
 from megatron.core.moe.balance import Balance, routers_of
@@ -19,11 +20,7 @@ from megatron.hf.config_json import differences
 from megatron.hf.defaults import open_model
 from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import left_out, read_weights
-from megatron.training.checkpoint_io import (
-    RunFacts,
-    load_run,
-    weight_chunks,
-)
+from megatron.training.checkpoint_io import RunFacts, load_run
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.config.values import require_all

@@ -66,6 +66,39 @@ apps = ("megatron.training", "megatron.inference", "megatron.hf")
 above = (*apps, "tests", "tools", "experimental", "yaml")
 assert not [name for name in above if importlib.util.find_spec(name)]
 """
+#: A model saved, and loaded into another, with core alone.
+SAVES_AND_LOADS = """
+import sys, torch
+from megatron.core.dist_checkpointing import (
+    Solo, latest_checkpoint, load_checkpoint, optimizer_chunks, save_checkpoint, weight_chunks,
+)
+from megatron.core.distributed import DataParallel
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import Optimizer
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import AttentionConfig, MLPConfig
+
+groups = ProcessGroupCollection.single()
+config = GPTConfig(
+    num_layers=2, hidden_size=16, vocab_size=32,
+    attention=AttentionConfig(num_attention_heads=2, num_query_groups=2, kv_channels=8),
+    mlp=MLPConfig(ffn_hidden_size=32),
+)
+chunks = []
+for seed in (1, 2):
+    model = GPTModel(config, groups, seed=seed)
+    optimizer = Optimizer(DataParallel(model.store, groups).owned(), groups)
+    chunks.append(weight_chunks(model.store) + optimizer_chunks(optimizer))
+saved, loaded = chunks
+for number, chunk in enumerate(saved):
+    if chunk.name.startswith("optimizer."):
+        chunk.tensor.fill_(number)
+same = lambda: [torch.equal(a.tensor, b.tensor) for a, b in zip(saved, loaded, strict=True)]
+assert not all(same())
+save_checkpoint(sys.argv[1], 3, saved, {}, coordinator=Solo())
+load_checkpoint(latest_checkpoint(sys.argv[1]), loaded)
+assert all(same()) and len(saved) > 20
+"""
 
 
 def build_wheel(project: Path, into: Path) -> Path:
@@ -212,6 +245,8 @@ def test_core_stands_alone(wheels: tuple[Path, Path], tmp_path: Path) -> None:
     done = clean.run("-c", IMPORT_ALL + STANDS_ALONE, "megatron.core")
     assert done.returncode == 0, done.stderr
     assert str(ROOT) not in done.stdout, done.stdout
+    done = clean.run("-c", SAVES_AND_LOADS, str(tmp_path / "saved"))
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_undeclared_import_is_seen(wheels: tuple[Path, Path], tmp_path: Path) -> None:

@@ -11,7 +11,12 @@ import torch.distributed as dist
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.device import choose_device
-from megatron.core.dist_checkpointing import Solo, load_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import (
+    Solo,
+    load_checkpoint,
+    save_checkpoint,
+    weight_chunks,
+)
 from megatron.core.distributed import DataParallel
 from megatron.core.inference.engine import Request, generate
 from megatron.core.inference.sampling import SamplingParams
@@ -19,7 +24,6 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
-from megatron.training.checkpoint_io import weight_chunks
 from tests.support.closeness import relative_error
 
 pytestmark = pytest.mark.gpu

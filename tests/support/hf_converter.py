@@ -11,12 +11,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_extra, save_checkpoint
+from megatron.core.dist_checkpointing import (
+    Solo,
+    load_checkpoint,
+    read_extra,
+    save_checkpoint,
+    weight_chunks,
+)
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf.convert import main
-from megatron.training.checkpoint_io import weight_chunks
 from tests.support.hf_folders import LENGTH, make_model, save_folder
 from tests.support.inputs import generator
 

@@ -23,8 +23,14 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing import AsyncSaver, Solo, TensorChunk, save_checkpoint
-from megatron.training.checkpoint_io import optimizer_chunks, weight_chunks
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    Solo,
+    TensorChunk,
+    optimizer_chunks,
+    save_checkpoint,
+    weight_chunks,
+)
 from tools.bench.ours import training_parts
 from tools.bench.shapes import SHAPES
 from tools.bench.table import Row, format_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron.training.checkpoint_io import optimizer_chunks, weight_chunks
+from megatron.core.dist_checkpointing import optimizer_chunks, weight_chunks
 from megatron.training.failures.fault_log import FaultRecord
 from megatron.training.failures.replica_check import Difference, ReplicaCheck
 from megatron.training.failures.session_faults import fault_log, host_names

@@ -11,9 +11,12 @@ import socket
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import latest_checkpoint
+from megatron.core.dist_checkpointing import (
+    latest_checkpoint,
+    optimizer_chunks,
+    weight_chunks,
+)
 from megatron.training import pretraining
-from megatron.training.checkpoint_io import optimizer_chunks, weight_chunks
 from megatron.training.exit_codes import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with

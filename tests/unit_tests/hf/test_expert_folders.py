@@ -15,7 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.dist_checkpointing import Solo, load_checkpoint, read_manifest
+from megatron.core.dist_checkpointing import (
+    Solo,
+    load_checkpoint,
+    read_manifest,
+    weight_chunks,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import RopeTable
@@ -23,7 +28,6 @@ from megatron.core.weight_gather import Storage
 from megatron.hf.folder import open_folder
 from megatron.hf.model_config import read_folder
 from megatron.hf.read_weights import read_weights
-from megatron.training.checkpoint_io import weight_chunks
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_converter import (
     checkpoint_model,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.dist_checkpointing import Solo, read_manifest
+from megatron.core.dist_checkpointing import Solo, read_manifest, weight_chunks
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
@@ -21,7 +21,6 @@ from megatron.hf.import_folder import import_folder
 from megatron.hf.model_config import read_folder, read_model
 from megatron.hf.read_weights import read_weights
 from megatron.hf.tensor_map import tensor_map
-from megatron.training.checkpoint_io import weight_chunks
 from tests.support.hf_folders import change_json, make_model, save_folder
 from tests.support.ranks import start_ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import Solo, read_extra
+from megatron.core.dist_checkpointing import Solo, read_extra, weight_chunks
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
@@ -21,7 +21,6 @@ from megatron.hf.folder import open_folder
 from megatron.hf.model_config import read_model
 from megatron.hf.read_weights import read_weights
 from megatron.hf.transformers_logits import compare_logits
-from megatron.training.checkpoint_io import weight_chunks
 from megatron.training.config import Config
 from megatron.training.config.resolve import resolve
 from megatron.training.exit_codes import ExitCode

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing import (
     TensorChunk,
     read_manifest,
     save_checkpoint,
+    weight_chunks,
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig
@@ -29,7 +30,6 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
 from megatron.inference import checkpoint_model
 from megatron.inference.generate import main
-from megatron.training.checkpoint_io import weight_chunks
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator, one_thread
 from tests.support.ranks import run_ranks, start_ranks

@@ -14,7 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import Solo, TensorChunk, save_checkpoint
+from megatron.core.dist_checkpointing import (
+    Solo,
+    TensorChunk,
+    save_checkpoint,
+    weight_chunks,
+)
 from megatron.core.inference import engine
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig
@@ -23,7 +28,6 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, RopeConfig
 from megatron.inference.generate import main
-from megatron.training.checkpoint_io import weight_chunks
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_folders import VOCABULARY, make_model, save_folder
 from tests.support.inputs import generator, one_thread

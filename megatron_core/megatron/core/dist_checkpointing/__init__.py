@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.inventory import latest_checkpoint, list_checkpoints
     from megatron.core.dist_checkpointing.load import LoadReport, load_checkpoint
     from megatron.core.dist_checkpointing.manifest import Manifest, read_extra, read_manifest
+    from megatron.core.dist_checkpointing.model_chunks import optimizer_chunks, weight_chunks
     from megatron.core.dist_checkpointing.readers import reading
     from megatron.core.dist_checkpointing.retention import prune_checkpoints
     from megatron.core.dist_checkpointing.save import save_checkpoint
@@ -48,6 +49,7 @@ _MODULES = (
     ("inventory", ("latest_checkpoint", "list_checkpoints")),
     ("load", ("LoadReport", "load_checkpoint")),
     ("manifest", ("Manifest", "read_extra", "read_manifest")),
+    ("model_chunks", ("optimizer_chunks", "weight_chunks")),
     ("readers", ("reading",)),
     ("retention", ("prune_checkpoints",)),
     ("save", ("save_checkpoint",)),

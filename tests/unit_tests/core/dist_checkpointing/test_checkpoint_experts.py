@@ -16,13 +16,14 @@ from megatron.core.dist_checkpointing import (
     StoreCoordinator,
     TensorChunk,
     load_checkpoint,
+    optimizer_chunks,
     read_manifest,
     save_checkpoint,
+    weight_chunks,
 )
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
-from megatron.training.checkpoint_io import optimizer_chunks, weight_chunks
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import poison, same_bits

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.backend import LOCAL, Backend, with_cpu_dtype
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
     Coordinator,
@@ -31,6 +32,7 @@ from megatron.hf.export_folder import carried_folder
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.inference.config import ModelSource
+from megatron.training.cpu_matmul import CpuMatmul
 from megatron.training.data.tokenizers import Tokenizer, build_tokenizer, guess_type
 from megatron.training.launch import Launch
 from megatron.training.newest_checkpoint import load_newest, read_together
@@ -85,6 +87,14 @@ class _Place:
     device: torch.device
 
 
+def _backend(dtype: torch.dtype, place: _Place) -> Backend:
+    """Return the parts of a model whose ranks multiply alike."""
+    chosen = CpuMatmul.choose(
+        "auto", weights=dtype, device=place.device, coordinator=place.coordinator
+    )
+    return with_cpu_dtype(LOCAL, None if chosen is None else chosen.dtype)
+
+
 def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
     """Read this rank's slices of a Hugging Face folder."""
     folder, described = open_model(source.load, flag="--load")
@@ -100,6 +110,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         place.groups,
         dtype=dtype,
         device=place.device,
+        backend=_backend(dtype, place),
         storage=Storage(initialize=False),
     )
     read_weights(folder, described, weight_chunks(model.store), coordinator=place.coordinator)
@@ -138,6 +149,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         place.groups,
         dtype=weight_dtype(options),
         device=place.device,
+        backend=_backend(weight_dtype(options), place),
         storage=Storage(initialize=False),
     )
     chunks = weight_chunks(model.store)

@@ -11,6 +11,7 @@ Beside them the manifest's `extra` holds JSON:
     optimizer    kind, steps, loss scaler
     data         what the order of samples depends on
     window       sums of the log line that is being gathered
+    cpu_matmul   the dtype that a CPU multiplied in, where that was a choice; else null
 
 An imported checkpoint has no progress, optimizer, data and window, but `weights_only`: true.
 """
@@ -36,6 +37,7 @@ from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
 from megatron.hf.config_json import function_of
 from megatron.training.config.values import require_all
+from megatron.training.cpu_matmul import another_dtype
 from megatron.training.data.data_sets import compare_identity
 from megatron.training.monitoring.step_window import StepWindow
 from megatron.training.newest_checkpoint import read_together
@@ -56,6 +58,7 @@ class RunFacts:
         data: what the order of samples depends on.
         other_data_is_fine: resume on other data than the checkpoint's, and say so.
         batch_follows_world: whether the global batch follows from the number of processes.
+        cpu_matmul: the dtype that a CPU multiplies in, where that is a choice.
     """
 
     model: Mapping[str, Any]
@@ -64,6 +67,7 @@ class RunFacts:
     data: Mapping[str, Any]
     other_data_is_fine: bool = False
     batch_follows_world: bool = False
+    cpu_matmul: str | None = None
 
 
 def run_extra(
@@ -83,6 +87,7 @@ def run_extra(
         },
         "data": dict(facts.data),
         "window": window.to_json(),
+        "cpu_matmul": facts.cpu_matmul,
     }
 
 
@@ -145,6 +150,8 @@ def load_run(
     optimizer.after_load(with_state=with_optimizer)
     if not with_progress:
         return None
+    if (said := another_dtype(extra.get("cpu_matmul"), facts.cpu_matmul)) is not None:
+        coordinator.say(f"{folder}: {said}")
     window.restore(extra["window"])
     return Progress.from_json(extra["progress"])
 

@@ -316,6 +316,7 @@ def choices_of(session: Session) -> list[str]:
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),
         dropout_line(run.config, session.place.device),
+        None if session.cpu_matmul is None else session.cpu_matmul.line(),
         *session.data.notes,
         early_gather(run.config)[1],
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.backend import with_cpu_dtype
 from megatron.core.device import memory_bytes, peak_memory_bytes
 from megatron.core.dist_checkpointing import weight_chunks
 from megatron.core.distributed import DataParallel
@@ -24,6 +25,7 @@ from megatron.training.checkpoint_io import RunFacts, load_run
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.config.values import require_all
+from megatron.training.cpu_matmul import CpuMatmul
 from megatron.training.data.data_sets import (
     DataSets,
 )
@@ -67,6 +69,7 @@ class Session:
     step: TrainStep
     window: StepWindow
     facts: RunFacts
+    cpu_matmul: CpuMatmul | None
 
 
 def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: DataSets) -> Session:
@@ -76,6 +79,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     bucket = config.data_parallel.ddp_bucket_size
     buckets = {} if bucket is None else {"bucket_bytes": 4 * bucket}
     data_parallel = data_parallel_config(config)
+    matmul = _cpu_matmul(config, place)
     model = GPTModel(
         shape,
         place.groups,
@@ -85,7 +89,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         device=place.device,
         vocab_multiple=config.tokenizer.make_vocab_size_divisible_by,
         storage=data_parallel.storage(**buckets),
-        backend=backend(config),
+        backend=with_cpu_dtype(backend(config), None if matmul is None else matmul.dtype),
         split=split(config),
     )
     model.set_recompute(recompute(config))
@@ -121,7 +125,19 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             data=data.identity,
             other_data_is_fine=config.data.allow_data_change,
             batch_follows_world=run.batch_follows_world,
+            cpu_matmul=None if matmul is None else matmul.name,
         ),
+        cpu_matmul=matmul,
+    )
+
+
+def _cpu_matmul(config: Config, place: RunGroups) -> CpuMatmul | None:
+    """Return what a CPU multiplies in, the same on all ranks; None where that is no choice."""
+    return CpuMatmul.choose(
+        config.execution.cpu_matmul_dtype,
+        weights=weight_dtype(config),
+        device=place.device,
+        coordinator=place.coordinator,
     )
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing import Solo
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import gpt_options, pretraining, run_groups, saves, session
 from megatron.training.config.resolve import Run, padded_vocab_size
@@ -107,7 +108,9 @@ def _cuts(run: Run, vocab_size: int) -> Any:
 
 
 def _model_arguments(run: Run, vocab_size: int) -> Any:
-    place: Any = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
+    place: Any = SimpleNamespace(
+        groups=ProcessGroupCollection.single(), device=torch.device("cpu"), coordinator=Solo()
+    )
     vocabulary = Vocabulary(size=vocab_size, eod=None, tokenizer={})
     nothing: Any = None
     with mock.patch.object(session, "GPTModel", _stop):

@@ -232,6 +232,7 @@ EFFECTS: dict[str, Effect] = {
         "plan", "none", "full_iteration", f"{_OPTIM} --overlap-param-gather", world=2
     ),
     "cuda-graph-warmup-steps": Effect("refusal", "3", "12", "--cuda-graph-impl full_iteration"),
+    "cpu-matmul-dtype": Effect("plan", "weights", "fp32", "--bf16"),
     # Batch, length, numbers
     "seq-length": Effect("loss", "24", "16"),
     "micro-batch-size": Effect("plan", "2", "4"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step is carried out: what is computed again in backward, what is recorded as a graph."""
+"""How a step is carried out: recomputed activations, CUDA graphs, products on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.config.values import positive, require_all
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Activation recompute (losses and gradients keep every bit) and CUDA graphs."""
+    """Activation recompute (losses and gradients keep every bit), CUDA graphs, CPU products."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """full keeps the inputs of layers alone and computes them twice; selective computes again what
@@ -28,6 +28,10 @@ class ExecutionConfig:
     --no-fsdp-all-gather-in-start-param-sync)."""
     cuda_graph_warmup_steps: int = 3
     """Steps that run without a graph before one is recorded."""
+    cpu_matmul_dtype: Literal["auto", "weights", "fp32"] = "auto"
+    """What a CPU multiplies matrices in with --bf16 or --fp16: the dtype of the weights, or fp32;
+    auto is what the first rank measures to be faster (fp32 with --fp16). A resumed run keeps every
+    bit only with the same choice, and says so where it is another."""
 
     def __post_init__(self) -> None:
         require_all(

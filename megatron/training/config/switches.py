@@ -22,6 +22,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield from _of_recurrent(config)
     graphs = config.execution.cuda_graph_impl != "none"
     yield config.execution, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
+    narrow = config.training.bf16 or config.training.fp16
+    yield config.execution, "cpu_matmul_", narrow, "--bf16 or --fp16"
     spikes = failures.loss_spike_factor is not None
     yield failures, "loss_spike_window", spikes, "--loss-spike-factor"
     stats = failures.rerun_mode == "report_determinism_stats"

@@ -8,7 +8,8 @@ package's own layers; an adapter for another library supplies the same four cons
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ class Backend:
         dispatcher: how tokens come to the ranks of their experts: "allgather", "alltoall", or
             "auto", which is what moves fewer bytes.
         overlap_shared_expert: compute the shared expert while tokens are under way.
+        cpu_dtype: what a CPU multiplies bf16 and fp16 matrices in: that dtype, or fp32; None is
+            what it does faster. Ranks of a model must agree: see `with_cpu_dtype`.
     """
 
     name: str
@@ -49,6 +52,15 @@ class Backend:
     linear_splits: int = 1
     dispatcher: str = AUTO
     overlap_shared_expert: bool = True
+    cpu_dtype: torch.dtype | None = None
+
+
+def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
+    """Return the backend with what a CPU multiplies bf16 and fp16 matrices in, attention's too."""
+    if dtype is None:
+        return backend
+    chosen = partial(backend.attention, cpu_dtype=dtype)
+    return replace(backend, attention=chosen, cpu_dtype=dtype)
 
 
 LOCAL = Backend("local", ColumnParallelLinear, RowParallelLinear, rms_norm, layer_norm, attention)

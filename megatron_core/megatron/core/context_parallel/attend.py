@@ -26,6 +26,7 @@ class Attend:
         scale: factor on the logits, usually 1 / sqrt(d).
         window: a query at place q sees only keys k with q - k < window.
         dropout: drops probabilities.
+        cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.dispatch`.
     """
 
     layout: SequenceLayout
@@ -33,6 +34,7 @@ class Attend:
     scale: float
     window: int | None = None
     dropout: AttentionDropout | None = None
+    cpu_dtype: torch.dtype | None = None
 
     def blocks(self, key_rank: int | None) -> tuple[Block, ...]:
         """Return the blocks of this rank's queries and one rank's keys, of whole rows' if None."""
@@ -58,6 +60,7 @@ class Attend:
             window=self.window,
             dropout=self.dropout,
             into=into,
+            cpu_dtype=self.cpu_dtype,
         )
 
     def backward(
@@ -80,4 +83,5 @@ class Attend:
             window=self.window,
             dropout=self.dropout,
             wide=wide,
+            cpu_dtype=self.cpu_dtype,
         )

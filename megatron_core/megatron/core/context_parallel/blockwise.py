@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from megatron.core.context_parallel.blocks import Block, Blocks
 from megatron.core.ops.attention import Mask, reference
-from megatron.core.ops.dispatch import accumulation_dtype, choose, cpu_matmul_dtype
+from megatron.core.ops.dispatch import accumulation_dtype, choose, matmul_dtype
 from megatron.core.ops.dropout import AttentionDropout
 
 #: On a CPU one more block costs what a mask by document ids costs for this many (query, key, head)
@@ -26,6 +27,15 @@ from megatron.core.ops.dropout import AttentionDropout
 #: 3,500 to 5,100 (128 to 1024 tokens, 4 and 8 heads of 16 to 64 features: documents of 15 tokens in
 #: rows of 128, of 4 in rows of 256 with 8 heads); twice that, as masks gain more from threads.
 PAIRS_WORTH_A_BLOCK = 10_000
+
+
+class _Rule(NamedTuple):
+    """What all blocks of an attention share."""
+
+    scale: float
+    window: int | None
+    dropout: AttentionDropout | None
+    cpu_dtype: torch.dtype | None
 
 
 def worth_blocks(count: int, *, rows: int, length: int, heads: int) -> bool:
@@ -52,6 +62,7 @@ def forward(
     window: int | None = None,
     dropout: AttentionDropout | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    cpu_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the keys of all blocks; a query that is in none gets out 0 and lse -inf.
 
@@ -65,13 +76,15 @@ def forward(
         window: a query at place q sees only keys k with q - k < window.
         dropout: drops probabilities, by place.
         into: a former result over other keys; this one is merged into it, in place.
+        cpu_dtype: what a CPU multiplies 16-bit operands in, see `ops.dispatch.matmul_dtype`.
 
     Returns:
         (out [s_q, b, n, d], lse [b, n, s_q]), both fp32 (fp64 for fp64): see `finish`.
     """
     wide = accumulation_dtype(query.dtype)
-    query, key, value = (_fast(x) for x in (query, key, value))
-    rule = (scale, window, dropout)
+    # Converted once here, not in every block.
+    query, key, value = (x.to(matmul_dtype(x, cpu_dtype)) for x in (query, key, value))
+    rule = _Rule(scale, window, dropout, cpu_dtype)
     if into is None and len(blocks) == 1 and _holds_all(blocks[0], query):
         return _block_forward(query, key, value, blocks[0], rule)
     if into is None:
@@ -108,6 +121,7 @@ def backward(
     window: int | None = None,
     dropout: AttentionDropout | None = None,
     wide: bool = False,
+    cpu_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Differentiate the attention to the keys of these blocks; sums over blocks are fp32.
 
@@ -119,17 +133,19 @@ def backward(
         out: [s_q, b, n, d], the complete output: of all blocks of all ranks, and of sinks.
         lse: [b, n, s_q], the complete log-sum-exp.
         blocks: those of the forward pass that lie between these queries and keys.
-        scale, window, dropout: those of the forward pass.
+        scale, window, dropout, cpu_dtype: those of the forward pass.
         wide: return the sums as they are, in fp32 (fp64 for fp64), to be added to others.
 
     Returns:
         (dq, dk, dv), shaped like query, key and value, in their dtype or wide.
     """
     kind = accumulation_dtype(query.dtype) if wide else query.dtype
-    # fp32 on a CPU even with AMX: torch's bf16 backward is slower up to 512 tokens, 16 times at 16.
-    native = accumulation_dtype(query.dtype) if query.device.type == "cpu" else query.dtype
-    fast = [x.to(native) for x in (grad_out, query, key, value, out)]
-    rule = (scale, window, dropout)
+    shortest = min((block.q1 - block.q0 for block in blocks), default=0)
+    if window is not None or dropout is not None:
+        shortest = 0  # by chunks, which compute in fp32
+    dtype = reference.backward_dtype(query, shortest, cpu_dtype)
+    fast = [x.to(dtype) for x in (grad_out, query, key, value, out)]
+    rule = _Rule(scale, window, dropout, cpu_dtype)
     if len(blocks) == 1 and _holds_all(blocks[0], query, key):
         return tuple(x.to(kind) for x in _block_backward(fast, lse, blocks[0], rule))
     blocks = Blocks.of(blocks)
@@ -188,19 +204,25 @@ def _block_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     block: Block,
-    rule: tuple[float, int | None, AttentionDropout | None],
+    rule: _Rule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of one block, fp32 or fp64."""
-    scale, _, dropout = rule
+    dropout = rule.dropout
     rows, keys = slice(block.row0, block.row1), slice(block.k0, block.k1)
     parts = (query[block.q0 : block.q1, rows], key[keys, rows], value[keys, rows])
     mask, wide = _mask(block, rule), accumulation_dtype(query.dtype)
     if choose(None, query, "attention", has_triton=dropout is None) == "triton":
         from megatron.core.ops.attention import triton as kernels
 
-        return kernels.attention_forward(*parts, None, scale, mask, dtype=wide)
+        return kernels.attention_forward(*parts, None, rule.scale, mask, dtype=wide)
     return reference.attention_forward(
-        *parts, None, scale, mask, _of_block(dropout, block), dtype=wide
+        *parts,
+        None,
+        rule.scale,
+        mask,
+        _of_block(dropout, block),
+        dtype=wide,
+        cpu_dtype=rule.cpu_dtype,
     )
 
 
@@ -208,10 +230,10 @@ def _block_backward(
     tensors: Sequence[torch.Tensor],
     lse: torch.Tensor,
     block: Block,
-    rule: tuple[float, int | None, AttentionDropout | None],
+    rule: _Rule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of one block from all of (grad_out, query, key, value, out) and lse."""
-    scale, _, dropout = rule
+    dropout = rule.dropout
     rows = slice(block.row0, block.row1)
     queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
     spans = (queries, queries, keys, keys, queries)
@@ -221,18 +243,22 @@ def _block_backward(
     if choose(None, tensors[1], "attention", has_triton=dropout is None) == "triton":
         from megatron.core.ops.attention import triton as kernels
 
-        return kernels.attention_backward(*parts, scale=scale, mask=mask)
+        return kernels.attention_backward(*parts, scale=rule.scale, mask=mask)
     return reference.attention_backward(
-        *parts, scale=scale, mask=mask, dropout=_of_block(dropout, block)
+        *parts,
+        scale=rule.scale,
+        mask=mask,
+        dropout=_of_block(dropout, block),
+        cpu_dtype=rule.cpu_dtype,
     )
 
 
-def _mask(block: Block, rule: tuple[float, int | None, AttentionDropout | None]) -> Mask:
+def _mask(block: Block, rule: _Rule) -> Mask:
     """Return the op's rule of one block, without a window that hides none of its pairs.
 
     Dropout counts in places of a sample, which has all documents of a block, and so all its tokens.
     """
-    _, window, dropout = rule
+    window, dropout = rule.window, rule.dropout
     first = _sample(dropout, block) * (dropout.sample_length or 0) if dropout is not None else 0
     if window is not None:
         farthest = block.q_place + block.q1 - block.q0 - 1 - block.k_place
@@ -258,11 +284,6 @@ def _of_block(dropout: AttentionDropout | None, block: Block) -> AttentionDropou
 def _sample(dropout: AttentionDropout, block: Block) -> int:
     """Return the number of the sample in its row that a block is of."""
     return 0 if dropout.sample_length is None else block.q_place // dropout.sample_length
-
-
-def _fast(x: torch.Tensor) -> torch.Tensor:
-    """Return x in the dtype this device multiplies in: converted once here, not in every block."""
-    return x.to(cpu_matmul_dtype(x.dtype)) if x.device.type == "cpu" else x
 
 
 def _holds_all(block: Block, query: torch.Tensor, key: torch.Tensor | None = None) -> bool:

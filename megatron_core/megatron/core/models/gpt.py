@@ -81,8 +81,7 @@ class GPTModel(nn.Module):
         split: StageSplit | None = None,
     ) -> None:
         super().__init__()
-        stages, stage = groups["pp"].size, groups["pp"].rank
-        context = _context(groups, backend)
+        stages, stage, context = groups["pp"].size, groups["pp"].rank, _context(groups, backend)
         problems = config.problems(
             tp=groups["tp"].size,
             cp=context.group.size,
@@ -104,7 +103,8 @@ class GPTModel(nn.Module):
             )
         self.config, self.groups, self.split, self.num_chunks = config, groups, split, split.chunks
         self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
-        self.store = WeightStore(groups, seed=seed, dtype=dtype, device=device)
+        chosen = {"dtype": dtype, "device": device, "cpu_dtype": backend.cpu_dtype}
+        self.store = WeightStore(groups, seed=seed, **chosen)
         self._region = TensorParallelRegion(groups["tp"], sequence_parallel)
         self._layouts = RowLayouts()
         build = LayerBuild(
@@ -385,6 +385,7 @@ def _context(groups: ProcessGroupCollection, backend: Backend) -> ContextParalle
         engine=backend.context_engine,
         linear_mode=backend.linear_mode,
         linear_splits=backend.linear_splits,
+        cpu_dtype=backend.cpu_dtype,
     )
 
 

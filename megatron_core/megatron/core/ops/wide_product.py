@@ -13,7 +13,7 @@ def add_product_(
 
     A GPU sums bf16 products in fp32 and can hand the sums over unrounded; without saying so they
     come rounded to bf16. On a CPU narrow operands are widened by the caller where that pays
-    (`dispatch.cpu_matmul_dtype`).
+    (`dispatch.matmul_dtype`).
 
     Args:
         total: [m, n], fp32 or the operands' dtype.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from megatron.core.comm.collectives import all_reduce
+from megatron.core.ops.dispatch import matmul_dtype
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
@@ -26,12 +27,7 @@ from megatron.core.ops.linear_cross_entropy import (
 )
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import WeightHandle
-from megatron.core.weight_gather.matmul import (
-    linear_dgrad,
-    linear_forward,
-    linear_wgrad_,
-    product_dtype,
-)
+from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
 
 
 def vocab_parallel_cross_entropy(
@@ -123,12 +119,13 @@ class _CrossEntropy(torch.autograd.Function):
         nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         # Where the device multiplies in a wider dtype: once, not once a chunk, and the logits stay
         # in it, unrounded.
-        matrix = weight.to(product_dtype(hidden))
+        matrix = weight.to(matmul_dtype(hidden, handle.cpu_dtype))
         step = tokens_per_chunk(rows, weight.device)
         for start in range(0, targets.shape[0], step):
             part = slice(start, start + step)
             chunk = hidden[part].to(matrix.dtype)  # [t, h]
-            logits = linear_forward(chunk, matrix)  # [t, V/tp], then their gradient
+            # [t, V/tp], then their gradient
+            logits = linear_forward(chunk, matrix, cpu_dtype=matrix.dtype)
             nll[part], factor = _chunk_gradient_(
                 logits,
                 targets[part],
@@ -138,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
                 wanted=want_hidden or want_weight,
             )
             if d_hidden is not None:
-                product = linear_dgrad(logits, matrix)
+                product = linear_dgrad(logits, matrix, cpu_dtype=matrix.dtype)
                 d_hidden[part] = product if factor is None else product.mul_(factor)
             if d_weight is not None:
                 _add_chunk_(d_weight, chunk, logits, factor, first=start == 0)
@@ -210,4 +207,4 @@ def _add_chunk_(
         factor: [t, 1], which dlogits must be multiplied by; None is 1.
     """
     rows = chunk if factor is None else (chunk * factor).to(chunk.dtype)
-    linear_wgrad_(d_weight, logits, rows, overwrite=first)
+    linear_wgrad_(d_weight, logits, rows, overwrite=first, cpu_dtype=chunk.dtype)

@@ -95,6 +95,7 @@ class CoreAttention:
                 scale=self.scale,
                 window=self.window,
                 dropout=dropout,
+                cpu_dtype=self.context.cpu_dtype,
             )
             engine = self.context.engine
             return context_attention(query, key, value, attend=attend, engine=engine, sinks=sinks)

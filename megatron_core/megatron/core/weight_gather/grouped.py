@@ -14,9 +14,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from megatron.core.ops.dispatch import matmul_dtype
 from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.matmul import product_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.handle, ctx.runs = handle, runs
         ctx.save_for_backward(x if anchor.requires_grad else None)
         weight = _matrices(handle.get(), runs)  # [runs, o, h]
-        return _products(x, weight.transpose(1, 2), runs)
+        return _products(x, weight.transpose(1, 2), runs, handle.cpu_dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -79,9 +79,10 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _products(grad, _matrices(handle.get(), runs), runs)
+            dx = _products(grad, _matrices(handle.get(), runs), runs, handle.cpu_dtype)
         if x is not None:
-            handle.written_gradient(partial(_wgrad_, grad.detach(), x.detach(), runs=runs))
+            put = partial(_wgrad_, grad.detach(), x.detach(), runs=runs, cpu_dtype=handle.cpu_dtype)
+            handle.written_gradient(put)
         return dx, None, None, None
 
 
@@ -89,11 +90,13 @@ def _matrices(weight: torch.Tensor, runs: RowRuns) -> torch.Tensor:
     return weight.view(len(runs.counts), -1, weight.shape[-1])
 
 
-def _products(x: torch.Tensor, matrices: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+def _products(
+    x: torch.Tensor, matrices: torch.Tensor, runs: RowRuns, cpu_dtype: torch.dtype | None
+) -> torch.Tensor:
     """Return [r, n] from x [r, m] and matrices [runs, m, n]."""
     if _is_one_kernel(x, matrices):
         return F.grouped_mm(x, matrices, offs=runs.ends)
-    dtype = product_dtype(x)
+    dtype = matmul_dtype(x, cpu_dtype)
     out = torch.empty(len(x), matrices.shape[2], dtype=dtype, device=x.device)
     wide = x.to(dtype)
     start = 0
@@ -117,14 +120,20 @@ def _is_one_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
 
 
 def _wgrad_(
-    grad: torch.Tensor, x: torch.Tensor, slot: torch.Tensor, *, overwrite: bool, runs: RowRuns
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    slot: torch.Tensor,
+    *,
+    overwrite: bool,
+    runs: RowRuns,
+    cpu_dtype: torch.dtype | None,
 ) -> None:
     """Put dW into the slot [runs · c, o/c, h] fp32.
 
     A loop on every device: a grouped product rounds its sums to the operands' dtype, and cannot
     write where it is told.
     """
-    dtype = product_dtype(x)
+    dtype = matmul_dtype(x, cpu_dtype)
     grad, x = grad.to(dtype), x.to(dtype)
     start = 0
     for matrix, count in zip(_matrices(slot, runs), runs.counts, strict=True):

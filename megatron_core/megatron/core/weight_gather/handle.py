@@ -55,6 +55,7 @@ class WeightHandle:
         fresh: the slot holds nothing yet: the next put overwrites.
         gradients: who opens slots and is told of puts; None while it is frozen or not training.
         deferral: whether puts wait, shared with the other weights of the store.
+        cpu_dtype: what a CPU multiplies the weight in, see `ops.dispatch.matmul_dtype`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class WeightHandle:
         *,
         dtype: torch.dtype = torch.float32,
         deferral: Deferral | None = None,
+        cpu_dtype: torch.dtype | None = None,
     ) -> None:
         self.sharding = sharding
         self.name = sharding.name
@@ -76,6 +78,7 @@ class WeightHandle:
         self.fresh = True
         self.gradients: GradientSink | None = None
         self.deferral = deferral or Deferral()
+        self.cpu_dtype = cpu_dtype
 
     def __repr__(self) -> str:
         return f"WeightHandle({self.name}, {list(self.shape)})"
@@ -224,7 +227,7 @@ class WeightHandle:
     def _run_linear(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Write or add dyᵀ x; grad mode must be off."""
         slot = self._open()
-        linear_wgrad_(slot, grad, x, overwrite=self.fresh)
+        linear_wgrad_(slot, grad, x, overwrite=self.fresh, cpu_dtype=self.cpu_dtype)
         self._done()
 
     def _run_add(self, grad: torch.Tensor) -> None:
@@ -261,13 +264,16 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, anchor, handle, bias=None, bias_anchor=None):
         ctx.handle, ctx.bias = handle, bias
         ctx.save_for_backward(x if anchor.requires_grad else None)
-        return linear_forward(x, handle.get(), bias=None if bias is None else bias.get())
+        wide = None if bias is None else bias.get()
+        return linear_forward(x, handle.get(), bias=wide, cpu_dtype=handle.cpu_dtype)
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        dx = linear_dgrad(grad, ctx.handle.get()) if ctx.needs_input_grad[0] else None
-        put_linear_gradients(ctx.handle, ctx.bias, grad, x)
+        handle, dx = ctx.handle, None
+        if ctx.needs_input_grad[0]:
+            dx = linear_dgrad(grad, handle.get(), cpu_dtype=handle.cpu_dtype)
+        put_linear_gradients(handle, ctx.bias, grad, x)
         return dx, None, None, None, None
 
 

@@ -7,8 +7,8 @@
 | dgrad | dx = dy W | dtype of dy |
 | wgrad | dW (+)= dyᵀ x | accumulated in the gradient slot, fp32 |
 
-A CPU without bf16 tiles multiplies bf16 at half the rate of fp32 (`ops.dispatch.cpu_matmul_dtype`),
-so there the operands are widened, which also keeps the whole sum in fp32.
+Where a CPU multiplies bf16 slower than fp32 (`ops.dispatch.matmul_dtype`) the operands are widened,
+which also keeps the whole sum in fp32.
 """
 
 from __future__ import annotations
@@ -16,38 +16,45 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import cpu_matmul_dtype
+from megatron.core.ops.dispatch import matmul_dtype
 from megatron.core.ops.wide_product import add_product_
 
 
-def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which `x`'s device multiplies matrices of its dtype."""
-    if x.dtype is torch.float32:
-        return x.dtype
-    return cpu_matmul_dtype(x.dtype) if x.device.type == "cpu" else x.dtype
-
-
 def linear_forward(
-    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    cpu_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype."""
-    dtype = product_dtype(x)
+    """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype.
+
+    `cpu_dtype` is that of `ops.dispatch.matmul_dtype`, here and below.
+    """
+    dtype = matmul_dtype(x, cpu_dtype)
     if dtype is x.dtype:
         return F.linear(x, weight, bias)
     wide = None if bias is None else bias.to(dtype)
     return F.linear(x.to(dtype), weight.to(dtype), wide).to(x.dtype)
 
 
-def linear_dgrad(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_dgrad(
+    grad: torch.Tensor, weight: torch.Tensor, *, cpu_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Return dy [..., o] W [o, h], [..., h] in dy's dtype."""
-    dtype = product_dtype(grad)
+    dtype = matmul_dtype(grad, cpu_dtype)
     if dtype is grad.dtype:
         return grad.matmul(weight)
     return grad.to(dtype).matmul(weight.to(dtype)).to(grad.dtype)
 
 
 def linear_wgrad_(
-    slot: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, overwrite: bool
+    slot: torch.Tensor,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    overwrite: bool,
+    cpu_dtype: torch.dtype | None = None,
 ) -> None:
     """Put dyᵀ x into `slot` [o, h] fp32: written if `overwrite`, else added.
 
@@ -57,7 +64,7 @@ def linear_wgrad_(
     """
     if x.ndim != 2:
         grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
-    dtype = product_dtype(x)
+    dtype = matmul_dtype(x, cpu_dtype)
     if grad.dtype is not dtype or x.dtype is not dtype:
         grad, x = grad.to(dtype), x.to(dtype)
     add_product_(slot, grad.t(), x, overwrite=overwrite)

@@ -46,6 +46,8 @@ class WeightStore:
         seed: of the initial values.
         dtype: of the weights.
         device: where they live.
+        cpu_dtype: what a CPU multiplies weights of `dtype` in: that dtype, or fp32. None is what it
+            does faster; ranks that must compute alike are told (`ops.dispatch.matmul_dtype`).
 
     Attributes:
         storage: how they were laid out.
@@ -63,8 +65,10 @@ class WeightStore:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        cpu_dtype: torch.dtype | None = None,
     ) -> None:
         self.groups = groups
+        self.cpu_dtype = cpu_dtype
         self.seed, self.dtype, self.device = seed, dtype, torch.device(device)
         self.handles: dict[str, WeightHandle] = {}
         self.states: dict[str, torch.Tensor] = {}
@@ -115,7 +119,13 @@ class WeightStore:
             raise ValueError("; ".join(problems))
         self.plans[sharding.name] = gradient_plan(sharding, self.groups.grid)
         shape = local_shape(sharding, self.groups.grid)
-        handle = WeightHandle(sharding, shape, dtype=dtype or self.dtype, deferral=self._deferral)
+        handle = WeightHandle(
+            sharding,
+            shape,
+            dtype=dtype or self.dtype,
+            deferral=self._deferral,
+            cpu_dtype=self.cpu_dtype,
+        )
         self.handles[sharding.name] = handle
         self._init[sharding.name] = init
         self._units[sharding.name] = self._unit

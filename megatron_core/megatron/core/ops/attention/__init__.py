@@ -30,6 +30,7 @@ def attention(
     key_start: int = 0,
     dropout: AttentionDropout | None = None,
     implementation: str | None = None,
+    cpu_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale q k^T + mask) v and the log of each row's softmax denominator.
 
@@ -54,6 +55,7 @@ def attention(
         key_start: place of the first key.
         dropout: drops probabilities (the log-sum-exp is of the softmax before dropping).
         implementation: "reference", "triton" or None (by device).
+        cpu_dtype: what a CPU multiplies 16-bit operands in, see `dispatch.matmul_dtype`.
 
     Returns:
         (out [s_q, b, n, d] in query's dtype, lse fp32 [b, n, s_q], which has no gradient).
@@ -77,7 +79,7 @@ def attention(
         from megatron.core.ops.attention import triton as kernels
 
         return kernels.Attention.apply(query, key, value, sinks, scale, mask)
-    return reference.Attention.apply(query, key, value, sinks, scale, mask, dropout)
+    return reference.Attention.apply(query, key, value, sinks, scale, mask, dropout, cpu_dtype)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> None:

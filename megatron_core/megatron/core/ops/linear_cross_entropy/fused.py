@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, cpu_matmul_dtype
+from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
 from megatron.core.ops.wide_product import add_product_
 
 # Bytes of one chunk of fp32 logits: small against the model, large enough for the matmul and for
@@ -27,7 +27,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, weights, chunk_tokens, valid_columns, gradient_):
         wide = accumulation_dtype(hidden.dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        fast = cpu_matmul_dtype(hidden.dtype) if hidden.device.type == "cpu" else hidden.dtype
+        fast = matmul_dtype(hidden)
         matrix = weight.to(fast)
         nll = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None

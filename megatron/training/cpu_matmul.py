@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a CPU multiplies bf16 and fp16 matrices in: chosen once for all ranks of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron.core.dist_checkpointing import Coordinator
+from megatron.core.ops.dispatch import cpu_bf16_speedup, measured_matmul_dtype
+
+FLAG = "--cpu-matmul-dtype"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuMatmul:
+    """What a run multiplies in.
+
+    Args:
+        dtype: of the products: that of the weights, or fp32.
+        weights: the dtype of the weights.
+        speedup: of bf16 over fp32, as measured on the first rank; None for other weights.
+        asked: whether the user chose.
+    """
+
+    dtype: torch.dtype
+    weights: torch.dtype
+    speedup: float | None
+    asked: bool
+
+    @staticmethod
+    def choose(
+        asked: Literal["auto", "weights", "fp32"],
+        *,
+        weights: torch.dtype,
+        device: torch.device,
+        coordinator: Coordinator,
+    ) -> CpuMatmul | None:
+        """Choose for all ranks; every rank calls this. None where there is nothing to choose.
+
+        The first rank measures even if the user chose, to say what that costs.
+
+        Raises:
+            ValueError: the user chose for a GPU.
+        """
+        if device.type != "cpu":
+            if asked != "auto":
+                raise ValueError(f"{FLAG} {asked} has no effect on a GPU: drop it")
+            return None
+        if weights not in (torch.bfloat16, torch.float16):
+            return None
+        first = coordinator.rank == 0
+
+        def measure() -> tuple[bool, float | None]:
+            if not first:
+                return False, None
+            speedup = cpu_bf16_speedup() if weights == torch.bfloat16 else None
+            return measured_matmul_dtype(weights) == weights, speedup
+
+        coordinator.begin("choosing the dtype of products")
+        narrow, speedup = coordinator.agree("cpu matmul", measure, lambda answers: answers[0])
+        if asked != "auto":
+            narrow = asked == "weights"
+        dtype = weights if narrow else torch.float32
+        return CpuMatmul(dtype=dtype, weights=weights, speedup=speedup, asked=asked != "auto")
+
+    @property
+    def name(self) -> str:
+        """The dtype as checkpoints have it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def line(self) -> str:
+        """Return the choice and its reason for a run's log."""
+        weights = str(self.weights).removeprefix("torch.")
+        text = f"{weights} matrices are multiplied in {self.name} on this CPU"
+        reasons = [f"as {FLAG} says"] if self.asked else []
+        if self.speedup is not None:
+            reasons.append(f"where bf16 runs at {self.speedup:.1f} x the speed of fp32")
+        return ", ".join([text, *reasons])
+
+
+def another_dtype(saved: str | None, now: str | None) -> str | None:
+    """Return what to say where a run goes on in another dtype than its checkpoint's; else None."""
+    if saved is None or now is None or saved == now:
+        return None
+    flag = f"{FLAG} {'fp32' if saved == 'float32' else 'weights'}"
+    return (
+        f"its matrices were multiplied in {saved}, now they are in {now}: the losses are not those "
+        f"of an uninterrupted run to the last bit; {flag} goes on as before"
+    )

@@ -142,6 +142,7 @@ def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict
         "vocab_size": vocab_size,
         "fingerprint": None,
         "eod": None,
+        "special_tokens": None,
     }
     path = folder.tokenizer
     if path is None:
@@ -153,6 +154,7 @@ def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict
         "model": str(target.absolute() / path.name),
         "fingerprint": built.fingerprint,
         "eod": built.eod,
+        "special_tokens": built.special_tokens.to_json(),
     }
 
 

@@ -33,7 +33,12 @@ from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.inference.config import ModelSource
 from megatron.training.cpu_matmul import CpuMatmul
-from megatron.training.data.tokenizers import Tokenizer, build_tokenizer, guess_type
+from megatron.training.data.tokenizers import (
+    SpecialTokens,
+    Tokenizer,
+    build_tokenizer,
+    guess_type,
+)
 from megatron.training.launch import Launch
 from megatron.training.newest_checkpoint import load_newest, read_together
 
@@ -103,7 +108,11 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
             f"--load {source.load} holds no tokenizer: give --tokenizer-model PATH of one"
         )
     chosen = source.tokenizer_model or folder.tokenizer
-    tokenizer = build_tokenizer(guess_type(chosen), model=chosen)
+    tokenizer = build_tokenizer(
+        guess_type(chosen),
+        model=chosen,
+        add_special_tokens=not source.tokenizer_hf_no_include_special_tokens,
+    )
     dtype = described.dtype or torch.float32
     model = GPTModel(
         generating(described.config),
@@ -143,7 +152,15 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
     """Load this rank's part of one checkpoint."""
     extra = read_together(folder, place.coordinator).extra
     config, options = _described(folder, extra)
-    tokenizer = choose_tokenizer(extra.get("tokenizer", {}), source.tokenizer_model)
+    recorded = extra.get("tokenizer", {})
+    if extra.get("weights_only") is True:  # nothing was trained without special tokens here
+        recorded = {"special_tokens": None, **recorded}
+    left_out = source.tokenizer_hf_no_include_special_tokens
+    tokenizer = choose_tokenizer(
+        recorded,
+        source.tokenizer_model,
+        add_special_tokens=None if left_out is None else not left_out,
+    )
     model = GPTModel(
         generating(config),
         place.groups,
@@ -234,13 +251,17 @@ def weight_dtype(options: Mapping[str, Any]) -> torch.dtype:
     return torch.float16 if options.get("fp16") else torch.float32
 
 
-def choose_tokenizer(recorded: Mapping[str, Any], model: str | None) -> Tokenizer:
+def choose_tokenizer(
+    recorded: Mapping[str, Any], model: str | None, *, add_special_tokens: bool | None = None
+) -> Tokenizer:
     """Return the tokenizer that a checkpoint records, or the one in `model`.
 
     Args:
-        recorded: type, model (path), vocab_size and fingerprint, as training saves them.
+        recorded: type, model (path), vocab_size, fingerprint and special_tokens, as training saves
+            them.
         model: path of a tokenizer.json, its folder or a SentencePiece .model to use instead; None
             for the recorded one. One line warns if it is not the same.
+        add_special_tokens: whether it adds special tokens to a text; None does as recorded.
 
     Raises:
         ValueError: none is recorded, or its file is gone or has changed.
@@ -250,13 +271,27 @@ def choose_tokenizer(recorded: Mapping[str, Any], model: str | None) -> Tokenize
             "the checkpoint does not say which tokenizer it was trained with: give "
             "--tokenizer-model PATH of a tokenizer.json or a SentencePiece .model"
         )
-    if model is not None:
-        tokenizer = build_tokenizer(guess_type(model), model=model)
-    else:
-        tokenizer = build_tokenizer(
-            recorded["type"], model=recorded.get("model"), vocab_size=recorded.get("vocab_size")
+
+    def build(*, add_special_tokens: bool) -> Tokenizer:
+        if model is not None:
+            kind, size = guess_type(model), None
+        else:
+            kind, size = recorded["type"], recorded.get("vocab_size")
+        return build_tokenizer(
+            kind,
+            model=model or recorded.get("model"),
+            vocab_size=size,
+            add_special_tokens=add_special_tokens,
         )
-    if recorded.get("fingerprint") in (None, tokenizer.fingerprint):
+
+    special = _recorded_special_tokens(recorded)
+    adds = special is None or bool(special)
+    tokenizer = build(add_special_tokens=adds if add_special_tokens is None else add_special_tokens)
+    fingerprint = recorded.get("fingerprint")
+    same = fingerprint == tokenizer.fingerprint
+    if same and add_special_tokens is None and special is not None:
+        same = special == tokenizer.special_tokens
+    if same or fingerprint is None:
         return tokenizer
     if model is None:
         raise ValueError(
@@ -267,4 +302,14 @@ def choose_tokenizer(recorded: Mapping[str, Any], model: str | None) -> Tokenize
         f"warning: --tokenizer-model {model} is not the file that the model was trained with",
         file=sys.stderr,
     )
-    return tokenizer
+    return build(add_special_tokens=add_special_tokens is not False)
+
+
+def _recorded_special_tokens(recorded: Mapping[str, Any]) -> SpecialTokens | None:
+    """Return what was added to the texts that a model was trained on; None if it is not said.
+
+    A checkpoint of before there was a record was trained on texts without any.
+    """
+    if recorded.get("fingerprint") is None or recorded.get("special_tokens", {}) is None:
+        return None
+    return SpecialTokens.from_json(recorded.get("special_tokens"))

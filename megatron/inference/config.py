@@ -27,6 +27,10 @@ class ModelSource:
     tokenizer_model: str | None = None
     """Path of a tokenizer.json, of its folder, or of a SentencePiece .model; derived: what the
     checkpoint was trained with."""
+    tokenizer_hf_no_include_special_tokens: bool | None = None
+    """Encode prompts without the special tokens that the tokenizer adds around a text, such as BOS;
+    derived: as the texts were that the model was trained on; those of a Hugging Face folder as in
+    transformers."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each weight matrix; start as many processes with torchrun."""
     distributed_timeout_minutes: float = 10.0

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, bin_path
-from megatron.training.data.tokenizers import Tokenizer, TokenizerType, build_tokenizer, guess_type
+from megatron.training.data.tokenizers import (
+    SpecialTokens,
+    Tokenizer,
+    TokenizerType,
+    build_tokenizer,
+    guess_type,
+)
 from megatron.training.data.vocabulary import describe_files
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import parse_command_line
@@ -74,12 +80,19 @@ def describe(prefix: str, config: InspectConfig) -> Iterator[str]:
         named = " ".join(filter(None, [written.get("type"), written.get("model")]))
         yield (
             f"  written with: {named} (vocabulary {written.get('vocab_size')}, "
-            f"end of document {written.get('eod')})"
+            f"end of document {written.get('eod')}{_special_tokens(written)})"
         )
     if Path(f"{prefix}.mask.idx").exists():
         learnt = int(IndexedDataset(f"{prefix}.mask").tokens.sum(dtype=np.int64))
         yield f"  learnt from: {learnt:,} tokens ({learnt / data.num_tokens:.0%})"
     yield from _document(data, config, _tokenizer(written, config))
+
+
+def _special_tokens(written: dict[str, Any]) -> str:
+    if written["special_tokens"] is None:
+        return ", special tokens of the template"
+    found = SpecialTokens.from_json(written["special_tokens"])
+    return f", {found}" if found else ""
 
 
 def _largest(data: IndexedDataset) -> int:

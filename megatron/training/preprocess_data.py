@@ -43,6 +43,7 @@ _WITHOUT_EFFECT = (
     "resume",
     "overwrite",
     "tokenizer_model",
+    "tokenizer_hf_no_include_special_tokens",  # what it adds counts, not what was asked for
 )
 
 
@@ -52,7 +53,8 @@ class PreprocessResult:
 
     Args:
         kind: "text", or "chat" for conversations with a mask beside them.
-        tokenizer: kind, path, fingerprint, vocab_size and eod of the tokenizer.
+        tokenizer: kind, path, fingerprint, vocab_size and eod of the tokenizer, and the special
+            tokens that it adds around a text; a template adds its own to conversations.
         dtype: token type of the .bin.
         append_eod: whether every document ends with eod.
         documents: written.
@@ -170,12 +172,17 @@ def _refuse_plain_text(inputs: Inputs, config: PreprocessConfig) -> None:
 def _header(config: PreprocessConfig, encoder: Encoder, inputs: Inputs) -> dict[str, Any]:
     """Return what the result depends on, for a run that resumes to compare."""
     options = {name: v for name, v in asdict(config).items() if name not in _WITHOUT_EFFECT}
+    special = encoder.tokenizer.special_tokens
     options["tokenizer_type"] = config.kind
     return {
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "--chat-template": encoder.template.fingerprint if encoder.template else None,
         "the tokenizer": encoder.tokenizer.fingerprint,
         "the end-of-document token": encoder.tokenizer.eod,
+        # None as for a run from before there was this line, which added none.
+        "what --tokenizer-hf-no-include-special-tokens leaves out": (
+            str(special) if special and not config.chat else None
+        ),
         **{f"the input {f.path}": f"{f.size} bytes of {f.modified_ns}" for f in inputs.files},
         "the list of inputs": [file.path for file in inputs.files],
     }
@@ -195,6 +202,7 @@ def _descriptions(encoder: Encoder, output: Output) -> list[dict[str, Any] | Non
                     "fingerprint": tokenizer.fingerprint,
                     "vocab_size": tokenizer.vocab_size,
                     "eod": tokenizer.eod,
+                    "special_tokens": tokenizer.special_tokens.to_json(),
                 },
                 dtype=dtype,
                 append_eod=config.append_eod,

@@ -169,6 +169,9 @@ EFFECTS: dict[str, Effect] = {
     "add-mamba-bias": Effect("plan", base=_MAMBA),
     "mamba-dt-limit": Effect("plan", "0.001", "0.001 0.1", _MAMBA),
     "tokenizer-type": Effect("parts", "null", "byte", "--vocab-size 300"),
+    "tokenizer-hf-no-include-special-tokens": Effect(
+        "parts", base="--tokenizer-model {bos}", without="--vocab-size"
+    ),
     "tokenizer-model": Effect("parts", "{tokenizer}", "{tokenizer2}", without="--vocab-size"),
     "vocab-size": Effect("plan", "61", "62"),
     "make-vocab-size-divisible-by": Effect("plan", "4", "128"),

@@ -22,6 +22,7 @@ from tests.functional_tests.observers import Seen, listeners, plan, see
 from tests.functional_tests.option_effects import EFFECTS, Effect
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 from tests.support.arguments import last_wins
+from tests.support.llama_tokenizer import write_llama_tokenizer
 
 OPTIONS = {option.name: option for option in options(Config)}
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
@@ -67,6 +68,8 @@ def places(tmp_path_factory) -> dict[str, str]:
         model = root / f"tokenizer{end}.json"
         train_bpe(words * 20, 300, model)
         found[f"tokenizer{end}"] = str(model)
+    write_llama_tokenizer(root / "bos")
+    found["bos"] = str(root / "bos")
     found["hf"] = str(write_hugging_face(root / "hf"))
     assert run_here(flags(Path(found["data"]), f"{SHORT} --save {root / 'saved'}")) == 0
     shutil.copytree(root / "saved", root / "damaged")

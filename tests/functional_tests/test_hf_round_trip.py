@@ -17,9 +17,12 @@ from megatron.hf.convert import main as convert
 from megatron.inference.generate import main as generate
 from megatron.training.data.tokenizers import END_OF_DOCUMENT, train_bpe
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
+from megatron.training.preprocess_data import _main as preprocess_main
+from megatron.training.pretrain_gpt import main as pretrain
 from tests.functional_tests.small_run import losses, run_on
 from tests.support.hf_folders import load_folder, make_model, save_folder
 from tests.support.inputs import one_thread
+from tests.support.llama_tokenizer import BOS, EOS, write_llama_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
@@ -40,6 +43,7 @@ WORDS = [
     "north",
     "south",
 ]
+LEAVE_OUT = "tokenizer-hf-no-include-special-tokens"
 PROMPTS = ["user: red blue\nassistant: ", "user: one\nassistant: ", "left"]
 
 
@@ -86,15 +90,15 @@ def run(main: Any, *words: object) -> str:
     return out.getvalue()
 
 
-def our_tokens(folder: Path, path: Path) -> list[list[int]]:
+def our_tokens(folder: Path, path: Path, *options: str) -> list[list[int]]:
     """Return what `megatron.inference.generate` says to the prompts."""
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
     words = ["--temperature", "0", "--max-new-tokens", "12", "--output-json", path]
-    run(generate, "--load", folder, *prompts, *words)
+    run(generate, "--load", folder, *prompts, *words, *options)
     return [result["ids"] for result in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def their_tokens(folder: Path) -> list[list[int]]:
+def their_tokens(folder: Path, **options: bool) -> list[list[int]]:
     """Return what `transformers` says to the prompts, with its own tokenizer."""
     transformers = pytest.importorskip("transformers")
     model = load_folder(folder)
@@ -102,7 +106,7 @@ def their_tokens(folder: Path) -> list[list[int]]:
     found = []
     with one_thread(), torch.no_grad():
         for text in PROMPTS:
-            ids = tokenizer(text, return_tensors="pt").input_ids
+            ids = tokenizer(text, return_tensors="pt", **options).input_ids
             said = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -147,3 +151,32 @@ def test_from_transformers_through_fine_tuning_and_back(tmp_path: Path) -> None:
     assert any(1 < len(ids) < 12 for ids in expected), "nothing was said that ended by itself"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (model / name).read_bytes() == (tmp_path / "tuned" / name).read_bytes()
+
+
+@pytest.mark.covers("Hugging Face")
+def test_a_tokenizer_with_bos_says_the_same_there_and_here(tmp_path: Path) -> None:
+    folder, saved, leave_out = tmp_path / "model", tmp_path / "saved", f"--{LEAVE_OUT}"
+    write_llama_tokenizer(folder)
+    model = make_model("llama-3to1", vocab_size=300, bos_token_id=BOS, eos_token_id=EOS)
+    save_folder(model, folder)
+    wanted, plain = their_tokens(folder), their_tokens(folder, add_special_tokens=False)
+    assert not any(a == b for a, b in zip(wanted, plain, strict=True)), "BOS changes nothing"
+    out = tmp_path / "a.json"
+    assert our_tokens(folder, out) == wanted
+    assert our_tokens(folder, out, leave_out) == plain
+    run(convert, "import", "--hf", folder, "--save", tmp_path / "imported")
+    assert our_tokens(tmp_path / "imported", out) == wanted
+    assert our_tokens(tmp_path / "imported", out, leave_out) == plain
+    # A run that changes no weight, on files without special tokens: prompts get none either.
+    (tmp_path / "a.txt").write_text(" ".join(WORDS) * 9)
+    files = ("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "data")
+    assert preprocess_main([*map(str, files), "--tokenizer-model", str(folder), leave_out]) is None
+    training = (
+        f"--load-hf {folder} --data-path {tmp_path / 'data'} --split 100 --seq-length 16 "
+        "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-30 --weight-decay 0 "
+        f"--eval-interval 0 --save {saved}"
+    ).split()
+    assert pretrain(training, {}) == 2
+    run(pretrain, *training, leave_out)
+    assert our_tokens(saved, out) == plain
+    assert our_tokens(saved, out, f"--no-{LEAVE_OUT}") == wanted

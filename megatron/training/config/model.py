@@ -148,6 +148,9 @@ class TokenizerConfig:
     hf."""
     tokenizer_model: str | None = None
     """Path of a tokenizer.json, of a folder that holds one, or of a SentencePiece .model."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """The token files hold no special tokens that the tokenizer adds around a text, such as BOS,
+    and prompts get none."""
     vocab_size: int | None = None
     """Size of the vocabulary, in tokens, before padding; derived: the tokenizer's."""
     make_vocab_size_divisible_by: int = 128

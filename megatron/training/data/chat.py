@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation as token ids and a mask of what is learnt: the assistant's turns, ends included.
 
-The ids are those of the whole rendered text, as `transformers` gives them. Which of its characters
+The ids are those of the whole rendered text, as `transformers` gives them: special tokens such as
+BOS are the template's to write, none are added. Which of its characters
 the assistant says is either marked by the template (`{% generation %}`) or found by rendering the
 conversation up to the turn with the generation prompt, and with the turn: what is added is learnt,
 exactly what a model is asked for at inference.
@@ -10,6 +11,7 @@ exactly what a model is asked for at inference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from megatron.training.data.chat_template import (
@@ -236,11 +238,12 @@ def _tokens(
     if isinstance(tokenizer, OffsetTokenizer):
         ids, offsets = tokenizer.tokenize_with_offsets(text)
         return ids, [int(any(a < last and first < b for a, b in spans)) for first, last in offsets]
-    ids = tokenizer.tokenize(text)
+    encode = partial(tokenizer.tokenize, add_special_tokens=False)
+    ids = encode(text)
     mask = [0] * len(ids)
     for first, last in spans:
-        begin = _common(ids, tokenizer.tokenize(text[:first]))
-        end = _common(ids, tokenizer.tokenize(text[:last]))
+        begin = _common(ids, encode(text[:first]))
+        end = _common(ids, encode(text[:last]))
         mask[begin:end] = [1] * (end - begin)
     return ids, mask
 

@@ -10,7 +10,8 @@ import hashlib
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -24,7 +25,60 @@ _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 # Tokens of a prompt that the text of what follows can depend on.
 _CONTEXT_TOKENS = 16
 
+# A text to see what is added around it.
+_PROBE = "a"
+
 TokenizerType = Literal["hf", "sentencepiece", "byte", "null"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """The special tokens that a tokenizer adds around a text, such as BOS before it.
+
+    Args:
+        before: ids in front of the text.
+        after: ids that follow it.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Return whether any are added."""
+        return bool(self.before or self.after)
+
+    def __str__(self) -> str:
+        """Return them in words, for messages."""
+        if not self:
+            return "no special tokens"
+        places = (("before", self.before), ("after", self.after))
+        ids = [f"{' '.join(map(str, found))} {name} each text" for name, found in places if found]
+        return f"special tokens {' and '.join(ids)}"
+
+    def to_json(self) -> dict[str, list[int]]:
+        """Return what token files and checkpoints record."""
+        return {"before": list(self.before), "after": list(self.after)}
+
+    @classmethod
+    def from_json(cls, recorded: Mapping[str, Any] | None) -> SpecialTokens:
+        """Return what is recorded.
+
+        Args:
+            recorded: None where there is no record: it was written before there was one, and
+                texts were encoded without special tokens then.
+
+        Raises:
+            ValueError: it is no such record.
+        """
+        if recorded is None:
+            return cls()
+        try:
+            before, after = (tuple(recorded[name]) for name in ("before", "after"))
+        except (KeyError, TypeError):
+            before, after = (None,), ()
+        if not all(type(number) is int for number in (*before, *after)):
+            raise ValueError(f"{recorded!r:.80} are no special tokens")
+        return cls(before=before, after=after)
 
 
 class Tokenizer(Protocol):
@@ -40,16 +94,26 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that give equal ids."""
+        """Equal for tokenizers of equal files: their ids are equal but for special tokens."""
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """What is added around a text."""
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: to encode.
+            add_special_tokens: False leaves `special_tokens` out, as for a text that holds them
+                itself.
+        """
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; special tokens are left out."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts."""
+        """Return the ids of several texts, with special tokens."""
 
 
 @runtime_checkable
@@ -57,23 +121,25 @@ class ArrayTokenizer(Protocol):
     """A tokenizer that need not make a Python number of every token."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of several texts, each [t], of any integer type."""
+        """Return the ids of several texts, with special tokens, each [t], of any integer type."""
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json` file, run by the library `tokenizers` with its own threads.
 
     A `tokenizer_config.json` beside it says which token ends a document (`eos_token`); without one
-    it is the first of the usual names that is there.
+    it is the first of the usual names that is there. Which special tokens stand around a text says
+    the post-processor of the file, as in `transformers`.
 
     Args:
         path: the file, or a folder that holds it.
+        add_special_tokens: False leaves them out of every text.
 
     Raises:
         ValueError: there is no such file, or it is none.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, add_special_tokens: bool = True) -> None:
         import tokenizers
 
         path = Path(path)
@@ -95,6 +161,17 @@ class HuggingFaceTokenizer:
         self._eod = self._end(path)
         # Ids need not be contiguous: the largest counts.
         self._vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self._special = self._added() if add_special_tokens else SpecialTokens()
+
+    def _added(self) -> SpecialTokens:
+        """Return what the post-processor puts around a text."""
+        if self._tokenizer.num_special_tokens_to_add(False) == 0:
+            return SpecialTokens()
+        found = self._tokenizer.encode(_PROBE)
+        mask = found.special_tokens_mask
+        first = mask.index(0) if 0 in mask else len(mask)
+        last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+        return SpecialTokens(before=tuple(found.ids[:first]), after=tuple(found.ids[last:]))
 
     def _end(self, path: Path) -> int | None:
         said = _said_end(path.with_name("tokenizer_config.json"))
@@ -124,12 +201,21 @@ class HuggingFaceTokenizer:
         """Return the SHA-256 of the file."""
         return self._fingerprint
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens around it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """Return what is added around a text."""
+        return self._special
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text."""
+        add = add_special_tokens and bool(self._special)
+        return self._tokenizer.encode(text, add_special_tokens=add).ids
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text and the (first, last + 1) characters that each covers."""
+        """Return the ids of a text and the (first, last + 1) characters that each covers.
+
+        Special tokens are not added: the text is a part, or holds them itself.
+        """
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
@@ -138,19 +224,29 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts, encoded in parallel."""
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Return the ids of several texts, with special tokens, encoded in parallel."""
+        add = bool(self._special)
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add)
         return [encoding.ids for encoding in found]
+
+
+def config_field(path: Path, name: str) -> Any:
+    """Return a field of a `tokenizer_config.json`; None without the file or the field.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get(name)
+    except (OSError, ValueError, AttributeError):
+        raise ValueError(f"{path} is damaged: mend or remove it") from None
 
 
 def _said_end(path: Path) -> str | None:
     """Return the `eos_token` of a `tokenizer_config.json`, if there is the file and it has one."""
-    if not path.is_file():
-        return None
-    try:
-        said = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        raise ValueError(f"{path} is damaged: mend or remove it") from None
+    said = config_field(path, "eos_token")
     found = said.get("content") if isinstance(said, dict) else said
     return found if isinstance(found, str) else None
 
@@ -161,8 +257,9 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256
     fingerprint = "byte-257"
+    special_tokens = SpecialTokens()
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode())
 
@@ -189,6 +286,8 @@ class NullTokenizer:
         ValueError: the vocabulary is empty.
     """
 
+    special_tokens = SpecialTokens()
+
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
             raise ValueError(f"--vocab-size {vocab_size}: must be 1 or more")
@@ -196,7 +295,7 @@ class NullTokenizer:
         self.vocab_size = vocab_size + 1
         self.fingerprint = f"null-{vocab_size}"
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the numbers of a text.
 
         Raises:
@@ -226,7 +325,11 @@ def guess_type(model: str | Path | None) -> TokenizerType:
 
 
 def build_tokenizer(
-    kind: TokenizerType, *, model: str | Path | None = None, vocab_size: int | None = None
+    kind: TokenizerType,
+    *,
+    model: str | Path | None = None,
+    vocab_size: int | None = None,
+    add_special_tokens: bool = True,
 ) -> Tokenizer:
     """Make the tokenizer that some flags describe.
 
@@ -234,6 +337,7 @@ def build_tokenizer(
         kind: `--tokenizer-type`.
         model: `--tokenizer-model`, for hf and sentencepiece.
         vocab_size: `--vocab-size`, for null.
+        add_special_tokens: False for `--tokenizer-hf-no-include-special-tokens`.
 
     Raises:
         ValueError: what the kind needs is missing.
@@ -241,13 +345,13 @@ def build_tokenizer(
     if kind == "hf":
         if model is None:
             raise ValueError("--tokenizer-type hf needs --tokenizer-model PATH of a tokenizer.json")
-        return HuggingFaceTokenizer(model)
+        return HuggingFaceTokenizer(model, add_special_tokens=add_special_tokens)
     if kind == "sentencepiece":
         from megatron.training.data.sentencepiece_tokenizer import SentencePieceTokenizer
 
         if model is None:
             raise ValueError("--tokenizer-type sentencepiece needs --tokenizer-model PATH.model")
-        return SentencePieceTokenizer(model)
+        return SentencePieceTokenizer(model, add_special_tokens=add_special_tokens)
     if kind == "byte":
         return ByteTokenizer()
     if kind != "null":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.config import TokenizerConfig
-from megatron.training.data.tokenizers import build_tokenizer, guess_type
+from megatron.training.data.tokenizers import SpecialTokens, build_tokenizer, guess_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Vocabulary:
         size: number of token ids, without padding.
         eod: id of the end-of-document token, if there is one.
         tokenizer: how to make the tokenizer again, as JSON: type, model (path), vocab_size,
-            fingerprint, eod; what a checkpoint keeps.
+            fingerprint, eod, special_tokens; what a checkpoint keeps.
     """
 
     size: int
@@ -55,11 +55,33 @@ def read_vocabulary(config: TokenizerConfig, prefixes: Sequence[str]) -> Vocabul
                 f"{prefix} ends documents with token {description.get('eod')}, this run's "
                 f"tokenizer with {found.eod}: give both the same tokenizer_config.json"
             )
+        if ours and theirs:
+            _check_special_tokens(prefix, description, found)
     return found
+
+
+def _check_special_tokens(prefix: str, description: Mapping[str, Any], found: Vocabulary) -> None:
+    """Raise ValueError if files were not encoded as prompts of the model will be."""
+    if description["special_tokens"] is None:  # conversations: the template writes them
+        return
+    theirs = SpecialTokens.from_json(description["special_tokens"])
+    ours = SpecialTokens.from_json(found.tokenizer["special_tokens"])
+    if theirs == ours:
+        return
+    fix = "" if theirs else "give --tokenizer-hf-no-include-special-tokens, or "
+    if theirs and not ours:
+        fix = "leave --tokenizer-hf-no-include-special-tokens out, or "
+    raise ValueError(
+        f"{prefix} was written with {theirs}, this run's tokenizer adds {ours}: {fix}write the "
+        "files again"
+    )
 
 
 def describe_files(prefix: str) -> dict[str, Any]:
     """Return what `PREFIX.json` says about the tokenizer; nothing if there is no such file.
+
+    Its `special_tokens` are None for conversations, which have those of their template. Files of
+    before there was a record were written without any.
 
     Args:
         prefix: of a pair of token files.
@@ -72,8 +94,10 @@ def describe_files(prefix: str) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return dict(found["tokenizer"])
-    except (OSError, ValueError, KeyError, TypeError):
+        special = SpecialTokens.from_json(found["tokenizer"].get("special_tokens"))
+        chat = found.get("kind") == "chat"
+        return {**found["tokenizer"], "special_tokens": None if chat else special.to_json()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is damaged: remove it, or write the token files again") from None
 
 
@@ -83,7 +107,12 @@ def _from_options(config: TokenizerConfig) -> Vocabulary | None:
         kind = guess_type(config.tokenizer_model)
     if kind is None:
         return None
-    tokenizer = build_tokenizer(kind, model=config.tokenizer_model, vocab_size=config.vocab_size)
+    tokenizer = build_tokenizer(
+        kind,
+        model=config.tokenizer_model,
+        vocab_size=config.vocab_size,
+        add_special_tokens=not config.tokenizer_hf_no_include_special_tokens,
+    )
     size = tokenizer.vocab_size
     if kind != "null" and config.vocab_size is not None:
         if config.vocab_size < size:
@@ -102,6 +131,7 @@ def _from_options(config: TokenizerConfig) -> Vocabulary | None:
             "vocab_size": config.vocab_size if kind == "null" else size,
             "fingerprint": tokenizer.fingerprint,
             "eod": tokenizer.eod,
+            "special_tokens": tokenizer.special_tokens.to_json(),
         },
     )
 
@@ -123,6 +153,9 @@ def _from_files(config: TokenizerConfig, written: Mapping[str, Mapping[str, Any]
     kind, model = first.get("type"), first.get("model")
     if kind in ("hf", "sentencepiece") and model is None:
         kind = None  # written before the files said which one
+    special = first.get("special_tokens")
+    if config.tokenizer_hf_no_include_special_tokens:
+        special = SpecialTokens().to_json()
     return Vocabulary(
         size=size,
         eod=first.get("eod"),
@@ -133,5 +166,6 @@ def _from_files(config: TokenizerConfig, written: Mapping[str, Mapping[str, Any]
             "vocab_size": first["vocab_size"] - 1 if kind == "null" else size,
             "fingerprint": first.get("fingerprint"),
             "eod": first.get("eod"),
+            "special_tokens": special,
         },
     )

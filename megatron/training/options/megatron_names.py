@@ -196,8 +196,9 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("tokenizer-model", _TOKENIZER,
      "vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens "
      "tiktoken-special-tokens tokenizer-metadata special-tokens null-tokenizer-eod-id "
-     "tokenizer-prompt-format vocab-extra-ids tokenizer-hf-include-special-tokens "
-     "tokenizer-special-tokens"),
+     "tokenizer-prompt-format vocab-extra-ids tokenizer-special-tokens"),
+    ("tokenizer-hf-no-include-special-tokens", "special tokens are included without it",
+     "tokenizer-hf-include-special-tokens"),
     ("", "token files are mapped, never copied to a folder of their own",
      "no-mmap-bin-files s3-cache-path object-storage-cache-path data-impl mmap-warmup "
      "dataset-impl num-dataset-builder-threads defer-npy-index-mmap mid-level-dataset-surplus"),

@@ -60,6 +60,7 @@ def test_documents_come_out_as_they_went_in(tmp_path, append_eod, block_bytes):
     described = json.loads((tmp_path / "out" / "data.json").read_text())
     assert described["tokenizer"] == {
         "type": "byte", "model": None, "fingerprint": "byte-257", "vocab_size": 257, "eod": 256,
+        "special_tokens": {"before": [], "after": []},
     }  # fmt: skip
     assert (described["documents"], described["tokens"]) == (51, data.num_tokens)
     assert described["append_eod"] == append_eod

@@ -80,7 +80,10 @@ class Encoder:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer or build_tokenizer(
-            config.kind, model=config.tokenizer_model, vocab_size=config.vocab_size
+            config.kind,
+            model=config.tokenizer_model,
+            vocab_size=config.vocab_size,
+            add_special_tokens=not config.tokenizer_hf_no_include_special_tokens,
         )
         if fingerprint not in (None, self.tokenizer.fingerprint):
             raise ValueError(f"the tokenizer {config.tokenizer_model} changed just now: start anew")
@@ -176,7 +179,7 @@ def encode_flat(
         tokenizer: encodes.
         texts: n documents.
         dtype: of the tokens.
-        ending: a token to put behind each text; None for none.
+        ending: a token to put after each text that does not end with it; None for none.
 
     Returns:
         Tokens [t] and the length of each document [n].
@@ -188,8 +191,11 @@ def encode_flat(
     else:
         flat, lengths = _flatten(tokenizer.encode_batch(texts), dtype)
     if ending is not None:
-        flat = np.insert(flat, np.cumsum(lengths), ending)
-        lengths = lengths + 1
+        ends = np.cumsum(lengths)
+        missing = lengths == 0
+        missing[~missing] = flat[ends[~missing] - 1] != ending
+        flat = np.insert(flat, ends[missing], ending)
+        lengths = lengths + missing
     return flat, lengths
 
 

@@ -24,12 +24,14 @@ class PreprocessConfig:
     numbers as they are; derived from --tokenizer-model."""
     tokenizer_model: str | None = None
     """Path of a tokenizer.json, of a folder that holds one, or of a SentencePiece .model."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """Encode texts without the special tokens that the tokenizer adds around them, such as BOS."""
     vocab_size: int | None = None
     """Number of ids, for --tokenizer-type null."""
     json_keys: tuple[str, ...] = ("text",)
     """Key or column that holds the document; several write PREFIX_KEY.bin and .idx each."""
     append_eod: bool = False
-    """End every document with the tokenizer's end-of-document token."""
+    """End every document with the tokenizer's end-of-document token, unless it does so already."""
     chat: bool = False
     """Documents are conversations; besides the tokens, write PREFIX.mask.bin and .idx with 1 on
     what the assistant says: what --sft is trained on."""

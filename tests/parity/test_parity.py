@@ -6,8 +6,6 @@ with the single-process model in every loss, every gradient and the weights afte
 (`verdict`), and the single-process model with a plain fp64 one (`plain_gpt`).
 """
 
-import functools
-
 import pytest
 import torch
 
@@ -39,13 +37,10 @@ from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.covering_array import covering_array
 from tests.support.ranks import run_ranks
 
-#: The rows of the night are run in so many tests.
-NIGHT_PARTS = 16
 
-
-def _check(row):
+def _check(row, *, timeout=60.0):
     ref = reference_of(row)
-    runs = run_ranks(rank_of_row, world_of(row), ref.row, ref.initial)
+    runs = run_ranks(rank_of_row, world_of(row), ref.row, ref.initial, timeout=timeout)
     assert_agrees(row, runs, ref)
 
 
@@ -106,20 +101,23 @@ def test_other_optimizers_move_weights_as_in_the_single_process(name):
     assert all((after[n] - w).abs().max() > 1e-3 for n, w in ref.initial.items()), "they moved"
 
 
-@functools.cache
-def _rows_of_the_night():
-    return rows_for_every_night()  # seconds of arithmetic: only when they are run
+def _seconds_of(row):
+    """Return about how long a row takes on two cores: its ranks start, and train."""
+    return 0.75 * world_of(row) + steps_of(row) * row["accumulation"] * row["dp"] / 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(NIGHT_PARTS))
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=label(row), marks=pytest.mark.slow(seconds=_seconds_of(row)))
+        for row in rows_for_every_night()
+    ],
+)
 @pytest.mark.covers("numbers of one process", runs="ranks")
-def test_all_triples_train_as_the_single_process(part):
-    rows = _rows_of_the_night()[part::NIGHT_PARTS]
-    assert rows
-    for row in rows:
-        print(label(row))
-        _check(row)
+def test_all_triples_train_as_the_single_process(row):
+    _check(row, timeout=240.0)  # eight ranks
 
 
 MODELS = {

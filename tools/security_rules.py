@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static gate: nothing in the tree runs code that a file, a peer or a flag brings.
+"""The static gate: nothing in the tree runs code that a file, a peer or a flag brings, and nothing
+that is installed opens a file but through `megatron.core.untrusted_files`.
 
 What breaks it must be listed with a reason in `unsafe_allowed.toml`. Names are followed through
 imports, so `import numpy as n; n.load(...)` is seen; what hides behind `getattr` is not.
@@ -28,6 +29,20 @@ UNSAFE_CALLS = frozenset(
 NEEDED = {"torch.load": ("weights_only", True), "numpy.load": ("allow_pickle", False)}
 #: Keywords that must be off, wherever they are.
 UNSAFE_KEYWORDS = frozenset({"trust_remote_code", "allow_pickle", "shell"})
+#: The one installed module that opens files by path, and what others would do that with.
+FILES = "megatron_core/megatron/core/untrusted_files.py"
+FILE_CALLS = frozenset(
+    ("open", "builtins.open", "io.open", "io.FileIO", "os.open", "os.truncate")
+    + ("codecs.open", "tokenize.open", "gzip.open", "bz2.open", "lzma.open", "json.load")
+    + ("numpy.fromfile", "numpy.save", "numpy.savez", "numpy.savetxt", "numpy.loadtxt")
+    + ("shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move")
+    + ("safetensors.safe_open", "safetensors.torch.load_file", "safetensors.torch.save_file")
+)
+PATH_METHODS = frozenset({"read_text", "write_text", "write_bytes"})
+#: What tells `Path.open` from other methods of that name.
+OPEN_KEYWORDS = frozenset({"mode", "encoding", "errors", "newline", "buffering"})
+MODE_LETTERS = frozenset("rwxabt+")
+
 #: Collectives of torch.distributed that pickle what they send.
 UNSAFE_SUFFIXES = ("_object", "_object_list")
 
@@ -60,6 +75,43 @@ def _why(name: str, call: ast.Call, source: Source) -> str | None:
         if not (isinstance(given, ast.Constant) and given.value is value):
             return f"{name} may run code from data: say {keyword}={value}"
     return None
+
+
+def _opens_a_file(name: str, call: ast.Call) -> bool:
+    """Tell whether a call opens a file by its path."""
+    if name == "os.open":  # a folder's handle, and the null device, lead nowhere else
+        words = {dotted(node) for argument in call.args for node in ast.walk(argument)}
+        return not words & {"os.O_DIRECTORY", "os.devnull"}
+    if name == "numpy.memmap":
+        modes = [k.value for k in call.keywords if k.arg == "mode"]
+        return not any(
+            isinstance(mode, ast.Constant) and mode.value in ("r", "c") for mode in modes
+        )
+    if name in FILE_CALLS:
+        return True
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr == "open":
+        first = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+        is_mode = isinstance(first, str) and 0 < len(first) < 4 and set(first) <= MODE_LETTERS
+        return is_mode or any(k.arg in OPEN_KEYWORDS for k in call.keywords)
+    bare = not call.args and not call.keywords
+    return call.func.attr in PATH_METHODS or (call.func.attr == "read_bytes" and bare)
+
+
+def plain_files(source: Source) -> Iterator[Finding]:
+    """Yield everything installed that opens a file without asking what lies there."""
+    if not source.in_wheel or source.path == FILES:
+        return
+    aliases = _aliases(source.tree)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            first, dot, rest = dotted(node.func).partition(".")
+            name = aliases.get(first, first) + dot + rest
+            if _opens_a_file(name, node):
+                text = "a file of a stranger may be a link, a pipe or endless: open it with "
+                text += "megatron.core.untrusted_files"
+                yield Finding("plain-file", source.path, node.lineno, text)
 
 
 def unsafe(source: Source) -> Iterator[Finding]:

@@ -22,13 +22,29 @@ from megatron.core.dist_checkpointing.save import BLOCK_BYTES
 from megatron.core.dist_checkpointing.shard_header import encode_header
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.untrusted_files import (
+    MAX_TOKENIZER_BYTES,
+    open_to_write,
+    parse_json,
+    read_regular,
+    replace_file,
+)
 from megatron.hf.config_json import architecture_of, check_exportable, write_config
-from megatron.hf.folder import CARRIED, CONFIG, GENERATION_CONFIG, INDEX, SINGLE, inside, read_json
+from megatron.hf.folder import (
+    CARRIED,
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    SINGLE,
+    inside,
+    read_object,
+)
 from megatron.hf.import_folder import CARRIED_FOLDER
 from megatron.hf.model_config import DTYPES as MODEL_DTYPES
 from megatron.hf.parts import MappedTensor
 from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
+from megatron.training.stored_model import stored_model
 
 #: Bytes that are read together: digested blocks are read whole, so each about one and a half times.
 GROUP_BYTES = BLOCK_BYTES
@@ -85,7 +101,7 @@ def export_folder(
     try:
         with CheckpointReader(checkpoint) as reader:
             extra = reader.manifest.extra
-            config = described_model(checkpoint, extra)
+            config = stored_model(checkpoint, reader.manifest)
             check_exportable(config)
             planned = _plan(reader, config, dtype)
             carried = carried_folder(checkpoint, extra, like)
@@ -100,14 +116,6 @@ def export_folder(
         raise ValueError(f"--save {save}: {error.strerror}: {error.filename}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def described_model(checkpoint: Path, extra: Mapping[str, Any]) -> GPTConfig:
-    """Return the model that a checkpoint describes. Raises ValueError."""
-    try:
-        return GPTConfig.from_json(extra["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{checkpoint} is no checkpoint of a model: {error}") from None
 
 
 def carried_folder(checkpoint: Path, extra: Mapping[str, Any], like: str | None) -> Path | None:
@@ -157,7 +165,7 @@ def _write_texts(
 ) -> None:
     """Write config.json, generation_config.json and the tokenizer's files."""
     described = inside(carried, CONFIG) if carried is not None else None
-    base = read_json(described) if described is not None else None
+    base = read_object(described) if described is not None else None
     options, tokenizer = extra.get("config", {}), extra.get("tokenizer", {})
     end = tokenizer.get("eod")
     fields = write_config(
@@ -170,8 +178,8 @@ def _write_texts(
     _write_json(folder / CONFIG, fields)
     for name in CARRIED:
         path = inside(carried, name) if carried is not None else None
-        if path is not None and path.is_file():
-            shutil.copyfile(path, folder / name)
+        if path is not None:
+            replace_file(folder / name, read_regular(path, MAX_TOKENIZER_BYTES))
     if not (folder / GENERATION_CONFIG).exists():
         ends = {key: fields.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / GENERATION_CONFIG, {k: v for k, v in ends.items() if v is not None})
@@ -184,10 +192,14 @@ def _write_tokenizer(folder: Path, path: Path, end: int | None) -> None:
     """Write a tokenizer that came without a folder, so that transformers opens it."""
     if not path.is_file():
         raise ValueError(f"the model's tokenizer {path} is gone: name its folder with --like")
-    shutil.copyfile(path, folder / "tokenizer.json")
+    content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=True)
+    replace_file(folder / "tokenizer.json", content)
     fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    added = json.loads(path.read_bytes()).get("added_tokens", [])
-    names = [token["content"] for token in added if token["id"] == end]
+    try:
+        added = parse_json(content).get("added_tokens", [])
+        names = [token["content"] for token in added if token["id"] == end]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no tokenizer.json: {error}") from None
     if names:
         fields["eos_token"] = names[0]
     _write_json(folder / "tokenizer_config.json", fields)
@@ -231,7 +243,7 @@ def _write_weights(
 
 def _write_file(path: Path, reader: CheckpointReader, shard: Sequence[_Planned]) -> None:
     entries = [(p.tensor.name, DTYPE_NAMES[p.dtype], p.tensor.shape) for p in shard]
-    with path.open("xb") as file:
+    with open_to_write(path, "x") as file:
         file.write(encode_header(entries))
         for group in _groups(shard):
             reader.read(group)
@@ -269,4 +281,4 @@ def _groups(shard: Sequence[_Planned]) -> Iterator[list[TensorChunk]]:
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(fields, indent=2, sort_keys=True) + "\n")

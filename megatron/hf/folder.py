@@ -9,13 +9,13 @@ to `blobs/DIGEST` of the same model.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron.core.untrusted_files import link_target, read_json
 from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -35,7 +35,6 @@ CARRIED = (
     "chat_template.json",
 )
 
-MAX_JSON_BYTES = 16 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -78,7 +77,9 @@ class HuggingFaceFolder:
                 path = self.file(name)
                 if path is None:
                     raise ValueError(f"{self.path / name} does not exist: the index names it")
-                opened[name] = stack.enter_context(SafetensorsFile(path))
+                opened[name] = stack.enter_context(
+                    SafetensorsFile(path, follow_links=self.follow_links)
+                )
             for tensor, name in self.files.items():
                 if tensor not in opened[name].tensors:
                     raise ValueError(
@@ -95,6 +96,9 @@ class OpenTensors:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def __len__(self) -> int:
+        return len(self._files)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -121,7 +125,7 @@ def end_tokens(path: Path) -> tuple[int, ...]:
     """
     for name in (GENERATION_CONFIG, CONFIG):
         file = inside(path, name)
-        found = read_json(file).get("eos_token_id") if file is not None else None
+        found = read_object(file).get("eos_token_id") if file is not None else None
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
@@ -161,7 +165,7 @@ def open_folder(
     config_path = inside(path, CONFIG, follow_links=follow_links)
     if config_path is None:
         raise ValueError(f"{path} holds no {CONFIG}: name the folder of a Hugging Face model")
-    config = read_json(config_path)
+    config = read_object(config_path, follow_links=follow_links)
     if "auto_map" in config and not ignore_auto_map:
         raise ValueError(
             f"{config_path} has auto_map: the model wants to run code of its own, which is never "
@@ -186,15 +190,13 @@ def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path | Non
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError(f"{folder} names the file {name!r}: only files in the folder are read")
     path = folder / name
+    if not path.is_symlink():
+        return path if path.exists() else None
     try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):
-        if path.is_symlink():
-            raise ValueError(f"{path} is a link to nothing") from None
-        return None
-    home = folder.resolve()
-    cached = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
-    if not follow_links and not target.is_relative_to(home) and not cached:
+        target, allowed = link_target(path)
+    except OSError:
+        raise ValueError(f"{path} is a link to nothing") from None
+    if not follow_links and not allowed:
         raise ValueError(
             f"{path} is a link to {target}, outside the folder: copy the folder with cp -rL if you "
             "trust it, or import it with --follow-links"
@@ -202,19 +204,12 @@ def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path | Non
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ValueError."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
+        found = read_json(path, follow_links=follow_links)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"{path} is longer than {MAX_JSON_BYTES} bytes: it is not read")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object")
     return found
@@ -224,7 +219,7 @@ def _weight_map(path: Path, follow_links: bool) -> dict[str, str]:
     """Return the file of every tensor: as the index says, or all tensors of the only file."""
     index = inside(path, INDEX, follow_links=follow_links)
     if index is not None:
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_object(index, follow_links=follow_links).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map")
         for tensor, name in weight_map.items():
@@ -239,7 +234,7 @@ def _weight_map(path: Path, follow_links: bool) -> dict[str, str]:
     if len(names) == 1:
         found = inside(path, names[0], follow_links=follow_links)
         assert found is not None
-        with SafetensorsFile(found) as file:
+        with SafetensorsFile(found, follow_links=follow_links) as file:
             return dict.fromkeys(file.tensors, names[0])
     if names:
         raise ValueError(f"{path} holds {len(names)} safetensors files but no {INDEX}")

@@ -7,7 +7,6 @@ folder's tokenizer, config.json and generation_config.json for whoever exports t
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial, reduce
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.datasets.atomic_file import atomic_write
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Solo,
@@ -25,6 +23,12 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
+from megatron.core.untrusted_files import (
+    MAX_TOKENIZER_BYTES,
+    make_folder,
+    read_regular,
+    replace_file,
+)
 from megatron.hf.defaults import model_options
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
@@ -72,7 +76,7 @@ def import_folder(
             {chunk.tensor.dtype for chunk in chunks if not _stays(mapped.ours[chunk.name])},
         )
         try:
-            _carry(carried, root / CARRIED_FOLDER)
+            _carry(carried, root / CARRIED_FOLDER, follow_links=folder.follow_links)
             return save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
         except (CheckpointError, OSError) as error:
             raise ValueError(f"--save {save}: {error}") from error
@@ -95,13 +99,13 @@ def _check_copies(folder: HuggingFaceFolder, opened: OpenTensors, mapped: Tensor
                 )
 
 
-def _carry(files: Mapping[str, Path | None], target: Path) -> None:
+def _carry(files: Mapping[str, Path | None], target: Path, *, follow_links: bool) -> None:
     """Copy config.json and all that is carried, as far as it is there. Raises OSError."""
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target, root=target.parent)
     for name, path in files.items():
-        if path is not None and path.is_file():
-            with path.open("rb") as source, atomic_write(target / name) as stream:
-                shutil.copyfileobj(source, stream)
+        if path is not None:
+            content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=follow_links)
+            replace_file(target / name, content, sync=True)
 
 
 def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.shard_header import LENGTH_BYTES, decode_length, tensor_bytes
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
+from megatron.core.untrusted_files import MAX_JSON_DEPTH, check_depth, regular_fd
 
 #: Some 60,000 tensors. Parsed JSON takes up to thirty times its text, so this bounds the memory.
 MAX_HEADER_BYTES = 8 << 20
@@ -62,6 +62,7 @@ class SafetensorsFile:
 
     Args:
         path: the file.
+        follow_links: follow a link wherever it leads.
 
     Attribute `tensors` says what it holds.
 
@@ -69,20 +70,17 @@ class SafetensorsFile:
         ValueError: it cannot be read, or its header is not what the format allows.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, follow_links: bool = False) -> None:
         self.path = path
         self.bytes_read = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
         try:
-            # A pipe under this name must not block the open.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = regular_fd(path, follow_links=follow_links)
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from None
         try:
-            found = os.fstat(self._fd)
-            if not stat.S_ISREG(found.st_mode):
-                self._refuse("it is not a regular file")
-            self.tensors: Mapping[str, FoundTensor] = self._header(found.st_size)
+            size = os.fstat(self._fd).st_size
+            self.tensors: Mapping[str, FoundTensor] = self._header(size)
         except BaseException:
             os.close(self._fd)
             raise
@@ -186,6 +184,7 @@ class SafetensorsFile:
         self.read_bytes(memoryview(text), LENGTH_BYTES, name="the header")
         try:
             table = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+            check_depth(table, max_depth=MAX_JSON_DEPTH)
         except (ValueError, RecursionError) as error:
             self._refuse(f"its header is no JSON object of distinct names: {error}")
         if not isinstance(table, dict):

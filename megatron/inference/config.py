@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from megatron.core.untrusted_files import read_named
 from megatron.training.options.flags import HelpRequested, parse_command_line
 from megatron.training.options.schema import flatten, options
 from megatron.training.options.yaml_file import write_options
+
+#: Of a file of prompts.
+MAX_PROMPT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +165,8 @@ def read_prompts(prompts: Prompts) -> list[str]:
     texts = list(prompts.prompt)
     if prompts.prompt_file is not None:
         try:
-            lines = Path(prompts.prompt_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = read_named(prompts.prompt_file, MAX_PROMPT_BYTES).splitlines()
+        except OSError as error:
             raise ValueError(
                 f"--prompt-file {prompts.prompt_file} cannot be read: {error}"
             ) from None

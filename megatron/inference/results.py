@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.core.untrusted_files import replace_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,9 @@ def write_json(path: str | Path, results: Sequence[Result]) -> None:
     path = Path(path)
     lines = (json.dumps(dataclasses.asdict(r), ensure_ascii=False) for r in results)
     text = "[\n" + ",\n".join(lines) + "\n]"
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        replace_file(path, text + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise ValueError(f"--output-json {path} cannot be written: {error.strerror}") from None
 
 

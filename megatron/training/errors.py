@@ -41,8 +41,10 @@ class PeerLost(RunStopped):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the text of an error on one line, without what would steer a terminal: an error may
+    quote a file."""
+    text = "".join(c if c.isprintable() else " " for c in str(error))
+    return " ".join(text.split()) or type(error).__name__
 
 
 def run_entry_point(

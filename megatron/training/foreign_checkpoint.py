@@ -6,11 +6,11 @@ A run that took such a folder for an empty one would start anew.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import list_checkpoints
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.untrusted_files import read_json
 
 #: What folders of torch.distributed.checkpoint hold instead of a manifest.
 METADATA_NAME = ".metadata"
@@ -54,9 +54,8 @@ def foreign_kind(folder: Path) -> str:
 def _backend(path: Path) -> str:
     """Return what upstream calls the format of a folder; "" if the file is none of upstream's."""
     try:
-        with path.open("rb") as file:
-            fields = json.loads(file.read(MAX_UPSTREAM_BYTES))
-    except (OSError, ValueError, RecursionError):
+        fields = read_json(path, MAX_UPSTREAM_BYTES)
+    except OSError:
         return ""
     found = fields.get("sharded_backend") if isinstance(fields, dict) else None
     return found if isinstance(found, str) else ""

@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing import (
     read_manifest,
     reading,
 )
-from megatron.core.dist_checkpointing.commit import iteration_of
 from megatron.core.dist_checkpointing.inventory import unexpected_line
+from megatron.core.dist_checkpointing.manifest import iteration_of
 from megatron.core.dist_checkpointing.verify import unexpected_files
 from megatron.training.foreign_checkpoint import foreign_line
 

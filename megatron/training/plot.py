@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.untrusted_files import replace_file, replacing
 from megatron.training.errors import run_entry_point
 from megatron.training.monitoring.curves import (
     QUANTITIES,
@@ -121,7 +122,8 @@ def draw(
         figure.colorbar(draw_loads(axes, run.loads), ax=axes, label="of their layer's mean")
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(path))
+    with replacing(path) as draft:
+        FigureCanvasAgg(figure).print_png(str(draft))
     return path
 
 
@@ -173,7 +175,7 @@ def main() -> None:
         path = Path(options.html)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = page(runs, title=options.title, smoothing=options.smoothing)
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
         print(path)
     output = options.output or (None if options.html else "loss_curve.png")
     if output is not None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.untrusted_files import MAX_JSON_BYTES, read_json, read_text, replace_file
 from megatron.training.errors import RunStopped, run_entry_point
 from megatron.training.exit_codes import ExitCode
 from megatron.training.options.flags import parse_command_line
@@ -227,11 +228,11 @@ def check_config(text: str, folder: Folder) -> None:
     Raises:
         ValueError: the folder belongs to a run with other options.
     """
-    if folder.config.exists() and folder.config.read_text(encoding="utf-8") != text:
+    if folder.config.exists() and read_text(folder.config, MAX_JSON_BYTES) != text:
         raise ValueError(
             f"{folder.root} was made with other options: remove it, or name another --output-dir"
         )
-    folder.config.write_text(text, encoding="utf-8")
+    replace_file(folder.config, text)
 
 
 def config_text(values: Mapping[str, Any]) -> str:
@@ -261,14 +262,14 @@ def summarise(folder: Folder, seconds: float) -> dict[str, Any]:
         "loss_curve": str(folder.curve),
         "seconds": round(seconds, 1),
     }
-    folder.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    replace_file(folder.summary, json.dumps(summary, indent=1) + "\n")
     return summary
 
 
 def show_continuations(folder: Folder) -> None:
     """Print the continuations of an earlier call."""
     say("\nContinuations")
-    for result in json.loads(folder.continuations.read_text(encoding="utf-8")):
+    for result in read_json(folder.continuations):
         say(f"\n  prompt:       {result['prompt']!r}\n  continuation: {result['text']!r}")
 
 

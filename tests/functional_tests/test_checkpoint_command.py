@@ -221,7 +221,8 @@ def test_verify_names_file_tensor_and_bytes(tmp_path, capsys):
     held = sum(file.bytes for file in read_manifest(folders[0]).files.values())
     header = next(iter(read_manifest(folders[0]).files.values())).header_bytes
     assert f"{held - header} bytes of 4 tensors in 1 files verified" in out
-    assert err == f"warning: {folders[0] / 'notes.txt'} is no part of the checkpoint\n"
+    noted = [line for line in err.splitlines() if "of a GPT of this version" not in line]
+    assert noted == [f"warning: {folders[0] / 'notes.txt'} is no part of the checkpoint"]
     # The newest and the oldest: neither hides the other.
     for folder in (folders[0], folders[2]):
         chunk = read_manifest(folder).tensors["a.weight"].chunks[0]

@@ -18,8 +18,10 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.commit import TRACKER_NAME
+from megatron.core.dist_checkpointing.inventory import MAX_TRACKER_BYTES
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.untrusted_files import read_regular
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
 from megatron.hf.parts import MappedTensor, Part, TensorMap
@@ -141,9 +143,10 @@ def foreign_folder(text: str, kind: str) -> Path:
     if (path / METADATA_NAME).is_file():
         return path
     try:
-        latest = (path / TRACKER_NAME).read_text(errors="replace").strip()
+        latest = read_regular(path / TRACKER_NAME, MAX_TRACKER_BYTES).decode(errors="replace")
     except OSError:
         latest = ""
+    latest = latest.strip()
     named = "release" if latest == "release" else ""
     if latest.isascii() and latest.isdigit() and len(latest) < 18:
         named = f"iter_{int(latest):07d}"

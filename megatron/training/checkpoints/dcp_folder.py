@@ -7,7 +7,6 @@ Positioned reads of what is wanted, into memory that is reused; nothing is unpic
 from __future__ import annotations
 
 import os
-import stat
 import zlib
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron.core.dist_checkpointing.boxes import Box, intersect
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.shard_reader import Scratch
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
+from megatron.core.untrusted_files import regular_fd
 from megatron.training.checkpoints.dcp_metadata import (
     StoredBytes,
     StoredTensor,
@@ -164,14 +164,10 @@ class DcpFolder:
                 os.close(self._fds.pop(next(iter(self._fds)))[0])
             path = self.path / name
             try:
-                # No link, which could lead out of the folder, and no pipe, which would block.
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+                fd = regular_fd(path)
             except OSError as error:
                 raise ValueError(f"cannot read {path}: {error.strerror}") from None
-            found = os.fstat(fd)
-            self._fds[name] = (fd, found.st_size)
-            if not stat.S_ISREG(found.st_mode):
-                raise ValueError(f"cannot read {path}: it is not a regular file")
+            self._fds[name] = (fd, os.fstat(fd).st_size)
         return self._fds[name]
 
     def _read(self, file: str, offset: int, target: memoryview, *, name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.boxes import Box, first_overlap
 from megatron.core.dist_checkpointing.dtypes import DTYPES
+from megatron.core.untrusted_files import read_regular
 from megatron.training.checkpoints.pickle_data import Made, Name, Pairs, read_pickle
 from megatron.training.foreign_checkpoint import METADATA_NAME
 
@@ -93,10 +94,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA_NAME
     try:
-        size = path.stat().st_size
-        if size > MAX_METADATA_BYTES:
-            raise ValueError(f"{path} has {size} bytes, more than the {MAX_METADATA_BYTES} read")
-        data = path.read_bytes()
+        data = read_regular(path, MAX_METADATA_BYTES)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     root = read_pickle(data, ALLOWED, str(path))

@@ -20,8 +20,10 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
 )
 from megatron.core.dist_checkpointing.claim import LOCK_NAME
-from megatron.core.dist_checkpointing.commit import TRACKER_NAME, is_temporary, iteration_of
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, VERSION
+from megatron.core.dist_checkpointing.commit import TRACKER_NAME, is_temporary
+from megatron.core.dist_checkpointing.inventory import MAX_TRACKER_BYTES
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, VERSION, iteration_of
+from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.checkpoints.options import ListConfig
 from megatron.training.checkpoints.places import (
     existing_folder,
@@ -30,6 +32,7 @@ from megatron.training.checkpoints.places import (
     size_text,
 )
 from megatron.training.foreign_checkpoint import foreign_kind, foreign_line
+from megatron.training.stored_model import check_stored
 
 _HEAD = ("iteration", "size", "ranks", "saved", "format", "state")
 
@@ -84,6 +87,8 @@ def _look_at(folder: Path, *, digests: bool) -> Listed:
         saved = (folder / MANIFEST_NAME).stat().st_mtime
         world_size = read_manifest(folder).world_size
         verify_checkpoint(folder, digests=digests)
+        if digests:
+            check_stored(folder)
     except FileNotFoundError:
         problem = f"DAMAGED: {folder / MANIFEST_NAME} does not exist"
         if foreign_kind(folder):
@@ -141,8 +146,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _chosen(root: Path, *, digests: bool) -> Iterator[str]:
     """Say what the tracker holds, and which checkpoint a run would load."""
     try:
-        text = (root / TRACKER_NAME).read_text(errors="replace").strip()
-        yield f"tracker: {text[:40]!r}" if not text.isdigit() else f"tracker: {text}"
+        tracker = read_regular(root / TRACKER_NAME, MAX_TRACKER_BYTES)
+        text = tracker.decode(errors="replace").strip()
+        yield f"tracker: {text[:40]}" if text.isdigit() else f"tracker: {text[:40]!r}"
     except OSError:
         yield f"tracker: none ({TRACKER_NAME})"
     said: list[str] = []
@@ -176,7 +182,7 @@ def _owner(root: Path) -> str:
     """
     path = root / LOCK_NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = regular_fd(path)
     except OSError:
         return "in use by: nobody"
     try:
@@ -185,6 +191,7 @@ def _owner(root: Path) -> str:
         if kind == fcntl.F_UNLCK:
             return "in use by: nobody"
         text = os.pread(fd, 200, 0).decode(errors="replace").strip()
+        text = "".join(c if c.isprintable() else " " for c in text)
         return f"in use by: {text or f'pid {process}'}"
     finally:
         os.close(fd)

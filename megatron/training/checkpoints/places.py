@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.core.dist_checkpointing.commit import iteration_of
 from megatron.core.dist_checkpointing.errors import (
     CheckpointError,
     DamagedCheckpointError,
     describe,
 )
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, iteration_of
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 

@@ -19,6 +19,7 @@ from megatron.training.checkpoints.places import (
     problem_of,
     size_text,
 )
+from megatron.training.stored_model import check_stored
 
 
 def verify_folders(config: VerifyConfig) -> int:
@@ -36,6 +37,7 @@ def _verify(folder: Path) -> bool:
     try:
         manifest = read_manifest(folder)
         report = verify_checkpoint(folder)
+        odd = check_stored(folder)
     except CheckpointError as error:
         print(problem_of(error), file=sys.stderr, flush=True)
         return False
@@ -44,6 +46,8 @@ def _verify(folder: Path) -> bool:
         f"in {len(manifest.files)} files verified",
         flush=True,
     )
+    if odd:
+        print(f"warning: {odd}", file=sys.stderr, flush=True)
     for name in report.unexpected_files:
         print(f"warning: {folder / name} is no part of the checkpoint", file=sys.stderr, flush=True)
     return True

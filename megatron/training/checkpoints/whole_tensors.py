@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.shard_header import ITEM_BYTES, encode_header
 from megatron.core.dist_checkpointing.shard_writer import as_bytes
 from megatron.core.dist_checkpointing.stream import Output
+from megatron.core.untrusted_files import open_to_write
 from megatron.hf.parts import MappedTensor, Part
 from megatron.hf.safetensors_file import bands
 from megatron.training.checkpoints.dcp_folder import DcpFolder
@@ -97,16 +98,13 @@ def write_file(target: Path, tensors: Sequence[WholeTensor]) -> int:
     header = encode_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered])
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            output = Output(fd)
+        with open_to_write(temporary, "x") as file:
+            output = Output(file.fileno())
             output.write(memoryview(header))
             for tensor in ordered:
                 for piece in tensor.pieces():
                     output.write(piece)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            os.fsync(file.fileno())
         os.rename(temporary, target)
         sync_folder(target.parent)
     finally:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron.core.untrusted_files import read_json, read_text
 from megatron.training.data import template_process
 from megatron.training.data.template_process import (
     GENERATION_MARKS,
@@ -452,7 +453,7 @@ def read_chat_template(
             f"--chat-template {name_or_file}: no such file; give a file or one of "
             f"{', '.join(BUILT_IN)}"
         )
-    return _checked(ChatTemplate(_read(path), tokens, name=f"the chat template {path}"))
+    return _checked(ChatTemplate(_read(path, named=True), tokens, name=f"the chat template {path}"))
 
 
 def _checked(template: ChatTemplate) -> ChatTemplate:
@@ -460,13 +461,11 @@ def _checked(template: ChatTemplate) -> ChatTemplate:
     return template
 
 
-def _read(path: Path) -> str:
-    if path.stat().st_size > _LARGEST_TEMPLATE_BYTES:
-        raise ValueError(f"{path} has more than {_LARGEST_TEMPLATE_BYTES} bytes: no chat template")
+def _read(path: Path, *, named: bool = False) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text") from None
+        return read_text(path, _LARGEST_TEMPLATE_BYTES, follow_links=named)
+    except OSError as error:
+        raise ValueError(f"{path} is no chat template: {error.strerror}") from None
 
 
 def _described(folder: Path | None) -> Mapping[str, Any]:
@@ -475,9 +474,9 @@ def _described(folder: Path | None) -> Mapping[str, Any]:
     if path is None or not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
+        found = read_json(path)
+    except OSError as error:
+        raise ValueError(f"{path} is damaged: {error.strerror}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it is no JSON object")
     return found

@@ -8,6 +8,7 @@ end resembles the rest.
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import sysconfig
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.datasets.atomic_file import atomic_write
+from megatron.core.untrusted_files import open_regular
 
 # Installed beside the standard library, but not part of it.
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
@@ -65,8 +67,10 @@ def _sources(folder: Path) -> Iterator[str | None]:
         if path == _TOPICS_SOURCE:
             continue
         try:
-            with tokenize.open(folder / path) as stream:  # honours the file's own encoding
-                text = stream.read()
+            with open_regular(folder / path, follow_links=True) as stream:
+                encoding, _ = tokenize.detect_encoding(stream.readline)
+                stream.seek(0)
+                text = io.TextIOWrapper(stream, encoding).read()
                 text.encode()
         except (SyntaxError, UnicodeError, OSError):
             yield None

@@ -7,10 +7,10 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.splits import DataPath, parse_data_path, parse_split
+from megatron.core.untrusted_files import MAX_JSON_BYTES, parse_json, read_named
 from megatron.training.config import DataConfig
 
 _SPLITS = ("train", "valid", "test")
@@ -72,15 +72,15 @@ def _parsed(words: tuple[str, ...], where: str) -> DataPath:
 
 def _text(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_named(path, MAX_JSON_BYTES)
+    except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error}") from None
 
 
 def _per_split(path: str) -> dict[str, tuple[str, ...] | None]:
     flag = "--per-split-data-args-path"
     try:
-        found: Any = json.loads(_text(path, flag))
+        found: Any = parse_json(_text(path, flag))
     except json.JSONDecodeError as error:
         raise ValueError(f"{flag} {path}:{error.lineno}: no JSON: {error.msg}") from None
     if not isinstance(found, dict) or set(found) - set(_SPLITS) or not found.get("train"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, read_regular
 from megatron.training.data.tokenizers import SpecialTokens, config_field
 
 
@@ -37,9 +38,10 @@ class SentencePieceTokenizer:
                 "sentencepiece"
             ) from None
         path = Path(path)
-        path = path / "tokenizer.model" if path.is_dir() else path
+        named = not path.is_dir()
+        path = path if named else path / "tokenizer.model"
         try:
-            content = path.read_bytes()
+            content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a SentencePiece .model"

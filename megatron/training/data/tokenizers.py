@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, read_json, read_regular
+
 END_OF_DOCUMENT = "<|endoftext|>"
 _LONG_RUN = re.compile(r"\S{513,}|\s{513,}")
 # What other tokenizers call the end of a document, the likeliest first.
@@ -143,9 +145,10 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         path = Path(path)
-        path = path / "tokenizer.json" if path.is_dir() else path
+        named = not path.is_dir()
+        path = path if named else path / "tokenizer.json"
         try:
-            content = path.read_bytes()
+            content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a tokenizer.json"
@@ -236,12 +239,12 @@ def config_field(path: Path, name: str) -> Any:
     Raises:
         ValueError: the file is damaged.
     """
-    if not path.is_file():
+    if not path.exists() and not path.is_symlink():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get(name)
-    except (OSError, ValueError, AttributeError):
-        raise ValueError(f"{path} is damaged: mend or remove it") from None
+        return read_json(path).get(name)
+    except (OSError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): repair or remove it") from None
 
 
 def _said_end(path: Path) -> str | None:

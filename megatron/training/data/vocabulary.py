@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.untrusted_files import read_json
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.tokenizers import SpecialTokens, build_tokenizer, guess_type
 
@@ -93,7 +93,7 @@ def describe_files(prefix: str) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, follow_links=True)
         special = SpecialTokens.from_json(found["tokenizer"].get("special_tokens"))
         chat = found.get("kind") == "chat"
         return {**found["tokenizer"], "special_tokens": None if chat else special.to_json()}

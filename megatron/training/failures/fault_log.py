@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.core.untrusted_files import write_to
+
 #: In the save folder.
 FILE = "faults.jsonl"
 
@@ -80,7 +82,7 @@ class FaultLog:
         if self._path is None:
             return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with write_to(self._path, "a") as file:
                 print(_line(fault), file=file)
         except OSError as error:
             self._warn(f"a fault cannot be noted in {self._path}: {error}")

@@ -11,13 +11,13 @@ machine again.
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import Coordinator
+from megatron.core.untrusted_files import read_json, replace_file
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
 
@@ -33,7 +33,7 @@ def read_faulty(save: str) -> list[dict[str, Any]]:
     """
     path = Path(save, FILE)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["hosts"]
+        found = read_json(path)["hosts"]
         return [{**entry, "host": str(entry["host"])} for entry in found]
     except FileNotFoundError:
         return []
@@ -44,10 +44,8 @@ def read_faulty(save: str) -> list[dict[str, Any]]:
 def add_faulty(save: str, entries: Collection[dict[str, Any]]) -> None:
     """Note machines, all or none of them."""
     path = Path(save, FILE)
-    draft = path.with_name(path.name + ".tmp")
     both = {"hosts": [*read_faulty(save), *entries]}
-    draft.write_text(json.dumps(both, indent=1), encoding="utf-8")
-    os.replace(draft, path)
+    replace_file(path, json.dumps(both, indent=1))
 
 
 def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:

@@ -20,8 +20,9 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
+from megatron.core.untrusted_files import make_folder, replace_file, write_to
 from megatron.training.failures.collective_log import CollectiveLog
 from megatron.training.failures.flight_recorder import is_kept, read_record
 from megatron.training.failures.stack_dump import stack_file, write_stacks
@@ -48,12 +49,13 @@ class HangFiles:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._rank, self._frozen_seconds, self._environment = rank, frozen_seconds, environment
+        self._save = Path(save)
         self._stacks = stack_file(save, attempt=attempt, rank=rank)
         self.report = Path(save, f"hang_report_attempt_{attempt}.txt")
         """Where the report of all ranks goes."""
         self.files = str(self._stacks.with_name(f"attempt_{attempt}_rank_*"))
         """What all ranks leave."""
-        self._frozen: TextIO | None = None
+        self._frozen: IO[str] | None = None
         self._closed = False
         self._timer = threading.Lock()
 
@@ -66,7 +68,7 @@ class HangFiles:
             log: of this rank's collectives.
         """
         self.close()  # this rank is not the one that stands still
-        write_stacks(self._stacks, reason, error=error)
+        write_stacks(self._stacks, reason, root=self._save, error=error)
         with contextlib.suppress(Exception):
             now = time.monotonic()
             told = {
@@ -75,20 +77,21 @@ class HangFiles:
                 "collectives": log.count,
                 "last": [entry.to_json(now) for entry in log.entries()],
             }
-            self._beside("collectives.json").write_text(json.dumps(told, indent=1) + "\n")
+            told_text = json.dumps(told, indent=1) + "\n"
+            replace_file(self._beside("collectives.json"), told_text, root=self._save)
         # Last, as it asks the device.
         with contextlib.suppress(Exception):
             if is_kept(self._environment):
                 import torch
 
                 if (found := read_record(torch._C._distributed_c10d)) is not None:
-                    self._beside("torch.json").write_bytes(found)
+                    replace_file(self._beside("torch.json"), found, root=self._save)
 
     def write_report(self, text: str) -> None:
         """Leave the report of all ranks."""
         with contextlib.suppress(OSError):
-            self.report.parent.mkdir(parents=True, exist_ok=True)
-            self.report.write_text(text, encoding="utf-8")
+            make_folder(self._save, root=self._save)
+            replace_file(self.report, text)
 
     def beat(self) -> None:
         """Set the timer anew that writes the stacks if no further beat comes in time."""
@@ -97,8 +100,8 @@ class HangFiles:
                 return
             if self._frozen is None:
                 path = self._beside("frozen.txt")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._frozen = path.open("w", encoding="utf-8")
+                make_folder(path.parent, root=self._save)
+                self._frozen = write_to(path, "w", root=self._save)
             faulthandler.dump_traceback_later(self._frozen_seconds, file=self._frozen)
 
     def close(self) -> None:

@@ -10,23 +10,28 @@ import time
 import traceback
 from pathlib import Path
 
+from megatron.core.untrusted_files import make_folder, write_to
+
 
 def stack_file(save: str, *, attempt: int, rank: int) -> Path:
     """Return where a rank's stacks go; every start of the launcher has files of its own."""
     return Path(save, "stacks", f"attempt_{attempt}_rank_{rank}.txt")
 
 
-def write_stacks(path: Path, reason: str, *, error: BaseException | None = None) -> None:
+def write_stacks(
+    path: Path, reason: str, *, root: Path, error: BaseException | None = None
+) -> None:
     """Write the stacks of all threads of this process; never fails itself.
 
     Args:
         path: of the file, whose folder is made; an earlier dump in it is replaced.
         reason: why, for the first line.
+        root: the save folder, in which it lies.
         error: what has brought the calling thread here, whose own stack no longer shows it.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
+        make_folder(path.parent, root=root)
+        with write_to(path, "w", root=root) as file:
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             print(f"process {os.getpid()} on {socket.gethostname()}, {when}: {reason}", file=file)
             if error is not None:

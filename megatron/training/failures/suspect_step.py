@@ -9,7 +9,6 @@ noted machines compute wrongly, and no later start may use them.
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import Coordinator
+from megatron.core.untrusted_files import read_json, replace_file
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
 from megatron.training.failures.faulty_hosts import FILE as FAULTY
@@ -70,17 +70,14 @@ class Suspect:
 def read_suspect(save: str) -> Suspect | None:
     """Return what is noted in a save folder; None if nothing is, or nothing readable."""
     try:
-        return Suspect.from_json(json.loads(Path(save, FILE).read_text(encoding="utf-8")))
+        return Suspect.from_json(read_json(Path(save, FILE)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def write_suspect(save: str, suspect: Suspect) -> None:
     """Note a step, whole or not at all."""
-    path = Path(save, FILE)
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(suspect.to_json()), encoding="utf-8")
-    os.replace(draft, path)
+    replace_file(Path(save, FILE), json.dumps(suspect.to_json()))
 
 
 def forget_suspect(save: str) -> None:

@@ -12,15 +12,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.untrusted_files import parse_json, read_text, replace_file, write_to
 from megatron.training.monitoring.background import Background, MetricsWriter, off
 
 #: Under this name is the load of every expert, by layer, as a multiple of the layer's mean.
 EXPERT_LOAD = "expert_load"
+
+#: Of a metrics file that is read.
+MAX_METRICS_BYTES = 1 << 30
 
 #: Rows of numbers, by name.
 Table = Mapping[str, Sequence[float]]
@@ -49,10 +52,8 @@ class JsonLines:
         if resume_iteration == 0:
             kept = []
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-        self._file = path.open("a", encoding="utf-8")
+        replace_file(path, text)
+        self._file = write_to(path, "a")
 
     def write(self, kind: str, iteration: int, values: Mapping[str, float | Table]) -> None:
         """Append one line; NaN and Inf become strings, which JSON can hold."""
@@ -77,15 +78,16 @@ def _json_table(table: Table) -> dict[str, list[float | str]]:
     return {name: [_json_number(value) for value in row] for name, row in table.items()}
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path, *, follow_links: bool = False) -> list[dict[str, Any]]:
     """Read the whole lines of a metrics file; a line cut short by a crash is dropped."""
     if not path.exists():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    text = read_text(path, MAX_METRICS_BYTES, follow_links=follow_links)
+    for line in text.splitlines():
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
+            value = parse_json(line)
+        except ValueError:
             continue
         if isinstance(value, dict) and isinstance(value.get("iteration"), int):
             found.append(value)
@@ -94,7 +96,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Return the events of a metrics.jsonl in order, NaN and Inf as floats again."""
-    events = _lines(Path(path))
+    events = _lines(Path(path), follow_links=True)
     for event in events:
         for name, value in event.items():
             if value in ("nan", "inf", "-inf"):

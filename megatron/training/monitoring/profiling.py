@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.untrusted_files import replacing
 from megatron.training.config import ProfilingConfig
 
 #: Allocations that the memory history keeps.
@@ -74,7 +75,7 @@ class Profiler:
             return
         first, last = self._config.profile_step_start + 1, self._config.profile_step_end
         path = self._folder() / f"trace_rank{self._rank}_iterations{first}-{last}.json"
-        _write(path, lambda: running.export_chrome_trace(str(path)), "profile", self._say)
+        _write(path, lambda draft: running.export_chrome_trace(str(draft)), "profile", self._say)
 
     def _folder(self) -> Path:
         assert self._config.profile_dir is not None, "the run must be resolved"
@@ -84,14 +85,19 @@ class Profiler:
         """Write the memory history so far."""
         plain = Path(self._config.memory_snapshot_path or self._folder() / "memory_snapshot.pickle")
         path = plain.with_name(f"{plain.stem}_rank{self._rank}{plain.suffix}")
-        _write(path, lambda: torch.cuda.memory._dump_snapshot(str(path)), "memory", self._say)
+        _write(
+            path, lambda draft: torch.cuda.memory._dump_snapshot(str(draft)), "memory", self._say
+        )
 
 
-def _write(path: Path, write: Callable[[], object], what: str, say: Callable[[str], None]) -> None:
+def _write(
+    path: Path, write: Callable[[Path], object], what: str, say: Callable[[str], None]
+) -> None:
     """Write a file; a full disk costs the file, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write()
+        with replacing(path) as draft:
+            write(draft)
         say(f"{what} in {path}")
     except (OSError, RuntimeError) as error:
         say(f"{what}: cannot write {path}: {' '.join(str(error).split())}; training goes on")

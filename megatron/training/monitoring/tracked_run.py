@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.untrusted_files import read_text, replace_file
+
 _SECRET_NAME = re.compile(
     r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
@@ -35,14 +37,14 @@ class TrackedRun:
         path = self._path(tracker)
         if self.resume_iteration == 0 or path is None or not path.is_file():
             return None
-        return path.read_text(encoding="utf-8").strip() or None
+        return read_text(path, 4096).strip() or None
 
     def remember(self, tracker: str, run_id: str) -> None:
         """Keep the id for when the run is resumed."""
         path = self._path(tracker)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(run_id + "\n", encoding="utf-8")
+            replace_file(path, run_id + "\n")
 
     def _path(self, tracker: str) -> Path | None:
         return None if self.folder is None else self.folder / f"{tracker}_run_id"

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.untrusted_files import read_named
 from megatron.training.options.megatron_names import answer
 from megatron.training.options.schema import Option, suggest
 
@@ -71,12 +72,9 @@ def _pairs(path: str | Path) -> list[tuple[Any, Any]]:
     except ImportError:
         raise ValueError("--config needs PyYAML: pip install pyyaml, or give flags") from None
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(_MOST_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_named(path, _MOST_BYTES)
+    except OSError as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from None
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"--config {path} is longer than {_MOST_BYTES:,} characters: options only")
     try:
         _check_events(path, yaml.parse(text, Loader=yaml.SafeLoader))
         root = yaml.compose(text, Loader=yaml.SafeLoader)

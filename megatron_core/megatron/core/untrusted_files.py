@@ -33,6 +33,9 @@ from typing import IO, Any, BinaryIO, Literal, cast
 #: Bytes of JSON that are parsed: that takes up to thirty times the memory.
 MAX_JSON_BYTES = 16 << 20
 
+#: Bytes of a tokenizer's file, which a library parses: the largest known has 33 MB.
+MAX_TOKENIZER_BYTES = 64 << 20
+
 #: Objects and lists inside each other. Code that walks through JSON calls itself once for each.
 MAX_JSON_DEPTH = 64
 
@@ -72,8 +75,7 @@ def open_regular(path: Path | str, *, follow_links: bool = False) -> BinaryIO:
         UnsafeFileError: it is no regular file, or a link that leads elsewhere.
         OSError: it is not there or cannot be opened.
     """
-    fd = regular_fd(path, follow_links=follow_links)
-    return os.fdopen(fd, "rb")
+    return os.fdopen(regular_fd(path, follow_links=follow_links), "rb")
 
 
 def regular_fd(path: Path | str, *, follow_links: bool = False) -> int:
@@ -89,11 +91,21 @@ def regular_fd(path: Path | str, *, follow_links: bool = False) -> int:
                 raise
             fd = os.open(_target(path), _READ | os.O_NOFOLLOW)
     try:
-        _check_regular(fd, path)
+        _check_kind(os.fstat(fd), path)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def regular_size(path: Path | str) -> int:
+    """Return the size of a regular file without opening it; see `open_regular`."""
+    path = _checked_name(path)
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        found = os.lstat(_target(path))
+    _check_kind(found, path)
+    return found.st_size
 
 
 def read_regular(path: Path | str, limit: int, *, follow_links: bool = False) -> bytes:
@@ -113,14 +125,30 @@ def read_regular(path: Path | str, limit: int, *, follow_links: bool = False) ->
 def read_text(path: Path | str, limit: int, *, follow_links: bool = False) -> str:
     """Return the UTF-8 text of a file; see `read_regular`.
 
+    Raises OSError, as an UnsafeFileError if it is no UTF-8.
+    """
+    return _decoded(read_regular(path, limit, follow_links=follow_links), path)
+
+
+def read_named(path: Path | str, limit: int) -> str:
+    """Return the UTF-8 text of a file that the user names on the command line: a regular one, a
+    link to one, or a pipe, as of a shell's `<(command)`.
+
     Raises:
-        UnsafeFileError: it is no UTF-8, too, or for a reason of `read_regular`.
+        UnsafeFileError: it is longer than `limit` bytes, something else, or no UTF-8.
         OSError: it is not there or cannot be read.
     """
-    try:
-        return read_regular(path, limit, follow_links=follow_links).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UnsafeFileError(path, f"it is no UTF-8 text: {error}") from None
+    path = _checked_name(path)
+    fd = os.open(path, _READ)  # of a pipe that nobody writes to, the end is read at once
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISFIFO(found.st_mode):
+            _check_kind(found, path)
+        os.set_blocking(fd, True)
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise UnsafeFileError(path, f"it has more than the {limit} bytes that are read")
+    return _decoded(content, path)
 
 
 def read_json(
@@ -132,9 +160,7 @@ def read_json(
 ) -> Any:
     """Return what a JSON file holds; see `read_regular`.
 
-    Raises:
-        UnsafeFileError: it is no JSON or nested too deeply, or for a reason of `read_regular`.
-        OSError: it is not there or cannot be read.
+    Raises OSError, as an UnsafeFileError if it is no JSON or nested too deeply.
     """
     try:
         content = read_regular(path, limit, follow_links=follow_links)
@@ -153,6 +179,12 @@ def parse_json(text: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
         found = json.loads(text)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {max_depth}") from None
+    check_depth(found, max_depth=max_depth)
+    return found
+
+
+def check_depth(found: Any, *, max_depth: int) -> None:
+    """Raise ValueError if dicts and lists are nested deeper than `max_depth`."""
     level = [found]
     for _ in range(max_depth):
         level = [
@@ -163,8 +195,15 @@ def parse_json(text: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
             if isinstance(inner, dict | list)
         ]
         if not level:
-            return found
+            return
     raise ValueError(f"it is nested deeper than {max_depth}")
+
+
+def _decoded(content: bytes, path: Path | str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnsafeFileError(path, f"it is no UTF-8 text: {error}") from None
 
 
 def _checked_name(path: Path | str) -> Path:
@@ -173,16 +212,14 @@ def _checked_name(path: Path | str) -> Path:
     return Path(path)
 
 
-def _check_regular(fd: int, path: Path) -> os.stat_result:
-    found = os.fstat(fd)
+def _check_kind(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "something else")
         raise UnsafeFileError(path, f"it is {kind}, not a regular file")
-    return found
 
 
-def _target(link: Path) -> str:
-    """Return where a link leads, if that is where a link may lead."""
+def link_target(link: Path) -> tuple[Path, bool]:
+    """Return where a link leads, and whether a link may lead there. Raises UnsafeFileError."""
     try:
         target = Path(os.path.realpath(link, strict=True))
         home = Path(os.path.realpath(link.parent, strict=True))
@@ -190,11 +227,16 @@ def _target(link: Path) -> str:
         raise UnsafeFileError(link, "it is a link to nothing") from None
     snapshots = next((p for p in home.parents if p.name == "snapshots"), None)
     cached = snapshots is not None and target.parent == snapshots.parent / "blobs"
-    if not target.is_relative_to(home) and not cached:
+    return target, cached or target.is_relative_to(home)
+
+
+def _target(link: Path) -> Path:
+    target, allowed = link_target(link)
+    if not allowed:
         raise UnsafeFileError(
             link, f"it is a link to {target}, outside its folder: put the file itself there"
         )
-    return str(target)
+    return target
 
 
 def open_to_write(path: Path | str, mode: WriteMode, *, root: Path | str | None = None) -> BinaryIO:
@@ -204,8 +246,8 @@ def open_to_write(path: Path | str, mode: WriteMode, *, root: Path | str | None 
         path: of the file.
         mode: as the built-in `open` has them, all binary. "w" makes a new file in the place of what
             is there, rather than write into that.
-        root: the folder that the user has named, in which `path` lies; folders between the two are
-            made, and must not be links. None: the folder of the file, which must be there.
+        root: the folder that the user has named, in which `path` lies; folders between the two
+            must not be links, see `make_folder`. None: the folder of the file.
 
     Raises:
         UnsafeFileError: there is a link, a pipe, a folder or a file of several names.
@@ -229,26 +271,26 @@ def open_to_write(path: Path | str, mode: WriteMode, *, root: Path | str | None 
     return cast(BinaryIO, os.fdopen(fd, {"a": "ab", "a+": "a+b"}.get(mode, "wb")))
 
 
-def open_lock(path: Path | str, *, root: Path | str | None = None) -> int:
-    """Open a file to be locked, made if absent, and return its descriptor; see `open_to_write`."""
+def open_lock(path: Path | str, *, make: bool = True) -> int:
+    """Open a file to be locked and return its descriptor; see `open_to_write`.
+
+    To write, too: NFS locks alone only what may be written.
+
+    Args:
+        path: of the file.
+        make: whether it is made if absent, and may be written. Else it may have several names.
+    """
     path = _checked_name(path)
-    with _folder_of(path, root) as folder:
-        return _open_unlinked(path, os.O_RDWR | os.O_CREAT, folder)
+    flags = os.O_RDWR | os.O_CREAT if make else os.O_RDWR
+    with _folder_of(path, None) as folder:
+        return _open_unlinked(path, flags, folder, several_names=not make)
 
 
 def replace_file(
     path: Path | str, content: bytes | str, *, root: Path | str | None = None, sync: bool = False
 ) -> None:
-    """Make a file hold `content`: at every moment it holds that or what it held before.
-
-    Args:
-        path: of the file.
-        content: bytes, or text for UTF-8.
-        root: see `open_to_write`.
-        sync: also bring it to the disk.
-
-    Raises:
-        OSError: it cannot be written.
+    """Make a file hold `content`, text as UTF-8: at every moment it holds that or what it held
+    before. If `sync`, it is on the disk when this returns. `root`: see `open_to_write`.
     """
     path = _checked_name(path)
     draft = f"{path.name}.{secrets.token_hex(6)}.tmp"
@@ -293,30 +335,31 @@ def write_to(path: Path | str, mode: WriteMode, *, root: Path | str | None = Non
 
 
 def make_folder(path: Path | str, *, root: Path | str) -> None:
-    """Make a folder and those between `root` and it, none of which may be a link.
+    """Make a folder, `root` and those between the two; none below `root` may be a link.
 
     Raises:
         UnsafeFileError: one is a link, or no folder.
         OSError: one cannot be made.
     """
-    with _folder_of(_checked_name(path) / "any", root):
+    os.makedirs(root, exist_ok=True)
+    with _folder_of(_checked_name(path) / "any", root, make=True):
         pass
 
 
 @contextlib.contextmanager
-def _folder_of(path: Path, root: Path | str | None) -> Iterator[int]:
+def _folder_of(path: Path, root: Path | str | None, *, make: bool = False) -> Iterator[int]:
     """Open the folder of a file as `open_to_write` says."""
     if root is None:
         fd = os.open(path.parent, _FOLDER)
         parts: tuple[str, ...] = ()
     else:
-        os.makedirs(root, exist_ok=True)
         fd = os.open(root, _FOLDER)
         parts = path.parent.relative_to(root).parts
     try:
         for i, part in enumerate(parts):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(part, dir_fd=fd)
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=fd)
             try:
                 inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
             except OSError as error:
@@ -331,7 +374,7 @@ def _folder_of(path: Path, root: Path | str | None) -> Iterator[int]:
         os.close(fd)
 
 
-def _open_unlinked(path: Path, flags: int, folder: int) -> int:
+def _open_unlinked(path: Path, flags: int, folder: int, *, several_names: bool = False) -> int:
     """Open a name in an open folder; not through a link, and no file of several names."""
     try:
         fd = os.open(path.name, flags | _WRITE, 0o666, dir_fd=folder)
@@ -345,8 +388,9 @@ def _open_unlinked(path: Path, flags: int, folder: int) -> int:
         error.filename = os.fspath(path)
         raise
     try:
-        found = _check_regular(fd, path)
-        if found.st_nlink > 1:
+        found = os.fstat(fd)
+        _check_kind(found, path)
+        if found.st_nlink > 1 and not several_names:
             raise UnsafeFileError(
                 path, f"{path.name} has {found.st_nlink} names (hard links): copy or remove it"
             )

@@ -37,6 +37,29 @@ PLANTS = [
     (TOOL, "import shutil\nshutil.unpack_archive('a')\n"),
     (TOOL, "import torch.distributed as dist\ndist.broadcast_object_list([])\n"),
 ]
+PLAIN_FILES = [
+    "f = open('a', 'w')\n",
+    "f = open('a')\n",
+    "with path.open('a') as f:\n    f.write('x')\n",
+    "f = path.open(encoding='utf-8')\n",
+    "path.write_text('x')\n",
+    "path.write_bytes(b'x')\n",
+    "f = path.read_text(encoding='utf-8')\n",
+    "f = path.read_bytes().decode()\n",
+    "import io\nf = io.open('a')\n",
+    "import os\nf = os.open('a', os.O_RDWR | os.O_CREAT)\n",
+    "from os import open as get, O_RDWR\nf = get('a', O_RDWR)\n",
+    "import os\nos.truncate('a', 0)\n",
+    "import json\nf = json.load(f)\n",
+    "import shutil\nshutil.copyfile('a', 'b')\n",
+    "import numpy as np\nnp.save('a', 1, allow_pickle=False)\n",
+    "import numpy as np\nX = np.memmap('a', mode='w+')\n",
+]
+NO_PLAIN_FILES = [
+    "import os\nf = os.open('a', os.O_RDONLY | os.O_DIRECTORY)\nmodel.open()\ndoor.open('wide')\n",
+    "import numpy as np\nX = np.memmap('a', mode='r')\nfile.read_bytes(X, 3)\n",
+    "from megatron.core.untrusted_files import read_text\nX = read_text('a', 9)\n",
+]
 SAFE = [
     "import torch\nX = torch.load('a', weights_only=True)\n",
     "import numpy as np\nX = np.load('a', allow_pickle=False)\n",
@@ -61,6 +84,23 @@ def test_row_65_the_static_gate_sees_a_planted_breach(path: str, text: str, tmp_
     assert check(tmp_path) == []
     plant(tmp_path, path, HEAD)
     assert [breach.rule for breach in check(tmp_path)] == ["unused-exception"]
+
+
+@pytest.mark.parametrize("text", PLAIN_FILES)
+def test_row_65_installed_code_opens_no_plain_file(text: str, tmp_path: Path) -> None:
+    for path in (APP, "megatron_core/megatron/core/planted.py"):
+        plant(tmp_path, path, HEAD + text)
+        assert {breach.rule for breach in check(tmp_path)} == {"plain-file"}
+        (tmp_path / path).unlink()
+    plant(tmp_path, TOOL, HEAD + text)  # what is not installed may
+    assert check(tmp_path) == []
+
+
+def test_row_65_folders_and_one_module_may(tmp_path: Path) -> None:
+    for number, text in enumerate(NO_PLAIN_FILES):
+        plant(tmp_path, f"megatron/training/safe_{number}.py", HEAD + text)
+    plant(tmp_path, "megatron_core/megatron/core/untrusted_files.py", HEAD + PLAIN_FILES[0])
+    assert check(tmp_path) == []
 
 
 def test_row_65_what_is_safe_passes_and_the_list_is_the_only_one(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ def test_folders_below_the_named_one_are_no_links(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     root = tmp_path / "root"
     root.symlink_to(tmp_path / "real")  # the user's choice
+    make_folder(root / "stacks" / "of", root=root)
     with write_to(root / "stacks" / "of" / "a", "w", root=root) as file:
         file.write("made")
     assert (tmp_path / "real" / "stacks" / "of" / "a").read_text() == "made"

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
 from megatron.hf.export_folder import export_folder
-from megatron.hf.folder import open_folder, read_json
+from megatron.hf.folder import open_folder, read_object
 from megatron.hf.import_folder import import_folder
 from megatron.hf.model_config import read_folder, read_model
 from megatron.hf.read_weights import read_weights
@@ -108,7 +108,7 @@ def random_folder(path: Path, case: str = "llama-3to1", **shape: Any) -> Path:
     for file in path.glob("*.safetensors"):
         file.unlink()
     change_json(path / "config.json", dtype="float32", **shape)
-    described = read_model(read_json(path / "config.json"), where="x")
+    described = read_model(read_object(path / "config.json"), where="x")
     shards: dict[str, dict[str, torch.Tensor]] = {}
     weight_map = {}
     wanted = tensor_map(described.kind, described.config).theirs.values()

@@ -23,7 +23,7 @@ def test_every_thread_and_the_error_are_in_the_file(tmp_path):
         try:
             raise KeyError("what happened")
         except KeyError as error:
-            write_stacks(path, "rank 1 is dead", error=error)
+            write_stacks(path, "rank 1 is dead", root=tmp_path, error=error)
     finally:
         over.set()
         thread.join()
@@ -36,4 +36,4 @@ def test_every_thread_and_the_error_are_in_the_file(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
-    write_stacks(tmp_path / "file" / "stacks.txt", "reason")
+    write_stacks(tmp_path / "file" / "stacks.txt", "reason", root=tmp_path)

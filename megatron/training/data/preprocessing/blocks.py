@@ -12,9 +12,9 @@ import gzip
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
+from megatron.core.untrusted_files import open_regular, read_regular
 from megatron.training.data.preprocessing.inputs import InputFile, Kind
 
 BLOCK_BYTES = 1 << 20
@@ -130,7 +130,7 @@ def _read(
         elif file.kind is Kind.ROWS:
             yield from _rows(file, begin, limits[1], columns=columns)
         else:
-            with open(file.path, "rb") as raw:
+            with open_regular(file.path, follow_links=True) as raw:
                 packed = file.kind is Kind.GZIP_LINES
                 stream = gzip.GzipFile(fileobj=raw) if packed else raw
                 yield from _lines(file, begin, limits, stream=stream, raw=raw)
@@ -144,7 +144,7 @@ def _text(file: InputFile, begin: Position, longest: int) -> _Step:
     after = Position(file=begin.file + 1)
     if file.size > longest:
         return Part(path=file.path, kind=None, first=1), 0, after, file.size
-    content = Path(file.path).read_bytes()
+    content = read_regular(file.path, longest, follow_links=True)
     part = Part(path=file.path, kind=Kind.TEXT, first=1, content=content)
     return part, len(content), after, file.size
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron.core.untrusted_files import open_to_write, parse_json
+
 
 class Journal:
     """A journal in a run's hands.
@@ -35,7 +37,7 @@ class Journal:
         self.latest: Mapping[str, Any] | None = None
         for line in self._stream:
             try:
-                found = json.loads(line) if line.endswith(b"\n") else None
+                found = parse_json(line) if line.endswith(b"\n") else None
             except ValueError:
                 break
             if not isinstance(found, dict):
@@ -75,7 +77,7 @@ class Journal:
 
 def _locked(path: Path) -> BinaryIO:
     while True:
-        stream = open(path, "a+b")  # noqa: SIM115 - the journal closes it
+        stream = open_to_write(path, "a+")
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron.core.untrusted_files import open_to_write
+
 
 def temporary_path(target: Path) -> Path:
     """Return a name beside `target` that no other writer uses.
@@ -32,7 +34,7 @@ def sync_folder(folder: Path) -> None:
     Args:
         folder: an existing folder.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
@@ -62,7 +64,7 @@ def atomic_write(target: Path) -> Iterator[BinaryIO]:
     """
     temporary = temporary_path(target)
     try:
-        with open(temporary, "xb") as stream:
+        with open_to_write(temporary, "x") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.datasets.atomic_file import atomic_write
+from megatron.core.untrusted_files import open_lock, read_json, regular_size
 
 logger = logging.getLogger(__name__)
 
@@ -116,20 +118,23 @@ class IndexCache:
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                stream = held.enter_context((self.folder / f"{stem}.lock").open("ab"))
-                fcntl.flock(stream, fcntl.LOCK_EX)
+                fd = open_lock(self.folder / f"{stem}.lock")
+                held.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_EX)
             yield
 
     def _load(self, stem: str, text: str) -> dict[str, np.ndarray] | None:
         manifest_path = self.folder / f"{stem}.json"
         if not manifest_path.exists():
             return None
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        manifest = read_json(manifest_path)
         if manifest["description"] != text:
             raise ValueError("it has another description")
         arrays = {}
         for name, wanted in manifest["arrays"].items():
-            array = np.load(self.folder / f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False)
+            path = self.folder / f"{stem}-{name}.npy"
+            regular_size(path)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
             if [array.dtype.str, list(array.shape)] != [wanted["dtype"], wanted["shape"]]:
                 raise ValueError(f"{name} is {array.dtype} {array.shape}")
             array = array.view(np.ndarray)
@@ -148,7 +153,7 @@ class IndexCache:
                 "crc32": _checksum(array),
             }
             with atomic_write(self.folder / f"{stem}-{name}.npy") as stream:
-                np.save(stream, array, allow_pickle=False)
+                np.lib.format.write_array(stream, array, allow_pickle=False)
         # Last: an entry without it does not exist.
         with atomic_write(self.folder / f"{stem}.json") as stream:
             manifest = {"description": text, "arrays": listed}

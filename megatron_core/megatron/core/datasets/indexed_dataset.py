@@ -28,6 +28,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from megatron.core.untrusted_files import open_regular
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -122,7 +124,7 @@ class IndexedDataset:
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
         size = self._idx.stat().st_size
-        with open(self._idx, "rb") as stream:
+        with open_regular(self._idx, follow_links=True) as stream:
             head = stream.read(HEADER.size)
         if not MAGIC.startswith(head[: len(MAGIC)]):
             raise _bad(
@@ -217,10 +219,10 @@ class IndexedDataset:
         resumed run refuse other data. Reading all tokens would take minutes on a large corpus.
         """
         digest = hashlib.sha256(str(self._bin_bytes).encode())
-        with open(self._idx, "rb") as stream:
+        with open_regular(self._idx, follow_links=True) as stream:
             while block := stream.read(1 << 22):
                 digest.update(block)
-        with open(self._bin, "rb") as stream:
+        with open_regular(self._bin, follow_links=True) as stream:
             digest.update(stream.read(_FINGERPRINT_TAIL_BYTES))
             stream.seek(max(0, self._bin_bytes - _FINGERPRINT_TAIL_BYTES))
             digest.update(stream.read())

@@ -23,6 +23,7 @@ from megatron.core.datasets.indexed_dataset import (
     bin_path,
     idx_path,
 )
+from megatron.core.untrusted_files import open_regular, open_to_write
 
 # A block of int64 tokens, checked, converted and written while it is in the cache.
 _CONVERTED_AT_ONCE = 1 << 16
@@ -203,7 +204,7 @@ class IndexedDatasetWriter:
                 f"{prefix} stores {other.dtype}, this data set {self._dtype}; merge data sets of "
                 "one tokenizer only"
             )
-        with open(bin_path(prefix), "rb") as source:
+        with open_regular(bin_path(prefix), follow_links=True) as source:
             shutil.copyfileobj(source, self._stream, _COPIED_AT_ONCE)
         self._lengths.write(other.lengths.tobytes())
         self._documents.write((other.documents[1:] + self.num_sequences).tobytes())
@@ -234,7 +235,7 @@ class IndexedDatasetWriter:
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self.keep()
-        with open(self._paths.index, "wb") as stream:
+        with open_to_write(self._paths.index, "w") as stream:
             self._write_index(stream)
             stream.flush()
             os.fsync(stream.fileno())
@@ -252,7 +253,7 @@ class IndexedDatasetWriter:
         stream.write(
             HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1)
         )
-        with open(self._paths.lengths, "rb") as lengths:
+        with open_regular(self._paths.lengths) as lengths:
             shutil.copyfileobj(lengths, stream, _COPIED_AT_ONCE)
             lengths.seek(0)
             end = 0
@@ -262,7 +263,7 @@ class IndexedDatasetWriter:
                 stream.write((ends - sizes).astype("<i8").tobytes())
                 end = int(ends[-1])
         stream.write(np.zeros(1, dtype="<i8").tobytes())
-        with open(self._paths.documents, "rb") as documents:
+        with open_regular(self._paths.documents) as documents:
             shutil.copyfileobj(documents, stream, _COPIED_AT_ONCE)
 
     def keep(self) -> None:
@@ -299,11 +300,11 @@ def _draft_paths(prefix: str | Path, draft: str) -> _DraftPaths:
 def _open_draft(path: Path, written: Written | None, size: int) -> BinaryIO:
     """Open an unfinished file for more, cut to what counts; a new one without `written`."""
     if written is None:
-        return open(path, "wb")
+        return open_to_write(path, "w")
     found = path.stat().st_size if path.exists() else -1
     if found < size:
         raise ValueError(f"{path} is gone or shorter than the {size} bytes that were written")
-    stream = open(path, "r+b")  # noqa: SIM115 - the writer closes it
+    stream = open_to_write(path, "r+")
     stream.truncate(size)
     stream.seek(size)
     return stream

@@ -13,6 +13,7 @@ from types import TracebackType
 from megatron.core.dist_checkpointing.commit import sync_folder, write_synced
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.inventory import sweep_temporary
+from megatron.core.untrusted_files import UnsafeFileError, open_lock
 
 LOCK_NAME = ".writer.lock"
 
@@ -40,7 +41,7 @@ class SaveFolderClaim:
         try:
             self._made_root = not self._root.exists()
             self._root.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fd = open_lock(path)
         except OSError as error:
             raise self._refusal(error) from error
         try:
@@ -106,6 +107,8 @@ class SaveFolderClaim:
             test.unlink(missing_ok=True)
 
     def _refusal(self, error: OSError) -> CheckpointError:
+        if isinstance(error, UnsafeFileError):
+            return CheckpointError(f"cannot save under {self._root}: {error.strerror}")
         return CheckpointError(
             f"cannot save under {self._root}: {error.strerror}; name a folder that can be written"
         )

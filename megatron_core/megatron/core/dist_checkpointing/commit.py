@@ -17,10 +17,10 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, encode_manifest
+from megatron.core.untrusted_files import open_to_write
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 
-_FOLDER = re.compile(r"iter_(\d{7,})")
 _TEMPORARY = re.compile(r"iter_\d{7,}\.tmp-[0-9a-f]{16}")
 
 
@@ -29,12 +29,6 @@ def checkpoint_folder(root: Path | str, iteration: int) -> Path:
     if iteration < 0:
         raise ValueError(f"iteration must not be negative, got {iteration}")
     return Path(root, f"iter_{iteration:07d}")
-
-
-def iteration_of(folder: Path) -> int | None:
-    """Return the iteration a folder's name stands for, or None if it is not a checkpoint's."""
-    match = _FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else None
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -58,7 +52,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a small new file and make its content durable."""
-    with path.open("xb") as file:
+    with open_to_write(path, "x") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

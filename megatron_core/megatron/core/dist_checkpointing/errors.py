@@ -27,4 +27,4 @@ def describe(error: Exception) -> str:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     else:
         text = f"{type(error).__name__}: {error}"
-    return " ".join(text.split())
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -12,15 +12,19 @@ from megatron.core.dist_checkpointing.commit import (
     TRACKER_NAME,
     checkpoint_folder,
     is_temporary,
-    iteration_of,
     temporary_folder,
 )
 from megatron.core.dist_checkpointing.errors import DamagedCheckpointError
+from megatron.core.dist_checkpointing.manifest import iteration_of
 from megatron.core.dist_checkpointing.say import print_to_stderr
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
+from megatron.core.untrusted_files import read_regular
 
 #: Foreign files named in one line; the rest is counted.
 MAX_FILES = 8
+
+#: An iteration, and what an editor or another program may add.
+MAX_TRACKER_BYTES = 1 << 16
 
 
 def list_checkpoints(root: Path | str) -> list[Path]:
@@ -112,7 +116,10 @@ def sweep_temporary(root: Path | str) -> list[Path]:
             # Under its old name a surviving writer would go on to add files and commit.
             doomed = temporary_folder(path.with_name(path.name.split(".")[0]))
             os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            if doomed.is_symlink() or not doomed.is_dir():
+                doomed.unlink()  # no save makes such a thing: what a link leads to is not ours
+            else:
+                shutil.rmtree(doomed)
         elif path.name.startswith(f"{TRACKER_NAME}.tmp-"):
             path.unlink()
         else:
@@ -126,7 +133,7 @@ def _read_tracker(root: Path) -> tuple[Path | None, str]:
     checkpoint)."""
     path = root / TRACKER_NAME
     try:
-        text = path.read_text(errors="replace").strip()
+        text = read_regular(path, MAX_TRACKER_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None, f"{path} does not exist" if list_checkpoints(root) else ""
     except OSError as error:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +27,37 @@ from megatron.core.dist_checkpointing.shard_header import (
     MAX_HEADER_BYTES,
     tensor_bytes,
 )
+from megatron.core.untrusted_files import (
+    MAX_JSON_DEPTH,
+    UnsafeFileError,
+    check_depth,
+    open_regular,
+)
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "megatron.core.dist_checkpointing"
 VERSION = 1
 
+#: Bytes of a manifest that are read whatever the shards; of a larger one, at most a 64th of theirs
+#: (a box takes some 200 bytes, and 20 for every block of it), and never more than the last number.
+MAX_MANIFEST_BYTES, MANIFEST_SHARE, LARGEST_MANIFEST_BYTES = 32 << 20, 64, 1 << 30
+
+#: Characters of a reason, which may quote the manifest.
+MAX_SHOWN = 400
+
+#: A block is read whole.
+MAX_BLOCK_BYTES = 1 << 30
+
+_FOLDER = re.compile(r"iter_([0-9]{7,})")
 _HEAD = b'{"%s":"%s",\n'
 _HEX_DIGITS = 16
+_HEAD_BYTES = 64
+
+
+def iteration_of(folder: Path) -> int | None:
+    """Return the iteration a folder's name stands for, or None if it is not a checkpoint's."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +166,15 @@ def read_manifest(folder: Path | str) -> Manifest:
     """
     path = Path(folder, MANIFEST_NAME)
     try:
-        raw = path.read_bytes()
+        raw = _read_bounded(path)
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{path} does not exist: {path.parent} is not a complete checkpoint"
         ) from None
     except OSError as error:
         raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except MemoryError:
+        raise DamagedCheckpointError(f"cannot read {path}: there is not enough memory") from None
     kind, found, body = _split_head(raw, path)
     wanted = digest(body, kind)[-_HEX_DIGITS:]
     if found != wanted:
@@ -155,11 +183,33 @@ def read_manifest(folder: Path | str) -> Manifest:
             f"{found}): use another checkpoint"
         )
     try:
-        fields = json.loads(raw)
-        return _Decoder(path).manifest(fields, wanted)
+        manifest = _Decoder(path).manifest(json.loads(raw), wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DamagedCheckpointError(f"{path} cannot be understood ({reason})") from error
+    named = iteration_of(path.parent)
+    if named not in (None, manifest.iteration):
+        raise DamagedCheckpointError(
+            f"{path} is of iteration {manifest.iteration}, its folder's name is of {named}: give "
+            "the folder its name again, or use another checkpoint"
+        )
+    return manifest
+
+
+def _read_bounded(path: Path) -> bytes:
+    """Return the bytes of a manifest of a size that can be. Raises OSError, CheckpointError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        _split_head(file.read(_HEAD_BYTES), path)  # before memory is taken for the rest
+        limit = MAX_MANIFEST_BYTES
+        if size > limit:
+            with os.scandir(path.parent) as found:
+                shards = sum(entry.stat().st_size for entry in found if entry.is_file())
+            limit += (shards - size) // MANIFEST_SHARE
+        if size > min(limit, LARGEST_MANIFEST_BYTES):
+            raise UnsafeFileError(path, f"it has {size} bytes, too many for what it describes")
+        file.seek(0)
+        return file.read(size)
 
 
 def _split_head(raw: bytes, path: Path) -> tuple[str, str, memoryview]:
@@ -214,8 +264,10 @@ class _Decoder:
             )
         digests = fields["digests"] is True
         block_bytes = self._count(fields["block_bytes"], "block_bytes")
-        if block_bytes < 16 or block_bytes % 16:
-            self._refuse(f"block_bytes is {block_bytes}, which is not a multiple of 16")
+        if not 16 <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % 16:
+            self._refuse(
+                f"block_bytes is {block_bytes}, not a multiple of 16 up to {MAX_BLOCK_BYTES}"
+            )
         files = {name: self._file(name, file) for name, file in fields["files"].items()}
         tensors = {
             name: self._tensor(name, tensor, files, block_bytes if digests else 0)
@@ -223,6 +275,7 @@ class _Decoder:
         }
         if not isinstance(fields["extra"], dict):
             self._refuse("extra is not an object")
+        check_depth(fields["extra"], max_depth=MAX_JSON_DEPTH)
         return Manifest(
             iteration=self._count(fields["iteration"], "iteration"),
             world_size=self._count(fields["world_size"], "world_size"),
@@ -236,7 +289,8 @@ class _Decoder:
 
     def _file(self, name: str, fields: dict[str, Any]) -> StoredFile:
         # A name with a folder in it could make a load read, or a copy write, anywhere.
-        if Path(name).name != name or name in (MANIFEST_NAME, "", ".", ".."):
+        plain = Path(name).name == name and name.isprintable() and len(name) < 256
+        if not plain or name in (MANIFEST_NAME, "", ".", ".."):
             self._refuse(f"{name!r} is not the plain name of a shard file")
         size = self._count(fields["bytes"], name)
         header = self._count(fields["header_bytes"], name)
@@ -249,6 +303,8 @@ class _Decoder:
     def _tensor(
         self, name: str, fields: dict[str, Any], files: Mapping[str, StoredFile], block_bytes: int
     ) -> StoredTensor:
+        if not name.isprintable():
+            self._refuse(f"{name!r} is no name of a tensor")
         dtype = fields["dtype"]
         if dtype not in ITEM_BYTES:
             self._refuse(f"{name} has the unknown dtype {dtype!r}")
@@ -268,6 +324,8 @@ class _Decoder:
             if not inside or end - begin != tensor_bytes(dtype, sizes):
                 self._refuse(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
             xxh3 = row["xxh3"]
+            if type(xxh3) is not list or not {*map(type, xxh3)} <= {str}:
+                self._refuse(f"{name} has {xxh3!r} in place of digests")
             if len(xxh3) != (-(-(end - begin) // block_bytes) if block_bytes else 0):
                 self._refuse(f"{name} has {len(xxh3)} digests for {end - begin} bytes")
             chunks.append(StoredChunk(file=file, box=box, begin=begin, end=end, xxh3=tuple(xxh3)))
@@ -291,4 +349,5 @@ class _Decoder:
         return value
 
     def _refuse(self, why: str) -> NoReturn:
-        raise DamagedCheckpointError(f"{self._path} cannot be used: {why}")
+        shown = why if len(why) <= MAX_SHOWN else f"{why[:MAX_SHOWN]}..."
+        raise DamagedCheckpointError(f"{self._path} cannot be used: {shown}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.commit import sync_folder, temporary_folder
 from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.untrusted_files import open_lock, regular_fd
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def reading(folder: Path | str) -> Iterator[None]:
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = regular_fd(path)
     except OSError as error:
         raise DamagedCheckpointError(
             f"cannot read {path}: {error.strerror}: {folder} is not a complete checkpoint"
@@ -58,7 +59,7 @@ def remove_checkpoint(folder: Path) -> None:
     path = folder / MANIFEST_NAME
     doomed = temporary_folder(folder)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks alone only what may be written
+        fd = open_lock(path, make=False)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

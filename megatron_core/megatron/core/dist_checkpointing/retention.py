@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.commit import iteration_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.inventory import list_checkpoints, tracked_checkpoint
+from megatron.core.dist_checkpointing.manifest import iteration_of
 from megatron.core.dist_checkpointing.readers import remove_checkpoint
 from megatron.core.dist_checkpointing.say import print_to_stderr
 from megatron.core.dist_checkpointing.verify import verify_checkpoint

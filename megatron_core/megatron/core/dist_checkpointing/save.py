@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.commit import (
 )
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.digests import digest
-from megatron.core.dist_checkpointing.manifest import Manifest, check_json
+from megatron.core.dist_checkpointing.manifest import MAX_BLOCK_BYTES, Manifest, check_json
 from megatron.core.dist_checkpointing.planner import ShardPlan, encode_plan, plan_shard
 from megatron.core.dist_checkpointing.shard_records import (
     check_coverage,
@@ -69,8 +69,10 @@ def save_checkpoint(
         ValueError: `block_bytes`, `iteration` or `existing` is impossible.
         CheckpointError: on all ranks alike; earlier checkpoints are intact.
     """
-    if block_bytes < 16 or block_bytes % 16:
-        raise ValueError(f"block_bytes must be a positive multiple of 16, got {block_bytes}")
+    if not 16 <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % 16:
+        raise ValueError(
+            f"block_bytes must be a multiple of 16 up to {MAX_BLOCK_BYTES}, got {block_bytes}"
+        )
     if existing not in ("error", "skip"):
         raise ValueError(f"existing must be 'error' or 'skip', got {existing!r}")
     save = _Save(

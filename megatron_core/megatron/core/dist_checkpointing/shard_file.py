@@ -8,7 +8,6 @@ with SIGBUS, a short read is an error that can be named.
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +16,7 @@ from megatron.core.dist_checkpointing.digests import digest, kind_of, new_hasher
 from megatron.core.dist_checkpointing.errors import DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile
 from megatron.core.dist_checkpointing.shard_header import LENGTH_BYTES, decode_length
+from megatron.core.untrusted_files import regular_fd, regular_size
 
 #: Small enough to stay in a core's cache between its arrival and its digest.
 PIECE_BYTES = 1 << 18
@@ -44,7 +44,7 @@ class ShardFile:
         self._file = file
         check_size(path, file)
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = regular_fd(path)
         except OSError as error:
             raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
         try:
@@ -134,13 +134,11 @@ class ShardFile:
 def check_size(path: Path, file: StoredFile) -> None:
     """Raise DamagedCheckpointError unless `path` is a file of the size that the manifest says."""
     try:
-        found = path.stat()
+        size = regular_size(path)
     except OSError as error:
         raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedCheckpointError(f"{path} is not a regular file")
-    if found.st_size != file.bytes:
+    if size != file.bytes:
         raise DamagedCheckpointError(
-            f"{path} has {found.st_size} bytes, the manifest says {file.bytes}: it was cut short "
+            f"{path} has {size} bytes, the manifest says {file.bytes}: it was cut short "
             "or replaced; use another checkpoint"
         )

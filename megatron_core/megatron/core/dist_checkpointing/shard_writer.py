@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.planner import ShardPlan
 from megatron.core.dist_checkpointing.stream import PIECE_BYTES, BlockDigester, Output
+from megatron.core.untrusted_files import open_to_write
 
 
 def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool) -> list[list[str]]:
@@ -26,9 +27,8 @@ def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool)
         CheckpointError: the file exists, or the disk is full, read-only or broken.
     """
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            output = Output(fd)
+        with open_to_write(path, "x", root=path.parent.parent) as file:
+            output = Output(file.fileno())
             output.write(memoryview(plan.header))
             found = []
             scratch = torch.empty(0, dtype=torch.uint8)
@@ -47,9 +47,7 @@ def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool)
                         f"{planned.name} ends at byte {output.position} of {path}, not at "
                         f"{planned.end}: its pieces do not fit its shape"
                     )
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            os.fsync(file.fileno())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"cannot create {path}: its folder is gone, or is not on a file system that all ranks "

@@ -67,7 +67,9 @@ def unexpected_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _check_whole(folder: Path, manifest: Manifest) -> None:
-    """Check that the chunks of every tensor cover it exactly once."""
+    """Check that the chunks of every tensor cover it, and those of every file that, exactly once:
+    a tensor that the manifest no longer names leaves a gap in a file."""
+    ends: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, tensor in manifest.tensors.items():
         boxes = [chunk.box for chunk in tensor.chunks]
         covered = sum(box.numel for box in boxes)
@@ -77,6 +79,19 @@ def _check_whole(folder: Path, manifest: Manifest) -> None:
         if covered != whole or first_overlap(boxes):
             raise DamagedCheckpointError(
                 f"{folder} does not hold every element of {name} exactly once"
+            )
+        for chunk in tensor.chunks:
+            ends[chunk.file].append((chunk.begin, chunk.end))
+    for file, spans in ends.items():
+        position = manifest.files[file].header_bytes
+        for begin, end in sorted(spans):
+            if begin != position:
+                break
+            position = end
+        if position != manifest.files[file].bytes:
+            raise DamagedCheckpointError(
+                f"{folder / file} holds bytes from {position} on that are of no tensor in "
+                f"{MANIFEST_NAME}, or of two"
             )
 
 

@@ -54,6 +54,7 @@ from megatron.core.dist_checkpointing.shard_records import (
 )
 from megatron.core.dist_checkpointing.stream import PIECE_BYTES, BlockDigester, Output
 from megatron.core.dist_checkpointing.verify import damage_of
+from megatron.core.untrusted_files import open_to_write
 
 #: Time between two signs of life during long work, in seconds.
 BEAT_SECONDS = 1.0
@@ -147,20 +148,18 @@ class Writer:
     def write(self, path: str, block_bytes: int) -> str:
         """Write the shard to a new file; return what the manifest needs of it, as JSON."""
         assert self._memory is not None
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with memoryview(self._memory) as whole, whole[: self._total] as data:
-                found = self._stream(fd, data, block_bytes)
-                with data[: self._begin] as header:
-                    head = digest(header)
-            os.fsync(fd)
+            with open_to_write(path, "x", root=Path(path).parent.parent) as file:
+                with memoryview(self._memory) as whole, whole[: self._total] as data:
+                    found = self._stream(file.fileno(), data, block_bytes)
+                    with data[: self._begin] as header:
+                        head = digest(header)
+                os.fsync(file.fileno())
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {path} ({self._total} bytes): {error.strerror}; nothing was "
                 "saved, earlier checkpoints are intact"
             ) from error
-        finally:
-            os.close(fd)
         sync_folder(Path(path).parent)
         return json.dumps({"header_xxh3": head, "xxh3": found}, separators=(",", ":"))
 

@@ -141,7 +141,7 @@ def test_resuming_the_other_way_is_refused(tmp_path):
     with pytest.raises(ValueError, match="--tokenizer-hf-no-include-special-tokens"):
         write(tmp_path, resume=True)
     plain = documents(write(tmp_path, resume=True, **LEAVE_OUT))
-    stopped()
+    stopped(overwrite=True)
     with pytest.raises(ValueError, match="--tokenizer-hf-no-include-special-tokens"):
         write(tmp_path, resume=True, **LEAVE_OUT)
     assert documents(write(tmp_path, resume=True)) == [[BOS, *ids] for ids in plain]
@@ -150,7 +150,7 @@ def test_resuming_the_other_way_is_refused(tmp_path):
 def test_prompts_are_encoded_as_the_texts_of_training(tmp_path, capsys):
     write_llama_tokenizer(tmp_path / "tok")
     for options, first in (({}, True), (LEAVE_OUT, False)):
-        prefix = write(tmp_path, **options)
+        prefix = write(tmp_path, overwrite=True, **options)
         recorded = read_vocabulary(TokenizerConfig(), [prefix]).tokenizer
         for model in (None, str(tmp_path / "tok")):
             found = choose_tokenizer(recorded, model)

@@ -26,6 +26,7 @@ from megatron.core.datasets.indexed_writer import (
     publish_draft,
     shuffle_draft,
 )
+from megatron.core.untrusted_files import read_json
 from megatron.training.data.documents import Tally
 from megatron.training.data.preprocessing.blocks import Position
 from megatron.training.data.preprocessing.encoder import Encoded, Stream
@@ -135,7 +136,7 @@ class Output:
                 found.append(None)
                 continue
             try:
-                description = json.loads(Path(f"{prefix}.json").read_bytes())
+                description = read_json(f"{prefix}.json", follow_links=True)
             except (OSError, ValueError):
                 return None
             if not isinstance(description, dict) or description.get("made_from") != self.made_from:

@@ -348,10 +348,11 @@ def shuffle_draft(
         seed: of the order, below 2**32.
     """
     paths = _draft_paths(prefix, draft)
-    lengths = np.fromfile(paths.lengths, "<i4")
+    with open_regular(paths.lengths) as stream:
+        lengths = np.frombuffer(stream.read(), "<i4")
     ends = np.cumsum(lengths, dtype=np.int64)
     order = np.random.RandomState(seed).permutation(len(lengths))
-    with open(paths.tokens, "rb") as source:
+    with open_regular(paths.tokens) as source:
         writer = IndexedDatasetWriter(prefix, dtype, draft=into)
         try:
             item = np.dtype(dtype).itemsize

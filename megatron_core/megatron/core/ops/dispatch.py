@@ -13,6 +13,8 @@ IMPLEMENTATIONS = ("reference", "triton")
 #: bf16 instructions reach (2 with avx512_bf16, more with AMX) and those without (0.5).
 WORTH_NARROW = 1.2
 
+_NARROW = frozenset({torch.bfloat16, torch.float16})
+
 
 @functools.cache
 def triton_is_installed() -> bool:
@@ -137,7 +139,7 @@ def measured_matmul_dtype(dtype: torch.dtype) -> torch.dtype:
     """
     if dtype == torch.bfloat16 and cpu_bf16_speedup() >= WORTH_NARROW:
         return dtype
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype in _NARROW else dtype
 
 
 def matmul_dtype(x: torch.Tensor, cpu_dtype: torch.dtype | None = None) -> torch.dtype:
@@ -149,6 +151,7 @@ def matmul_dtype(x: torch.Tensor, cpu_dtype: torch.dtype | None = None) -> torch
             does faster (`measured_matmul_dtype`): every process measures for itself, so ranks that
             must compute alike are told.
     """
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.device.type != "cpu":
-        return x.dtype
-    return measured_matmul_dtype(x.dtype) if cpu_dtype is None else cpu_dtype
+    dtype = x.dtype
+    if dtype not in _NARROW or x.device.type != "cpu":
+        return dtype
+    return measured_matmul_dtype(dtype) if cpu_dtype is None else cpu_dtype

@@ -119,8 +119,8 @@ class WeightHandle:
     def linear(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
         """Return x [..., h] Wᵀ + bias, [..., o]. Saves x only."""
         if bias is None:
-            return _Linear.apply(x, self.anchor, self)
-        return _Linear.apply(x, self.anchor, self, bias, bias.anchor)
+            return _apply_linear(x, self.anchor, self)
+        return _apply_linear(x, self.anchor, self, bias, bias.anchor)
 
     def embedding(self, ids: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows `ids` [...] of the weight, [..., h]; zero where `valid` is False. Saves
@@ -275,6 +275,11 @@ class _Linear(torch.autograd.Function):
             dx = linear_dgrad(grad, handle.get(), cpu_dtype=handle.cpu_dtype)
         put_linear_gradients(handle, ctx.bias, grad, x)
         return dx, None, None, None, None
+
+
+#: `apply` of the base class: that of `torch.autograd.Function` looks for transforms of
+#: `torch.func` first, which weights outside of autograd have no use for, and takes as long again.
+_apply_linear = super(torch.autograd.Function, _Linear).apply
 
 
 def put_linear_gradients(

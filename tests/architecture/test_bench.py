@@ -16,7 +16,7 @@ from tools.bench.data_parallel_steps import Timing, batch_of
 from tools.bench.ours import config_of
 from tools.bench.plain_model import PlainModel, copy_weights
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, format_table, verdict
+from tools.bench.table import Row, cpu_name, format_table, machine, verdict
 from tools.bench.turns import Variant, ratio, take_turns
 
 WORKER = """
@@ -47,6 +47,14 @@ def test_the_table_is_aligned():
     assert len({len(line) for line in lines}) == 1
     assert "12,346" in lines[2]
     assert "1.250" in lines[2]
+
+
+def test_the_head_names_the_cpu(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9R14\nflags\t: fpu\n" * 2)
+    assert cpu_name(info) == "AMD EPYC 9R14"
+    assert cpu_name(tmp_path / "absent") == "unknown CPU"
+    assert machine().startswith(f"{cpu_name()}, ")
 
 
 def test_a_ratio_compares_within_rounds():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every benchmark and print one table.
 
-python -m tools.bench                  all of them (about ten minutes)
+python -m tools.bench                  all of them: half an hour on two cores, 43 minutes with --peers
+python -m tools.bench --quick          all of them, fewer repeats and smaller shapes: 8 minutes
 python -m tools.bench --quick data startup
 python -m tools.bench --peers          megatron-core too; the first time it is installed
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, format_table, machine
 
 BENCHES = (
     "data",
@@ -43,12 +45,15 @@ def main() -> None:
     if unknown := set(arguments.benches) - set(BENCHES):
         parser.error(f"unknown bench {', '.join(sorted(unknown))}: one of {', '.join(BENCHES)}")
     found: list[Row] = []
+    begun = time.perf_counter()
     for name in arguments.benches or BENCHES:
-        print(f"bench: {name}", file=sys.stderr)
+        start = time.perf_counter()
         module = importlib.import_module(f"tools.bench.{name}")
         extra = {"peers": True} if arguments.peers and name == "train" else {}
         found += module.rows(arguments.quick, **extra)
-    print(format_table(found))
+        print(f"bench: {name}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    taken = f"{(time.perf_counter() - begun) / 60:.1f} minutes{', --quick' * arguments.quick}"
+    print(f"{machine()}; {taken}\n\n{format_table(found)}")
 
 
 if __name__ == "__main__":

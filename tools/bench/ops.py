@@ -180,7 +180,7 @@ def compare(
                         ours=1e3 / mine,
                         peer=1e3 / peer,
                         ratio=peer / mine,
-                        target="",
+                        target=">= 1.0",
                     )
                 )
     return found

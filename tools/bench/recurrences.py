@@ -218,8 +218,8 @@ def _mamba(state: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
 RACES: Mapping[str, tuple[Callable[[], tuple[OurLayer, dict[str, TheirLayer]]], str]] = (
     MappingProxyType(
         {
-            "delta-2x4": (lambda: delta(2, 4), ">= 4.0"),
-            "delta-4x4": (lambda: delta(4, 4), ">= 4.0"),
+            "delta-2x4": (lambda: delta(2, 4), ">= 2.5"),
+            "delta-4x4": (lambda: delta(4, 4), ">= 2.5"),
             "mamba-64": (lambda: _mamba(64), ">= 2.0"),
             "mamba-128": (lambda: _mamba(128), ">= 2.0"),
         }

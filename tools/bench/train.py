@@ -28,7 +28,7 @@ RACES = (
     ("ours fp32", "transformers fp32", ">= 1.05", "<= 1.0"),
     ("ours fp32", MEGATRON_CORE, ">= 1.25", "<= 1.0"),
     ("ours bf16", "transformers autocast", ">= 1.15", "<= 1.0"),
-    ("ours bf16", "transformers compiled", "", "<= 1.0"),
+    ("ours bf16", "transformers compiled", ">= 1.0", "<= 1.0"),
 )
 
 

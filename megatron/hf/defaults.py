@@ -12,6 +12,7 @@ from megatron.core.models.pattern import EXPERTS, symbols_of
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.hf.folder import HuggingFaceFolder, open_folder
 from megatron.hf.model_config import HuggingFaceModel, read_folder
+from megatron.hf.read_weights import check_tensors
 from megatron.hf.rope_fields import yarn_weight
 from megatron.training.data.tokenizers import guess_type
 
@@ -63,7 +64,10 @@ def open_model(path: str, *, flag: str) -> tuple[HuggingFaceFolder, HuggingFaceM
     """Look at a folder and translate its config.json. Raises ValueError, which names `flag`."""
     try:
         folder = open_folder(path)
-        return folder, read_folder(folder)
+        model = read_folder(folder)
+        with folder.open_tensors() as opened:  # before anything is made of what config.json says
+            check_tensors(folder, opened, model)
+        return folder, model
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
 

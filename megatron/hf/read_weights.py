@@ -33,6 +33,11 @@ def check_tensors(
         ValueError: one is missing, has another shape, is no floating-point tensor, or has no place
             in the model; names the first of them.
     """
+    if model.config.num_layers > len(opened):
+        raise ValueError(
+            f"{folder.path} does not hold the weights of its config.json: that has "
+            f"{model.config.num_layers} layers, the files {len(opened)} tensors"
+        )
     mapped = tensor_map(model.kind, model.config, names=opened)
     problems = []
     for name, tensor in mapped.theirs.items():

@@ -19,6 +19,7 @@ from megatron.core.backend import LOCAL, Backend, with_cpu_dtype
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
     Coordinator,
+    DamagedCheckpointError,
     Solo,
     StoreCoordinator,
     load_checkpoint,
@@ -41,6 +42,7 @@ from megatron.training.data.tokenizers import (
 )
 from megatron.training.launch import Launch
 from megatron.training.newest_checkpoint import load_newest, read_together
+from megatron.training.stored_model import stored_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +152,11 @@ def _from_checkpoint(source: ModelSource, place: _Place) -> CheckpointModel:
 
 def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
     """Load this rank's part of one checkpoint."""
-    extra = read_together(folder, place.coordinator).extra
-    config, options = _described(folder, extra)
-    recorded = extra.get("tokenizer", {})
+    manifest = read_together(folder, place.coordinator)
+    config, extra = stored_model(folder, manifest), manifest.extra
+    options, recorded = extra["config"], extra.get("tokenizer", {})
+    if not isinstance(options, dict) or not isinstance(recorded, dict):
+        raise DamagedCheckpointError(f"{folder}: its config and tokenizer are no JSON objects")
     if extra.get("weights_only") is True:  # nothing was trained without special tokens here
         recorded = {"special_tokens": None, **recorded}
     left_out = source.tokenizer_hf_no_include_special_tokens
@@ -232,16 +236,6 @@ def _joined(
     # all of them.
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _described(folder: Path, extra: Mapping[str, Any]) -> tuple[GPTConfig, Mapping[str, Any]]:
-    """Return the model and the options that a checkpoint's extra describes."""
-    try:
-        return GPTConfig.from_json(extra["model"]), dict(extra["config"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder} is no training checkpoint: it lacks {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{folder} holds {error}") from None
 
 
 def weight_dtype(options: Mapping[str, Any]) -> torch.dtype:

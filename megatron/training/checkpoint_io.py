@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import (
     Coordinator,
+    DamagedCheckpointError,
     Manifest,
     TensorChunk,
     compare_architecture,
@@ -32,6 +33,7 @@ from megatron.core.dist_checkpointing import (
     optimizer_chunks,
     weight_chunks,
 )
+from megatron.core.dist_checkpointing.manifest import iteration_of
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
@@ -42,6 +44,7 @@ from megatron.training.data.data_sets import compare_identity
 from megatron.training.monitoring.step_window import StepWindow
 from megatron.training.newest_checkpoint import read_together
 from megatron.training.progress_state import Progress
+from megatron.training.stored_model import stored_model
 
 #: Meaning of `extra`; raised when a reader of the old one would misread it.
 FORMAT = 1
@@ -127,6 +130,8 @@ def load_run(
     if extra.get("weights_only") is True:
         with_optimizer = with_progress = False
     _check_parts(folder, extra)
+    stored_model(folder, manifest)
+    progress = _progress(folder, extra) if with_progress else None
     require_all(
         lambda: _check_model(folder, extra, facts),
         lambda: _check_options(folder, extra, facts) if with_optimizer else None,
@@ -144,16 +149,37 @@ def load_run(
     # weights keep theirs where there is optimizer state: --bf16 and --fp16 were compared
     convert = bool(moved) or not with_optimizer
     load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=convert)
-    if with_optimizer:
-        optimizer.steps = int(extra["optimizer"]["steps"])
-        optimizer.scaler.load_state_dict(extra["optimizer"]["scaler"])
+    try:
+        if with_optimizer:
+            optimizer.steps = int(extra["optimizer"]["steps"])
+            optimizer.scaler.load_state_dict(extra["optimizer"]["scaler"])
+        if with_progress:
+            window.restore(extra["window"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _unlike_a_run(folder, error) from error
     optimizer.after_load(with_state=with_optimizer)
     if not with_progress:
         return None
     if (said := another_dtype(extra.get("cpu_matmul"), facts.cpu_matmul)) is not None:
         coordinator.say(f"{folder}: {said}")
-    window.restore(extra["window"])
-    return Progress.from_json(extra["progress"])
+    return progress
+
+
+def _progress(folder: Path, extra: Mapping[str, Any]) -> Progress:
+    """Return how far the run of a checkpoint is. Raises DamagedCheckpointError."""
+    try:
+        progress = Progress.from_json(extra["progress"])
+    except (ValueError, TypeError) as error:
+        raise _unlike_a_run(folder, error) from error
+    if iteration_of(folder) not in (None, progress.iteration):
+        error = ValueError(f"its progress is of iteration {progress.iteration}")
+        raise _unlike_a_run(folder, error)
+    return progress
+
+
+def _unlike_a_run(folder: Path, error: Exception) -> DamagedCheckpointError:
+    reason = f"{type(error).__name__}: {error}"
+    return DamagedCheckpointError(f"{folder} cannot be used: its run is not understood ({reason})")
 
 
 def _shape(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,6 +199,11 @@ def _check_parts(folder: Path, extra: Mapping[str, Any]) -> None:
     if needed - set(extra):
         raise ValueError(
             f"{folder} is no training checkpoint: it lacks {', '.join(sorted(needed - set(extra)))}"
+        )
+    odd = sorted(name for name in needed - {"format"} if not isinstance(extra[name], dict))
+    if odd:
+        raise DamagedCheckpointError(
+            f"{folder} cannot be used: {', '.join(odd)} should be JSON objects"
         )
     if extra["format"] != FORMAT:
         raise ValueError(f"{folder} has format {extra['format']}, this program reads {FORMAT}")
@@ -212,7 +243,12 @@ def _check_batch(extra: Mapping[str, Any], facts: RunFacts) -> None:
 def _check_state(
     folder: Path, manifest: Manifest, state: list[TensorChunk], coordinator: Coordinator
 ) -> None:
-    """See that a checkpoint holds all state that any rank's optimizer has. Raises ValueError."""
+    """See that a checkpoint holds all state that any rank's optimizer has.
+
+    Raises:
+        DamagedCheckpointError: it lacks a part of what Adam keeps of every weight.
+        ValueError: it lacks something else, as of an optimizer with other options.
+    """
 
     def absent() -> list[str]:
         return sorted({chunk.name for chunk in state} - manifest.tensors.keys())
@@ -223,6 +259,10 @@ def _check_state(
     )
     if found:
         more = f" and {len(found) - 1} tensors more" if len(found) > 1 else ""
+        kinds = {name.partition("/")[0] for name in manifest.tensors}
+        partly = any(name.partition("/")[0] in kinds for name in found)
+        if partly and manifest.extra["optimizer"].get("kind") == "adam":
+            raise DamagedCheckpointError(f"{folder} lacks optimizer state: {found[0]}{more}")
         raise ValueError(
             f"{folder} lacks optimizer state of this run: {found[0]}{more}: give the flags it was "
             "saved with, or leave its optimizer state with --no-load-optim"

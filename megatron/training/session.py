@@ -11,18 +11,19 @@ import torch
 
 from megatron.core.backend import with_cpu_dtype
 from megatron.core.device import memory_bytes, peak_memory_bytes
-from megatron.core.dist_checkpointing import weight_chunks
+from megatron.core.dist_checkpointing import CheckpointError, compare_architecture, weight_chunks
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTModel, logical_weights
+from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
 from megatron.core.moe.balance import Balance, routers_of
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.weight_groups import check_patterns
-from megatron.hf.config_json import differences
+from megatron.hf.config_json import differences, function_of
 from megatron.hf.defaults import open_model
 from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import left_out, read_weights
 from megatron.training.checkpoint_io import RunFacts, load_run
 from megatron.training.config import Config
+from megatron.training.config.checkpoint_options import saved_options
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.config.values import require_all
 from megatron.training.cpu_matmul import CpuMatmul
@@ -53,6 +54,7 @@ from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
 from megatron.training.step import ForwardBackward, StepRunner, TrainStep
+from megatron.training.stored_model import stored_model
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,6 +78,8 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     """Build model, engine and optimizer on this rank's part of the grid."""
     config = run.config
     shape = gpt_config(config, vocabulary.size)
+    if config.checkpoint.use_checkpoint_args:
+        _check_options_of(config, shape)
     bucket = config.data_parallel.ddp_bucket_size
     buckets = {} if bucket is None else {"bucket_bytes": 4 * bucket}
     data_parallel = data_parallel_config(config)
@@ -139,6 +143,21 @@ def _cpu_matmul(config: Config, place: RunGroups) -> CpuMatmul | None:
         device=place.device,
         coordinator=place.coordinator,
     )
+
+
+def _check_options_of(config: Config, shape: GPTConfig) -> None:
+    """See that the options out of a checkpoint give the model whose weights it holds, before memory
+    is taken for it. Raises ValueError."""
+    chosen = config.checkpoint
+    roots = [root for root in (chosen.load, chosen.pretrained_checkpoint) if root]
+    folder, _, manifest = saved_options(roots)
+    try:
+        stored = stored_model(folder, manifest)
+    except CheckpointError as error:
+        raise ValueError(f"--use-checkpoint-args: {error}") from error
+    shapes = (function_of(model).to_json() for model in (stored, shape))
+    if odd := compare_architecture(*shapes):
+        raise ValueError(f"--use-checkpoint-args: {folder} is of another model: {'; '.join(odd)}")
 
 
 def _train_step(

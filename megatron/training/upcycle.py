@@ -111,8 +111,9 @@ def upcycle(config: UpcycleConfig) -> Path:
         list_checkpoints,
         save_checkpoint,
     )
-    from megatron.core.models.gpt import GPTConfig, logical_weights
+    from megatron.core.models.gpt import logical_weights
     from megatron.training.newest_checkpoint import load_newest
+    from megatron.training.stored_model import stored_model
 
     # Not even others: a run would go on from the new one instead of its own last.
     if found := list_checkpoints(config.save):
@@ -121,9 +122,7 @@ def upcycle(config: UpcycleConfig) -> Path:
     def convert(source: Path) -> Path:
         with CheckpointReader(source) as reader:
             extra = reader.manifest.extra
-            if "model" not in extra or "config" not in extra:
-                raise ValueError(f"--load {source} is no training checkpoint")
-            model = with_experts(GPTConfig.from_json(extra["model"]), config)
+            model = with_experts(stored_model(source, reader.manifest), config)
             chunks = [
                 _chunk(reader, name, shape, model=model, seed=config.seed)
                 for name, shape in logical_weights(model).items()

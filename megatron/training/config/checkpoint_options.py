@@ -12,11 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.inventory import latest_checkpoint
+from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 from megatron.core.models.pattern import symbols_of
 from megatron.training.config import Config
 from megatron.training.options.schema import Option, options
+from megatron.training.stored_model import check_counts
 
 _SECTIONS = ("model", "attention", "position", "experts", "hybrid", "tokenizer")
+#: Those whose whole numbers are sizes of tensors, or how many there are.
+_SHAPES = ("model", "attention", "experts", "hybrid", "tokenizer")
 #: Of other sections, what gives a model weights.
 _WEIGHTS = {"mtp-num-layers", "mtp-loss-scaling-factor"}
 _LENGTHS = {"train-iters", "train-samples"}
@@ -41,12 +47,17 @@ def checkpoint_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     roots = [given[name] for name in ("load", "pretrained-checkpoint") if given.get(name)]
     if not wanted or not roots:
         return {}
-    folder, saved = _saved_options(roots)
+    folder, saved, manifest = saved_options(roots)
     found = {
         option.name: option.from_json(saved[option.name], f"{folder}: {option.name}")
         for option in wanted
         if option.name in saved
     }
+    taken = {option.name for option in wanted if option.section in _SHAPES} | _WEIGHTS
+    try:
+        check_counts(folder, {n: saved[n] for n in taken & found.keys()}, manifest)
+    except CheckpointError as error:
+        raise ValueError(f"--use-checkpoint-args: {error}") from error
     if (pattern := found.get("hybrid-layer-pattern")) is not None:
         found["hybrid-layer-pattern"] = symbols_of(pattern)  # its cuts are a layout's
     return found
@@ -63,18 +74,20 @@ def _is_wanted(option: Option, given: Mapping[str, Any]) -> bool:
     return option.section in _SECTIONS or option.name in _WEIGHTS or option.required
 
 
-def _saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any]]:
-    """Return the first checkpoint that a root holds, and its options. Raises ValueError."""
-    # Not above: flags, help and errors must not wait for torch.
-    from megatron.core.dist_checkpointing import CheckpointError, latest_checkpoint, read_extra
+def saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any], Manifest]:
+    """Return the first checkpoint that a root holds, its options and its manifest.
 
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
     try:
         for root in map(Path, roots):
             one = root.name.startswith("iter_") and root.is_dir()
             # Which one is used, and why, is said again when it is loaded.
             folder = root if one else latest_checkpoint(root, say=lambda text: None)
             if folder is not None:
-                saved = read_extra(folder).get("config")
+                manifest = read_manifest(folder)
+                saved = manifest.extra.get("config")
                 break
         else:
             raise ValueError(f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}")
@@ -82,4 +95,4 @@ def _saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any]]:
         raise ValueError(f"--use-checkpoint-args: {error}") from error
     if not isinstance(saved, dict):
         raise ValueError(f"--use-checkpoint-args: {folder} holds no options: give them as flags")
-    return folder, saved
+    return folder, saved, manifest

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows 46 to 49 again: links, pipes, endless files and huge descriptions in folders of strangers.
+
+Nothing is written through a link, nothing hangs, no memory is taken for what a file merely claims,
+and a run falls back to an older checkpoint past every such one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    SaveFolderClaim,
+    Solo,
+    TensorChunk,
+    read_manifest,
+    save_checkpoint,
+)
+from megatron.core.dist_checkpointing.digests import digest
+from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.hf import convert
+from megatron.inference import generate
+from megatron.training import checkpoint, preprocess_data, pretrain_gpt
+from megatron.training.errors import run_entry_point
+from megatron.training.failures.collective_log import CollectiveLog
+from megatron.training.failures.fault_log import FaultLog, FaultRecord
+from megatron.training.failures.faulty_hosts import add_faulty, read_faulty
+from megatron.training.failures.hang_files import HangFiles
+from megatron.training.failures.suspect_step import Suspect, read_suspect, write_suspect
+from megatron.training.monitoring.metrics import JsonLines
+from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.support.hf_folders import change_json, make_model, save_folder
+
+HUGE = 1 << 40
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a run folder, full of links to what stands outside it, and the latter."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    run.mkdir()
+    (outside / "precious").write_text("precious")
+    for name in (
+        ".writer.lock",
+        "faults.jsonl",
+        "faulty_hosts.json.tmp",
+        "suspect_step.json",
+        "suspect_step.json.tmp",
+        "hang_report_attempt_0.txt",
+        "latest_checkpointed_iteration.txt",
+        "metrics.jsonl.tmp",
+        "data.journal",
+        "data.bin.draft.tmp",
+        "data.idx.draft.tmp",
+        "data.idx.lengths.draft.tmp",
+        "data.idx.documents.draft.tmp",
+    ):
+        (run / name).symlink_to(outside / "precious")
+    (run / "stacks").symlink_to(outside / "folder")
+    (run / "iter_0000001.tmp-0123456789abcdef").symlink_to(outside / "folder")
+    return run, outside
+
+
+def test_row_47_nothing_is_written_through_links(linked: tuple[Path, Path]) -> None:
+    run, outside = linked
+    with pytest.raises(CheckpointError, match=r"\.writer\.lock is a link"):
+        SaveFolderClaim(run)
+    (run / ".writer.lock").unlink()
+    SaveFolderClaim(run).close()  # sweeps the link to a folder
+    said: list[str] = []
+    log = FaultLog(str(run), record=lambda *_: None, warn=said.append)
+    log.add(FaultRecord(3, "nan", "transient", {0: "a"}))
+    assert len(said) == 1
+    assert "faults.jsonl" in said[0]
+    add_faulty(str(run), [{"host": "a"}])
+    assert read_faulty(str(run)) == [{"host": "a"}]
+    suspect = Suspect(3, {"0": "a"}, "nan", [1.0, 2.0])
+    assert read_suspect(str(run)) is None
+    write_suspect(str(run), suspect)
+    assert read_suspect(str(run)) == replace(suspect, values=(1.0, 2.0))
+    files = HangFiles(str(run), attempt=0, rank=0, frozen_seconds=60.0)
+    files.beat()
+    files.write("a test", None, CollectiveLog())
+    files.write_report("a report")
+    files.close()
+    JsonLines(run / "metrics.jsonl", resume_iteration=0).close()
+    save_checkpoint(run, 1, [], {}, coordinator=Solo())
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "1\n"
+    assert (outside / "precious").read_text() == "precious"
+    assert os.listdir(outside / "folder") == []
+
+
+def test_row_47_preprocessing_writes_through_no_link(linked: tuple[Path, Path]) -> None:
+    def preprocess(words: list[str], environment: Any) -> int:
+        return run_entry_point(lambda: preprocess_data._main(words), prog="preprocess_data")
+
+    run, outside = linked
+    (run / "a.jsonl").write_text('{"text": "words"}\n')
+    words = ["--input", str(run / "a.jsonl"), "--output-prefix", str(run / "data")]
+    words += ["--tokenizer-type", "byte", "--workers", "1"]
+    refused(preprocess, words, "data.journal")
+    (run / "data.journal").unlink()
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert preprocess(words, {}) == 0
+    assert (run / "data.bin").stat().st_size > 0
+    assert (outside / "precious").read_text() == "precious"
+
+
+def refused(main: Any, words: list[str], *expected: str) -> str:
+    """Run an entry point that must refuse in one line that says these words; return it."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(word) for word in words], {})
+    lines = [line for line in err.getvalue().splitlines() if not line.startswith("WARNING: ")]
+    assert code == 2, f"exit code {code}: {err.getvalue()}"
+    assert len(lines) == 1, err.getvalue()
+    assert all(word in lines[0] for word in expected), lines[0]
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return the checkpoints 1 and 2 of a small run, and what resumes it."""
+    root = tmp_path_factory.mktemp("run")
+    data = write_tokens(root / "data")
+    more = "--train-iters 2 --save-interval 1 --lr-warmup-iters 0 --eval-interval 0"
+    more += f" --tokenizer-type null --vocab-size 60 --save {root / 'save'}"
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert run_here(flags(data, more)) == 0
+    return root / "save", flags(data, more.replace("--train-iters 2", "--train-iters 3"))
+
+
+def signed(fields: dict[str, Any]) -> bytes:
+    """Return a manifest that vouches for any fields."""
+    (kind, _), *rest = fields.items()
+    body = json.dumps(dict(rest)).encode()[1:]
+    return b'{"%s":"%s",\n' % (kind.encode(), digest(body, kind)[-16:].encode()) + body
+
+
+def manifest_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return what changes the fields of a manifest and signs it."""
+
+    def act(folder: Path) -> None:
+        fields = json.loads((folder / "manifest.json").read_text())
+        change(fields)
+        (folder / "manifest.json").write_bytes(signed(fields))
+
+    return act
+
+
+def saved_with(names: Callable[[str], bool], **extra: Any) -> Callable[[Path], None]:
+    """Return what saves a checkpoint anew with some of its tensors only, sound as a file."""
+
+    def act(folder: Path) -> None:
+        manifest: Manifest = read_manifest(folder)
+        tensors: dict[str, torch.Tensor] = {}
+        for name in manifest.files:
+            tensors |= load_file(folder / name)
+        held = {key.partition("@")[0]: tensor for key, tensor in tensors.items()}
+        stored = {n: s for n, s in manifest.tensors.items() if names(n)}
+        chunks = [
+            TensorChunk(
+                name=name,
+                shape=shape.shape,
+                offsets=(0,) * len(shape.shape),
+                tensor=held[name].view(shape.shape),
+                replica_ranks=(0,),
+            )
+            for name, shape in stored.items()
+        ]
+        shutil.rmtree(folder)
+        added = {**manifest.extra, **extra}
+        save_checkpoint(folder.parent, 2, chunks, added, coordinator=Solo())
+
+    return act
+
+
+def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return what puts something else in the place of a file."""
+
+    def act(folder: Path) -> None:
+        path = next(folder.glob(name))
+        path.rename(folder.parent / "moved")
+        make(path)
+
+    return act
+
+
+def deep(folder: Path) -> None:
+    path = folder / "manifest.json"
+    kind = next(iter(json.loads(path.read_text())))
+    body = path.read_bytes().partition(b",\n")[2]
+    body = body.replace(b'"extra":{', b'"extra":{"x":' + b"[" * 900 + b"]" * 900 + b",")
+    path.write_bytes(b'{"%s":"%s",\n' % (kind.encode(), digest(body, kind)[-16:].encode()) + body)
+
+
+def in_extra(part: str, **fields: Any) -> Callable[[Path], None]:
+    """Return what changes a part of what a checkpoint says about its run."""
+    return manifest_with(lambda found: found["extra"][part].update(fields))
+
+
+def rename_shard(to: str) -> Callable[[Path], None]:
+    def change(fields: dict[str, Any]) -> None:
+        (_, file), *_ = fields["files"].items()
+        fields["files"] = {to: file}
+        for tensor in fields["tensors"].values():
+            for chunk in tensor["chunks"]:
+                chunk["file"] = to
+
+    return manifest_with(change)
+
+
+def link_to_moved(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "moved")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "manifest is a pipe": replaced("manifest.json", os.mkfifo),
+    "manifest is a folder": replaced("manifest.json", Path.mkdir),
+    "manifest is a link out": replaced("manifest.json", link_to_moved),
+    "manifest is endless": replaced("manifest.json", lambda path: path.symlink_to("/dev/zero")),
+    "manifest goes on for 200 GiB": lambda f: os.truncate(f / "manifest.json", 200 << 30),
+    "manifest is nested": deep,
+    "shard is a pipe": replaced("*.safetensors", os.mkfifo),
+    "shard is a link out": replaced("*.safetensors", link_to_moved),
+    "NUL in a shard's name": rename_shard("a\0b"),
+    "escape in a shard's name": rename_shard("\x1b[2Ja"),
+    "long name of a shard": rename_shard("a" * 5000),
+    "another iteration": manifest_with(lambda fields: fields.update(iteration=7)),
+    "huge blocks": manifest_with(lambda fields: fields.update(block_bytes=1 << 60)),
+    "digests are no text": manifest_with(
+        lambda fields: next(iter(fields["tensors"].values()))["chunks"][0].update(xxh3=[7])
+    ),
+    "a weight left out of the manifest": manifest_with(
+        lambda fields: fields["tensors"].pop("decoder.final_norm.weight")
+    ),
+}
+#: Whole as files: seen by who knows what a model needs.
+INCOMPLETE: dict[str, Callable[[Path], None]] = {
+    "weights were never saved": saved_with(lambda name: "mlp" not in name),
+    "a moment was never saved": saved_with(lambda name: "exp_avg_sq/head" not in name),
+    "layers without end": in_extra("model", num_layers=10**15),
+    "a large vocabulary": in_extra("model", vocab_size=HUGE),
+    "heads without end": manifest_with(
+        lambda fields: fields["extra"]["model"]["attention"].update(num_attention_heads=10**15)
+    ),
+    "model is a list": manifest_with(lambda fields: fields["extra"].update(model=[])),
+}
+
+
+def verified(folder: Path, capsys: Any) -> tuple[int, str]:
+    """Return the exit code of `verify`, and what it says."""
+    capsys.readouterr()
+    code = checkpoint.main(["verify", str(folder)], {})
+    return code, "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("case", [*DAMAGES, *INCOMPLETE])
+def test_row_46_a_run_falls_back_past_what_a_stranger_left(
+    case: str, run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
+) -> None:
+    root = tmp_path / "save"
+    shutil.copytree(run[0], root)
+    {**DAMAGES, **INCOMPLETE}[case](root / "iter_0000002")
+    code, said = verified(root / "iter_0000002", capsys)
+    assert code == 1, said
+    assert said.startswith("DAMAGED: "), said
+    assert "\x1b" not in said
+    assert len(said) < 2000
+    if case == "a moment was never saved":  # generation needs none
+        return
+    words = ["--load", str(root), "--prompt", "1 2 3", "--device", "cpu", "--max-new-tokens", "1"]
+    code = generate.main(words, {})
+    err = capsys.readouterr().err
+    assert code == 0, err
+    assert "falling back to" in err
+    assert "iter_0000001" in err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        INCOMPLETE["a moment was never saved"],
+        in_extra("progress", iteration="2"),
+        in_extra("progress", iteration=1),
+        in_extra("optimizer", steps=None),
+        manifest_with(lambda fields: fields["extra"].update(window=[])),
+    ],
+    ids=["moment", "iteration is text", "another iteration", "no steps", "window is a list"],
+)
+def test_row_46_a_resumed_run_falls_back_past_a_state_that_is_none(
+    change: Callable[[Path], None], run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
+) -> None:
+    root = tmp_path / "save"
+    shutil.copytree(run[0], root)
+    change(root / "iter_0000002")
+    words = [str(root) if word == str(run[0]) else word for word in run[1]]
+    code = run_here([*words, "--load", str(root)])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert "falling back to" in out + err
+
+
+@pytest.mark.parametrize("tracker", [os.mkfifo, Path.mkdir, lambda p: p.symlink_to("/dev/zero")])
+def test_row_6_a_tracker_that_is_no_file_is_a_line(
+    tracker: Callable[[Path], object], run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
+) -> None:
+    root = tmp_path / "save"
+    shutil.copytree(run[0], root)
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    tracker(root / "latest_checkpointed_iteration.txt")
+    assert checkpoint.main(["list", str(root)], {}) == 0
+    out, _ = capsys.readouterr()
+    assert "a run would load: iter_0000002" in out
+
+
+def test_row_48_options_of_a_checkpoint_are_of_its_own_model(
+    run: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    changes = {"num-layers": 10**15, "hidden-size": 1 << 12, "vocab-size": HUGE}
+    for name, value in {**changes, "make-vocab-size-divisible-by": HUGE}.items():
+        root = tmp_path / name
+        shutil.copytree(run[0], root)
+        for folder in root.glob("iter_*"):
+            in_extra("config", **{name: value})(folder)
+        words = ["--load", root, "--use-checkpoint-args", "--metrics-file", tmp_path / "m.jsonl"]
+        refused(pretrain_gpt.main, words, "iter_0000002")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a sound Hugging Face folder with a tokenizer."""
+    folder = tmp_path_factory.mktemp("good") / "model"
+    save_folder(make_model("llama-3to1"), folder)
+    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}}}
+    tokenizer["model"]["unk_token"] = "a"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def refused_by_runs(folder: Path, tmp_path: Path) -> None:
+    """See that training and generation refuse a Hugging Face folder."""
+    training = f"--load-hf {folder} --mock-data --seq-length 24 --micro-batch-size 2 --lr 1e-3"
+    training += f" --train-iters 1 --eval-interval 0 --metrics-file {tmp_path / 'metrics.jsonl'}"
+    refused(pretrain_gpt.main, training.split())
+    refused(generate.main, ["--load", str(folder), "--prompt", "a", "--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", HUGE),
+        ("hidden_size", 12 << 40),
+        ("intermediate_size", HUGE),
+        ("num_hidden_layers", 10**6),
+        ("num_hidden_layers", 9_999),
+        ("num_attention_heads", HUGE),
+        ("head_dim", HUGE),
+    ],
+)
+def test_row_48_config_json_is_compared_with_the_file_first(
+    field: str, value: int, good: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(good, folder)
+    change_json(folder / "config.json", **{field: value})
+    refused_by_runs(folder, tmp_path)
+    refused(convert.main, ["import", "--hf", str(folder), "--save", str(tmp_path / "imported")])
+
+
+FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_row_47_pipes_and_endless_files_of_a_folder(name: str, good: Path, tmp_path: Path) -> None:
+    def large(path: Path) -> None:
+        path.touch()
+        os.truncate(path, 20 << 20 if name == "tokenizer_config.json" else 200 << 30)
+
+    for number, make in enumerate((os.mkfifo, large, lambda path: path.symlink_to("/dev/zero"))):
+        folder = tmp_path / f"model{number}"
+        shutil.copytree(good, folder)
+        (folder / name).unlink()
+        make(folder / name)
+        refused_by_runs(folder, tmp_path)

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from tools.bench.ours import training_parts
-from tools.bench.shapes import SHAPES
+from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, format_table
 
 #: Steps that are timed without a save, in every repeat.
@@ -55,7 +56,7 @@ def main() -> None:
 
 def rows(quick: bool) -> list[Row]:
     """Measure for the common table."""
-    return measure(2 if quick else 7, None)
+    return measure(*((1, None, replace(SHAPE, layers=3)) if quick else (7, None)))
 
 
 class Trained:
@@ -77,9 +78,9 @@ class Trained:
         self.held_seconds += time.perf_counter() - start
 
 
-def large(trained: Trained) -> tuple[Callable[[], object], list[TensorChunk]]:
-    """Return the step and the state of a model of some 500 MB."""
-    step, model, optimizer = training_parts(SHAPE, bf16=False, before_update=trained.before_update)
+def large(shape: Shape, trained: Trained) -> tuple[Callable[[], object], list[TensorChunk]]:
+    """Return the step and the state of a model."""
+    step, model, optimizer = training_parts(shape, bf16=False, before_update=trained.before_update)
     return step, weight_chunks(model.store) + optimizer_chunks(optimizer)
 
 
@@ -107,10 +108,12 @@ def many(trained: Trained) -> tuple[Callable[[], object], list[TensorChunk]]:
     return step, chunks
 
 
-def measure(repeats: int, folder: Path | None) -> list[Row]:
-    """Measure a large state and one of many small chunks."""
+def measure(repeats: int, folder: Path | None, shape: Shape = SHAPE) -> list[Row]:
+    """Measure a large state, that of a model of `shape`, and one of many small chunks."""
     found: list[Row] = []
-    for make, what in ((large, "500 MB"), (many, f"{SMALL_CHUNKS} chunks of 16 bytes")):
+    megabytes = f"{shape.parameters * 12 / 1e6:.0f} MB"
+    cases = ((partial(large, shape), megabytes), (many, f"{SMALL_CHUNKS} chunks of 16 bytes"))
+    for make, what in cases:
         with tempfile.TemporaryDirectory(dir=folder, prefix="background-save-") as root:
             seconds = _race(make, Path(root), repeats)
         held = [h / s for h, s in zip(seconds["held"], seconds["sync"], strict=True)]

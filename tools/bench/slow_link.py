@@ -99,7 +99,7 @@ def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
         found.append(
             Row(
                 bench="data_parallel",
-                what=f"{ranks} ranks: ms that prefetch takes off a step of {batch}x256 and {step} / "
+                what=f"{ranks} ranks: ms that prefetch takes off {batch}x256, {step} / "
                 f"gathers x {milliseconds:g} ms",
                 ours=statistics.median(removed),
                 peer=late,

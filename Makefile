@@ -18,6 +18,8 @@ PRETRAIN_FLAGS ?=
 BENCH_FLAGS ?=
 SOAK_FLAGS ?=
 
+# Seconds after which a test of the night hangs; those of every change have 120 (pyproject.toml).
+NIGHT_TIMEOUT := 600
 PY := .venv/bin/python
 STAMP := .venv/.installed-torch-$(TORCH_VERSION)
 SOURCES := megatron_core megatron tests tools experimental
@@ -58,7 +60,7 @@ test: $(STAMP) ## the tests of every change
 
 test-all: $(STAMP) ## the tests of every night: the slow ones too
 	@echo "test-all: pytest $(TESTS), without those marked gpu"
-	@$(PY) -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not gpu"
+	@$(PY) -m pytest $(TESTS) --timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not gpu"
 
 status: $(STAMP) ## docs/status.md from what tests train, those of the night too
 	@echo "status: pytest $(TESTS), those that say what they cover; docs/status.md"
@@ -70,7 +72,7 @@ status: $(STAMP) ## docs/status.md from what tests train, those of the night too
 
 parity: $(STAMP) ## every parallel layout against the single process, slow ones too
 	@echo "parity: pytest tests/parity"
-	@$(PY) -m pytest tests/parity $(PYTEST_FLAGS) -m "not gpu"
+	@$(PY) -m pytest tests/parity --timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not gpu"
 
 gpu: ## in 9 minutes, by the machine's own Python: GPU tests, kernels, decode, training; no GPU: says so
 	@$(or $(PYTHON),python3) -m tools.gpu $(GPU_FLAGS)

@@ -71,8 +71,26 @@ def test_gpu_jobs_wait_for_the_queue_or_a_label() -> None:
 
 def test_every_night_runs_these_jobs() -> None:
     nightly = workflow("nightly.yml")
-    assert set(nightly["jobs"]) == {"test-all", "coverage", "soak", "torch-2-10"}
+    tested = {"test-all", "parity", "coverage", "torch-2-10"}
+    assert set(nightly["jobs"]) == tested | {"status", "soak"}
     assert "schedule" in nightly["on"]
+    for name in tested:
+        (command,) = [s["run"] for s in nightly["jobs"][name]["steps"] if "run" in s]
+        assert "-p tests.support.complete" in command, "what leaves tests out would pass"
+    assert set(nightly["jobs"]["status"]["needs"]) == {"test-all", "parity"}
+
+
+def test_every_night_runs_every_folder_of_tests() -> None:
+    jobs = workflow("nightly.yml")["jobs"]
+    named = " ".join(jobs["test-all"]["strategy"]["matrix"]["tests"]).split()
+    parts = jobs["parity"]["strategy"]["matrix"]["part"]
+    (command,) = [s["run"] for s in jobs["parity"]["steps"] if "run" in s]
+    assert f"--part ${{{{ matrix.part }}}}/{len(parts)}" in command
+    assert parts == list(range(1, len(parts) + 1))
+    run = {*named, "tests/parity", "tests/gpu"}
+    for path in [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("experimental/**/test_*.py")]:
+        folders = {str(folder) for folder in path.relative_to(ROOT).parents}
+        assert len(folders & run) == 1, path
 
 
 def test_new_commits_drop_the_gpu_label() -> None:

@@ -385,7 +385,7 @@ def test_a_few_random_mutants_are_noticed():
     _survivors(8, share=0.85)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=300)
 @pytest.mark.timeout(900)
 def test_nine_in_ten_random_mutants_are_noticed():
     _survivors(30, share=0.9)

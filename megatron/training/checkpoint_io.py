@@ -49,6 +49,9 @@ from megatron.training.stored_model import stored_model
 #: Meaning of `extra`; raised when a reader of the old one would misread it.
 FORMAT = 1
 
+#: More samples or updates than any run has.
+MAX_COUNT = 1 << 62
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
@@ -151,7 +154,7 @@ def load_run(
     load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=convert)
     try:
         if with_optimizer:
-            optimizer.steps = int(extra["optimizer"]["steps"])
+            optimizer.steps = _steps(extra)
             optimizer.scaler.load_state_dict(extra["optimizer"]["scaler"])
         if with_progress:
             window.restore(extra["window"])
@@ -174,7 +177,18 @@ def _progress(folder: Path, extra: Mapping[str, Any]) -> Progress:
     if iteration_of(folder) not in (None, progress.iteration):
         error = ValueError(f"its progress is of iteration {progress.iteration}")
         raise _unlike_a_run(folder, error)
+    counts = [value for value in vars(progress).values() if isinstance(value, int)]
+    if max(counts) > MAX_COUNT:
+        raise _unlike_a_run(folder, ValueError(f"its progress has counted to {max(counts)}"))
     return progress
+
+
+def _steps(extra: Mapping[str, Any]) -> int:
+    """Return how many updates an optimizer has applied. Raises TypeError."""
+    steps = extra["optimizer"]["steps"]
+    if type(steps) is not int or not 0 <= steps <= MAX_COUNT:
+        raise TypeError(f"steps is {steps!r}")
+    return steps
 
 
 def _unlike_a_run(folder: Path, error: Exception) -> DamagedCheckpointError:

@@ -149,8 +149,15 @@ class StepWindow:
         return dict(self._sums)
 
     def restore(self, saved: Mapping[str, float]) -> None:
-        """Go on from saved sums; the times of steps of another process do not count."""
-        self._sums.update({name: saved[name] for name in self._sums})
+        """Go on from saved sums; the times of steps of another process do not count.
+
+        Raises:
+            KeyError, TypeError: a sum is missing or no number.
+        """
+        found = {name: saved[name] for name in self._sums}
+        if odd := [name for name, value in found.items() if type(value) not in (int, float)]:
+            raise TypeError(f"{odd[0]} is {found[odd[0]]!r}")
+        self._sums.update(found)
 
     def record(
         self,

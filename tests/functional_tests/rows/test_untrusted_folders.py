@@ -54,21 +54,12 @@ def linked(tmp_path: Path) -> tuple[Path, Path]:
     (outside / "folder").mkdir(parents=True)
     run.mkdir()
     (outside / "precious").write_text("precious")
-    for name in (
-        ".writer.lock",
-        "faults.jsonl",
-        "faulty_hosts.json.tmp",
-        "suspect_step.json",
-        "suspect_step.json.tmp",
-        "hang_report_attempt_0.txt",
-        "latest_checkpointed_iteration.txt",
-        "metrics.jsonl.tmp",
-        "data.journal",
-        "data.bin.draft.tmp",
-        "data.idx.draft.tmp",
-        "data.idx.lengths.draft.tmp",
-        "data.idx.documents.draft.tmp",
-    ):
+    names = (
+        ".writer.lock faults.jsonl faulty_hosts.json.tmp suspect_step.json suspect_step.json.tmp "
+    )
+    names += "hang_report_attempt_0.txt latest_checkpointed_iteration.txt metrics.jsonl.tmp "
+    names += "data.journal data.bin.draft.tmp data.idx.draft.tmp data.idx.lengths.draft.tmp "
+    for name in f"{names} data.idx.documents.draft.tmp".split():
         (run / name).symlink_to(outside / "precious")
     (run / "stacks").symlink_to(outside / "folder")
     (run / "iter_0000001.tmp-0123456789abcdef").symlink_to(outside / "folder")
@@ -295,12 +286,18 @@ def test_row_46_a_run_falls_back_past_what_a_stranger_left(
     "change",
     [
         INCOMPLETE["a moment was never saved"],
-        in_extra("progress", iteration="2"),
+        in_extra("progress", consumed_samples=10**30),
         in_extra("progress", iteration=1),
-        in_extra("optimizer", steps=None),
+        in_extra("optimizer", steps=10**400),
         manifest_with(lambda fields: fields["extra"].update(window=[])),
     ],
-    ids=["moment", "iteration is text", "another iteration", "no steps", "window is a list"],
+    ids=[
+        "moment",
+        "samples without end",
+        "another iteration",
+        "steps without end",
+        "window is a list",
+    ],
 )
 def test_row_46_a_resumed_run_falls_back_past_a_state_that_is_none(
     change: Callable[[Path], None], run: tuple[Path, list[str]], tmp_path: Path, capsys: Any

@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
     """Too many steps in a row had a NaN or Inf loss or gradient norm
     (--max-consecutive-bad-steps)."""
     PEER_LOST = 4
-    """Another rank died, stopped or fell silent; one line names it."""
+    """Another rank died, stopped, fell silent or never came; one line names it."""
     SAVE_FAILED = 5
     """A checkpoint could not be written; earlier checkpoints are untouched."""
     COLLECTIVES_DIFFER = 6
@@ -30,6 +30,9 @@ class ExitCode(IntEnum):
     """Ranks that hold the same weights or optimizer state do not any more
     (--check-weight-hash-across-dp-replicas-interval); one line names ranks and tensors, nothing was
     saved."""
+    LAUNCHER_LOST = 8
+    """The launcher that started the processes, or its store, is gone (torchrun was killed): all
+    ranks saved, if they could, and stopped. Start the same command again."""
     RESTART_ELSEWHERE = 16
     """A step was suspicious twice (--on-reproduced-fault restart): restart on other machines, where
     the same step shows whether the machine or the data is to blame. Or a rank is on a machine that

@@ -124,6 +124,7 @@ def train(parts: LoopParts, progress: Progress) -> None:
             saved = done
         if stopping and (early or done != parts.run.train_iters):
             parts.display.log(f"stopped at iteration {done} as {early or '--exit-interval asks'}")
+            parts.stop.stopped(outcome.votes)
             return
     if parts.saves and saved != progress.iteration:
         parts.saves.finish(progress)

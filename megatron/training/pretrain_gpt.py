@@ -22,6 +22,7 @@ from megatron.training.config.checkpoint_options import checkpoint_defaults
 from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.errors import run_entry_point
+from megatron.training.failures.launcher import LauncherWatch, launcher_of
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.failures.termination import signals_to_thread
 from megatron.training.launch import Launch
@@ -114,8 +115,13 @@ def _defaults(given: Mapping[str, Any], program: Program) -> dict[str, Any]:
     return {**program.defaults(given), **found, **pattern_defaults(given)}
 
 
-def start_watch(run: Run, launch: Launch) -> tuple[Launch, PeerWatch | None]:
+def start_watch(
+    run: Run, launch: Launch, launcher: LauncherWatch
+) -> tuple[Launch, PeerWatch | None]:
     """Make this process known to the others; a single process has none.
+
+    Args:
+        launcher: is shown the launcher's store.
 
     Returns the launch with the number of this start that all of them know it by, and the watch.
     """
@@ -127,9 +133,13 @@ def start_watch(run: Run, launch: Launch) -> tuple[Launch, PeerWatch | None]:
 
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     save, files = run.config.checkpoint.save, None
-    # The server, where the launcher has none, lives as long as the watch.
-    server = launch.connect(timeout_seconds=seconds, first=True)
-    launch = agree_on_start(launch, server, timeout_seconds=seconds)
+    store = launch.connect(timeout_seconds=seconds, first=True)
+    address, beside = None, None
+    if launch.launcher_serves:
+        launcher.watch_store(launch.reach(timeout_seconds=seconds))
+        if launch.rank == 0:
+            address, beside = launch.serve_beside(timeout_seconds=seconds)
+    launch = agree_on_start(launch, store, timeout_seconds=seconds, own=address)
     if save is not None:
         files = HangFiles(
             save,
@@ -138,12 +148,13 @@ def start_watch(run: Run, launch: Launch) -> tuple[Launch, PeerWatch | None]:
             # Before the others give up, and the launcher ends this process with theirs.
             frozen_seconds=max(0.5 * seconds, 2.5),
         )
-    clients = iter([launch.own_keys(server)])
     return launch, PeerWatch(
-        lambda: next(clients, None) or launch.open_store(timeout_seconds=seconds),
+        lambda: launch.open_store(timeout_seconds=seconds),
         rank=launch.rank,
         world_size=launch.world_size,
         files=files,
+        servers=(store, beside),
+        serves=lambda: not launch.rank and (beside is None or launch.link.is_lost()),
     )
 
 
@@ -174,6 +185,7 @@ def main(
         program: which of the entry scripts this is.
     """
     launches: list[Launch] = []
+    launchers: list[LauncherWatch] = []
     speaking = threading.Lock()
 
     def claim(text: str) -> bool:
@@ -204,15 +216,21 @@ def main(
     def work() -> None:
         launch = Launch.from_environment(environment)
         launches.append(launch)
+        launcher = LauncherWatch(launch, launcher_of(environment, os.getppid()), stop.lose_launcher)
+        launchers.append(launcher)
         run = read_run(argv, launch, program=program)
-        launch, stop.watch = start_watch(run, launch)
+        launch, stop.watch = start_watch(run, launch, launcher)
         train(run, launch, watch=stop.watch, stop=stop)
 
-    with signals_to_thread(stop.react, stop.on_main):
+    with signals_to_thread(stop.react, stop.on_main) as listener:
+        if listener is not None:
+            stop.wake = listener.tell
         code = run_entry_point(work, prog=program.name, claim=claim, speaking=behind_rank_0())
+    for launcher in launchers:
+        launcher.close()
     if stop.watch is not None:
         stop.watch.tidy()
-    return code
+    return code or stop.code
 
 
 def run_program(program: Program) -> None:

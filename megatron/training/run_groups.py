@@ -154,15 +154,15 @@ def _background(run: Run, launch: Launch, seconds: float, watch: PeerWatch) -> C
     """Return how ranks agree on saves in the background: through a client of its own."""
     if not run.config.checkpoint.async_save:
         return None
-    store = dist.PrefixStore("background", launch.open_store(timeout_seconds=seconds))
     return StoreCoordinator(
-        store,
+        launch.open_store(timeout_seconds=seconds),
         launch.rank,
         launch.world_size,
         # a shard may take long to write, and nobody waits for it in a collective
         timeout_seconds=max(seconds, BACKGROUND_SECONDS),
         # the trainer may be waiting for this save; then it is the save that has to notice
         missed=partial(_see_alive, watch),
+        prefix="background",
     )
 
 
@@ -176,7 +176,7 @@ def _meet(launch: Launch, device: torch.device, seconds: float) -> None:
         ask_for_record(os.environ)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("groups", launch.open_store(timeout_seconds=seconds)),
+        store=dist.PrefixStore("groups", launch.own_keys(launch.connect(timeout_seconds=seconds))),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=seconds),

@@ -81,9 +81,16 @@ def run_here(argv: list[str]) -> int:
     return pretrain_gpt.main(argv, {}, program=program_of(argv))
 
 
-def rank_process(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
-    """Be one rank of a run, and end as the entry point does: with its code, at once."""
-    environment = {
+def rank_process(
+    rank: int, world: int, port: int, argv: list[str], *, run_id: str | None = None
+) -> NoReturn:
+    """Be one rank of a run, and end as the entry point does: with its code, at once.
+
+    Args:
+        run_id: of a launcher that this process is a child of.
+    """
+    environment = {} if run_id is None else {"TORCHELASTIC_RUN_ID": run_id}
+    environment |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),
@@ -95,6 +102,11 @@ def rank_process(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def launched_rank(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
+    """Be one rank of a run that a launcher of `tests.support.launchers` has started."""
+    rank_process(rank, world, port, argv, run_id="test")
 
 
 @contextlib.contextmanager

@@ -65,6 +65,9 @@ PRELOAD = (
     "tests.functional_tests.small_run",
 )
 
+#: Names the folder of the logs to the ranks.
+FOLDER = "RANKS_FOLDER"
+
 #: How long after the first failure the other ranks may still report theirs, in seconds.
 GRACE_SECONDS = 0.3
 
@@ -137,7 +140,7 @@ def _rank_main(job: _Job, conn: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     goodbye = _leave_with_parent(conn)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name need not resolve
-    os.environ.update({"RANK": str(job.rank), "WORLD_SIZE": str(job.world)})
+    os.environ.update({"RANK": str(job.rank), "WORLD_SIZE": str(job.world), FOLDER: job.folder})
     os.environ.update(job.env)
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -27,6 +27,9 @@ from megatron.training.failures.peer_states import Beat, Identity, Peers
 #: How long the thread that beats looks for the rank to blame, in seconds.
 GUARD_SECONDS = 5.0
 
+#: How long a rank whose store the others read waits for their end, in seconds.
+OUTLAST_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -63,6 +66,8 @@ class PeerWatch:
         rank, world_size: of the run.
         beat_seconds: time between beats.
         files: what this process leaves when a run is stuck; None for nothing.
+        servers: stores that this process serves, if it does: they live as long as the watch.
+        serves: asked at a good end, whether the others read one of them.
     """
 
     def __init__(
@@ -73,8 +78,11 @@ class PeerWatch:
         world_size: int,
         beat_seconds: float = 1.0,
         files: HangFiles | None = None,
+        servers: Sequence[dist.Store | None] = (),
+        serves: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank, self._beat_seconds, self._files = rank, beat_seconds, files
+        self._servers, self._serves = servers, serves
         me = Identity(socket.gethostname(), os.getpid())
         mine, beating = (
             Peers(
@@ -158,7 +166,18 @@ class PeerWatch:
             self._peers.store.set(f"left/{self._rank}", "1")
         self._stop.set()
         self._thread.join(timeout=5.0)
+        if self._serves():
+            self._outlast()
         self.tidy()
+
+    def _outlast(self) -> None:
+        """Wait until the others have left: they may not have read the last they agreed on."""
+        deadline = time.monotonic() + OUTLAST_SECONDS
+        with contextlib.suppress(Exception):
+            while time.monotonic() < deadline:
+                if all(self._peers.state_here(rank) for rank in self._peers.others()):
+                    return
+                time.sleep(0.01)
 
     def tidy(self) -> None:
         """Remove what is only of use while this process runs, however it ends."""

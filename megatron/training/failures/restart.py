@@ -13,14 +13,22 @@ it would then be those of another start. `agree_on_start` gives each start a num
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron.training.config.resolve import Run
+from megatron.training.errors import PeerLost
 from megatron.training.launch import Launch
+
+#: How much longer than rank 0 the others wait, in seconds, to hear from it who has not come.
+ANSWER_SECONDS = 5.0
 
 
 class RestartNote:
@@ -33,6 +41,7 @@ class RestartNote:
 
     def __init__(self, launch: Launch, *, timeout_seconds: float) -> None:
         self._store: dist.Store | None = None
+        self._link = launch.link
         if launch.launcher_serves:
             self._store = launch.open_store(timeout_seconds=timeout_seconds, of_job=True)
         # Read before anybody can have saved in this start: the same on every rank.
@@ -44,8 +53,10 @@ class RestartNote:
 
     def saved(self) -> None:
         """Note that there is a checkpoint."""
-        if self._store is not None:
-            self._store.set("saved", "1")
+        # A launcher that is gone starts nothing again.
+        with contextlib.suppress(dist.DistNetworkError):
+            if self._store is not None and not self._link.is_lost():
+                self._store.set("saved", "1")
 
 
 def going_on(run: Run) -> Run:
@@ -55,27 +66,31 @@ def going_on(run: Run) -> Run:
     return replace(run, config=replace(run.config, checkpoint=chosen))
 
 
-def agree_on_start(launch: Launch, store: dist.Store, *, timeout_seconds: float) -> Launch:
-    """Return the launch with a number of this start that all its ranks share, counted from 0.
+def agree_on_start(
+    launch: Launch,
+    store: dist.Store,
+    *,
+    timeout_seconds: float,
+    own: tuple[str, int] | None = None,
+) -> Launch:
+    """Return the launch with a number of this start that all its ranks share, counted from 0, and
+    with the address of rank 0's store.
 
-    Rank 0 gives it to every other rank by the name that this one has made up for itself, as the
+    Rank 0 gives both to every other rank by the name that this one has made up for itself, as the
     store may still hold what ranks of earlier starts left there. Where the launcher serves no store
     nothing is left of those, and the number is rank 0's count of restarts.
 
     Args:
         store: a client whose keys are everybody's.
         timeout_seconds: how long to wait for the others.
+        own: where rank 0 serves a store beside the launcher's; known to rank 0 alone.
 
     Raises:
-        RuntimeError: a rank has not come within that time.
+        PeerLost: a rank has not come within that time.
     """
     keys = dist.PrefixStore("megatron/starts", store)
     if launch.rank:
-        name = uuid.uuid4().hex
-        keys.set(f"name/{launch.rank}", name)
-        number = int(keys.get(f"number/{name}"))
-        keys.set(f"knows/{number}/{launch.rank}", "1")
-        return replace(launch, attempt=number)
+        return _told(launch, keys, timeout_seconds)
     number = keys.add("count", 1) - 1 if launch.launcher_serves else launch.attempt
     names: dict[int, str] = {}
     waiting = set(range(1, launch.world_size))
@@ -88,11 +103,37 @@ def agree_on_start(launch: Launch, store: dist.Store, *, timeout_seconds: float)
                 name = keys.get(f"name/{rank}").decode()
                 if names.get(rank) != name:
                     names[rank] = name
-                    keys.set(f"number/{name}", str(number))
+                    keys.set(f"number/{name}", json.dumps({"number": number, "own": own}))
         if waiting and time.monotonic() > deadline:
-            raise RuntimeError(
-                f"{len(waiting)} of {launch.world_size} ranks have not started within "
-                f"{timeout_seconds:g} seconds, rank {min(waiting)} first: see why in its log"
-            )
+            text = _missing(sorted(waiting), launch.world_size, timeout_seconds)
+            raise PeerLost(text)
         time.sleep(0.002 if waiting else 0.0)
-    return replace(launch, attempt=number)
+    return replace(launch, attempt=number, own=own)
+
+
+def _told(launch: Launch, keys: dist.Store, timeout_seconds: float) -> Launch:
+    """Return what rank 0 tells another rank."""
+    name = uuid.uuid4().hex
+    keys.set(f"name/{launch.rank}", name)
+    try:
+        keys.wait([f"number/{name}"], timedelta(seconds=timeout_seconds + ANSWER_SECONDS))
+    except dist.DistStoreError:
+        text = f"rank 0 has not started within {timeout_seconds:g} seconds, or knows no rank"
+        raise PeerLost(
+            f"{text} {launch.rank}: see its log, and its WORLD_SIZE ({launch.world_size} here)"
+        ) from None
+    told = json.loads(keys.get(f"number/{name}"))
+    keys.set(f"knows/{told['number']}/{launch.rank}", "1")
+    own = told["own"]
+    return replace(launch, attempt=told["number"], own=None if own is None else tuple(own))
+
+
+def _missing(ranks: Sequence[int], world_size: int, seconds: float) -> str:
+    """Name ranks that have not come."""
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    have = f"rank{'s' if len(ranks) > 1 else ''} {shown} of {world_size} ha"
+    have += "ve" if len(ranks) > 1 else "s"
+    return (
+        f"{have} not started within {seconds:g} seconds: see why in their logs, and that WORLD_SIZE"
+        " is the number of processes started"
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run stops early: a signal, or the end of its time; all ranks stop behind the same step.
+"""When a run stops early: a signal, the end of its time, or of its launcher; all ranks stop behind
+the same step.
 
 A rank that is asked to stop votes for it in its next step, whose reduction of the loss carries the
 votes of all ranks. So every rank learns of it in the same step, and a save only ever starts when
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.termination import ENDING
+from megatron.training.failures.termination import LAUNCHER_GONE, code_of
 
 if TYPE_CHECKING:
     from megatron.training.failures.peers import Diagnosis, PeerWatch
@@ -64,9 +65,15 @@ class StopRequests:
         """Who of the other ranks lives; None for a single process, and before they have met."""
         self._grace: float | None = None  # None: a signal ends the process at once
         self._limit: float | None = None
-        self._number: int | None = None  # of the signal that has arrived
+        self._number: int | None = None  # of the first signal that has arrived
+        self._signalled = False  # whether that, or one behind it, is more than the launcher's end
         self._first = self._deadline = 0.0
         self._interrupts_main = self._echoed = False
+        self._launcher: str | None = None  # what is gone of it
+        self.wake: Callable[[int], object] = lambda number: None
+        """Has the thread that reacts to signals react to a number."""
+        self.code = ExitCode.OK
+        """With what a process ends that has stopped in order."""
         self._longest: dict[str, float] = {}
 
     # --- what the loop says and asks --------------------------------------------------------------
@@ -84,10 +91,12 @@ class StopRequests:
         """Remember how long a thing takes: its longest time, which fades."""
         self._longest[kind] = max(seconds, 0.9 * self._longest.get(kind, 0.0))
 
-    def votes(self) -> tuple[float, float]:
-        """Return this rank's part of what all ranks sum: (a signal has come, the time is up)."""
+    def votes(self) -> tuple[float, float, float]:
+        """Return this rank's part of what all ranks sum: (a signal has come, the time is up, the
+        launcher is gone)."""
         asks = self._number is not None and self._grace is not None  # else it ends at once
-        return float(asks), float(self._time_is_up())
+        gone = asks and self._number == LAUNCHER_GONE
+        return float(asks), float(self._time_is_up()), float(gone)
 
     def _time_is_up(self) -> bool:
         """Return whether the run might end too late if it goes on behind this step.
@@ -107,10 +116,17 @@ class StopRequests:
         """Say why the run stops behind this step, the same on every rank; None if it goes on."""
         if not sums:
             return None
-        signals, times = sums
+        signals, times, launchers = sums
+        if launchers:
+            return "the launcher is gone"
         if signals:
             return "a signal asks"
         return "--exit-duration-in-mins asks" if times else None
+
+    def stopped(self, sums: Sequence[float]) -> None:
+        """Note for what reason the run has stopped in order."""
+        if sums and sums[2]:
+            self.code = ExitCode.LAUNCHER_LOST
 
     # --- what a signal does -----------------------------------------------------------------------
 
@@ -121,15 +137,21 @@ class StopRequests:
         if self._interrupts_main and not self._echoed:
             self._echoed = True  # Ctrl-C as it was passed on to the main thread
             return UNWIND_SECONDS
-        if self._number is not None:
+        if number == LAUNCHER_GONE and self._number is not None:
+            return LOOK_SECONDS  # it had been told to end, and has been killed since
+        if self._signalled:
             if self._now() < self._first + SAME_SECONDS:
                 return LOOK_SECONDS
             return self._leave_at_once()
+        self._first, self._signalled = self._now(), number != LAUNCHER_GONE
+        if self._number is not None:
+            return LOOK_SECONDS  # a signal asks for what is under way
         self._number = number
-        self._first = self._now()
         self._deadline = self._first + (self._grace or 0.0)
         if found := self._diagnose():
             return self._give_up(found)
+        if number == LAUNCHER_GONE:
+            return self._outlive()
         name = signal.Signals(number).name
         if self._grace is not None:
             self._say(f"{name}: stopping after this step with a save; a second one ends at once")
@@ -141,6 +163,24 @@ class StopRequests:
             return UNWIND_SECONDS
         self._say(f"ended by {name}")
         return self._leave_at_once()
+
+    def lose_launcher(self, text: str) -> None:
+        """Take note that the launcher is gone; any thread calls this.
+
+        Args:
+            text: what is gone.
+        """
+        if self._launcher is None:
+            self._launcher = text
+            self.wake(LAUNCHER_GONE)
+
+    def _outlive(self) -> float | None:
+        """Stop because nobody is left who could start this process again."""
+        if self._grace is None:
+            self._say(f"{self._launcher}: ended at once, with nothing to save")
+            return self._leave_at_once()
+        self._say(f"{self._launcher}: stopping after this step with a save")
+        return LOOK_SECONDS
 
     def on_main(self) -> None:
         """Raise KeyboardInterrupt on the main thread if that is how the process shall end."""
@@ -157,7 +197,7 @@ class StopRequests:
         if self._now() < self._deadline:
             return LOOK_SECONDS
         self._say(
-            f"no end within --exit-grace-seconds {self._grace:g} of the signal: ended at once; "
+            f"no end within --exit-grace-seconds {self._grace:g}: ended at once; "
             "earlier checkpoints are whole"
         )
         return self._leave_at_once()
@@ -185,4 +225,4 @@ class StopRequests:
 
     def _leave_at_once(self) -> None:
         assert self._number is not None
-        self._end(ENDING[signal.Signals(self._number)])
+        self._end(code_of(self._number))

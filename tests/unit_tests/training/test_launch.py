@@ -3,8 +3,15 @@
 
 from __future__ import annotations
 
-import pytest
+import socket
+from dataclasses import replace
+from datetime import timedelta
 
+import pytest
+import torch.distributed as dist
+
+from megatron.training.errors import RunStopped
+from megatron.training.exit_codes import ExitCode
 from megatron.training.launch import Launch
 
 TORCHRUN = {
@@ -34,11 +41,96 @@ def test_torchrun():
     )
 
 
-def test_a_broken_environment_is_one_line():
-    with pytest.raises(ValueError, match="MASTER_PORT not: start the run with torchrun"):
-        Launch.from_environment({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"})
-    with pytest.raises(ValueError, match="environment is broken"):
-        Launch.from_environment({**TORCHRUN, "RANK": "x"})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MASTER_PORT", None),
+        ("LOCAL_RANK", None),
+        ("MASTER_PORT", "abc"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "65536"),
+        ("RANK", "x"),
+        ("RANK", ""),
+        ("RANK", "-1"),
+        ("RANK", "4"),
+        ("WORLD_SIZE", "two"),
+        ("WORLD_SIZE", "0"),
+        ("LOCAL_RANK", "-1"),
+        ("LOCAL_RANK", "1.5"),
+        ("TORCHELASTIC_RESTART_COUNT", "often"),
+    ],
+)
+def test_a_broken_environment_is_one_line_that_names_the_variable(name, value):
+    environment = {k: v for k, v in {**TORCHRUN, name: value}.items() if v is not None}
+    with pytest.raises(ValueError, match=name) as caught:
+        Launch.from_environment(environment)
+    assert (value or "") in str(caught.value)
+
+
+def _rank(rank: int, port: int, address: str = "127.0.0.1", *, serves: bool = False) -> Launch:
+    return Launch(rank=rank, world_size=2, address=address, port=port, launcher_serves=serves)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("serves", "code"), [(False, ExitCode.PEER_LOST), (True, ExitCode.LAUNCHER_LOST)]
+)
+def test_a_port_that_nobody_listens_on_is_named(serves, code):
+    port = _free_port()
+    with pytest.raises(RunStopped, match=f"MASTER_PORT {port} of MASTER_ADDR 127.0.0.1") as caught:
+        _rank(1, port, serves=serves).connect(timeout_seconds=0.05, first=True)
+    assert caught.value.code == code
+
+
+def test_a_port_in_use_is_named():
+    with (
+        socket.create_server(("", 0)) as other,
+        pytest.raises(ValueError, match=f"MASTER_PORT {other.getsockname()[1]} "),
+    ):
+        _rank(0, other.getsockname()[1]).connect(timeout_seconds=1.0, first=True)
+
+
+def test_an_address_without_a_name_is_named():
+    with pytest.raises(ValueError, match=r"MASTER_ADDR no-such-host\.invalid"):
+        _rank(1, 29500, "no-such-host.invalid").connect(timeout_seconds=0.05, first=True)
+
+
+def test_a_port_of_another_program_is_named():
+    """It takes connections and says nothing, or something else."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(ValueError, match=f"MASTER_PORT {other.getsockname()[1]} "),
+    ):
+        _rank(1, other.getsockname()[1]).connect(timeout_seconds=0.2, first=True)
+
+
+def test_what_ranks_write_outlives_the_launchers_store():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launch = _rank(0, server.port, serves=True)
+    (address, port), beside = launch.serve_beside(timeout_seconds=10.0)
+    clients = [
+        replace(launch, rank=rank, own=(address, port)).open_store(timeout_seconds=10.0)
+        for rank in range(2)
+    ]
+    clients[0].set("a", "b")
+    assert clients[1].get("a") == b"b"
+    assert clients[1].add("n", 2) == 2
+    del server
+    assert clients[1].get("a") == b"b"
+    assert clients[1].add("n", 3) == 5
+    clients[1].set("c", "d")
+    clients[0].wait(["c"], timedelta(seconds=10))
+    assert clients[0].delete_key("c")
+    assert not clients[1].check(["c"])
+    with pytest.raises(dist.DistStoreError):
+        clients[0].wait(["never"], timedelta(seconds=0.01))
+    del beside
+    with pytest.raises(dist.DistNetworkError):
+        clients[1].check(["a"])
 
 
 def test_a_single_process_has_a_store_of_its_own():

@@ -231,7 +231,7 @@ def test_progress_survives_json_and_refuses_damage():
         Progress.from_json({**progress.to_json(), "iteration": None})
 
 
-SIGNAL, CLOCK = (2.0, 0.0), (0.0, 1.0)
+SIGNAL, CLOCK = (2.0, 0.0, 0.0), (0.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,9 @@ def test_votes_in_the_last_step_leave_its_validation_too():
 
 
 def test_without_votes_and_with_none_in_favour_a_run_goes_on():
-    played = Played("--save s --eval-interval 0", [Outcome(2.0), Outcome(2.0, votes=(0.0, 0.0))])
+    played = Played(
+        "--save s --eval-interval 0", [Outcome(2.0), Outcome(2.0, votes=(0.0, 0.0, 0.0))]
+    )
     assert played.train().progress.iteration == 10
 
 

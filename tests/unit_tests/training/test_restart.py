@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron.training.config.resolve import resolve
+from megatron.training.errors import PeerLost
+from megatron.training.failures import restart
 from megatron.training.failures.restart import RestartNote, agree_on_start, going_on
 from megatron.training.launch import Launch
 from tests.unit_tests.training.small_config import small_config
@@ -89,8 +91,35 @@ def test_names_that_an_earlier_start_left_are_not_taken_for_those_of_this_one():
     assert _started(server.port, [0, 0, 0]) == [1, 1, 1]
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_ranks_that_do_not_come_are_named():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launch = Launch(world_size=3, address="127.0.0.1", port=server.port, launcher_serves=True)
-    with pytest.raises(RuntimeError, match="2 of 3 ranks have not started"):
+    launch = Launch(world_size=4, address="127.0.0.1", port=server.port, launcher_serves=True)
+    dist.PrefixStore("megatron/starts", server).set("knows/0/2", "1")
+    with pytest.raises(PeerLost, match=r"ranks 1, 3 of 4 "):
         agree_on_start(launch, server, timeout_seconds=0.05)
+
+
+def test_a_rank_that_rank_0_does_not_answer_says_so(monkeypatch):
+    monkeypatch.setattr(restart, "ANSWER_SECONDS", 0.0)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launch = Launch(rank=3, world_size=4, address="127.0.0.1", port=server.port)
+    with pytest.raises(PeerLost, match=r"rank 0 .*WORLD_SIZE"):
+        agree_on_start(launch, server, timeout_seconds=0.05)
+
+
+def test_all_ranks_get_the_address_of_rank_0s_store():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = {}
+
+    def start(rank: int) -> None:
+        launch = Launch(rank=rank, world_size=2, address="127.0.0.1", port=server.port)
+        store = launch.connect(timeout_seconds=20.0)
+        own = None if rank else ("host", 7)
+        found[rank] = agree_on_start(launch, store, timeout_seconds=20.0, own=own).own
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: ("host", 7), 1: ("host", 7)}

@@ -10,6 +10,7 @@ import pytest
 from megatron.training.exit_codes import ExitCode
 from megatron.training.failures.peers import Diagnosis
 from megatron.training.failures.stopping import StopRequests
+from megatron.training.failures.termination import LAUNCHER_GONE
 
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 
@@ -38,6 +39,7 @@ class Process:
         self.time, self.said, self.watch = 100.0, [], Watch()
         self.stop = StopRequests(self.said.append, end=self._end, now=lambda: self.time)
         self.stop.watch = self.watch
+        self.stop.wake = self.stop.react
         self.stop.arm(grace_seconds=grace, limit_seconds=limit)
 
     def _end(self, code: int) -> None:
@@ -52,17 +54,19 @@ class Process:
 
 def test_one_vote_of_any_rank_stops_and_says_why():
     assert StopRequests.reason(()) is None
-    assert StopRequests.reason((0.0, 0.0)) is None
-    assert StopRequests.reason((1.0, 0.0)) == StopRequests.reason((3.0, 1.0)) == "a signal asks"
-    assert StopRequests.reason((0.0, 2.0)) == "--exit-duration-in-mins asks"
+    assert StopRequests.reason((0.0, 0.0, 0.0)) is None
+    assert StopRequests.reason((1.0, 0.0, 0.0)) == "a signal asks"
+    assert StopRequests.reason((3.0, 1.0, 0.0)) == "a signal asks"
+    assert StopRequests.reason((0.0, 2.0, 0.0)) == "--exit-duration-in-mins asks"
+    assert StopRequests.reason((2.0, 1.0, 1.0)) == "the launcher is gone"
 
 
 @pytest.mark.parametrize("number", [TERM, INT])
 def test_a_signal_is_voted_for_and_a_second_one_ends_at_once(number):
     process = Process()
-    assert process.stop.votes() == (0.0, 0.0)
+    assert process.stop.votes() == (0.0, 0.0, 0.0)
     assert process.stop.react(number) is not None
-    assert process.stop.votes() == (1.0, 0.0)
+    assert process.stop.votes() == (1.0, 0.0, 0.0)
     assert len(process.said) == 1
     assert "a second one ends at once" in process.said[0]
     process.time += 0.9
@@ -110,17 +114,17 @@ def test_time_is_kept_for_two_steps_two_saves_and_a_validation():
         process.stop.note(kind, seconds)
     reserve = 1.1 * (2 * 10.0 + 2 * 40.0 + 30.0)
     process.time = 100.0 + 1000.0 - reserve - 1.0
-    assert process.stop.votes() == (0.0, 0.0)
+    assert process.stop.votes() == (0.0, 0.0, 0.0)
     process.time += 2.0
-    assert process.stop.votes() == (0.0, 1.0)
+    assert process.stop.votes() == (0.0, 1.0, 0.0)
 
 
 def test_before_the_first_save_a_part_of_the_time_is_kept_for_it():
     process = Process(limit=1000.0)
     process.time = 100.0 + 940.0
-    assert process.stop.votes() == (0.0, 0.0)
+    assert process.stop.votes() == (0.0, 0.0, 0.0)
     process.time += 10.0
-    assert process.stop.votes() == (0.0, 1.0)
+    assert process.stop.votes() == (0.0, 1.0, 0.0)
 
 
 def test_the_longest_step_fades():
@@ -130,13 +134,13 @@ def test_the_longest_step_fades():
     for _ in range(50):
         process.stop.note("step", 1.0)
     process.time = 100.0 + 990.0
-    assert process.stop.votes() == (0.0, 0.0)
+    assert process.stop.votes() == (0.0, 0.0, 0.0)
 
 
 def test_without_a_limit_time_is_never_up():
     process = Process()
     process.time += 1e9
-    assert process.stop.votes() == (0.0, 0.0)
+    assert process.stop.votes() == (0.0, 0.0, 0.0)
 
 
 def test_a_lost_rank_ends_the_process_without_a_signal():
@@ -144,3 +148,48 @@ def test_a_lost_rank_ends_the_process_without_a_signal():
     with pytest.raises(Ended):
         process.stop.lose(Diagnosis("rank 3 is dead"))
     assert process.said == ["rank 3 is dead; this run cannot go on"]
+
+
+def test_a_launcher_that_is_gone_is_voted_for_and_told_once():
+    process = Process()
+    process.stop.lose_launcher("process 7 is gone")
+    process.stop.lose_launcher("its store is gone")
+    assert process.stop.votes() == (1.0, 0.0, 1.0)
+    (line,) = process.said
+    assert line.startswith("process 7 is gone")
+    process.stop.stopped((2.0, 0.0, 1.0))
+    assert process.stop.code == ExitCode.LAUNCHER_LOST
+
+
+def test_a_launcher_that_is_gone_before_there_is_anything_to_save_ends_the_process():
+    process = Process(grace=None)
+    with pytest.raises(Ended) as caught:
+        process.stop.lose_launcher("process 7 is gone")
+    assert caught.value.args == (ExitCode.LAUNCHER_LOST,)
+
+
+def test_a_signal_behind_the_end_of_the_launcher_asks_for_the_same_stop():
+    process = Process()
+    process.stop.lose_launcher("process 7 is gone")
+    process.time += 5.0
+    assert process.stop.react(TERM) is not None, "a scheduler ends what is left"
+    assert process.stop.votes() == (1.0, 0.0, 1.0)
+    process.time += 5.0
+    assert process.ends(TERM) == ExitCode.LAUNCHER_LOST
+
+
+def test_a_launcher_that_is_killed_while_it_waits_changes_nothing():
+    process = Process()
+    process.stop.react(TERM)
+    process.time += 5.0
+    process.stop.lose_launcher("process 7 is gone")
+    assert process.stop.react(LAUNCHER_GONE) is not None
+    assert process.stop.votes() == (1.0, 0.0, 0.0)
+    assert process.ends(TERM) == ExitCode.TERMINATED
+
+
+def test_a_save_without_a_launcher_that_takes_too_long_ends():
+    process = Process(grace=20.0)
+    process.stop.lose_launcher("process 7 is gone")
+    process.time += 21.0
+    assert process.ends(None) == ExitCode.LAUNCHER_LOST

@@ -139,6 +139,7 @@ class StoreCoordinator(Coordinator):
             hear which rank it missed.
         say: see `Coordinator`.
         missed: called again and again with a rank that is waited for; raises if that is gone.
+        prefix: of keys; coordinators that share a store have different ones.
     """
 
     def __init__(
@@ -150,11 +151,13 @@ class StoreCoordinator(Coordinator):
         timeout_seconds: float,
         say: Callable[[str], None] = print_to_stderr,
         missed: Callable[[int], None] = lambda rank: None,
+        prefix: str = "dist_checkpointing",
     ) -> None:
         super().__init__(rank, world_size, say)
         if timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
-        self._store = dist.PrefixStore("dist_checkpointing", store)
+        # Not torch's PrefixStore: that cannot delete keys of a store made in Python.
+        self._store, self._prefix = store, prefix
         self._timeout_seconds, self._missed = timeout_seconds, missed
         self._sessions = 0
         self._label = ""
@@ -166,7 +169,7 @@ class StoreCoordinator(Coordinator):
         self._label = label
 
     def _exchange(self, stage: str, message: Any, decide: Decide) -> Any:
-        prefix = f"{self._sessions}/{self._label}/{stage}"
+        prefix = f"{self._prefix}/{self._sessions}/{self._label}/{stage}"
         try:
             if self.rank:
                 self._put(f"{prefix}/{self.rank}", message)

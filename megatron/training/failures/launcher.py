@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeing that the launcher is gone: the process that has started this one, or the store it serves.
+
+torchrun ends its processes when it is told to end, but not when it is killed. They would go on for
+ever, and nobody would start them again. A process that no launcher has started has none to lose: a
+shell that ends leaves it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megatron.training.failures.peer_states import process_state
+from megatron.training.launch import Launch
+
+#: Time between looks where nothing wakes the thread, in seconds.
+LOOK_SECONDS = 0.5
+
+#: How long to wait for the end of a process whose store is gone, in seconds.
+SAME_SECONDS = 0.5
+
+#: What tells the processes of one launcher from others.
+_OWN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")
+
+
+def launcher_of(
+    environment: Mapping[str, str], pid: int, *, proc: Path = Path("/proc")
+) -> int | None:
+    """Return the process id of the launcher; None if no launcher has started this process.
+
+    It sets variables for those it starts, so it is the nearest ancestor without them: a script
+    between the two has them.
+
+    Args:
+        environment: of this process.
+        pid: of its parent.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    own = {f"{name}={environment[name]}".encode() for name in _OWN if name in environment}
+    try:
+        while pid > 1 and own <= set((proc / str(pid) / "environ").read_bytes().split(b"\0")):
+            pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):  # of another user, or no such file: the parent it is
+        pass
+    return pid
+
+
+class LauncherWatch:
+    """Waits on a thread for the end of the launcher.
+
+    Args:
+        launch: of this process.
+        pid: of the launcher, None without one.
+        lose: told what is gone; the store of a launcher may go with it, as a second thing.
+    """
+
+    def __init__(self, launch: Launch, pid: int | None, lose: Callable[[str], None]) -> None:
+        self._launch, self._pid, self._lose = launch, pid, lose
+        self._process: int | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        if pid is None:
+            return
+        try:
+            self._process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._lose(self._named)
+            return
+        except (AttributeError, OSError):  # no Linux, or an old one
+            self._process = None
+        self._thread = threading.Thread(target=self._watch, name="launcher-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def _named(self) -> str:
+        return f"the launcher (process {self._pid} on {socket.gethostname()}) is gone"
+
+    def watch_store(self, connection: socket.socket) -> None:
+        """Also wait for the end of the store that the launcher serves.
+
+        Args:
+            connection: to its server, on which nothing is ever sent.
+        """
+        # A machine that is gone closes no connection: its kernel is asked, which also answers for
+        # a process that is stopped.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 2)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setblocking(False)
+        self._launch.link.connection = connection
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+        self._launch.link.close()
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
+
+    def _watch(self) -> None:
+        alive, link = True, self._launch.link
+        while alive or link.connection is not None:
+            waits = select.poll()
+            for end in (self._process if alive else None, link.connection):
+                if end is not None:
+                    waits.register(end, select.POLLIN)
+            waits.poll(1000.0 * LOOK_SECONDS)
+            if self._closed.is_set():
+                return
+            lost = link.connection is not None and link.is_lost()
+            # First what others do not see. A process that is killed closes its connections before
+            # it is gone.
+            if alive and self._process_is_gone(SAME_SECONDS if lost else 0.0):
+                alive = False
+                self._lose(self._named)
+            if lost:
+                link.close()
+                place = f"{self._launch.address}:{self._launch.port}"
+                self._lose(f"the launcher that serves the store at {place} is gone")
+
+    def _process_is_gone(self, within_seconds: float) -> bool:
+        assert self._pid is not None
+        if self._process is None:
+            return process_state(self._pid) == "dead"
+        ends = select.poll()
+        ends.register(self._process, select.POLLIN)
+        return bool(ends.poll(1000.0 * within_seconds))

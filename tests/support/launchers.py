@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers that a test can kill: each serves or shares a store and has ranks as its children, as
+torchrun has, but starts them in milliseconds.
+
+    with launched(process, *args, nodes=2, ranks=1) as job:   # process(rank, world, port, *args)
+        job.wait_for_line("...")
+        job.kill(1)                                           # the launcher of the second machine
+        codes = job.codes(timeout=60)                         # of the ranks, None if one stays
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from tests.support.ranks import FOLDER, RankSet, start_ranks
+
+Process = Callable[..., NoReturn]
+
+
+def _written(path: Path, text: str) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def _read(path: Path, *, seconds: float = 60.0) -> str:
+    """Wait for a file and return what is in it."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} never came")
+        time.sleep(0.002)
+    return path.read_text()
+
+
+def _be_rank(rank: int, world: int, folder: str, process: Process, args: tuple[Any, ...]) -> None:
+    """Be a child of a launcher; leave the exit code in a file, as nobody may be there to ask."""
+    os.closerange(3, 256)  # the launcher's end is seen by what it alone has open
+    log = os.open(Path(folder, f"log_{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    end = os._exit
+
+    def leave(code: int) -> NoReturn:
+        with contextlib.suppress(OSError):
+            _written(Path(folder, f"code_{rank}"), str(int(code)))
+        end(code)
+
+    os._exit = leave
+    try:
+        process(rank, world, int(_read(Path(folder, "port"))), *args)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+    leave(1)
+
+
+def _launcher(node: int, nodes: int, ranks: int, process: Process, args: tuple[Any, ...]) -> None:
+    """Start the ranks of one machine and wait for them; the first one serves the store."""
+    folder = os.environ[FOLDER]
+    for local in range(ranks):
+        rank = node * ranks + local
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads: they wait for this process's goodbye
+            pid = os.fork()
+        if not pid:
+            _be_rank(rank, nodes * ranks, folder, process, args)
+        _written(Path(folder, f"pid_{rank}"), str(pid))
+    server = None
+    if node == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        _written(Path(folder, "port"), str(server.port))
+    for _ in range(ranks):
+        os.wait()
+    del server
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs: it may be dead and not yet asked for its code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Launched:
+    """Launchers and their ranks.
+
+    Args:
+        launchers: the processes.
+        folder: where ranks leave what they say.
+        world: how many ranks there are.
+    """
+
+    def __init__(self, launchers: RankSet, folder: Path, world: int) -> None:
+        self.launchers, self._folder, self.world = launchers, folder, world
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank."""
+        return int(_read(self._folder / f"pid_{rank}"))
+
+    def kill(self, node: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the launcher of a machine."""
+        self.launchers.kill(node, number)
+
+    def log(self, rank: int) -> str:
+        """Return what a rank has printed so far."""
+        path = self._folder / f"log_{rank}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait_for_line(self, rank: int, text: str, *, timeout: float = 60.0) -> None:
+        """Block until a rank has printed `text`."""
+        deadline = time.monotonic() + timeout
+        while text not in self.log(rank):
+            assert time.monotonic() < deadline, f"never printed {text!r}:\n{self.log(rank)}"
+            assert is_alive(self.pid(rank)), f"rank {rank} ended:\n{self.log(rank)}"
+            time.sleep(0.005)
+
+    def code(self, rank: int) -> int | None:
+        """Return how a rank has ended: -9 if it left no code, None if it runs."""
+        if is_alive(self.pid(rank)):
+            return None
+        path = self._folder / f"code_{rank}"
+        return int(path.read_text()) if path.exists() else -signal.SIGKILL
+
+    def codes(self, *, timeout: float) -> list[int | None]:
+        """Wait until all ranks have ended and return how."""
+        deadline = time.monotonic() + timeout
+        while None in (found := [self.code(r) for r in range(self.world)]):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+        return found
+
+    def end(self) -> None:
+        """Kill what is left of the ranks."""
+        for rank in range(self.world):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                pid = int((self._folder / f"pid_{rank}").read_text())
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def launched(process: Process, *args: Any, nodes: int = 1, ranks: int = 2) -> Iterator[Launched]:
+    """Start launchers with ranks; whatever happens they are ended.
+
+    Args:
+        process: what each rank does, told rank, world size and the store's port, then `args`; a
+            module-level function that ends the process itself.
+        nodes: how many launchers.
+        ranks: of each.
+    """
+    with start_ranks(_launcher, nodes, ranks, process, args, init=False) as launchers:
+        job = Launched(launchers, Path(launchers.folder), nodes * ranks)
+        try:
+            yield job
+        finally:
+            job.end()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has started this process, and what is seen of the launcher's end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+
+import pytest
+
+from megatron.training.failures.launcher import LauncherWatch, launcher_of
+from megatron.training.launch import Launch
+
+OWN = {"TORCHELASTIC_RUN_ID": "run", "RANK": "1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def lost():
+    """What has been told, and an event of its own."""
+    texts, event = [], threading.Event()
+
+    def lose(text: str) -> None:
+        texts.append(text)
+        event.set()
+
+    lose.texts, lose.event = texts, event
+    return lose
+
+
+def _processes(proc, **parents):
+    """Write a process table: parent and environment by process id."""
+    for name, (parent, environment) in parents.items():
+        folder = proc / name.removeprefix("p")
+        folder.mkdir()
+        (folder / "stat").write_text(f"{folder.name} (a (b) c) S {parent} 1 1")
+        text = "\0".join(f"{k}={v}" for k, v in environment.items())
+        (folder / "environ").write_bytes(f"{text}\0".encode())
+
+
+def test_a_launcher_is_the_nearest_ancestor_without_its_variables(tmp_path):
+    outer = {**OWN, "MASTER_PORT": "1"}
+    _processes(tmp_path, p30=(20, OWN), p20=(10, outer), p10=(1, {}))
+    assert launcher_of(OWN, 20, proc=tmp_path) == 20, "a launcher within a run of another one"
+    assert launcher_of(OWN, 30, proc=tmp_path) == 20, "a script between the two"
+    assert launcher_of(OWN, 40, proc=tmp_path) == 40, "no such file, as without /proc"
+
+
+def test_a_shell_is_no_launcher():
+    assert launcher_of({"RANK": "1", "MASTER_PORT": "29500"}, os.getppid()) is None
+
+
+def test_the_end_of_the_process_is_told(sleeper, lost):
+    watch = LauncherWatch(Launch(), sleeper.pid, lost)
+    assert not lost.event.wait(0.7)
+    sleeper.kill()
+    assert lost.event.wait(10.0)
+    assert f"process {sleeper.pid} " in lost.texts[0]
+    watch.close()
+
+
+def test_a_process_that_has_ended_before_is_told(lost):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    LauncherWatch(Launch(), gone.pid, lost)
+    assert lost.event.wait(10.0)
+
+
+def test_the_end_of_the_store_is_told_and_kept(sleeper, lost):
+    launch = Launch(address="127.0.0.1", port=7)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch = LauncherWatch(launch, sleeper.pid, lost)
+        watch.watch_store(socket.create_connection(server.getsockname()))
+        accepted, _ = server.accept()
+        assert not lost.event.wait(0.7)
+        assert not launch.link.is_lost()
+        accepted.close()
+        assert lost.event.wait(10.0)
+    assert launch.link.is_lost()
+    assert "127.0.0.1:7" in lost.texts[0]
+    watch.close()

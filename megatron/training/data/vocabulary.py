@@ -12,6 +12,9 @@ from megatron.core.untrusted_files import read_json
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.tokenizers import SpecialTokens, build_tokenizer, guess_type
 
+#: More ids than any tokenizer has: a file that says so would have a model made of that size.
+MAX_VOCABULARY = 1 << 24
+
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
@@ -43,6 +46,11 @@ def read_vocabulary(config: TokenizerConfig, prefixes: Sequence[str]) -> Vocabul
     """
     written = {prefix: describe_files(prefix) for prefix in prefixes}
     found = _from_options(config) or _from_files(config, written)
+    if found.size > MAX_VOCABULARY and config.vocab_size is None:
+        raise ValueError(
+            f"the tokenizer has ids up to {found.size - 1}: if that is meant, give --vocab-size "
+            f"{found.size}"
+        )
     for prefix, description in written.items():
         theirs, ours = description.get("fingerprint"), found.tokenizer.get("fingerprint")
         if theirs and ours and theirs != ours:
@@ -96,9 +104,22 @@ def describe_files(prefix: str) -> dict[str, Any]:
         found = read_json(path, follow_links=True)
         special = SpecialTokens.from_json(found["tokenizer"].get("special_tokens"))
         chat = found.get("kind") == "chat"
+        _check(dict(found["tokenizer"]))
         return {**found["tokenizer"], "special_tokens": None if chat else special.to_json()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is damaged: remove it, or write the token files again") from None
+
+
+def _check(description: Mapping[str, Any]) -> None:
+    """Raise TypeError for a description with values that none has."""
+    size, eod = description.get("vocab_size", 1), description.get("eod")
+    if type(size) is not int or not 0 < size <= MAX_VOCABULARY:
+        raise TypeError("vocab_size")
+    if eod is not None and (type(eod) is not int or not 0 <= eod < size):
+        raise TypeError("eod")
+    for name in ("type", "model", "fingerprint"):
+        if not isinstance(description.get(name), str | None):
+            raise TypeError(name)
 
 
 def _from_options(config: TokenizerConfig) -> Vocabulary | None:

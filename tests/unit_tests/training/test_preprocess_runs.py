@@ -91,6 +91,34 @@ def test_a_worker_that_dies_is_told_and_what_is_committed_stays(tmp_path, corpus
     assert IndexedDataset(config.output_prefix).num_documents == 294
 
 
+def test_a_journal_that_no_run_wrote_is_a_line(tmp_path, corpus):
+    config = config_for(tmp_path, corpus)
+
+    def stop(*, documents: int, **rest: int) -> None:
+        if documents >= 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(config, block_bytes=1000, commit_bytes=1000, report=stop)
+    path = tmp_path / "out" / "data.journal"
+    lines = path.read_text().splitlines()
+    for changed in (
+        {"position": 7},
+        {"position": {"file": 0, "offset": -1, "record": 1}},
+        {"written": []},
+        {"tally": {}},
+        {"complete": 7},
+    ):
+        latest = json.dumps({**json.loads(lines[-1]), **changed})
+        path.write_text("\n".join([*lines, latest]) + "\n")
+        with pytest.raises(ValueError, match=r"data\.journal is damaged"):
+            preprocess(replace(config, resume=True))
+    path.write_text("\n".join(lines) + "\n")
+    os.truncate(path, 200 << 30)  # one endless line
+    preprocess(replace(config, resume=True))
+    assert IndexedDataset(config.output_prefix).num_documents == 294
+
+
 def children(process: int) -> list[int]:
     with contextlib.suppress(FileNotFoundError):
         found = Path(f"/proc/{process}/task/{process}/children").read_text()

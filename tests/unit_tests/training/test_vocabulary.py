@@ -2,6 +2,7 @@
 """A run's vocabulary is its token files': another tokenizer or end of document is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -91,3 +92,32 @@ def test_files_that_do_not_say_where_their_tokenizer_is(written, tmp_path):
     assert found.eod == 0
     with pytest.raises(ValueError, match="does not say which tokenizer"):
         choose_tokenizer(found.tokenizer, None)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"vocab_size": 1 << 40},
+        {"vocab_size": "7"},
+        {"vocab_size": -1},
+        {"eod": 10**30},
+        {"model": []},
+        {"fingerprint": {}},
+    ],
+)
+def test_a_description_that_no_tokenizer_has_is_a_line(written, changed):
+    prefix = written(tokenizer_type="byte")
+    path = Path(f"{prefix}.json")
+    described = json.loads(path.read_text())
+    described["tokenizer"].update(changed)
+    path.write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"data\.json is damaged"):
+        read_vocabulary(TokenizerConfig(), [prefix])
+
+
+def test_an_id_that_no_tokenizer_has_makes_no_vocabulary(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": (1 << 32) - 1}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    config = TokenizerConfig(tokenizer_model=str(tmp_path))
+    with pytest.raises(ValueError, match="--vocab-size 4294967296"):
+        read_vocabulary(config, [])

@@ -17,6 +17,9 @@ from typing import Any, BinaryIO
 
 from megatron.core.untrusted_files import open_to_write, parse_json
 
+#: Of a line; it names every input file.
+MAX_LINE_BYTES = 64 << 20
+
 
 class Journal:
     """A journal in a run's hands.
@@ -35,7 +38,7 @@ class Journal:
         self._end = 0
         self.header: Mapping[str, Any] | None = None
         self.latest: Mapping[str, Any] | None = None
-        for line in self._stream:
+        for line in iter(lambda: self._stream.readline(MAX_LINE_BYTES), b""):
             try:
                 found = parse_json(line) if line.endswith(b"\n") else None
             except ValueError:

@@ -106,6 +106,8 @@ class Output:
                     "start anew"
                 )
             self.complete = "complete" in latest
+            if self.complete and not _fits(latest["complete"], self._prefixes):
+                raise ValueError(_damaged(self._journal, "its descriptions are not of the streams"))
             return latest
         self._refuse_existing(resume, overwrite)
         if self.complete:
@@ -147,9 +149,14 @@ class Output:
     def _open(self, streams: Sequence[Stream], latest: Mapping[str, Any] | None) -> None:
         written: list[Written | None] = [None] * len(streams)
         if latest is not None:
-            self.position = Position(**latest["position"])
-            self.tally = _tally(latest["tally"])
-            written = [Written(**counts) for counts in latest["written"]]
+            try:
+                self.position = Position(**_counts(latest["position"]))
+                self.tally = _tally(latest["tally"])
+                written = [Written(**_counts(counts)) for counts in latest["written"]]
+                if len(written) != len(streams):
+                    raise TypeError(f"{len(written)} data sets, not {len(streams)}")
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(_damaged(self._journal, f"{error}")) from None
         for prefix, stream, counts in zip(self._prefixes, streams, written, strict=True):
             self._writers.append(
                 IndexedDatasetWriter(prefix, stream.dtype, draft=_DRAFT, written=counts)
@@ -260,8 +267,34 @@ def journal_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.journal")
 
 
+def _fits(descriptions: Any, prefixes: Sequence[str]) -> bool:
+    """Tell whether a journal has a description, or none, of every data set."""
+    return (
+        isinstance(descriptions, list)
+        and len(descriptions) == len(prefixes)
+        and all(found is None or isinstance(found, dict) for found in descriptions)
+    )
+
+
+def _counts(fields: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return fields of a journal that must be counts. Raises TypeError."""
+    for name, value in fields.items():
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise TypeError(f"{name} is {str(value)[:40]!r}")
+    return fields
+
+
+def _damaged(journal: Journal, why: str) -> str:
+    return f"--resume: {journal.path} is damaged ({why}): leave --resume out to start anew"
+
+
 def _tally(values: Mapping[str, Any]) -> Tally:
-    return Tally(**{**values, "rejected": Counter(values["rejected"])})
+    return Tally(
+        **_counts({name: values[name] for name in ("documents", "read_bytes")}),
+        rejected=Counter(_counts(values["rejected"])),
+        examples={str(reason): str(place) for reason, place in values["examples"].items()},
+        strict=values["strict"] is True,
+    )
 
 
 def _short(text: str) -> str:

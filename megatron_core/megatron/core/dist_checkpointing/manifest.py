@@ -46,7 +46,7 @@ MAX_MANIFEST_BYTES, MANIFEST_SHARE, LARGEST_MANIFEST_BYTES = 32 << 20, 64, 1 << 
 MAX_SHOWN = 400
 
 #: A block is read whole.
-MAX_BLOCK_BYTES = 1 << 30
+MAX_BLOCK_BYTES = 256 << 20
 
 _FOLDER = re.compile(r"iter_([0-9]{7,})")
 _HEAD = b'{"%s":"%s",\n'

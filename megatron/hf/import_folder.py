@@ -32,8 +32,8 @@ from megatron.core.untrusted_files import (
 from megatron.hf.defaults import model_options
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
-from megatron.hf.parts import MappedTensor, TensorMap
-from megatron.hf.read_weights import check_tensors
+from megatron.hf.parts import MappedTensor
+from megatron.hf.read_weights import check_copies, check_tensors
 from megatron.hf.safetensors_file import bands
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.data.tokenizers import build_tokenizer, guess_type
@@ -66,8 +66,8 @@ def import_folder(
         raise ValueError(f"--save {save} holds {found[0].name} already: name another folder")
     with folder.open_tensors() as opened:
         mapped = check_tensors(folder, opened, model)
-        _check_copies(folder, opened, mapped)
         chunks = [_chunk(opened, tensor, dtype) for tensor in mapped.ours.values()]
+        check_copies(folder, opened, mapped, chunks=chunks)
         carried = {name: folder.file(name) for name in (CONFIG, *CARRIED)}
         tokenizer = _tokenizer(folder, root / CARRIED_FOLDER, model.config.vocab_size)
         extra = _extra(
@@ -80,23 +80,6 @@ def import_folder(
             return save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
         except (CheckpointError, OSError) as error:
             raise ValueError(f"--save {save}: {error}") from error
-
-
-def _check_copies(folder: HuggingFaceFolder, opened: OpenTensors, mapped: TensorMap) -> None:
-    """Raise ValueError if a tensor that repeats another one differs from it."""
-    for name, ours in mapped.copies.items():
-        if name not in opened:
-            continue
-        tensor = mapped.theirs[name]
-        source = mapped.ours[ours].parts[0].theirs
-        for box in bands(tensor.shape, torch.float32.itemsize):
-            pieces = [torch.empty(box.sizes), torch.empty(box.sizes)]
-            for piece, of in zip(pieces, (name, source), strict=True):
-                opened.file(of).read_box(of, box, piece)
-            if not torch.equal(*pieces):
-                raise ValueError(
-                    f"{folder.path}: {name} differs from {source}: here they are one weight"
-                )
 
 
 def _carry(files: Mapping[str, Path | None], target: Path, *, follow_links: bool) -> None:

@@ -14,12 +14,14 @@ from megatron.core.dist_checkpointing.boxes import Box
 from megatron.hf.folder import HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import TensorMap
+from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
 
 #: Problems named in one error; the rest is counted.
 MAX_PROBLEMS = 8
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 #: Written by old versions of transformers; follows from config.json.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -52,12 +54,12 @@ def check_tensors(
             )
         if found.dtype not in _FLOATS:
             problems.append(f"{name} has dtype {found.dtype}: supported are {', '.join(_FLOATS)}")
-    # A copy of the embedding, as some tools write it.
-    known = mapped.theirs.keys() | ({"lm_head.weight"} if model.config.tied else set())
     problems += [
         f"{name} has no place in the model"
         for name in opened
-        if name not in known and not _DERIVED.fullmatch(name) and not _is_left_out(name, model)
+        if name not in mapped.theirs
+        and not _DERIVED.fullmatch(name)
+        and not _is_left_out(name, model)
     ]
     if problems:
         more = len(problems) - MAX_PROBLEMS
@@ -66,6 +68,40 @@ def check_tensors(
             f"{'; '.join(problems[:MAX_PROBLEMS])}{f'; and {more} more' if more > 0 else ''}"
         )
     return mapped
+
+
+def check_copies(
+    folder: HuggingFaceFolder,
+    opened: OpenTensors,
+    mapped: TensorMap,
+    *,
+    chunks: Sequence[TensorChunk],
+) -> None:
+    """Compare tensors that repeat another one with it, as far as chunks hold that.
+
+    Raises:
+        ValueError: one differs.
+    """
+    for name, ours in mapped.copies.items():
+        source = mapped.ours[ours].parts[0]
+        boxes = [chunk.box for chunk in chunks if chunk.name == ours and name in opened]
+        for common in filter(None, map(source.common, boxes)):
+            for band in bands(common.sizes, torch.float32.itemsize):
+                offsets = tuple(a + b for a, b in zip(common.offsets, band.offsets, strict=True))
+                both = [torch.empty(band.sizes), torch.empty(band.sizes)]
+                for piece, of in zip(both, (name, source.theirs), strict=True):
+                    opened.file(of).read_box(of, Box(offsets, band.sizes), piece)
+                if not torch.equal(*both):
+                    raise ValueError(_differing(folder, name, source.theirs))
+
+
+def _differing(folder: HuggingFaceFolder, name: str, source: str) -> str:
+    if _LAYER.match(name):
+        return f"{folder.path}: {name} differs from {source}: here they are one weight"
+    return (
+        f"{folder.path}: {name} differs from {source}, which config.json ties it to: set "
+        "tie_word_embeddings to false there, as transformers does when it loads them"
+    )
 
 
 def left_out(folder: HuggingFaceFolder, model: HuggingFaceModel) -> str | None:
@@ -131,6 +167,7 @@ def read_weights(
             reads = [read for chunk in chunks for read in _reads(mapped, chunk)]
             for name, box, target in sorted(reads, key=lambda r: opened.find(r.name).begin):
                 opened.file(name).read_box(name, box, target)
+            check_copies(folder, opened, mapped, chunks=chunks)
             counts.append(opened.bytes_read)
 
     coordinator.begin(f"reading {folder.path.name}")

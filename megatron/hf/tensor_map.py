@@ -33,6 +33,9 @@ def tensor_map(kind: Architecture, config: GPTConfig, *, names: Iterable[str] = 
     names = tuple(names)
     found = _Mapping(sizes_of(config), features_of(config), _other_prefix(kind, names))
     found.add_all(kind.ends[:2] if config.tied else kind.ends, {})
+    head = kind.ends[2]
+    if config.tied and isinstance(head, Entry) and head.theirs in names:  # as some tools write it
+        found.map.add_copy(head.theirs, EMBEDDING.ours)
     blocks = {**kind.blocks, **(kind.fused if holds_fused(names) else {})}
     for block, symbol in enumerate(config.blocks):
         layer = block // kind.blocks_per_layer

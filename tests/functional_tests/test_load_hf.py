@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron.hf.convert import main as convert
 from megatron.inference.generate import main as generate
@@ -113,6 +113,28 @@ def test_what_makes_another_model_is_refused_by_flag(folder: Path) -> None:
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 64"
     text = run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {shape} --load {folder}", code=2)
     assert "is a Hugging Face folder: give it to --load-hf" in text
+
+
+def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path: Path) -> None:
+    folder = save_folder(make_model("llama-tied-llama3"), tmp_path / "model")
+    train_bpe(["low lower lowest"] * 3, 262, folder / "tokenizer.json")
+    found = load_file(folder / "model.safetensors")
+    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    ways = [
+        (convert, f"import --hf {folder} --save {tmp_path}/{{}}"),
+        (pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {folder} --save {tmp_path}/{{}}"),
+        (generate, f"--load {folder} --prompt low --max-new-tokens 2"),
+    ]
+    for number, (main, words) in enumerate(ways):
+        run(main, words.format(number))
+    found["lm_head.weight"][VOCABULARY - 1, 5] += 1.0
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    for number, (main, words) in enumerate(ways, len(ways)):
+        text = run(main, words.format(number), code=2)
+        assert text.count("\n") == 1
+        assert "lm_head.weight differs" in text
+        assert "tie_word_embeddings" in text
 
 
 def test_printed_options_feed_back(folder: Path, tmp_path: Path) -> None:

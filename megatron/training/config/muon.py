@@ -13,9 +13,9 @@ from megatron.training.config.values import fraction, positive
 class MuonConfig:
     """Muon."""
 
-    muon_momentum: float = 0.95
+    muon_momentum: float = 0.9
     """Momentum of --optimizer muon."""
-    muon_use_nesterov: bool = True
+    muon_use_nesterov: bool = False
     """Orthogonalize the gradient plus its momentum; off, the momentum alone."""
     muon_num_ns_steps: int = 5
     """Newton-Schulz iterations of an update."""

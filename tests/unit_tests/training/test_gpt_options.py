@@ -132,15 +132,15 @@ def test_optimizer():
 
 def test_muon():
     flags = (
-        "--optimizer dist_muon --muon-momentum 0.9 --no-muon-use-nesterov --muon-num-ns-steps 6 "
+        "--optimizer dist_muon --muon-momentum 0.8 --muon-use-nesterov --muon-num-ns-steps 6 "
         "--muon-scale-mode rms --muon-extra-scale-factor 0.5 --no-muon-split-qkv "
         "--muon-adam-weights *.router.* *.gate.*"
     )
     chosen = optimizer_config(small_config(flags))
     assert chosen.kind == "muon"
     assert dataclasses.asdict(chosen.muon) == {
-        "momentum": 0.9,
-        "nesterov": False,
+        "momentum": 0.8,
+        "nesterov": True,
         "num_ns_steps": 6,
         "scale_mode": "rms",
         "extra_scale_factor": 0.5,

@@ -131,6 +131,24 @@ def test_the_tables_name_no_option_and_mend_by_options_alone():
         assert not {"\n", ";"} & set(known.reason), name
 
 
+#: Defaults of Megatron that decide what is computed, by flag.
+DEFAULTS = {
+    "adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8, "sgd-momentum": 0.9,
+    "muon-momentum": 0.9, "muon-use-nesterov": False, "muon-num-ns-steps": 5,
+    "muon-scale-mode": "spectral", "muon-extra-scale-factor": 1.0, "muon-split-qkv": True,
+    "weight-decay": 0.01, "clip-grad": 1.0, "lr-decay-style": "linear", "seed": 1234,
+    "init-method-std": 0.02, "norm-epsilon": 1e-5, "attention-dropout": 0.1,
+    "hidden-dropout": 0.1, "rotary-base": 10000, "rotary-percent": 1.0, "moe-router-topk": 2,
+    "moe-aux-loss-coeff": 0.0, "moe-router-bias-update-rate": 1e-3, "mtp-loss-scaling-factor": 0.1,
+    "tokenizer-hf-no-include-special-tokens": False, "split": "969,30,1",
+}  # fmt: skip
+
+
+def test_defaults_that_change_results_are_megatrons():
+    ours = {option.name: option.default for option in options(Config)}
+    assert {name: ours[name] for name in DEFAULTS} == DEFAULTS
+
+
 def test_an_unknown_flag_may_be_near_an_answered_one():
     assert answer("inference-whatever") is not None
     assert answer("whatever") is None

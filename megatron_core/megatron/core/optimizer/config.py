@@ -43,8 +43,8 @@ class MuonConfig:
         ValueError: everything out of range, in one message.
     """
 
-    momentum: float = 0.95
-    nesterov: bool = True
+    momentum: float = 0.9
+    nesterov: bool = False
     num_ns_steps: int = 5
     scale_mode: str = "spectral"
     extra_scale_factor: float = 1.0

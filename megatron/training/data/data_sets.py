@@ -97,6 +97,8 @@ def build_data_sets(run: Run, vocabulary: Vocabulary) -> DataSets:
         "split": config.split if paths["train"].which is not None else None,
         "paths": [str(Path(prefix).resolve()) for prefix in path.prefixes],
     }
+    if path.weights is None and len(path.prefixes) > 1 and config.dataloader_type != "cyclic":
+        identity["blend"] = "by samples"  # earlier versions drew by tokens
     if config.sft:
         identity["kind"] = "sft"
     return _data_sets(found, run, identity, tuple(notes))

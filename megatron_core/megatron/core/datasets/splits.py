@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -128,6 +129,10 @@ def build_split(
 ) -> GPTDataset | ChatDataset | BlendedDataset:
     """Build one split of a data path.
 
+    Data sets without weights are drawn in proportion to the samples of one pass over each. As in
+    megatron-core, each is passed over once if that yields enough samples; it ends there, this goes
+    on with further passes.
+
     Args:
         path: data sets and proportions.
         config: what all samples have in common.
@@ -152,19 +157,23 @@ def build_split(
         return dataset_type(
             sources[0], config, sequences=ranges[0], num_samples=num_samples, name=name
         )
-    weights, needed = path.weights, [None] * len(sources)
-    if num_samples is None and weights is not None:
+
+    def parts(needed: Sequence[int | None]) -> list[Any]:
+        return [
+            dataset_type(source, config, sequences=cut, num_samples=count, name=name)
+            for source, cut, count in zip(sources, ranges, needed, strict=True)
+        ]
+
+    weights = path.weights
+    if weights is None:
+        once = parts([None] * len(sources))
+        if num_samples is None:
+            return BlendedDataset(once, name=name)
+        weights = [float(len(part)) for part in once]
+        if num_samples <= sum(weights):
+            return BlendedDataset(once, weights=weights, num_samples=num_samples, name=name)
+    if num_samples is None:
         raise ValueError(f"the {name} blend has weights; say how many samples are needed")
-    if num_samples is not None:
-        if weights is None:
-            weights = [
-                float(source.lengths[cut.start : cut.stop].sum(dtype=np.int64))
-                for source, cut in zip(sources, ranges, strict=True)
-            ]
-        weights = check_weights(weights)
-        needed = [max(1, math.ceil(math.ceil(num_samples * w) * BLEND_SURPLUS)) for w in weights]
-    parts = [
-        dataset_type(source, config, sequences=cut, num_samples=count, name=name)
-        for source, cut, count in zip(sources, ranges, needed, strict=True)
-    ]
-    return BlendedDataset(parts, weights=weights, num_samples=num_samples, name=name)
+    weights = check_weights(weights)
+    needed = [max(1, math.ceil(math.ceil(num_samples * w) * BLEND_SURPLUS)) for w in weights]
+    return BlendedDataset(parts(needed), weights=weights, num_samples=num_samples, name=name)

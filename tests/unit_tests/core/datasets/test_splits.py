@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data paths and splits as written on a command line."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -88,11 +90,41 @@ def test_blend_by_weight_and_by_size(prefixes):
     assert isinstance(weighted, BlendedDataset)
     assert np.bincount(weighted.dataset_index).tolist() == [300, 100]
     by_size = build_split(DataPath(prefixes, None), CONFIG, num_samples=400)
-    assert np.bincount(by_size.dataset_index).tolist() == [100, 300]
+    assert np.bincount(by_size.dataset_index).tolist() == [99, 301]  # of 49 and 149
     once = build_split(DataPath(prefixes, None), CONFIG)
     assert np.bincount(once.dataset_index).tolist() == [(200 - 1) // 4, (600 - 1) // 4]
     with pytest.raises(ValueError, match="say how many samples"):
         build_split(DataPath(prefixes, (3.0, 1.0)), CONFIG)
+
+
+#: Of megatron-core 0.16.1: samples, which data set each is drawn from, and a digest of its tokens.
+BLENDS = [
+    ("ab", 0, 40, "1010110110110101101101101101011011011011", "775478c7fb9a721f"),
+    ("ab", 0, 70, "1010110110110101101101101101011011011011010110110110101101101101101011",
+     "98987cc89c896fb1"),
+    ("ba", 0, 40, "0101001001001010010010010010100100100100", "775478c7fb9a721f"),
+    ("ab", 1, 9, "101011011", "e5a39155fbc41816"),
+    ("ba", 1, 9, "010100100", "e5a39155fbc41816"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "which", "size", "drawn", "digest"), BLENDS)
+def test_a_blend_without_weights_is_that_of_megatron_core(
+    tmp_path, names, which, size, drawn, digest
+):
+    for name, count, (least, step, spread) in [("a", 31, (5, 7, 11)), ("b", 40, (3, 5, 23))]:
+        lengths = least + step * np.arange(count) % spread
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_documents(np.arange(lengths.sum()) + 1000 * (name == "b"), lengths)
+    path = DataPath(tuple(str(tmp_path / name) for name in names), None)
+    name, shares = ("train", "valid")[which], parse_split("80,20,0")
+    blend = build_split(path, CONFIG, name=name, shares=shares, which=which, num_samples=size)
+    assert "".join(map(str, blend.dataset_index)) == drawn
+    tokens = blend.batch(range(size))[:, :-1]
+    assert hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()[:16] == digest
+    # There it ends after one pass, here it goes on.
+    longer = build_split(path, CONFIG, name=name, shares=shares, which=which, num_samples=500)
+    assert len(longer.batch(range(500))) == 500
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 10, 999])

@@ -7,6 +7,10 @@ import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype
 
+#: Elements widened at once on a CPU. 4 million bf16 elements at once took 4 times as long: fp32
+#: temporaries are then too large for the allocator to keep, and for the cache (AMD EPYC).
+ELEMENTS_IN_CACHE = 1 << 18
+
 
 class LayerNorm(torch.autograd.Function):
     """y = (t - mean) * rstd * w + bias, t = x + residual.
@@ -37,25 +41,67 @@ class LayerNorm(torch.autograd.Function):
         total, scale, shift, mean, rstd = ctx.saved_tensors
         if grad_y is None:
             return grad_total, grad_total, None, None, None, None
-        # torch sums the gradients of weight and bias over the rows in the dtype of the rows, which
-        # for bfloat16 loses an eighth of them over 8,192 rows: give it wide ones.
-        rows = total.reshape(-1, total.shape[-1]).contiguous().to(scale.dtype)
-        grad, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad_y.reshape(rows.shape).contiguous().to(scale.dtype),
-            rows,
-            [rows.shape[-1]],
-            mean,
-            rstd,
-            scale,
-            shift,
-            [True, ctx.needs_input_grad[2], ctx.needs_input_grad[3]],
+        grad, grad_weight, grad_bias = _wide_backward(
+            grad_y.reshape(-1, total.shape[-1]),
+            total.reshape(-1, total.shape[-1]),
+            None if grad_total is None else grad_total.reshape(-1, total.shape[-1]),
+            (mean, rstd, scale, shift),
+            mask=[True, ctx.needs_input_grad[2], ctx.needs_input_grad[3]],
         )
-        grad = grad.to(total.dtype).view(total.shape)
-        if grad_total is not None:
-            grad = grad.add_(grad_total)
+        grad = grad.view(total.shape)
         if grad_weight is not None:
             grad_weight = grad_weight.to(ctx.weight_dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.weight_dtype)
         grad_residual = grad if ctx.needs_input_grad[1] else None
         return grad, grad_residual, grad_weight, grad_bias, None, None
+
+
+def _wide_backward(
+    grad_y: torch.Tensor,
+    rows: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    *,
+    mask: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Differentiate in the accumulation dtype; narrow rows are widened, on a CPU a block at a time.
+
+    torch sums the gradients of weight and bias over the rows in the dtype of the rows, which for
+    bfloat16 loses an eighth of them over 8,192 rows: it is given wide ones.
+
+    Args:
+        grad_y, rows: [t, h].
+        grad_total: [t, h] or None, added to the gradient of rows.
+        saved: mean and rstd [t, 1], scale and shift [h].
+        mask: whether the gradients of rows, weight and bias are needed.
+
+    Returns:
+        (gradient of rows [t, h] in their dtype, wide gradients of weight and bias [h] or None).
+    """
+    mean, rstd, scale, shift = saved
+    wide, shape = scale.dtype, [rows.shape[-1]]
+    backward = torch.ops.aten.native_layer_norm_backward
+    if rows.dtype == wide or rows.device.type != "cpu" or rows.numel() <= ELEMENTS_IN_CACHE:
+        wide_y, wide_rows = grad_y.contiguous().to(wide), rows.contiguous().to(wide)
+        grad, *sums = backward(wide_y, wide_rows, shape, mean, rstd, scale, shift, mask)
+        grad = grad.to(rows.dtype)
+        return grad if grad_total is None else grad.add_(grad_total), *sums
+    count = max(1, ELEMENTS_IN_CACHE // rows.shape[-1])
+    out = torch.empty(rows.shape, dtype=rows.dtype)
+    scratch = torch.empty(2, count, rows.shape[-1], dtype=wide)
+    totals = [torch.zeros_like(scale) if wanted else None for wanted in mask[1:]]
+    for start in range(0, len(rows), count):
+        part = slice(start, start + count)
+        wide_y, wide_rows = scratch[:, : len(rows[part])]
+        wide_y.copy_(grad_y[part])
+        wide_rows.copy_(rows[part])
+        grad, *sums = backward(wide_y, wide_rows, shape, mean[part], rstd[part], scale, shift, mask)
+        if grad_total is None:
+            out[part] = grad
+        else:
+            torch.add(grad, grad_total[part], out=out[part])
+        for total, found in zip(totals, sums, strict=True):
+            if total is not None:
+                total.add_(found)
+    return out, *totals

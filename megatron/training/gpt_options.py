@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from megatron.core.backend import LOCAL, Backend
+from megatron.core.context_parallel.choice import AttentionShape
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.pattern import DENSE
@@ -148,6 +149,28 @@ def _rope(config: Config) -> RopeConfig | None:
         percent=position.rotary_percent,
         interleaved=position.rotary_interleaved,
         scaling=scaling,
+    )
+
+
+def attention_shape(run: Run) -> AttentionShape | None:
+    """Return what one rank attends of a microbatch; None without attention."""
+    parallel, training = run.config.parallel, run.config.training
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    attention = attention_config(run.config)
+    if attention is None:
+        return None
+    if isinstance(attention, AttentionConfig):
+        groups, features = attention.num_query_groups, attention.kv_channels
+    else:  # values are as wide as keys on their way
+        keys = attention.nope_channels + attention.rope_channels
+        groups, features = attention.num_attention_heads, max(keys, attention.value_channels)
+    return AttentionShape(
+        tokens=training.seq_length // cp,
+        rows=training.micro_batch_size,
+        heads=attention.num_attention_heads // tp,
+        groups=max(1, groups // tp),
+        features=features,
+        element_bytes=weight_dtype(run.config).itemsize,
     )
 
 

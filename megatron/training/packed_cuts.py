@@ -22,14 +22,17 @@ from megatron.core.context_parallel.balance import (
     Documents,
     Work,
     cut_documents,
+    joined_documents,
     work_of,
 )
 from megatron.core.context_parallel.blockwise import PAIRS_WORTH_A_BLOCK
+from megatron.core.context_parallel.choice import ALL_TO_ALL, choose
 from megatron.core.context_parallel.cut import SequenceCut
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.moe.dispatch import choose_dispatcher
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training.config.resolve import Run
+from megatron.training.gpt_options import attention_shape
 from megatron.training.monitoring.flops import flops_per_square, product_weights, window
 from megatron.training.run_groups import RunGroups
 
@@ -60,6 +63,7 @@ class PackedCuts:
         costs: of the model.
         window: of attention.
         multiple: what the tokens of a rank divide by.
+        by_heads: attention gives each rank all pairs of some heads.
         agree: with ranks that gather each other's tokens and see other documents; None where there
             are none.
     """
@@ -72,9 +76,11 @@ class PackedCuts:
         costs: Costs,
         window: int | None = None,
         multiple: int = 1,
+        by_heads: bool = False,
         agree: Agree | None = None,
     ) -> None:
-        self.kind, self.size, self.costs, self.window = kind, size, costs, window
+        self.kind, self.size, self.costs = kind, size, costs
+        self._seen = {"window": window, "by_heads": by_heads}
         self._multiple, self._agree = multiple, agree
 
     def of(self, documents: Documents) -> SequenceCut | None:
@@ -105,8 +111,8 @@ class PackedCuts:
     def _works(self, documents: Documents, apart: SequenceCut) -> tuple[Work, Work]:
         row = SequenceCut.of(documents[0][-1], self.size)
         return (
-            work_of(row, documents, window=self.window),
-            work_of(apart, [apart.bounds], window=self.window),
+            work_of(row, documents, **self._seen),
+            work_of(apart, [joined_documents(documents)], **self._seen),
         )
 
     def _costs(self, row: Work, apart: Work) -> tuple[float, float]:
@@ -124,12 +130,16 @@ def packed_cuts(run: Run, place: RunGroups, model: GPTConfig) -> PackedCuts | No
     packed = data.sft or data.reset_attention_mask
     if parallel.context_parallel_size == 1 or not packed or model.attention is None:
         return None
+    cp, shape = parallel.context_parallel_size, attention_shape(run)
+    assert shape is not None
+    engine = choose(parallel.cp_comm_type, shape, cp).engine  # whatever the number of tokens
     return PackedCuts(
         parallel.context_parallel_cut,
-        parallel.context_parallel_size,
+        cp,
         costs=costs_of(model, parallel.tensor_model_parallel_size),
         window=window(model),
         multiple=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
+        by_heads=engine == ALL_TO_ALL,
         agree=agreement(place.groups, model, parallel.moe_token_dispatcher_type, place.device),
     )
 

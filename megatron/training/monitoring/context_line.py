@@ -8,15 +8,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron.core.context_parallel.balance import Work
-from megatron.core.context_parallel.choice import AttentionShape, explain
+from megatron.core.context_parallel.choice import explain
 from megatron.core.context_parallel.index_maps import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.ssm.choice import explain as explain_linear
 from megatron.core.ssm.choice import linear_shape
-from megatron.core.transformer import AttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run
-from megatron.training.gpt_options import attention_config, weight_dtype
+from megatron.training.gpt_options import attention_shape, weight_dtype
 from megatron.training.hybrid_options import recurrent_shapes
 from megatron.training.packed_cuts import PackedCuts
 
@@ -30,23 +29,9 @@ def context_words(config: Config) -> str:
 def context_line(run: Run) -> str | None:
     """Return how attention meets the tokens of other ranks and why; None where there are none."""
     parallel, training = run.config.parallel, run.config.training
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    attention = attention_config(run.config)
-    if cp == 1 or attention is None:
+    cp, shape = parallel.context_parallel_size, attention_shape(run)
+    if cp == 1 or shape is None:
         return None
-    if isinstance(attention, AttentionConfig):
-        groups, features = attention.num_query_groups, attention.kv_channels
-    else:  # values are as wide as keys on their way
-        keys = attention.nope_channels + attention.rope_channels
-        groups, features = attention.num_attention_heads, max(keys, attention.value_channels)
-    shape = AttentionShape(
-        tokens=training.seq_length // cp,
-        rows=training.micro_batch_size,
-        heads=attention.num_attention_heads // tp,
-        groups=max(1, groups // tp),
-        features=features,
-        element_bytes=weight_dtype(run.config).itemsize,
-    )
     return (
         f"{explain(parallel.cp_comm_type, shape, cp)}; each rank has {shape.tokens:,} of the "
         f"{training.seq_length:,} tokens of a sample"

@@ -246,7 +246,8 @@ def test_whole_rows_have_a_layout_where_documents_are_attended_one_by_one():
 def test_the_log_says_how_evenly_either_cut_shares_attention_out(kind):
     place = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
     packed = "--reset-attention-mask --micro-batch-size 1"
-    run = resolve(small_config(f"{CP} 2 {packed} --context-parallel-cut {kind}"), 2)
+    ring = f"{CP} 2 {packed} --cp-comm-type p2p"
+    run = resolve(small_config(f"{ring} --context-parallel-cut {kind}"), 2)
     model = gpt_config(run.config, 61)
     cuts = packed_cuts(run, place, model)
     # Two rows that are uneven by row: documents of three quarters and a quarter.
@@ -272,6 +273,12 @@ def test_the_log_says_how_evenly_either_cut_shares_attention_out(kind):
     assert (cuts.choice(documents_of(short.document_ids.numpy())).cut is None) == (
         kind != "documents"
     )
+    # An engine that cuts heads is even by row, too.
+    heads = resolve(small_config(f"{CP} 2 {packed} --cp-comm-type a2a"), 2)
+    assert packed_cuts(heads, place, model).choice([(0, 6144, 8192)]).row.imbalance == 1.0
+    line = cut_line(packed_cuts(heads, place, model), [uneven])
+    assert "1.00 x the mean attention pairs by row" in line
+    assert line.endswith("; auto: row")
     for fewer in (packed, f"{CP} 2"):
         world = 2 if CP in fewer else 1
         assert packed_cuts(resolve(small_config(fewer), world), place, model) is None

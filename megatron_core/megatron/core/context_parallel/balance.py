@@ -9,7 +9,8 @@ to a multiple of 2 · cp tokens, so that ranks work on up to 2 · cp - 1 tokens 
     cost of a rank = tokens, padding included · cost of a token + pairs · cost of a pair
                      + pieces · cost of a piece
 
-A piece is what a rank holds of a document in one run: attention has a block or two for each.
+A piece is what a rank holds of a document in one run: attention has a block or two for each. An
+engine that cuts heads instead of tokens is even by either cut, and so is best off without padding.
 """
 
 from __future__ import annotations
@@ -111,13 +112,21 @@ def cut_documents(
     return SequenceCut.of(bounds[-1], size, cu_seqlens=bounds, padded_cu_seqlens=padded)
 
 
-def work_of(cut: SequenceCut, documents: Documents, *, window: int | None = None) -> Work:
+def work_of(
+    cut: SequenceCut,
+    documents: Documents,
+    *,
+    window: int | None = None,
+    by_heads: bool = False,
+) -> Work:
     """Return what every rank has to do.
 
     Args:
         cut: of every row.
         documents: of each row.
         window: a query at place q sees only keys k with q - k < window.
+        by_heads: attention gives a rank all pairs of some heads, as `a2a` does, which is even
+            whatever the cut: a pair counts as its share of the heads.
     """
     runs = [cut.runs(rank) for rank in range(cut.size)]
     pairs, pieces = [0] * cut.size, [0] * cut.size
@@ -129,6 +138,9 @@ def work_of(cut: SequenceCut, documents: Documents, *, window: int | None = None
                 inner = bisect_left(borders, run.end) - bisect_right(borders, run.place)
                 pieces[rank] += inner + 1
     rows = len(documents)
+    if by_heads:
+        pairs = [-(-sum(pairs) // cut.size)] * cut.size
+        pieces = [sum(len(borders) - 1 for borders in documents)] * cut.size
     return Work(
         tokens=rows * cut.local_length,
         padding=rows * (cut.padded[-1] - cut.length),

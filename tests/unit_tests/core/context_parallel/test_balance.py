@@ -86,6 +86,10 @@ def test_pairs_are_those_of_the_blocks(size):
                     for place in range(run.place, run.end)
                 ]
                 assert found.pieces[rank] == len(set(parts))
+            heads = work_of(cut, documents, window=window, by_heads=True)
+            assert len(set(heads.pairs)) == 1
+            assert sum(found.pairs) <= sum(heads.pairs) < sum(found.pairs) + size
+            assert (heads.tokens, heads.padding) == (found.tokens, found.padding)
             assert found.tokens * size - found.padding == length * len(rows)
 
 

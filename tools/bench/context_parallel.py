@@ -3,11 +3,14 @@
 
 python -m tools.bench.context_parallel        every engine on 2 and 4 gloo ranks, 8,192 tokens
 python -m tools.bench.context_parallel --tokens 4096 --ranks 2 --engine p2p
+python -m tools.bench.context_parallel --packed    documents of 3/4 and 1/4 of a row, cut both ways
 
 Forward and backward of a small model over one row. The single process and the ranks take turns;
 each process has one thread. A ratio is tokens per second and unit of compute, beside the single
 process, so 1 is no loss: `ms` counts the processors that the ranks can use at a time, `cpu ms` the
-processor seconds of all ranks, which other work on the machine sways less.
+processor seconds of all ranks, which other work on the machine sways less. Packed rows compare the
+cut by documents with that by row, on the same ranks, by what their slowest rank takes; attention is
+by all-gather, since an engine that cuts heads is even by either cut.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch.distributed as dist
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.balance import cut_documents, work_of
 from megatron.core.context_parallel.choice import ENGINES
 from megatron.core.context_parallel.cut import SequenceCut
 from megatron.core.distributed import DataParallel, DataParallelConfig
@@ -34,6 +38,7 @@ from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, format_table
 
 TARGET = ">= 0.6"
+PACKED_TARGET = ">= 1"
 WARMUP_ROUNDS = 1
 LOSS_ERROR = 1e-5  # relative
 
@@ -42,7 +47,14 @@ class LongStep:
     """Forward and backward of one row of a model on the ranks of a group of groups."""
 
     def __init__(
-        self, shape: Shape, groups: ProcessGroupCollection, engine: str, row: torch.Tensor
+        self,
+        shape: Shape,
+        groups: ProcessGroupCollection,
+        engine: str,
+        row: torch.Tensor,
+        *,
+        cut: SequenceCut | None = None,
+        bounds: tuple[int, ...] | None = None,
     ) -> None:
         config = DataParallelConfig()
         self.model = GPTModel(
@@ -54,8 +66,14 @@ class LongStep:
         )
         self.engine = DataParallel(self.model.store, groups, config=config)
         group = groups["cp"]
-        cut = SequenceCut.of(shape.sequence, group.size)
-        self.layout = SequenceLayout.make(cut, group.rank, rows=1)
+        cut = SequenceCut.of(shape.sequence, group.size) if cut is None else cut
+        ids = None
+        if bounds is not None:
+            ids = torch.bucketize(
+                torch.arange(shape.sequence), torch.tensor(bounds[1:]), right=True
+            )
+            ids = ids.view(1, -1)
+        self.layout = SequenceLayout.make(cut, group.rank, rows=1, document_ids=ids)
         self.tokens, self.labels = (self.layout.local(x) for x in (row[:, :-1], row[:, 1:]))
         self.weights = torch.full(self.tokens.shape, 1.0 / shape.sequence)
 
@@ -123,13 +141,76 @@ def rows_of(world: int, shape: Shape, engines: tuple[str, ...], rounds: int) -> 
     return found
 
 
+def raced_cuts(
+    rank: int, world: int, shape: Shape, bounds: tuple[int, ...], rounds: int
+) -> dict[str, list[tuple[float, float, float]]]:
+    """Return what every step takes with documents cut by row and by documents, as one rank."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    row = torch.randint(
+        0, shape.vocabulary, (1, shape.sequence + 1), generator=torch.Generator().manual_seed(1)
+    )
+    steps = {
+        name: LongStep(shape, groups, "all_gather", row, cut=cut, bounds=bounds)
+        for name, cut in cuts_of(bounds, world).items()
+    }
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+    for index in range(WARMUP_ROUNDS + rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            taken = step()
+            dist.barrier()
+            if index >= WARMUP_ROUNDS:
+                found[name].append(taken)
+    return found
+
+
+def cuts_of(bounds: tuple[int, ...], world: int) -> dict[str, SequenceCut]:
+    """Return both cuts of a row of documents."""
+    return {"row": SequenceCut.of(bounds[-1], world), "documents": cut_documents([bounds], world)}
+
+
+def packed_rows(world: int, shape: Shape, rounds: int) -> list[Row]:
+    """Race the cut by documents against that by row, with documents of 3/4 and 1/4 of a row."""
+    bounds = (0, 3 * shape.sequence // 4, shape.sequence)
+    ranks = gloo_ranks.run(raced_cuts, world, shape, bounds, rounds)
+    pairs = {name: work_of(cut, [bounds]).imbalance for name, cut in cuts_of(bounds, world).items()}
+    # Of each round what the slowest rank takes: seconds, and seconds of its processor.
+    slowest = {
+        name: [
+            tuple(max(rank[name][index][kind] for rank in ranks) for kind in range(2))
+            for index in range(rounds)
+        ]
+        for name in pairs
+    }
+    losses = {name: sum(rank[name][0][2] for rank in ranks) for name in pairs}
+    if abs(losses["documents"] - losses["row"]) > LOSS_ERROR * abs(losses["row"]):
+        raise ValueError(f"the loss is {losses['documents']} by documents, {losses['row']} by row")
+    found = []
+    for kind, unit in enumerate(("ms", "cpu ms of the slowest rank")):
+        row, documents = ([step[kind] for step in slowest[name]] for name in ("row", "documents"))
+        found.append(
+            Row(
+                bench="context_parallel",
+                what=(
+                    f"{world} ranks: {unit}, cut by documents / by row, pairs "
+                    f"{pairs['documents']:.2f} / {pairs['row']:.2f} x the mean"
+                ),
+                ours=1e3 * statistics.median(documents),
+                peer=1e3 * statistics.median(row),
+                ratio=statistics.median(a / b for a, b in zip(row, documents, strict=True)),
+                target=PACKED_TARGET,
+            )
+        )
+    return found
+
+
 def rows(quick: bool) -> list[Row]:
     """Measure every engine on 2 ranks and, unless `quick`, on 4."""
     shape = replace(SHAPES["S"], layers=2, batch=1, sequence=4096 if quick else 8192)
     found = []
     for world in (2,) if quick else (2, 4):
         found += rows_of(world, shape, ENGINES, 3 if quick else 7)
-    return found
+    return found + packed_rows(2, shape, 3 if quick else 7)
 
 
 def main() -> None:
@@ -141,8 +222,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--packed", action="store_true", help="race cuts of packed rows alone")
     arguments = parser.parse_args()
     shape = replace(SHAPES["S"], layers=2, batch=1, sequence=arguments.tokens)
+    if arguments.packed:
+        for world in arguments.ranks:
+            print(format_table(packed_rows(world, shape, arguments.rounds)))
+        return
     for world in arguments.ranks:
         print(format_table(rows_of(world, shape, tuple(arguments.engine), arguments.rounds)))
 

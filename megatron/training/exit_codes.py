@@ -39,7 +39,13 @@ class ExitCode(IntEnum):
     has been found to compute wrongly."""
     FAILED_VALIDATION = 17
     """That step is suspicious on other machines too: the data or the settings are to blame."""
+    HUNG_UP = 129
+    """SIGHUP ended the process at once."""
     INTERRUPTED = 130
     """Ctrl-C ended the process at once."""
+    USER_SIGNAL_1 = 138
+    """SIGUSR1 (--exit-signal) ended the process at once."""
+    USER_SIGNAL_2 = 140
+    """SIGUSR2 (--exit-signal) ended the process at once."""
     TERMINATED = 143
     """SIGTERM ended the process at once."""

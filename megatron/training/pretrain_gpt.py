@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from megatron.training.config.resolve import Run, resolve
 from megatron.training.errors import run_entry_point
 from megatron.training.failures.launcher import LauncherWatch, launcher_of
 from megatron.training.failures.stopping import StopRequests
-from megatron.training.failures.termination import signals_to_thread
+from megatron.training.failures.termination import Listener, signals_to_thread
 from megatron.training.launch import Launch
 from megatron.training.options.flags import CommandLine, parse_command_line, show_config
 
@@ -186,6 +187,7 @@ def main(
     """
     launches: list[Launch] = []
     launchers: list[LauncherWatch] = []
+    listeners: list[Listener] = []
     speaking = threading.Lock()
 
     def claim(text: str) -> bool:
@@ -219,11 +221,14 @@ def main(
         launcher = LauncherWatch(launch, launcher_of(environment, os.getppid()), stop.lose_launcher)
         launchers.append(launcher)
         run = read_run(argv, launch, program=program)
+        for listener in listeners:
+            listener.listen_to(signal.Signals[run.config.failures.exit_signal])
         launch, stop.watch = start_watch(run, launch, launcher)
         train(run, launch, watch=stop.watch, stop=stop)
 
     with signals_to_thread(stop.react, stop.on_main) as listener:
         if listener is not None:
+            listeners.append(listener)
             stop.wake = listener.tell
         code = run_entry_point(work, prog=program.name, claim=claim, speaking=behind_rank_0())
     for launcher in launchers:

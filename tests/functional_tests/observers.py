@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -124,7 +125,7 @@ def _model_arguments(run: Run, vocab_size: int) -> Any:
 def _timeout(run: Run) -> Any:
     launch: Any = SimpleNamespace(world_size=2, rank=0, attempt=0, connect=_stop)
     try:
-        start_watch(run, launch)
+        start_watch(run, launch, mock.Mock())
     except _Made as made:
         return made.args
     raise AssertionError("no store was opened")
@@ -193,6 +194,7 @@ _PARTS = (
     (saves, "Saves"),
     (data_sets, "PrefetchedBatches"),
     (torch, "use_deterministic_algorithms"),
+    (signal, "siginterrupt"),
 )
 
 

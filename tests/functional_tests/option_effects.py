@@ -336,6 +336,7 @@ EFFECTS: dict[str, Effect] = {
     "finetune": Effect("log", base="--load {saved}"),
     # Signals and steps that go wrong
     "exit-signal-handler": Effect("parts", base="--save {out}/save"),
+    "exit-signal": Effect("parts", "SIGTERM", "SIGUSR1"),
     "exit-grace-seconds": Effect("parts", "25", "20", "--save {out}/save"),
     "exit-duration-in-mins": Effect("log", "", "1e-6"),
     "rerun-mode": Effect("log", "disabled", "validate_results", _NAN),

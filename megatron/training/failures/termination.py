@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM and Ctrl-C reach a thread at once, even while the main thread waits inside a
+"""SIGTERM, SIGHUP and Ctrl-C reach a thread at once, even while the main thread waits inside a
 collective; so does the news that the launcher is gone.
 
 A Python signal handler only runs when the main thread comes back from such a call. But the
@@ -23,10 +23,13 @@ from megatron.training.exit_codes import ExitCode
 ENDING = {
     signal.SIGTERM: ExitCode.TERMINATED,
     signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGHUP: ExitCode.HUNG_UP,
+    signal.SIGUSR1: ExitCode.USER_SIGNAL_1,
+    signal.SIGUSR2: ExitCode.USER_SIGNAL_2,
 }
 
 #: Those of them that are listened to without being asked for.
-ALWAYS = (signal.SIGTERM, signal.SIGINT)
+ALWAYS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 #: In the place of a signal's number: the launcher is gone.
 LAUNCHER_GONE = 0
@@ -56,7 +59,9 @@ class Listener:
             target=_listen, args=(self._ours, react), name="signals", daemon=True
         )
         for number in ALWAYS:
-            self.listen_to(number)
+            # Who starts a program with nohup wants it to outlive the terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self.listen_to(number)
         self._old = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 

@@ -248,7 +248,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack "
      "pytorch-profiler-collect-chakra nvtx-ranges"),
     ("exit-signal-handler", "SIGTERM and Ctrl-C both end a run in order",
-     "exit-signal exit-signal-handler-for-dataloader"),
+     "exit-signal-handler-for-dataloader"),
     ("sft", "templates are for preprocess_data --chat, which writes what it reads",
      "sft-tokenizer-prompt-format"),
     ("exit-signal-handler", "stopping in order, and saving, is built in",

@@ -135,6 +135,32 @@ def test_row_37_without_orderly_stopping_the_first_signal_ends_at_once(prefix, t
     assert "pretrain_gpt: ended by SIGTERM\n" in text
 
 
+@pytest.mark.parametrize(
+    ("number", "more", "code"),
+    [
+        (signal.SIGHUP, "", ExitCode.HUNG_UP),
+        (signal.SIGUSR1, "--exit-signal SIGUSR1", ExitCode.USER_SIGNAL_1),
+        (signal.SIGUSR2, "--exit-signal SIGUSR2", ExitCode.USER_SIGNAL_2),
+    ],
+)
+@pytest.mark.covers("stopped with a save")
+def test_other_signals_save_and_stop_or_end_at_once(prefix, tmp_path, number, more, code):
+    save = tmp_path / "save"
+    with running(1, flags(prefix, f"{LONG} {more} --save {save}")) as ranks:
+        ranks.wait_for_line(0, "iteration        2/", timeout=60)
+        ranks.kill(0, number)
+        found = ranks.outcomes(timeout=20)
+        at = _stopped_at(ranks.log(0))
+    assert found[0].exit_code == 0
+    verify_checkpoint(save / f"iter_{at:07d}")
+    with running(1, flags(prefix, f"{LONG} {more}")) as ranks:
+        ranks.wait_for_line(0, "iteration        2/", timeout=60)
+        ranks.kill(0, number)
+        found = ranks.outcomes(timeout=20)
+        text = ranks.log(0)
+    assert found[0].exit_code == code, text
+
+
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.covers("stopped with a save")
 def test_row_38_ctrl_c_in_a_single_process(prefix, tmp_path, saves):

@@ -20,7 +20,7 @@ from megatron.training.failures.termination import signals_to_thread
 def react(number):
     {reaction}
 free = ctypes.CDLL(None)
-with signals_to_thread(react, lambda: None):
+with signals_to_thread(react, lambda: None) as_listener:
     print("ready", flush=True)
     mutex = ctypes.create_string_buffer(64)
     free.pthread_mutex_lock(mutex)
@@ -28,9 +28,13 @@ with signals_to_thread(react, lambda: None):
 """
 
 
-def _start(reaction: str, **streams) -> subprocess.Popen:
+def _start(reaction: str, *, program: str = PROGRAM, **streams) -> subprocess.Popen:
     job = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(reaction=reaction)],
+        [
+            sys.executable,
+            "-c",
+            program.replace("as_listener", "as listener").format(reaction=reaction),
+        ],
         stdout=subprocess.PIPE,
         text=True,
         **streams,
@@ -71,6 +75,29 @@ def test_a_reaction_that_fails_does_not_keep_the_process(number, code):
     job.send_signal(number)
     job.communicate(timeout=20)
     assert job.returncode == code
+
+
+@pytest.mark.parametrize("more", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_is_heard_that_is_asked_for(more):
+    program = PROGRAM.replace("as_listener:", f"as listener:\n    listener.listen_to({int(more)})")
+    job = _start("os._exit(number)", program=program)
+    job.send_signal(more)
+    job.communicate(timeout=20)
+    assert job.returncode == more
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_program_started_with_nohup_goes_on_ignoring_sighup(ignored):
+    def before() -> None:
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    job = _start("os._exit(number)", preexec_fn=before)
+    job.send_signal(signal.SIGHUP)
+    if ignored:
+        job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=20)
+    assert job.returncode == (signal.SIGTERM if ignored else signal.SIGHUP)
 
 
 def test_behind_the_context_all_is_as_before():

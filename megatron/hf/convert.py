@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import HelpRequested, parse_command_line
+from megatron.training.standard_streams import run_command
 
 if TYPE_CHECKING:
     import torch
@@ -170,4 +171,4 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    run_command(lambda: main(sys.argv[1:], os.environ))

@@ -22,6 +22,7 @@ from megatron.inference.text_stream import Display
 from megatron.training.data.tokenizers import continuation
 from megatron.training.errors import run_entry_point
 from megatron.training.launch import Launch
+from megatron.training.standard_streams import run_command
 
 if TYPE_CHECKING:
     from megatron.core.inference.engine import Completion, Request
@@ -194,4 +195,4 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    run_command(lambda: main(sys.argv[1:], os.environ))

@@ -31,11 +31,9 @@ from megatron.training.checkpoints.options import (
 )
 from megatron.training.errors import one_line, run_entry_point
 from megatron.training.options.flags import HelpRequested, parse_command_line
+from megatron.training.standard_streams import run_command
 
 PROG = "python -m megatron.training.checkpoint"
-
-#: What shells say of a program that SIGPIPE has ended.
-PIPE_CLOSED = 141
 
 
 class Command(NamedTuple):
@@ -181,28 +179,9 @@ def _overview() -> str:
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a command and return its exit code."""
     codes: list[int] = []
-
-    def work() -> None:
-        try:
-            codes.append(run(argv))
-            sys.stdout.flush()
-        except BrokenPipeError:
-            codes[:] = [_let_go_of_the_pipe()]
-
-    try:
-        code = run_entry_point(work, prog=PROG)
-    except BrokenPipeError:  # of a help text
-        return _let_go_of_the_pipe()
-    return codes[0] if codes else code
-
-
-def _let_go_of_the_pipe() -> int:
-    """Send what is still to be printed nowhere: the end of the process would try once more."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-    return PIPE_CLOSED
+    ended = run_entry_point(lambda: codes.append(run(argv)), prog=PROG)
+    return ended or codes[0] if codes else ended
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    run_command(lambda: main(sys.argv[1:], os.environ))

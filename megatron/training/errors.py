@@ -9,6 +9,7 @@ its traceback.
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 import traceback
 from collections.abc import Callable
@@ -38,6 +39,19 @@ class PeerLost(RunStopped):
     def __init__(self, text: str, *, told: bool = False) -> None:
         super().__init__(ExitCode.PEER_LOST, text)
         self.told = told
+
+
+class OutputLost(RunStopped):
+    """stdout cannot be written, and the program is run for what it prints.
+
+    Args:
+        error: of the write. A reader that has left wants no line about it.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        self.quiet = error.errno == errno.EPIPE
+        code = ExitCode.OUTPUT_CLOSED if self.quiet else ExitCode.USER_ERROR
+        super().__init__(code, f"error: stdout cannot be written: {error.strerror}")
 
 
 def one_line(error: BaseException) -> str:
@@ -75,9 +89,15 @@ def run_entry_point(
                 print(f"{prog}: {text}", file=err, flush=True)
 
     try:
-        main()
-    except HelpRequested as request:
-        print(request.text, file=out, end="", flush=True)
+        try:
+            main()
+        except HelpRequested as request:
+            print(request.text, file=out, end="")
+        out.flush()
+    except OutputLost as lost:
+        if not lost.quiet:
+            say(one_line(lost))
+        return lost.code
     except PeerLost as lost:
         if not lost.told:
             say(one_line(lost))

@@ -47,5 +47,7 @@ class ExitCode(IntEnum):
     """SIGUSR1 (--exit-signal) ended the process at once."""
     USER_SIGNAL_2 = 140
     """SIGUSR2 (--exit-signal) ended the process at once."""
+    OUTPUT_CLOSED = 141
+    """A command's stdout was closed by who reads it, as in a pipe to head, before it was done."""
     TERMINATED = 143
     """SIGTERM ended the process at once."""

@@ -26,6 +26,7 @@ from megatron.training.data.tokenizers import (
 from megatron.training.data.vocabulary import describe_files
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import parse_command_line
+from megatron.training.standard_streams import run_command
 
 PROG = "python -m megatron.training.inspect_data"
 _SCANNED_AT_ONCE = 1 << 22
@@ -146,4 +147,4 @@ def _main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))
+    run_command(lambda: run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))

@@ -28,6 +28,7 @@ from megatron.training.monitoring.curves import (
 from megatron.training.monitoring.load_plot import draw_loads
 from megatron.training.monitoring.plot_page import page
 from megatron.training.options.flags import parse_command_line
+from megatron.training.standard_streams import run_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,4 +184,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(main, prog="plot"))
+    run_command(lambda: run_entry_point(main, prog="plot"))

@@ -31,6 +31,7 @@ from megatron.training.data.preprocessing.workers import WorkerLost, encode_in_o
 from megatron.training.data.tokenizers import Tokenizer
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import parse_command_line
+from megatron.training.standard_streams import run_command
 
 __all__ = ["PreprocessConfig", "PreprocessResult", "preprocess"]
 
@@ -274,4 +275,4 @@ def _main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))
+    run_command(lambda: run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))

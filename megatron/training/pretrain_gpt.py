@@ -28,6 +28,7 @@ from megatron.training.failures.stopping import StopRequests
 from megatron.training.failures.termination import Listener, signals_to_thread
 from megatron.training.launch import Launch
 from megatron.training.options.flags import CommandLine, parse_command_line, show_config
+from megatron.training.standard_streams import go_on_without_streams
 
 if TYPE_CHECKING:
     from megatron.training.failures.peers import PeerWatch
@@ -240,6 +241,7 @@ def main(
 
 def run_program(program: Program) -> None:
     """Run an entry script in this process, and end it."""
+    go_on_without_streams(program.name)
     code = main(sys.argv[1:], os.environ, program=program)
     sys.stdout.flush()
     sys.stderr.flush()

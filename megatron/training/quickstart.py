@@ -24,6 +24,7 @@ from megatron.core.untrusted_files import MAX_JSON_BYTES, read_json, read_text, 
 from megatron.training.errors import RunStopped, run_entry_point
 from megatron.training.exit_codes import ExitCode
 from megatron.training.options.flags import parse_command_line
+from megatron.training.standard_streams import run_command
 
 PROMPTS = ("def __init__(self,", "import os\nimport sys\n", "The following functions")
 VOCABULARY = 4096
@@ -327,4 +328,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(main, prog="quickstart"))
+    run_command(lambda: run_entry_point(main, prog="quickstart"))

@@ -20,6 +20,7 @@ from megatron.training.data.preprocessing.inputs import find_inputs
 from megatron.training.data.tokenizers import train_bpe
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import parse_command_line
+from megatron.training.standard_streams import run_command
 
 PROG = "python -m megatron.training.train_tokenizer"
 
@@ -100,4 +101,4 @@ def _main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))
+    run_command(lambda: run_entry_point(lambda: _main(sys.argv[1:]), prog=PROG))

@@ -23,6 +23,7 @@ from megatron.training.config.expert_layers import read_frequency, write_frequen
 from megatron.training.config.values import not_negative, positive, require, require_all
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import parse_command_line
+from megatron.training.standard_streams import run_command
 
 if TYPE_CHECKING:
     import torch
@@ -243,4 +244,4 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    run_command(lambda: main(sys.argv[1:], os.environ))

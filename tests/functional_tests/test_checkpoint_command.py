@@ -23,6 +23,9 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.training import checkpoint
+from megatron.training.errors import OutputLost
+from megatron.training.exit_codes import ExitCode
+from megatron.training.standard_streams import guarded
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks, start_ranks
 
@@ -151,11 +154,16 @@ def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words, tmp_path, capsys
     save(tmp_path / "run", 5, tensors())
     theirs, ours = os.pipe()
     os.close(theirs)
-    with os.fdopen(ours, "w") as pipe:
-        monkeypatch.setattr("sys.stdout", pipe)
-        code = checkpoint.main(words.format(root=tmp_path / "run").split(), {})
-        monkeypatch.undo()
-    assert code == 141
+
+    def broken(name, error):
+        raise OutputLost(error)
+
+    pipe = guarded(ours, "stdout", broken, closed=False, like=None)
+    monkeypatch.setattr("sys.stdout", pipe)
+    code = checkpoint.main(words.format(root=tmp_path / "run").split(), {})
+    monkeypatch.undo()
+    os.close(ours)
+    assert code == ExitCode.OUTPUT_CLOSED
     assert capsys.readouterr().err == ""
 
 

@@ -16,6 +16,7 @@ from megatron.training.monitoring.progress import Display, open_display
 from megatron.training.monitoring.run_metrics import run_metrics
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session
+from megatron.training.standard_streams import errors_of_streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +80,15 @@ def observing(session: Session, progress: Progress) -> Iterator[Observation]:
         if config.logging.metrics_file is None:
             display.log(f"metrics in {path}")
 
+        broken: set[str] = set()
+
         def on_iteration(iteration: int) -> None:
             collect(iteration)
             profiled(iteration)
+            # Where stdout and stderr are one pipe, nobody can be told in words.
+            for name, error in errors_of_streams().items():
+                if name not in broken:
+                    broken.add(name)
+                    metrics.write("output", iteration, {f"{name}_errno": float(error.errno or 0)})
 
         yield Observation(display=display, metrics=metrics, on_iteration=on_iteration)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose stdout breaks train to their end; commands whose stdout breaks end quietly."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
+from megatron.training.exit_codes import ExitCode
+from megatron.training.monitoring.metrics import read_metrics
+from tests.functional_tests.small_run import flags, write_tokens
+
+
+def _run(module: str, argv: list[str], redirection: str) -> subprocess.CompletedProcess[str]:
+    """Run a module as a user does, by a shell that redirects its output and tells its code."""
+    command = f'"$@" {redirection}'
+    return subprocess.run(
+        ["bash", "-c", command, "-", sys.executable, "-m", module, *argv],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirection", "number"),
+    [
+        ("2>&1 | head -1; exit ${PIPESTATUS[0]}", errno.EPIPE),
+        pytest.param("| head -1; exit ${PIPESTATUS[0]}", errno.EPIPE, marks=pytest.mark.slow),
+        pytest.param("> /dev/full", errno.ENOSPC, marks=pytest.mark.slow),
+        pytest.param(">&-", errno.EBADF, marks=pytest.mark.slow),
+        pytest.param(">&- 2>&-", errno.EBADF, marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_without_stdout(tmp_path, redirection, number):
+    save = tmp_path / "save"
+    argv = flags(write_tokens(tmp_path / "tokens"), f"--train-iters 8 --save {save}")
+    done = _run("megatron.training.pretrain_gpt", argv, redirection)
+    assert done.returncode == 0, done
+    assert latest_checkpoint(save) == save / "iter_0000008"
+    verify_checkpoint(latest_checkpoint(save))
+    events = read_metrics(save / "metrics.jsonl")
+    (event,) = [e for e in events if e["kind"] == "output" and "stdout_errno" in e]
+    assert event["stdout_errno"] == number
+    assert [e["iteration"] for e in events if e["kind"] == "train"] == list(range(1, 9))
+    assert "Traceback" not in done.stderr
+    if "2>" not in redirection:
+        (line,) = [line for line in done.stderr.splitlines() if "stdout" in line]
+        assert line.startswith("pretrain_gpt: ")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"),
+    [
+        ("| true; exit ${PIPESTATUS[0]}", ExitCode.OUTPUT_CLOSED),
+        pytest.param("> /dev/full", ExitCode.USER_ERROR, marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_ends_quietly_without_stdout(tmp_path, redirection, code):
+    prefix = write_tokens(tmp_path / "tokens")
+    done = _run("megatron.training.inspect_data", [str(prefix)], redirection)
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == (code == ExitCode.USER_ERROR)

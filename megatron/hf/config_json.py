@@ -45,18 +45,23 @@ _KEPT = (
 def architecture_of(config: GPTConfig) -> Architecture:
     """Return the architecture that a model could be exported as."""
     attention, kinds = config.attention, set(config.blocks)
-    if kinds == {MAMBA}:
+    if kinds == {MAMBA} and _expands(config):
         return MAMBA2
     if isinstance(attention, LatentAttentionConfig):
         return DEEPSEEK_V3
     if DELTA_NET in kinds or (attention is not None and attention.output_gate):
         return QWEN3_NEXT
-    if config.pattern or (config.rope is None and not _is_gated(config)):
+    if MAMBA in kinds or config.pattern or (config.rope is None and not _is_gated(config)):
         return NEMOTRON_H
     assert attention is not None, "a GPT has attention"
     if config.moe is not None:
         return QWEN3_MOE if attention.qk_norm else MIXTRAL
     return QWEN3 if attention.qk_norm else LLAMA
+
+
+def _expands(config: GPTConfig) -> bool:
+    """Return whether the mixer's inner features are a multiple of hidden_size, as in Mamba-2."""
+    return config.mamba is not None and config.mamba.inner_channels % config.hidden_size == 0
 
 
 def _is_gated(config: GPTConfig) -> bool:

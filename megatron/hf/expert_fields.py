@@ -57,6 +57,9 @@ def write_experts(kind: Architecture, config: GPTConfig) -> dict[str, Any]:
     moe = config.moe
     if kind is NEMOTRON_H and moe is not None:
         return _write_nemotron(moe)
+    dense = [layer for layer, ffn in enumerate(config.blocks[1::2]) if ffn == DENSE]
+    if kind is QWEN3_NEXT and moe is None:
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     if kind not in (MIXTRAL, QWEN3_MOE, QWEN3_NEXT) or moe is None:
         return {}
     shared = {"num_experts_per_tok": moe.router.topk}
@@ -69,7 +72,7 @@ def write_experts(kind: Architecture, config: GPTConfig) -> dict[str, Any]:
         "moe_intermediate_size": moe.ffn_hidden_size,
         "norm_topk_prob": moe.router.normalize,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, ffn in enumerate(config.blocks[1::2]) if ffn == DENSE],
+        "mlp_only_layers": dense,
     }
     if kind is QWEN3_NEXT:
         found["shared_expert_intermediate_size"] = moe.shared_ffn_hidden_size

@@ -94,6 +94,14 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     moe = moe_config(config)
     assert moe is not None
+    source = config.checkpoint
+    # A run that starts from weights takes their router as it is.
+    given = source.load_hf or source.pretrained_checkpoint or source.use_checkpoint_args
+    if moe.router.topk == 1 and moe.router.normalize and not given:
+        yield (
+            "--moe-router-topk 1 with normalised scores gives the weight 1 whatever the router "
+            "says, which then learns nothing: give --moe-router-pre-softmax"
+        )
     for problem in moe.problems(tp=tp, etp=parallel.expert_tensor_parallel_size or tp, ep=ep):
         yield f"mixture of experts: {problem}"
 

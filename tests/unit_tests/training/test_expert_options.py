@@ -275,7 +275,7 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
             f"size 4 / ({ETP} 1 x {EP} 4 x {PP} 1 = 4) = 1: use a divisor of 1",
         ),
         (f"{EXPERTS} --moe-router-topk 9", 1, "mixture of experts: moe-router-topk 9 must be in 1"),
-        (f"{EXPERTS} --moe-router-topk 1", 1, "do not normalise (--moe-router-pre-softmax)"),
+        (f"{EXPERTS} --moe-router-topk 1", 1, "give --moe-router-pre-softmax"),
         (f"{EXPERTS} --moe-router-group-topk 2", 1, "and moe-router-group-topk go together"),
         (f"{EXPERTS} --moe-shared-expert-gate", 1, "a gate of the shared expert without one"),
         (f"{EXPERTS} {SHARED}1 {TP} 2", 2, "shared expert: ffn-hidden-size 401 must be a positive"),

@@ -74,11 +74,6 @@ class RouterConfig:
             found.append("coefficients of auxiliary losses and rates must not be negative")
         if not 0.0 <= self.jitter < 1.0:
             found.append(f"moe-input-jitter-eps {self.jitter} must be in [0, 1)")
-        if self.topk == 1 and self.normalize:
-            found.append(
-                "one expert a token with normalised scores has the weight 1 whatever the router "
-                "says, which then learns nothing: do not normalise (--moe-router-pre-softmax)"
-            )
         return found + self._group_problems(num_experts)
 
     def _group_problems(self, num_experts: int) -> list[str]:

@@ -44,7 +44,7 @@ from megatron.hf.model_config import DTYPES as MODEL_DTYPES
 from megatron.hf.parts import MappedTensor
 from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
-from megatron.training.stored_model import stored_model
+from megatron.training.stored_model import described_config
 
 #: Bytes that are read together: digested blocks are read whole, so each about one and a half times.
 GROUP_BYTES = BLOCK_BYTES
@@ -101,7 +101,7 @@ def export_folder(
     try:
         with CheckpointReader(checkpoint) as reader:
             extra = reader.manifest.extra
-            config = stored_model(checkpoint, reader.manifest)
+            config = described_config(checkpoint, reader.manifest)
             check_exportable(config)
             planned = _plan(reader, config, dtype)
             carried = carried_folder(checkpoint, extra, like)
@@ -147,8 +147,12 @@ def _plan(reader: CheckpointReader, config: GPTConfig, dtype: torch.dtype | None
             stored = reader.manifest.tensors.get(name)
             if stored is None:
                 raise CheckpointError(f"it lacks {name}")
-            found.add(DTYPES[stored.dtype])
             shapes[name] = mapped.ours[name].shape
+            if stored.shape != shapes[name]:
+                raise CheckpointError(
+                    f"{name} is {list(stored.shape)}, its model makes it {list(shapes[name])}"
+                )
+            found.add(DTYPES[stored.dtype])
         chosen = None if tensor.kept else dtype
         wanted = torch.float32 if tensor.fp32 else chosen or reduce(torch.promote_types, found)
         planned.append(_Planned(tensor=tensor, dtype=wanted, ours=shapes))

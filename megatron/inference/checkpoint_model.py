@@ -19,7 +19,6 @@ from megatron.core.backend import LOCAL, Backend, with_cpu_dtype
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
     Coordinator,
-    DamagedCheckpointError,
     Solo,
     StoreCoordinator,
     load_checkpoint,
@@ -155,8 +154,6 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
     manifest = read_together(folder, place.coordinator)
     config, extra = stored_model(folder, manifest), manifest.extra
     options, recorded = extra["config"], extra.get("tokenizer", {})
-    if not isinstance(options, dict) or not isinstance(recorded, dict):
-        raise DamagedCheckpointError(f"{folder}: its config and tokenizer are no JSON objects")
     if extra.get("weights_only") is True:  # nothing was trained without special tokens here
         recorded = {"special_tokens": None, **recorded}
     left_out = source.tokenizer_hf_no_include_special_tokens

@@ -75,6 +75,32 @@ def _counts(fields: Mapping[str, Any]) -> list[tuple[str, int]]:
     return found
 
 
+def described_config(folder: Path, manifest: Manifest) -> GPTConfig:
+    """Return the model that a checkpoint describes, its counts compared with the tensors.
+
+    Raises:
+        ValueError: it describes none, or one of another version of this program.
+        DamagedCheckpointError: no such tensors could be those of what it describes.
+    """
+    from megatron.core.models.gpt_config import GPTConfig
+
+    described = manifest.extra.get("model")
+    if described is None or manifest.extra.get("config") is None:
+        raise ValueError(f"{folder} is no training checkpoint: it lacks 'model' or 'config'")
+    for name in ("model", "config", "tokenizer"):
+        if not isinstance(manifest.extra.get(name, {}), Mapping):
+            raise DamagedCheckpointError(f"{folder} cannot be used: {name} is no JSON object")
+    check_counts(folder, described, manifest)
+    try:
+        return GPTConfig.from_json(described)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds {error}") from None
+    except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise DamagedCheckpointError(
+            f"{folder} cannot be used: its model cannot be understood: {error}"
+        ) from error
+
+
 def stored_model(folder: Path, manifest: Manifest) -> GPTConfig:
     """Return the model whose weights a checkpoint holds.
 
@@ -82,16 +108,8 @@ def stored_model(folder: Path, manifest: Manifest) -> GPTConfig:
         ValueError: the checkpoint describes none, or one of another version of this program.
         DamagedCheckpointError: its tensors are not those of the model that it describes.
     """
-    from megatron.core.models.gpt_config import GPTConfig
-
-    described = manifest.extra.get("model")
-    if described is None or manifest.extra.get("config") is None:
-        raise ValueError(f"{folder} is no training checkpoint: it lacks 'model' or 'config'")
-    if not isinstance(described, Mapping):
-        raise DamagedCheckpointError(f"{folder} cannot be used: its model is no JSON object")
-    check_counts(folder, described, manifest)
+    config = described_config(folder, manifest)
     try:
-        config = GPTConfig.from_json(described)
         weights, states = _shapes(config)
     except (ValueError, CheckpointError) as error:
         raise ValueError(f"{folder} holds {error}") from None

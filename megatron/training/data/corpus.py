@@ -70,7 +70,8 @@ def _sources(folder: Path) -> Iterator[str | None]:
             with open_regular(folder / path, follow_links=True) as stream:
                 encoding, _ = tokenize.detect_encoding(stream.readline)
                 stream.seek(0)
-                text = io.TextIOWrapper(stream, encoding).read()
+                with io.TextIOWrapper(stream, encoding) as lines:
+                    text = lines.read()
                 text.encode()
         except (SyntaxError, UnicodeError, OSError):
             yield None

@@ -22,9 +22,12 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from tests.support.ranks import FOLDER, RankSet, start_ranks
+from tests.support.ranks import FOLDER, Outcome, RankSet, start_ranks
 
 Process = Callable[..., NoReturn]
+
+#: The program's exit code for the end of its launcher.
+LAUNCHER_LOST = 8
 
 
 def _written(path: Path, text: str) -> None:
@@ -33,11 +36,11 @@ def _written(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def _read(path: Path, *, seconds: float = 60.0) -> str:
-    """Wait for a file and return what is in it."""
-    deadline = time.monotonic() + seconds
+def _read(path: Path, *, unless: Callable[[], bool] = lambda: False) -> str:
+    """Wait for a file and return what is in it. Raises TimeoutError if it will not come."""
+    deadline = time.monotonic() + 60.0
     while not path.exists():
-        if time.monotonic() > deadline:
+        if unless() or time.monotonic() > deadline:
             raise TimeoutError(f"{path} never came")
         time.sleep(0.002)
     return path.read_text()
@@ -58,7 +61,11 @@ def _be_rank(rank: int, world: int, folder: str, process: Process, args: tuple[A
 
     os._exit = leave
     try:
-        process(rank, world, int(_read(Path(folder, "port"))), *args)
+        parent = os.getppid()
+        port = _read(Path(folder, "port"), unless=lambda: os.getppid() != parent)
+        process(rank, world, int(port), *args)
+    except TimeoutError:  # killed before it served a store: as the program itself would end
+        leave(LAUNCHER_LOST)
     except BaseException as error:
         print(repr(error), file=sys.stderr, flush=True)
     leave(1)
@@ -66,7 +73,7 @@ def _be_rank(rank: int, world: int, folder: str, process: Process, args: tuple[A
 
 def _launcher(node: int, nodes: int, ranks: int, process: Process, args: tuple[Any, ...]) -> None:
     """Start the ranks of one machine and wait for them; the first one serves the store."""
-    folder = os.environ[FOLDER]
+    folder, started = os.environ[FOLDER], {}
     for local in range(ranks):
         rank = node * ranks + local
         with warnings.catch_warnings():
@@ -74,13 +81,17 @@ def _launcher(node: int, nodes: int, ranks: int, process: Process, args: tuple[A
             pid = os.fork()
         if not pid:
             _be_rank(rank, nodes * ranks, folder, process, args)
+        started[pid] = rank
         _written(Path(folder, f"pid_{rank}"), str(pid))
     server = None
     if node == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         _written(Path(folder, "port"), str(server.port))
     for _ in range(ranks):
-        os.wait()
+        pid, status = os.wait()
+        if os.WIFSIGNALED(status):
+            rank = started[pid]
+            _written(Path(folder, f"code_{rank}"), str(-os.WTERMSIG(status)))
     del server
 
 
@@ -90,6 +101,34 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+class RankProcess:
+    """One rank, with what is asked of a process of multiprocessing.
+
+    Args:
+        job: that it is of.
+        rank: which.
+    """
+
+    def __init__(self, job: Launched, rank: int) -> None:
+        self._job, self._rank = job, rank
+
+    @property
+    def pid(self) -> int:
+        """Return its process id."""
+        return self._job.pid(self._rank)
+
+    @property
+    def exitcode(self) -> int | None:
+        """Return how it has ended, None if it runs."""
+        return self._job.code(self._rank)
+
+    def join(self, seconds: float) -> None:
+        """Wait for its end."""
+        deadline = time.monotonic() + seconds
+        while self.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.002)
 
 
 class Launched:
@@ -103,6 +142,7 @@ class Launched:
 
     def __init__(self, launchers: RankSet, folder: Path, world: int) -> None:
         self.launchers, self._folder, self.world = launchers, folder, world
+        self.processes = [RankProcess(self, rank) for rank in range(world)]
 
     def pid(self, rank: int) -> int:
         """Return the process of a rank."""
@@ -126,11 +166,21 @@ class Launched:
             time.sleep(0.005)
 
     def code(self, rank: int) -> int | None:
-        """Return how a rank has ended: -9 if it left no code, None if it runs."""
+        """Return how a rank has ended, None if it runs; -9 if nobody is left who knows."""
         if is_alive(self.pid(rank)):
             return None
-        path = self._folder / f"code_{rank}"
+        node = rank * len(self.launchers.processes) // self.world
+        path, process = self._folder / f"code_{rank}", self.launchers.processes[node]
+        if path.exists():
+            return int(path.read_text())
+        if process.exitcode is None and is_alive(process.pid):
+            return None  # its launcher is about to tell
         return int(path.read_text()) if path.exists() else -signal.SIGKILL
+
+    def outcomes(self, *, timeout: float) -> list[Outcome]:
+        """Wait until all ranks have ended and return how, as `RankSet` does."""
+        codes = self.codes(timeout=timeout)
+        return [Outcome(rank, exit_code=code) for rank, code in enumerate(codes)]
 
     def codes(self, *, timeout: float) -> list[int | None]:
         """Wait until all ranks have ended and return how."""

@@ -69,8 +69,9 @@ class Kill:
     """One kill, before it meets a run.
 
     Args:
-        victim: "all", "rank 1", "writer 1" (the process that writes that rank's saves), or
-            "machine": all processes, and what they have not synced is lost.
+        victim: "all", "launcher" (which ranks outlive), "rank 1", "writer 1" (the process that
+            writes that rank's saves), or "machine": all processes, and what they have not synced is
+            lost.
         how: signals, in order.
         moment: what it is timed from: the start of the processes, the first step behind that, the
             begin of a save, or its manifest.
@@ -95,6 +96,11 @@ class Kill:
         return self.victim.startswith("writer")
 
     @property
+    def of_launcher(self) -> bool:
+        """Whether ranks have to find out by themselves, save and stop."""
+        return self.victim == "launcher"
+
+    @property
     def of_machine(self) -> bool:
         """Whether it is a power cut."""
         return self.victim == "machine"
@@ -108,7 +114,7 @@ def choose(seed: str, *, ranks: int, asynchronous: bool) -> Kill:
         asynchronous: whether there are writer processes to kill.
     """
     draw = random.Random(seed)
-    victims = ["all", "machine", "rank 0", f"rank {draw.randrange(ranks)}"]
+    victims = ["all", "machine", "launcher", "rank 0", f"rank {draw.randrange(ranks)}"]
     if asynchronous:
         victims.append(f"writer {draw.randrange(ranks)}")
     victim = draw.choice(victims)
@@ -127,6 +133,6 @@ def choose(seed: str, *, ranks: int, asynchronous: bool) -> Kill:
     )
     if kill.of_writer:  # it ignores SIGTERM, and is not there before the first step
         return replace(kill, how="KILL", moment="save")
-    if kill.of_machine:
+    if kill.of_machine or kill.of_launcher:  # SIGTERM to a launcher is SIGTERM to all ranks
         return replace(kill, how="KILL")
     return kill

@@ -17,7 +17,8 @@ from typing import NoReturn
 from megatron.training.exit_codes import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests import small_run
-from tests.support.ranks import Outcome, RankSet
+from tests.support.launchers import Launched, launched
+from tests.support.ranks import Outcome
 from tools.soak.choices import Kill
 from tools.soak.folder import Snapshot, look, under_way
 from tools.soak.pace import Measured, SaveClock
@@ -34,6 +35,10 @@ LAUNCHER_SECONDS = 0.1
 ENDS = frozenset({ExitCode.OK, ExitCode.PEER_LOST, ExitCode.TERMINATED, -signal.SIGTERM})
 #: How they may if another one is dead.
 ENDS_OF_SURVIVORS = ENDS | {ExitCode.SAVE_FAILED, -signal.SIGKILL}
+#: How they may without a launcher: one that has nothing to save yet is dead for another that has.
+ENDS_OF_ORPHANS = frozenset(
+    {ExitCode.OK, ExitCode.LAUNCHER_LOST, ExitCode.PEER_LOST, ExitCode.SAVE_FAILED}
+)
 
 
 class SoakFailure(Exception):
@@ -80,7 +85,7 @@ def _soak_rank(
     if plant is not None:
         module, function = plant.split(":")
         getattr(importlib.import_module(module), function)(rank)
-    small_run.rank_process(rank, world, port, argv)
+    small_run.launched_rank(rank, world, port, argv)
 
 
 @contextlib.contextmanager
@@ -104,7 +109,7 @@ def job(
         journal=str(journal),
         plant=plant,
     )
-    with small_run.running(ranks, argv, process=process) as started:
+    with launched(process, argv, ranks=ranks) as started:
         found = Job(started, root, start=start, measured=measured)
         try:
             yield found
@@ -120,13 +125,13 @@ class Job:
     """Ranks that run.
 
     Args:
-        ranks: the processes.
+        ranks: the processes, and their launcher.
         root: their save folder.
         start: what was in it before.
         measured: is added to.
     """
 
-    def __init__(self, ranks: RankSet, root: Path, *, start: Snapshot, measured: Measured) -> None:
+    def __init__(self, ranks: Launched, root: Path, *, start: Snapshot, measured: Measured) -> None:
         self._ranks, self.root, self.start, self._measured = ranks, root, start, measured
         self._metrics = root / "metrics.jsonl"
         self._old_metrics = self._metrics.stat().st_ino if self._metrics.exists() else 0
@@ -229,6 +234,8 @@ class Job:
             victims = [process.pid for process in processes]
             if kill.of_machine:
                 victims += sorted(self._family)
+        elif kill.of_launcher:
+            victims = [self._ranks.launchers.processes[0].pid]
         else:
             victims = [processes[int(kill.victim.split()[1])].pid]
         if not victims:
@@ -259,7 +266,8 @@ class Job:
                 break
             time.sleep(0.002)
         time.sleep(LAUNCHER_SECONDS)
-        if kill.launcher or kill.how == "TERM" or self._first_step is None:
+        told = kill.launcher or kill.how == "TERM" or self._first_step is None
+        if told and not kill.of_launcher:
             _send([p.pid for p in processes if p.exitcode is None], signal.SIGTERM)
         outcomes = self._ranks.outcomes(timeout=GRACE_SECONDS)
         for process in processes:
@@ -268,6 +276,8 @@ class Job:
         if None in codes:
             raise SoakFailure("hung", f"{_told(outcomes)} do not end\n{self.log()[-3000:]}")
         fine = ENDS if kill.how == "TERM" else ENDS_OF_SURVIVORS
+        if kill.of_launcher:
+            fine = ENDS_OF_ORPHANS
         if wrong := {rank: code for rank, code in enumerate(codes) if code not in fine}:
             raise SoakFailure("hung", f"ranks ended with {wrong}\n{self.log()[-3000:]}")
         _wait_for_end(sorted(self._family), "writer processes of dead trainers")

@@ -66,7 +66,7 @@ class StopRequests:
         self._grace: float | None = None  # None: a signal ends the process at once
         self._limit: float | None = None
         self._number: int | None = None  # of the first signal that has arrived
-        self._signalled = False  # whether that, or one behind it, is more than the launcher's end
+        self._signalled = False  # whether that, or one after it, is more than the launcher's end
         self._first = self._deadline = 0.0
         self._interrupts_main = self._echoed = False
         self._launcher: str | None = None  # what is gone of it

@@ -33,7 +33,7 @@ def _stopped_at(text: str) -> int:
 
 
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_ranks_save_when_torchrun_is_killed_and_the_same_command_goes_on(prefix, tmp_path):
+def test_killed_torchrun_ranks_save_and_the_command_goes_on(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --save {save} --load {save}")
     job = torchrun(argv, "--standalone", processes=2)

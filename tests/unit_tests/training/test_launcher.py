@@ -47,7 +47,7 @@ def _processes(proc, **parents):
         (folder / "environ").write_bytes(f"{text}\0".encode())
 
 
-def test_a_launcher_is_the_nearest_ancestor_without_its_variables(tmp_path):
+def test_a_launcher_is_the_ancestor_without_its_variables(tmp_path):
     outer = {**OWN, "MASTER_PORT": "1"}
     _processes(tmp_path, p30=(20, OWN), p20=(10, outer), p10=(1, {}))
     assert launcher_of(OWN, 20, proc=tmp_path) == 20, "a launcher within a run of another one"

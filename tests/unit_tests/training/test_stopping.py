@@ -161,14 +161,14 @@ def test_a_launcher_that_is_gone_is_voted_for_and_told_once():
     assert process.stop.code == ExitCode.LAUNCHER_LOST
 
 
-def test_a_launcher_that_is_gone_before_there_is_anything_to_save_ends_the_process():
+def test_a_lost_launcher_ends_what_has_nothing_to_save():
     process = Process(grace=None)
     with pytest.raises(Ended) as caught:
         process.stop.lose_launcher("process 7 is gone")
     assert caught.value.args == (ExitCode.LAUNCHER_LOST,)
 
 
-def test_a_signal_behind_the_end_of_the_launcher_asks_for_the_same_stop():
+def test_a_signal_after_the_launchers_end_asks_for_the_same_stop():
     process = Process()
     process.stop.lose_launcher("process 7 is gone")
     process.time += 5.0

@@ -84,10 +84,11 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 def loaded(folder: Path, **more: object) -> GPTModel:
     """Return the model that the checkpoint in `folder` describes."""
-    with CheckpointReader(folder / "iter_0000000") as reader:
+    (found,) = folder.glob("iter_*")
+    with CheckpointReader(found) as reader:
         config = GPTConfig.from_json(reader.manifest.extra["model"])
     model = GPTModel(config, SINGLE, storage=Storage(initialize=False), **more)
-    load_checkpoint(folder / "iter_0000000", weight_chunks(model.store), coordinator=Solo())
+    load_checkpoint(found, weight_chunks(model.store), coordinator=Solo())
     return model
 
 

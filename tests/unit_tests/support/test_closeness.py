@@ -6,7 +6,13 @@ import math
 import pytest
 import torch
 
-from tests.support.closeness import assert_all_close, assert_close_by_metric, relative_error
+from tests.support.closeness import (
+    assert_all_close,
+    assert_close_by_metric,
+    assert_piece_close,
+    noise_floor,
+    relative_error,
+)
 from tests.support.inputs import generator
 
 
@@ -71,6 +77,51 @@ def test_a_reference_of_zeros_must_be_declared():
     assert assert_all_close(zeros, zeros, zeros=("a",)) == 0.0
     with pytest.raises(AssertionError, match="b: declared to be zero"):
         assert_all_close(zeros, zeros, zeros=("a", "b"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_noise_is_no_reference_even_for_itself(dtype):
+    """The gradient of a bias before a norm: a sum that is zero, but for its rounding."""
+    terms = torch.randn(50, 7, generator=generator(2), dtype=dtype)
+    noise = (terms - terms.mean(0)).sum(0)
+    assert 0.0 < noise.abs().max() < noise_floor(noise, noise)
+    assert relative_error(noise, noise) == math.inf
+    with pytest.raises(AssertionError, match=r"bias: the reference .* noise .*`zeros`"):
+        assert_close_by_metric("bias", noise, noise)
+    peers = {"bias": noise, "weight": terms}
+    with pytest.raises(AssertionError, match=r"^bias: the reference .* noise"):
+        assert_all_close(peers, peers)
+    # Declared, it is compared absolutely, on both sides: other noise passes, a term does not.
+    other = {"bias": -noise.flip(0), "weight": terms}
+    assert assert_all_close(other, peers, zeros=("bias",)) == 0.0
+    leaked = {"bias": noise + 1e-3 * terms[0], "weight": terms}
+    for got, ref in ((leaked, peers), (peers, leaked)):
+        with pytest.raises(AssertionError, match="bias: declared to be zero, but"):
+            assert_all_close(got, ref, zeros=("bias",))
+    with pytest.raises(AssertionError, match=r"bias: shape \[50, 7\]"):
+        assert_all_close({"bias": terms, "weight": terms}, peers, zeros=("bias",))
+
+
+def test_noise_is_relative_to_the_terms():
+    small = torch.tensor([1e-6, -2e-6])
+    with pytest.raises(AssertionError, match="noise of terms of magnitude 1:"):
+        assert_close_by_metric("x", small, small)
+    assert assert_close_by_metric("x", small, small, scale=1e-3) == 0.0
+    assert relative_error(1e-30 * small, 1e-30 * small, scale=0.0) == 0.0  # a product
+    ref = {"small": 10 * small, "large": torch.tensor([1e4])}
+    with pytest.raises(AssertionError, match=r"small: .*magnitude 1e\+04"):
+        assert_all_close(ref, ref)
+
+
+def test_a_piece_is_compared_relative_to_the_whole():
+    whole = torch.arange(12.0).reshape(3, 4)
+    piece = whole[1:, 2:] + 5.5e-5
+    assert torch.equal(assert_piece_close("w", piece, whole, (1, 2)), whole[1:, 2:])
+    for got, offsets in ((piece + 1e-3, (1, 2)), (piece, (0, 2))):
+        with pytest.raises(AssertionError, match="w: error"):
+            assert_piece_close("w", got, whole, offsets)
+    with pytest.raises(AssertionError, match="w: the reference is all zero"):
+        assert_piece_close("w", 0 * piece, 0 * whole, (1, 2))
 
 
 def test_the_worst_offender_comes_first():

@@ -188,7 +188,9 @@ def assert_as_whole(case: Case, ranks) -> None:
         together[name] = values
     if case.sinks:
         together["sinks"] = torch.stack([sinks for _, sinks, *_ in ranks]).sum(0)
-    assert_all_close(together, wanted, bound=1e-12)
+    # The softmax of one key is 1: what its score is does not matter.
+    zeros = ("query", "key") if case.window == 1 else ()
+    assert_all_close(together, wanted, bound=1e-12, zeros=zeros)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

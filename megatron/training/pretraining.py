@@ -318,9 +318,24 @@ def choices_of(session: Session) -> list[str]:
         dropout_line(run.config, session.place.device),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),
         *session.data.notes,
+        _export_line(session),
         early_gather(run.config)[1],
     )
     return [line for line in lines if line is not None]
+
+
+def _export_line(session: Session) -> str | None:
+    """Return whether the model can be exported to Hugging Face, if that was asked."""
+    if not session.run.config.checkpoint.hf_export_check:
+        return None
+    from megatron.hf.config_json import architecture_of, check_exportable
+
+    try:
+        check_exportable(session.model.config)
+    except ValueError as error:
+        return f"Hugging Face: {error}"
+    name = architecture_of(session.model.config).class_name
+    return f"Hugging Face: the model can be exported as {name}"
 
 
 #: Microbatches whose documents are looked at before the first step.

@@ -333,6 +333,7 @@ EFFECTS: dict[str, Effect] = {
     "use-checkpoint-args": Effect("refusal", base="--load {saved}", without="--num-layers"),
     "pretrained-checkpoint": Effect("loss", "", "{saved}"),
     "load-hf": Effect("refusal", "", "{hf}", without="--num-layers --hidden-size"),
+    "hf-export-check": Effect("log"),
     "finetune": Effect("log", base="--load {saved}"),
     # Signals and steps that go wrong
     "exit-signal-handler": Effect("parts", base="--save {out}/save"),

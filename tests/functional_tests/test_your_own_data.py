@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.dist_checkpointing import latest_checkpoint
 
@@ -15,13 +19,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "your-own-data.md"
 
 
-def test_every_command_of_the_page_works(tmp_path):
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_command_of_the_page_works(tmp_path, whole):
     for folder in ("megatron", "megatron_core/megatron"):
         shutil.copytree(
             ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
         )
     blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 9
+    assert len(blocks) >= 12
+    theirs = [block for block in blocks if "import AutoModelForCausalLM" in block]
+    assert len(theirs) == 1
+    if not whole:
+        blocks.remove(theirs[0])
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -31,7 +40,7 @@ def test_every_command_of_the_page_works(tmp_path):
     for block in blocks:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100,
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
         )  # fmt: skip
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
         said.append(done.stdout)
@@ -41,6 +50,21 @@ def test_every_command_of_the_page_works(tmp_path):
     assert IndexedDataset(tmp_path / "data" / "mine").num_documents == sources
     assert latest_checkpoint(tmp_path / "data" / "model").name == "iter_0000040"
     assert "going on at iteration 30" in everything
-    (generated,) = (text for block, text in zip(blocks, said, strict=True) if "generate" in block)
+    assert "can be exported as LlamaForCausalLM" in everything
+    assert latest_checkpoint(tmp_path / "data" / "chat-model").name == "iter_0000004"
+    assert "going on at iteration 2" in everything
+    trained, tuned = (
+        load_file(tmp_path / "data" / name / "model.safetensors")
+        for name in ("model-hf", "chat-model-hf")
+    )
+    assert trained.keys() == tuned.keys()
+    assert not torch.equal(trained["lm_head.weight"], tuned["lm_head.weight"])
+    (generated,) = (
+        text for block, text in zip(blocks, said, strict=True) if "inference.generate" in block
+    )
     assert generated.startswith("def main(")
     assert len(generated) > len("def main(\n")
+    if whole:
+        (seen,) = (text for block, text in zip(blocks, said, strict=True) if block == theirs[0])
+        assert "verified: logits differ" in seen
+        assert "\ndef main(" in seen

@@ -48,6 +48,9 @@ class CheckpointConfig:
     load_hf: str | None = None
     """Hugging Face folder of a known architecture to take model, weights and tokenizer from
     while --load holds no checkpoint yet; the run starts at iteration 0."""
+    hf_export_check: bool = False
+    """Say at the start whether the model can be exported to Hugging Face, else which flags keep it
+    from that."""
     finetune: bool = False
     """Load weights only and start again at iteration 0 with the first sample."""
 

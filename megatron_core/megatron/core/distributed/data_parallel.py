@@ -134,6 +134,7 @@ class DataParallel:
             for bucket in store.buckets
             if any(handle.trainable for handle in bucket.handles)
         ]
+        store.give_gradients()
         self._sums = ModelSums(store, self.buckets)
         self._phase = _Phase.BETWEEN
         self._observer: GradientObserver | None = None

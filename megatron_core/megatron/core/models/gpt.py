@@ -15,12 +15,8 @@ from megatron.core.context_parallel.setting import ContextParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.models.decoder import Decoder, HiddenDropout
 from megatron.core.models.gpt_config import GPTConfig
-from megatron.core.models.multi_token import (
-    Ahead,
-    MultiTokenPrediction,
-    carrying,
-)
-from megatron.core.models.row_layout import OF_ROWS, RowLayouts, check_layout
+from megatron.core.models.multi_token import Ahead, MultiTokenPrediction, carrying
+from megatron.core.models.row_layout import OF_ROWS, RowLayouts, check_layout, check_rows
 from megatron.core.models.stages import StageSplit
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -30,17 +26,17 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.embedding import vocabulary_sharding
 from megatron.core.transformer import KeyValueCache, LayerBuild, Recompute, RopeTable
-from megatron.core.weight_gather import Storage, WeightStore
+from megatron.core.weight_gather import Storage, StoreModule, WeightStore
 
 __all__ = ["GPTConfig", "GPTModel", "logical_weights"]
 
 
-class GPTModel(nn.Module):
+class GPTModel(StoreModule):
     """A GPT on this rank's part of the grid: all of it, or its pipeline stage's chunks.
 
-    Weights are not `nn.Parameter`s of the module: they live in `store` (flat buckets) and are
-    reached by name through `store.handles`. Build `DataParallel(model.store, groups)` for
-    gradients, `Optimizer` over that.
+    Weights live in `store` (flat buckets) and are the parameters of this module, under their
+    logical names, see `StoreModule`. One process may train them by an optimizer of torch; build
+    `DataParallel(model.store, groups)` and `Optimizer` over that for everything else.
 
     Args:
         config: the model.
@@ -125,7 +121,7 @@ class GPTModel(nn.Module):
         for chunk in range(split.chunks):
             with self.store.part(chunk):
                 self._declare(chunk, vocab_multiple, build=build)
-        self.store.materialize(storage)
+        self.materialize(storage)
 
     def _declare(self, chunk: int, vocab_multiple: int, *, build: LayerBuild) -> None:
         """Declare what a chunk has."""
@@ -261,6 +257,7 @@ class GPTModel(nn.Module):
         """
         if not 0 <= chunk < self.num_chunks:
             raise ValueError(f"chunk {chunk} of the {self.num_chunks} on this rank")
+        check_rows(tokens)
         layout = layout or SequenceLayout.dense(tokens.shape[1], device=tokens.device)
         check_layout(layout, tokens, self.groups["cp"])
         if self._is_first(chunk) != (hidden is None):
@@ -335,7 +332,7 @@ class GPTModel(nn.Module):
                 as of `hidden`.
 
         Raises:
-            ValueError: the chunk has no head, or the model has nothing to do `ahead`.
+            ValueError: the chunk has no head, nothing to do `ahead`, or labels of other tokens.
         """
         if not self._is_last(chunk):
             raise ValueError(
@@ -370,7 +367,7 @@ class GPTModel(nn.Module):
             document_ids: int [s_k, b].
         """
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
         layout = SequenceLayout(positions, document_ids)
         return self.head(self(tokens, layout=layout, cache=cache))
 

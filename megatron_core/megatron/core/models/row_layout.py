@@ -39,8 +39,9 @@ class RowLayouts:
             rows: `positions` and `document_ids` of `SequenceLayout.packed`.
 
         Raises:
-            ValueError: both a layout and rows.
+            ValueError: both a layout and rows, or tokens that are no rows.
         """
+        check_rows(tokens)
         if layout is not None:
             if rows:
                 raise ValueError(
@@ -54,6 +55,14 @@ class RowLayouts:
         if key not in self._whole:
             self._whole[key] = SequenceLayout.packed(length, device=device)
         return self._whole[key].with_samples(sample_ids)
+
+
+def check_rows(tokens: torch.Tensor) -> None:
+    """Raise ValueError unless tokens are [b, s]."""
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"tokens {list(tokens.shape)} are no rows [b, s]: give one row as tokens.unsqueeze(0)"
+        )
 
 
 def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+from typing import Literal
+
 import torch
 from torch import nn
 
@@ -35,11 +38,40 @@ def vocabulary_sharding(
     )
 
 
+#: What to do about an id that is none.
+_FIX = MappingProxyType(
+    {
+        "token": "use the tokenizer of this model, or a model of a larger vocabulary",
+        "label": "leave a token out by its weight 0, with any id of the vocabulary as its label",
+    }
+)
+
+
+def check_ids(ids: torch.Tensor, vocab_size: int, what: Literal["token", "label"]) -> None:
+    """Raise ValueError for an id that is not in the vocabulary; ids on a GPU are not looked at.
+
+    Args:
+        ids: int64, of any shape.
+        what: they are, for the message.
+    """
+    if ids.is_floating_point():
+        raise ValueError(f"{what} ids are {ids.dtype}: give integers, such as {what}s.long()")
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    low, high = ids.aminmax()
+    if low < 0 or high >= vocab_size:
+        wrong = int(low if low < 0 else high)
+        raise ValueError(
+            f"{what} id {wrong} is not in the vocabulary of {vocab_size} ids, 0 to "
+            f"{vocab_size - 1}: {_FIX[what]}"
+        )
+
+
 class VocabParallelEmbedding(nn.Module):
     """Look up token ids in a [V, h] table of which each rank holds V/tp rows (padded).
 
     Raises:
-        ValueError: a token id outside [0, V), where ids are checked.
+        ValueError: a token id outside [0, V), on a CPU; a GPU is not waited for to look.
     """
 
     def __init__(
@@ -58,6 +90,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] ([s/tp, b, h] under sequence parallelism) from ids int64 [s, b]."""
+        check_ids(ids, self.vocab_size, "token")
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
         local = ids - self.first

@@ -10,6 +10,7 @@ from megatron.core.comm.collectives import all_gather
 from megatron.core.comm.conjugates import copy_to_group, gather_from_group
 from megatron.core.initialize import InitSpec
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.embedding import check_ids
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_sharding import WeightSharding
@@ -46,8 +47,18 @@ class VocabParallelHead(nn.Module):
             hidden: [s, b, h] ([s/tp, b, h] under sequence parallelism).
             targets: int64 [s, b].
             token_weights: fp32 [s, b].
+
+        Raises:
+            ValueError: targets or weights of another shape, or a target that is no id.
         """
         hidden = self._enter(hidden)
+        for what, tensor in (("labels", targets), ("token_weights", token_weights)):
+            if tensor.shape != hidden.shape[:-1]:
+                raise ValueError(
+                    f"{what} {list(tensor.t().shape)} for {list(hidden.shape[1::-1])} tokens: give "
+                    "one for each token, [b, s] to the model"
+                )
+        check_ids(targets, self.vocab_size, "label")
         loss, nll = vocab_parallel_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             self.weight,

@@ -7,6 +7,7 @@ model is built, by whoever materialises the store, and model code never changes 
 
     handle, grouped, queue   what a layer calls; gradients put off
     store, layout, bucket    declaration, and the division into flat buckets
+    module                   a store's weights as the parameters of an nn.Module
     owned                    what a rank stores and what its optimizer updates, in logical terms
     plan, arena, gatherer    cut weights made whole just before use: when, where, and by whom
 """
@@ -23,6 +24,7 @@ from megatron.core.weight_gather.gatherer import (
 from megatron.core.weight_gather.grouped import RowRuns, grouped_linear
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_gather.layout import GRANULARITIES, Storage
+from megatron.core.weight_gather.module import StoreModule
 from megatron.core.weight_gather.owned import (
     NORM_GROUPS,
     HeldBox,
@@ -51,6 +53,7 @@ __all__ = [
     "PlacedBox",
     "RowRuns",
     "Storage",
+    "StoreModule",
     "WeightHandle",
     "WeightStore",
     "WgradQueue",

@@ -26,6 +26,9 @@ class WeightSource(Protocol):
     def consume(self, bucket: Bucket) -> None:
         """Make the bucket current: bound, complete, and kept until another is."""
 
+    def is_late(self, bucket: Bucket) -> bool:
+        """Return whether updates by other ranks of what this rank stores have not arrived."""
+
 
 class Bucket:
     """Weights in one flat buffer.

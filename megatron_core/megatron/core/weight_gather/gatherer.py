@@ -235,6 +235,10 @@ class Gatherer:
             if bucket.outer_shards:
                 self._outer_stale.add(bucket.index)
 
+    def is_late(self, bucket: Bucket) -> bool:
+        """Return whether updates by other ranks of what this rank stores have not arrived."""
+        return bucket.index in self._outer_stale or not (bucket.sharded or bucket.current)
+
     def start_early(self) -> None:
         """Start the gathers of the next step's first need without waiting for any."""
         plan = self._plan(self._program.segments)
@@ -249,8 +253,7 @@ class Gatherer:
                 self._start((index,))
 
     def gather_all(self) -> None:
-        """Gather every bucket, in the order of forward, and wait; what is leased is released as
-        soon as it is complete."""
+        """Gather every bucket in the order of forward and wait, releasing leases on the way."""
         self._start_outer()
         for bucket in reversed(self.buckets):
             if not bucket.current and bucket.index not in self._gathered:
@@ -281,8 +284,7 @@ class Gatherer:
     # --- inside -----------------------------------------------------------------------------------
 
     def _plan(self, program: tuple[str, ...]) -> GatherPlan | None:
-        # A segment may need nothing: a part without weights. If none needs anything, nothing is
-        # known yet: what is stored whole is all there until the first update.
+        # A part without weights needs nothing; if none does, all is there until the first update.
         if any(name not in self._traces for name in program):
             return None
         if not any(self._traces[name] for name in program):

@@ -38,6 +38,38 @@ class GradientSink(Protocol):
         """Take note of a put."""
 
 
+class WeightParameter(nn.Parameter):
+    """What a rank stores of a weight. Its gradient is in the engine's buffers once there is one.
+
+    Raises:
+        ValueError: `.grad` is asked for although an engine has the gradients. An optimizer of torch
+            would take None for a weight that is not trained, and leave it as it is.
+    """
+
+    handle: WeightHandle
+
+    @staticmethod
+    def of(handle: WeightHandle, stored: torch.Tensor) -> WeightParameter:
+        """Return the parameter of a weight."""
+        found = WeightParameter(stored)
+        found.handle = handle
+        return found
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        if self.handle.gradients is not None and not self.handle.keeps_grad:
+            raise ValueError(
+                f"{self.handle.name}.grad: DataParallel keeps the gradients of these weights in "
+                "its own buffers: update them by megatron.core.optimizer.Optimizer(engine.owned(), "
+                "groups), read them in engine.owned(), and forget them by engine.begin_step()"
+            )
+        return torch.Tensor.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, grad)
+
+
 class WeightHandle:
     """One weight of a model, as its layers use it.
 
@@ -56,6 +88,8 @@ class WeightHandle:
         gradients: who opens slots and is told of puts; None while it is frozen or not training.
         deferral: whether puts wait, shared with the other weights of the store.
         cpu_dtype: what a CPU multiplies the weight in, see `ops.dispatch.matmul_dtype`.
+        keeps_grad: without `gradients`, puts go to the `.grad` of `param`, as autograd's would: in
+            one process, until an engine is built.
     """
 
     def __init__(
@@ -79,6 +113,7 @@ class WeightHandle:
         self.gradients: GradientSink | None = None
         self.deferral = deferral or Deferral()
         self.cpu_dtype = cpu_dtype
+        self.keeps_grad = False
 
     def __repr__(self) -> str:
         return f"WeightHandle({self.name}, {list(self.shape)})"
@@ -199,7 +234,7 @@ class WeightHandle:
         self._put(lambda: self._run_index(ids, valid, grad))
 
     def _put(self, run: Callable[[], None]) -> None:
-        if self.gradients is None:
+        if self.gradients is None and not (self.keeps_grad and self.trainable):
             if self.trainable:
                 raise ValueError(
                     f"{self.name} has no gradient buffer: build a DataParallel engine over "
@@ -213,16 +248,25 @@ class WeightHandle:
 
     def _open(self) -> torch.Tensor:
         """Return the slot, opening it if this is the bucket's first put."""
-        assert self.gradients is not None
+        if self.gradients is None:
+            return self._open_grad()
         if self.slot is None:
             self.gradients.open()
         assert self.slot is not None
         return self.slot
 
+    def _open_grad(self) -> torch.Tensor:
+        """Return `.grad` of the parameter, made if whoever updates the weight has dropped it."""
+        param = self.anchor
+        self.fresh = param.grad is None
+        if param.grad is None:
+            param.grad = torch.empty_like(param)
+        return param.grad
+
     def _done(self) -> None:
-        assert self.gradients is not None
         self.fresh = False
-        self.gradients.put_done(self)
+        if self.gradients is not None:
+            self.gradients.put_done(self)
 
     def _run_linear(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Write or add dyᵀ x; grad mode must be off."""

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from megatron.core.initialize import InitSpec, fill_
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, ShardedBuffer
 from megatron.core.weight_gather.bucket import Bucket
-from megatron.core.weight_gather.handle import WeightHandle
+from megatron.core.weight_gather.handle import WeightHandle, WeightParameter
 from megatron.core.weight_gather.layout import BucketGroups, BucketPlan, Storage, bucket_plans
 from megatron.core.weight_gather.owned import HeldBox, held_boxes
 from megatron.core.weight_gather.queue import Deferral, WgradQueue
@@ -56,6 +55,7 @@ class WeightStore:
         states: fp32 tensors of the model that are no weights, by name.
         buckets: none if this rank has no weights, which also is a store.
         materialized: `materialize` has been called.
+        has_engine: an engine collects the gradients.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class WeightStore:
         self.states: dict[str, torch.Tensor] = {}
         self.plans: dict[str, GradientPlan] = {}
         self.buckets: list[Bucket] = []
-        self.materialized = False
+        self.materialized = self.has_engine = False
         self.storage = Storage()
         self.placement = Placement()
         self._deferral = Deferral()
@@ -201,9 +201,17 @@ class WeightStore:
                 low, high = bucket.weights.stored_range
                 start, stop = max(member.start, low), min(member.stop, high)
                 stored = bucket.weights.data[start - low : max(start, stop) - low]
-                handle.param = nn.Parameter(stored if bucket.sharded else stored.view(member.shape))
+                stored = stored if bucket.sharded else stored.view(member.shape)
+                handle.param = WeightParameter.of(handle, stored)
+                handle.keeps_grad = self.groups.grid.world_size == 1
                 if storage.initialize:
                     self._initialize(handle)
+
+    def give_gradients(self) -> None:
+        """Leave the gradients to an engine: parameters have no `.grad` of their own any more."""
+        self.has_engine = True
+        for handle in self.handles.values():
+            handle.keeps_grad = False
 
     def boxes(self, handle: WeightHandle) -> list[Box]:
         """List the boxes of logical tensors in a whole local weight."""

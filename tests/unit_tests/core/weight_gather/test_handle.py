@@ -254,6 +254,7 @@ def test_use_before_materialising_and_backward_without_an_engine_say_what_to_do(
             use()
     store.materialize()
     out = handle.linear(x)
+    store.give_gradients()
     with pytest.raises(ValueError, match="w has no gradient buffer: build a DataParallel engine"):
         out.sum().backward()
 

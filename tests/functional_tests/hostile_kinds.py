@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of file that is read: a sound folder, how its content is spoiled, who reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.core.dist_checkpointing import manifest
+from megatron.hf import convert
+from megatron.inference import generate
+from megatron.training import checkpoint, inspect_data, plot, preprocess_data, pretrain_gpt
+from megatron.training.data import chat_template
+from megatron.training.data.chat_template import BUILT_IN, TemplateLimits
+from megatron.training.data.preprocessing.output import Output
+from megatron.training.errors import run_entry_point
+from megatron.training.failures.suspect_step import Suspect
+from tests.functional_tests.small_run import write_tokens
+from tests.support.hf_folders import make_model, save_folder
+from tests.support.hostile_files import (
+    fresh_copy,
+    spoil,
+    spoiled_header,
+    spoiled_json,
+    spoiled_lines,
+    spoiled_template,
+    spoiled_words,
+    spoiled_yaml,
+)
+
+#: A reader takes the folder and returns an exit code.
+Reader = Callable[[Path], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of file.
+
+    Args:
+        base: name of the sound folder.
+        file: in it, that is spoiled.
+        readers: one of them reads the folder; the quick ones first.
+        text: see `spoil`.
+        seal: see `spoil`.
+    """
+
+    base: str
+    file: str
+    readers: tuple[Reader, ...]
+    text: Callable[[bytes, random.Random], bytes] = spoiled_json
+    seal: Callable[[bytes], bytes] | None = None
+
+
+def call(main: Callable[[Sequence[str], dict[str, str]], int], *words: str) -> Reader:
+    """Return a reader that calls an entry point; `@/` in its words is the folder."""
+    return lambda folder: main([word.replace("@", str(folder), 1) for word in words], {})
+
+
+def command(run: Callable[[Sequence[str]], None], *words: str) -> Reader:
+    """Return a reader that calls what an entry point calls."""
+
+    def main(argv: Sequence[str], environment: dict[str, str]) -> int:
+        return run_entry_point(lambda: run(argv), prog="test", err=sys.stderr, out=sys.stdout)
+
+    return call(main, *words)
+
+
+def _plot(argv: Sequence[str]) -> None:
+    with mock.patch.object(sys, "argv", ["plot", *argv]):
+        plot.main()
+
+
+def _sealed(content: bytes) -> bytes:
+    """Give a manifest the digest that its content has."""
+    kind, _, _ = manifest._split_head(content, Path("manifest"))
+    length = len(manifest._HEAD % (kind.encode(), b"0" * manifest._HEX_DIGITS))
+    body = content[length:]
+    found = manifest.digest(body, kind)[-manifest._HEX_DIGITS :]
+    return manifest._HEAD % (kind.encode(), found.encode()) + body
+
+
+def _try_sealed(content: bytes) -> bytes:
+    with contextlib.suppress(Exception):
+        return _sealed(content)
+    return content
+
+
+def _spoiled_manifest(content: bytes, rng: random.Random, inside: tuple[str, ...] = ()) -> bytes:
+    """Spoil what comes after the digest, so that it can be made sound again."""
+    kind, _, _ = manifest._split_head(content, Path("manifest"))
+    length = len(manifest._HEAD % (kind.encode(), b"0" * manifest._HEX_DIGITS))
+    spoiled = spoiled_json(b"{" + content[length:], rng, inside)
+    return content[:length] + spoiled[1:]
+
+
+WEIGHTS = "model-00001-of-00007.safetensors"
+RUN = "iter_0000002"
+GENERATE = ("--prompt", "a", "--device", "cpu", "--max-new-tokens", "1")
+SAVED = (
+    call(checkpoint.main, "verify", "@/run"),
+    call(checkpoint.main, "list", "@/run"),
+    call(checkpoint.main, "inspect", "@/run"),
+    call(checkpoint.main, "inspect", f"@/run/{RUN}", "--tensors"),
+    call(convert.main, "export", "--load", "@/run", "--save", "@/out"),
+    call(generate.main, "--load", "@/run", "--prompt", "1", *GENERATE[2:]),
+)
+IMPORTED = (
+    call(checkpoint.main, "verify", "@/imported"),
+    call(convert.main, "export", "--load", "@/imported", "--save", "@/out"),
+    call(generate.main, "--load", "@/imported", *GENERATE),
+)
+FOLDER = (
+    call(convert.main, "import", "--hf", "@/hf", "--save", "@/imported"),
+    call(generate.main, "--load", "@/hf", *GENERATE),
+)
+TRAINING = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "8",
+    "--ffn-hidden-size",
+    "8",
+    "--num-attention-heads",
+    "1",
+    "--seq-length",
+    "8",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "1",
+    "--lr",
+    "1e-3",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--eval-interval",
+    "0",
+    "--train-iters",
+    "2",
+    "--progress",
+    "plain",
+    "--split",
+    "100,0,0",
+]
+DATA = ("--data-path", "@/data", "--metrics-file", "@/metrics.jsonl")
+
+
+def train(*words: str) -> Reader:
+    """Return a reader that trains a step or two."""
+    return call(pretrain_gpt.main, *TRAINING, *words)
+
+
+def prepare(*words: str) -> Reader:
+    """Return a reader that writes token files."""
+    run = preprocess_data._main
+    return command(run, "--output-prefix", "@/tokens", "--workers", "1", *words)
+
+
+BYTES = ("--tokenizer-type", "byte", "--append-eod")
+RESUMED = (train(*DATA, "--load", "@/run", "--train-iters", "3"),)
+WITH_TOKENIZER = (
+    prepare("--input", "@/text.jsonl", "--tokenizer-model", "@/hf/tokenizer.json"),
+    *FOLDER,
+)
+
+KINDS: dict[str, Kind] = {
+    "manifest": Kind(
+        base="run",
+        file=f"run/{RUN}/manifest.json",
+        readers=(*SAVED, *RESUMED),
+        text=_spoiled_manifest,
+        seal=_try_sealed,
+    ),
+    "state of a run": Kind(
+        base="run",
+        file=f"run/{RUN}/manifest.json",
+        readers=(*RESUMED, *SAVED[2:]),
+        text=partial(_spoiled_manifest, inside=("extra",)),
+        seal=_try_sealed,
+    ),
+    "imported model": Kind(
+        base="imported",
+        file="imported/iter_0000000/manifest.json",
+        readers=IMPORTED,
+        text=partial(_spoiled_manifest, inside=("extra",)),
+        seal=_try_sealed,
+    ),
+    "tracker": Kind(
+        base="run",
+        file="run/latest_checkpointed_iteration.txt",
+        readers=(*SAVED, *RESUMED),
+        text=lambda content, rng: str(rng.choice((-1, 3, "٣", 1 << 70, "\0", "release"))).encode(),
+    ),
+    "shard": Kind(
+        base="run",
+        file=f"run/{RUN}/shard-00000.safetensors",
+        readers=(*SAVED, *RESUMED),
+        text=spoiled_header,
+    ),
+    "lock": Kind(
+        base="run",
+        file="run/.writer.lock",
+        readers=(*SAVED[:2], train(*DATA, "--load", "@/run", "--save", "@/run")),
+        text=spoiled_words,
+    ),
+    "carried tokenizer": Kind(
+        base="imported", file="imported/hugging_face/tokenizer.json", readers=IMPORTED[1:]
+    ),
+    "carried config": Kind(
+        base="imported", file="imported/hugging_face/config.json", readers=IMPORTED[1:]
+    ),
+    "config.json": Kind(base="hf", file="hf/config.json", readers=FOLDER),
+    "generation_config.json": Kind(base="hf", file="hf/generation_config.json", readers=FOLDER),
+    "tokenizer.json": Kind(base="hf", file="hf/tokenizer.json", readers=WITH_TOKENIZER),
+    "tokenizer_config.json": Kind(
+        base="hf", file="hf/tokenizer_config.json", readers=WITH_TOKENIZER
+    ),
+    "index of weights": Kind(base="hf", file="hf/model.safetensors.index.json", readers=FOLDER),
+    "safetensors": Kind(base="hf", file=f"hf/{WEIGHTS}", readers=FOLDER, text=spoiled_header),
+    "chat template": Kind(
+        base="text",
+        file="template.jinja",
+        readers=(
+            prepare(
+                *("--input", "@/chats.jsonl", "--tokenizer-type", "byte"),
+                *("--chat", "--chat-template", "@/template.jinja"),
+            ),
+        ),
+        text=spoiled_template,
+    ),
+    "chats": Kind(
+        base="text",
+        file="chats.jsonl",
+        readers=(
+            prepare(
+                *("--input", "@/chats.jsonl", "--tokenizer-type", "byte"),
+                *("--chat", "--chat-template", "@/template.jinja"),
+            ),
+        ),
+        text=spoiled_lines,
+    ),
+    "JSON lines": Kind(
+        base="text",
+        file="text.jsonl",
+        readers=(prepare("--input", "@/text.jsonl", *BYTES),),
+        text=spoiled_lines,
+    ),
+    "compressed lines": Kind(
+        base="text",
+        file="more.jsonl.gz",
+        readers=(prepare("--input", "@/more.jsonl.gz", *BYTES),),
+        text=lambda content, rng: gzip.compress(spoiled_lines(gzip.decompress(content), rng)),
+    ),
+    "plain text": Kind(
+        base="text",
+        file="plain.txt",
+        readers=(prepare("--input", "@/plain.txt", *BYTES),),
+        text=spoiled_words,
+    ),
+    "Parquet": Kind(
+        base="text",
+        file="rows.parquet",
+        readers=(prepare("--input", "@/rows.parquet", *BYTES),),
+        text=spoiled_words,
+    ),
+    "journal": Kind(
+        base="halfway",
+        file="tokens.journal",
+        readers=(prepare("--input", "@/text.jsonl", *BYTES, "--resume"),),
+        text=spoiled_lines,
+    ),
+    "journal of all": Kind(
+        base="nearly",
+        file="tokens.journal",
+        readers=(prepare("--input", "@/text.jsonl", *BYTES, "--resume"),),
+        text=spoiled_lines,
+    ),
+    "SentencePiece": Kind(
+        base="text",
+        file="sentencepiece.model",
+        readers=(
+            prepare(
+                *("--input", "@/text.jsonl", "--tokenizer-type", "sentencepiece"),
+                *("--tokenizer-model", "@/sentencepiece.model"),
+            ),
+        ),
+        text=spoiled_words,
+    ),
+    "token index": Kind(
+        base="data",
+        file="data.idx",
+        readers=(command(inspect_data._main, "@/data"), train(*DATA)),
+        text=spoiled_words,
+    ),
+    "tokens": Kind(
+        base="data",
+        file="data.bin",
+        readers=(command(inspect_data._main, "@/data"), train(*DATA)),
+        text=spoiled_words,
+    ),
+    "description of tokens": Kind(
+        base="data",
+        file="data.json",
+        readers=(command(inspect_data._main, "@/data", "--document", "0"), train(*DATA)),
+    ),
+    "cached order": Kind(
+        base="data",
+        file="cache/NPY",
+        readers=(train(*DATA, "--data-cache-path", "@/cache"),),
+        text=spoiled_words,
+    ),
+    "cached manifest": Kind(
+        base="data",
+        file="cache/JSON",
+        readers=(train(*DATA, "--data-cache-path", "@/cache"),),
+    ),
+    "paths": Kind(
+        base="data",
+        file="paths.json",
+        readers=(train("--per-split-data-args-path", "@/paths.json", *DATA[2:]),),
+    ),
+    "YAML": Kind(
+        base="data",
+        file="options.yaml",
+        readers=(call(pretrain_gpt.main, "--config", "@/options.yaml", "--exit-interval", "1"),),
+        text=spoiled_yaml,
+    ),
+    "faulty machines": Kind(
+        base="run",
+        file="run/faulty_hosts.json",
+        readers=(train(*DATA, "--load", "@/run", "--save", "@/run", "--train-iters", "3"),),
+    ),
+    "suspect step": Kind(
+        base="run",
+        file="run/suspect_step.json",
+        readers=(
+            train(
+                *(*DATA, "--load", "@/run", "--save", "@/run", "--train-iters", "3"),
+                *("--on-reproduced-fault", "restart"),
+            ),
+        ),
+    ),
+    "metrics": Kind(
+        base="run",
+        file="metrics.jsonl",
+        readers=(command(_plot, "@/metrics.jsonl", "--output", "@/out.png"), *RESUMED),
+        text=spoiled_lines,
+    ),
+    "prompts": Kind(
+        base="hf",
+        file="prompts.txt",
+        readers=(call(generate.main, "--load", "@/hf", "--prompt-file", "@/prompts.txt"),),
+        text=spoiled_words,
+    ),
+    "torch's metadata": Kind(
+        base="torch",
+        file="dcp/.metadata",
+        readers=(
+            call(
+                checkpoint.main,
+                *["convert", "--from", "dcp", "@/dcp", "--output", "@/out.safetensors"],
+            ),
+        ),
+        text=spoiled_words,
+    ),
+    "torch's tensors": Kind(
+        base="torch",
+        file="dcp/__0_0.distcp",
+        readers=(
+            call(
+                checkpoint.main,
+                *["convert", "--from", "dcp", "@/dcp", "--output", "@/out.safetensors"],
+            ),
+        ),
+        text=spoiled_words,
+    ),
+}
+
+
+def make_bases(root: Path) -> None:
+    """Make the sound folders."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for name, make in _MAKERS.items():
+            (root / name).mkdir()
+            make(root / name)
+
+
+def _must(code: int) -> None:
+    assert code == 0, f"a sound folder gives exit code {code}"
+
+
+def _make_hf(folder: Path) -> None:
+    save_folder(make_model("llama-3to1"), folder / "hf", max_shard_size="30KB")
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_special(0, "<s>"), _special(1, "</s>")],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "BPE",
+            "vocab": {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "ab": 4, "<unk>": 5},
+            "merges": [["a", "b"]],
+            "unk_token": "<unk>",
+        },
+    }
+    (folder / "hf" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    described = {
+        "eos_token": {"content": "</s>", "special": True},
+        "bos_token": "<s>",
+        "chat_template": BUILT_IN["chatml"],
+        "model_max_length": 1 << 20,
+    }
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(described))
+    (folder / "prompts.txt").write_text("a\nb a\n\n")
+    (folder / "text.jsonl").write_text('{"text": "a b ab"}\n')
+
+
+def _special(number: int, content: str) -> dict[str, object]:
+    switches = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": True, **switches}
+
+
+def _make_imported(folder: Path) -> None:
+    _make_hf(folder)
+    _must(FOLDER[0](folder))
+
+
+def _make_data(folder: Path) -> None:
+    write_tokens(folder / "data", documents=8)
+    _describe(folder)
+    _must(train(*DATA, "--data-cache-path", "@/cache")(folder))
+    for pattern, name in (("*.npy", "NPY"), ("*.json", "JSON")):
+        found = sorted((folder / "cache").rglob(pattern))[0]
+        found.with_name(name).symlink_to(found.name)
+    paths = {name: [str(folder / "data")] for name in ("train", "valid", "test")}
+    (folder / "paths.json").write_text(json.dumps(paths))
+    words = [w for w in TRAINING if w.startswith("--") or not w.startswith("-")]
+    pairs = [(words[i][2:], words[i + 1]) for i in range(0, len(words), 2)]
+    lines = [f"{name}: {value}" for name, value in pairs if "," not in value]
+    lines += ["mock-data: true", f"metrics-file: {folder / 'new.jsonl'}", 'split: "100,0,0"']
+    (folder / "options.yaml").write_text("\n".join(lines) + "\n")
+
+
+def _describe(folder: Path) -> None:
+    described = {"type": "null", "vocab_size": 61, "eod": 60, "fingerprint": "null-61"}
+    (folder / "data.json").write_text(json.dumps({"tokenizer": described}))
+
+
+def _make_run(folder: Path) -> None:
+    write_tokens(folder / "data", documents=8)
+    _describe(folder)
+    _must(train(*DATA, "--save", "@/run", "--save-interval", "1")(folder))
+    (folder / "run" / ".writer.lock").touch()
+    host = {"host": "a", "rank": 1, "iteration": 3, "kind": "nan", "values": ["nan", "nan"]}
+    hosts = {"hosts": [{**host, "sound": "0x1.8p+2", "sound_on": ["b"]}]}
+    (folder / "run" / "faulty_hosts.json").write_text(json.dumps(hosts))
+    suspect = Suspect(3, {"0": "a"}, "nan", (float("nan"), 1.0))
+    (folder / "run" / "suspect_step.json").write_text(json.dumps(suspect.to_json()))
+
+
+def _make_text(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+    import sentencepiece
+
+    texts = [f"the {i} quick brown fox jumps over {i * i} lazy dogs, né 語" for i in range(20)]
+    lines = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts)
+    (folder / "text.jsonl").write_text(lines)
+    (folder / "more.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "plain.txt").write_text("\n".join(texts))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "rows.parquet")
+    roles = ("user", "assistant")
+    chats = [
+        {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts[:4])]}
+        for _ in range(3)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (folder / "template.jinja").write_text(BUILT_IN["chatml"])
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts * 3),
+        model_prefix=str(folder / "sentencepiece"),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+
+
+def _make_interrupted(folder: Path, *, at: str) -> None:
+    lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(9))
+    (folder / "text.jsonl").write_text(lines)
+    config = preprocess_data.PreprocessConfig(
+        input=(str(folder / "text.jsonl"),),
+        output_prefix=str(folder / "tokens"),
+        tokenizer_type="byte",
+        append_eod=True,
+        workers=1,
+    )
+    with mock.patch.object(Output, at, side_effect=OSError), contextlib.suppress(OSError):
+        preprocess_data.preprocess(config, block_bytes=16, commit_bytes=1)
+    assert (folder / "tokens.journal").stat().st_size
+
+
+def _make_torch(folder: Path) -> None:
+    state = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+
+
+_MAKERS = {
+    "hf": _make_hf,
+    "imported": _make_imported,
+    "data": _make_data,
+    "run": _make_run,
+    "text": _make_text,
+    "torch": _make_torch,
+    "halfway": partial(_make_interrupted, at="finish"),
+    "nearly": partial(_make_interrupted, at="publish"),
+}
+
+
+def trial(root: Path, scratch: Path, name: str, number: int) -> int:
+    """Spoil a file of a kind and have it read; return the exit code.
+
+    Args:
+        root: of the sound folders.
+        scratch: of this process.
+        name: of the kind.
+        number: which of its files.
+    """
+    kind = KINDS[name]
+    rng = random.Random(f"{name} {number}")
+    folder = fresh_copy(root / kind.base, scratch / str(os.getpid()))
+    path = (folder / kind.file).resolve()
+    sound = path.read_bytes()
+    if (told := str(root / kind.base).encode()) in sound:
+        path.write_bytes(sound.replace(told, str(folder).encode()))
+    spoil(path, rng, text=kind.text, seal=kind.seal)
+    np.random.seed(0)
+    limits = TemplateLimits(cpu_seconds=0.3)
+    with mock.patch.object(chat_template, "TemplateLimits", return_value=limits):
+        return rng.choice(kind.readers)(folder)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row 50: generated hostile files of every kind that is read end with one line.
+
+Each is read by the entry points themselves, in a forked process with 1 GiB of memory beyond what it
+began with, and 10 s of CPU time. What breaks can be had again by itself: `hostile_kinds.trial`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.functional_tests.hostile_kinds import KINDS, make_bases, trial
+from tests.support.forked_trials import run_trials
+
+#: Of each change, and of a night, which begins where those of a change end.
+QUICK, MANY = 148, 10_000
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return where the sound folders are."""
+    root = tmp_path_factory.mktemp("sound")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    make_bases(root)
+    yield root
+    torch.set_num_threads(threads)
+
+
+def read_all(bases: Path, scratch: Path, cases: list[tuple[str, int]]) -> None:
+    """Have hostile files read, and see that some are refused and none does harm."""
+    trials = [partial(trial, bases, scratch, name, number) for name, number in cases]
+    verdicts = run_trials(trials, scratch / "log")
+    faults = [
+        f"{name} {number}: {verdict.text}"
+        for (name, number), verdict in zip(cases, verdicts, strict=True)
+        if verdict.code is None
+    ]
+    assert not faults, f"{len(faults)} of {len(cases)}:\n" + "\n".join(faults[:20])
+    refused = {n for (n, _), v in zip(cases, verdicts, strict=True) if v.code == 2}
+    assert len(refused) > len({name for name, _ in cases}) // 2
+
+
+@pytest.mark.slow
+def test_row_50_hostile_files_end_with_one_line(bases: Path, tmp_path: Path) -> None:
+    cases = itertools.product(itertools.count(), KINDS)
+    read_all(bases, tmp_path, [(name, n) for n, name in itertools.islice(cases, QUICK)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", KINDS)
+def test_row_50_many_hostile_files_end_with_one_line(
+    name: str, bases: Path, tmp_path: Path
+) -> None:
+    first, each = QUICK // len(KINDS) + 1, -(-MANY // len(KINDS))
+    read_all(bases, tmp_path, [(name, n) for n in range(first, first + each)])

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "your-own-data.md"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_command_of_the_page_works(tmp_path, whole):
     for folder in ("megatron", "megatron_core/megatron"):

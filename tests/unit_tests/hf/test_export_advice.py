@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that cannot be exported is answered with the flags that keep it from that."""
+
+import pytest
+
+from megatron.hf.config_json import check_exportable
+from megatron.training.gpt_options import gpt_config
+from megatron.training.launch import Launch
+from megatron.training.pretrain_gpt import read_run
+
+RUN = (
+    "--mock-data --vocab-size 100 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 64 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters 1 "
+)
+LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear "
+
+
+@pytest.mark.parametrize(
+    ("more", "flags"),
+    [
+        ("", ("--normalization RMSNorm", "--swiglu")),
+        ("--normalization RMSNorm", ("--swiglu",)),
+        (f"{LLAMA} --window-size 8", ("no --window-size",)),
+        (f"{LLAMA} --rotary-percent 0.5", ("--rotary-percent 1.0",)),
+        (f"{LLAMA} --apply-layernorm-1p", ("no --apply-layernorm-1p",)),
+        (LLAMA, ()),
+    ],
+)
+def test_the_error_names_flags(more, flags):
+    config = gpt_config(read_run((RUN + more).split(), Launch(world_size=1)).config, 100)
+    if not flags:
+        check_exportable(config)
+        return
+    with pytest.raises(ValueError, match="train it with") as raised:
+        check_exportable(config)
+    advice = str(raised.value).partition("train it with ")[2]
+    assert advice.split(", ") == list(flags)

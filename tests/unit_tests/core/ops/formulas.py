@@ -15,12 +15,12 @@ from tests.support.closeness import assert_close_by_metric
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float64: 1e-12}
 
 
-def assert_close(actual, expected, dtype, what):
+def assert_close(actual, expected, dtype, what, *, scale=1.0):
     """Hold PROOF's metric: the largest difference over the largest reference value."""
     assert actual is not None, f"{what}: no gradient"
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     assert expected.any(), f"{what}: the reference is all zero, so comparing it proves nothing"
-    assert_close_by_metric(what, actual, expected, bound=TOLERANCE[dtype])
+    assert_close_by_metric(what, actual, expected, bound=TOLERANCE[dtype], scale=scale)
 
 
 def compare(function, naive, inputs, dtype):

@@ -2,7 +2,7 @@
 """Run every benchmark and print one table.
 
 python -m tools.bench                  all of them: half an hour on two cores, 43 min with --peers
-python -m tools.bench --quick          all of them, fewer repeats and smaller shapes: 8 minutes
+python -m tools.bench --quick          all of them, fewer repeats, smaller shapes: about 8 min
 python -m tools.bench --quick data startup
 python -m tools.bench --peers          megatron-core too; the first time it is installed
 """

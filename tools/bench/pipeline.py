@@ -246,7 +246,7 @@ def model_rows(rounds: int, *, stages: int = 4) -> list[Row]:
 
 def rows(quick: bool) -> list[Row]:
     """Measure both."""
-    return timed_rows(3 if quick else 10) + model_rows(6 if quick else 20)
+    return timed_rows(2 if quick else 10) + model_rows(4 if quick else 20)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from megatron.training.packed_cuts import PackedCuts, agreement
 from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.pretraining import take
 from megatron.training.step import TrainStep
-from tests.support.closeness import assert_close_by_metric
+from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.inputs import generator, one_thread
 from tests.support.ranks import run_ranks
 
@@ -271,12 +271,7 @@ def _check_numbers(name: str, case: Case, found: list[dict], wanted: dict) -> No
     for rank in found:
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6), name
         for (weight, offsets), values in rank["pieces"].items():
-            part = whole[weight]
-            assert part.any(), weight
-            for dim, (first, size) in enumerate(zip(offsets, values.shape, strict=True)):
-                part = part.narrow(dim, first, size)
-            error = (values - part).abs().max() / whole[weight].abs().max()
-            assert error <= 1e-5, (name, weight, float(error))
+            assert_piece_close(f"{name}: {weight}", values, whole[weight], offsets)
             seen.add(weight)
     assert seen == whole.keys(), name
     counted = [

@@ -182,7 +182,7 @@ class Launch:
                 address, port, is_master=False, timeout=limit, wait_for_workers=False
             )
 
-        return self._answered(client, min(ANSWER_SECONDS, timeout_seconds))
+        return self._answered(client, min(ANSWER_SECONDS, 5.0 * timeout_seconds))
 
     def _answered(self, make: Callable[[], dist.Store], seconds: float) -> dist.Store:
         """Make a client of what listens. A client waits for ever for the answer of a program that

@@ -47,7 +47,8 @@ class CollectiveCheck:
         watch: PeerWatch,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = dist.PrefixStore("collectives", store)
+        # Not torch's PrefixStore: that cannot delete keys of a store made in Python.
+        self._store = store
         self._rank, self._timeout_seconds, self._watch = rank, timeout_seconds, watch
         self._now = now
         self._counts: dict[str, int] = {}
@@ -68,14 +69,14 @@ class CollectiveCheck:
         number = self._counts.get(group, 0) + 1
         self._counts[group] = number
         mine = f"{describe(record)} in iteration {self._watch.iteration}"
-        self._store.set(f"{group}/{number}/{self._rank}", mine)
-        self._store.set(f"at/{self._rank}", json.dumps([group, number, mine]))
-        keys = [f"{group}/{number}/{rank}" for rank in record.ranks]
+        self._store.set(_key(group, number, self._rank), mine)
+        self._store.set(_key("at", self._rank), json.dumps([group, number, mine]))
+        keys = [_key(group, number, rank) for rank in record.ranks]
         self._wait(keys, record, mine)
         found = [self._store.get(key).decode() for key in keys]
         # All have come here, so all have read what was written about the one before.
         if number > 1:
-            self._store.delete_key(f"{group}/{number - 1}/{self._rank}")
+            self._store.delete_key(_key(group, number - 1, self._rank))
         self.compared += 1
         if len(set(found)) > 1:
             raise RunStopped(ExitCode.COLLECTIVES_DIFFER, _difference(record, number, found))
@@ -111,8 +112,8 @@ class CollectiveCheck:
             if self._store.check([key]):
                 continue
             text, waits = "no collective yet", False
-            if self._store.check([f"at/{rank}"]):
-                group, number, text = json.loads(self._store.get(f"at/{rank}"))
+            if self._store.check([_key("at", rank)]):
+                group, number, text = json.loads(self._store.get(_key("at", rank)))
                 members = group.rpartition("/")[2].split("-")
                 waits = str(self._rank) in members and self._counts.get(group, 0) < number
             found[rank] = (text, waits)
@@ -129,3 +130,8 @@ def _difference(record: CollectiveRecord, number: int, found: list[str]) -> str:
         for text, who in sorted(ranks.items(), key=lambda item: item[1])
     ]
     return f"ranks differ in collective {number} over {record.group}: {'; '.join(shown)}"
+
+
+def _key(*parts: object) -> str:
+    """Return the name of a value in the store."""
+    return "/".join(map(str, ("collectives", *parts)))

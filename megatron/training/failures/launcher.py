@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron.training.failures.peer_states import process_state
 from megatron.training.launch import Launch
 
 #: Time between looks where nothing wakes the thread, in seconds.
@@ -134,3 +133,28 @@ class LauncherWatch:
         ends = select.poll()
         ends.register(self._process, select.POLLIN)
         return bool(ends.poll(1000.0 * within_seconds))
+
+
+def process_state(pid: int) -> str:
+    """Return `running`, `stopped` or `dead` for a process of this machine."""
+    try:
+        # The state is the first word after the command's closing parenthesis.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        if Path("/proc/self").exists():
+            return "dead"
+        return _state_by_signal(pid)
+    except (OSError, IndexError):
+        return "running"
+    return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(state, "running")
+
+
+def _state_by_signal(pid: int) -> str:
+    """Return the state of a process where there is no /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "dead"
+    except PermissionError:
+        pass
+    return "running"

@@ -8,14 +8,13 @@ also looked up in the process table, which tells at once.
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.training.failures.collective_log import CollectiveLog, describe
+from megatron.training.failures.launcher import process_state
 
 #: After this long in a collective a beat says who takes part in it, in seconds.
 LONG_WAIT_SECONDS = 2.0
@@ -131,31 +130,6 @@ class RankState:
     state: str
     beat: Beat | None
     age: float | None
-
-
-def process_state(pid: int) -> str:
-    """Return `running`, `stopped` or `dead` for a process of this machine."""
-    try:
-        # The state is the first word behind the command's closing parenthesis.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        if Path("/proc/self").exists():
-            return "dead"
-        return _state_by_signal(pid)
-    except (OSError, IndexError):
-        return "running"
-    return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(state, "running")
-
-
-def _state_by_signal(pid: int) -> str:
-    """Return the state of a process where there is no /proc."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "dead"
-    except PermissionError:
-        pass
-    return "running"
 
 
 class Peers:

@@ -118,7 +118,7 @@ def test_row_37_a_step_longer_than_the_grace_is_not_waited_for(prefix, tmp_path)
         found = ranks.outcomes(timeout=20)
         text = ranks.log(0)
     assert found[0].exit_code == ExitCode.TERMINATED
-    assert "no end within --exit-grace-seconds 1 of the signal" in text
+    assert "no end within --exit-grace-seconds 1" in text
     del server
 
 
@@ -283,8 +283,8 @@ def _other_clocks(rank: int, world: int, port: int, argv: list[str]) -> None:
 
     def planted(self):
         count[0] += 1
-        signals, _ = votes(self)
-        return signals, float(rank == 1 and count[0] == 5)
+        signals, _, launchers = votes(self)
+        return signals, float(rank == 1 and count[0] == 5), launchers
 
     StopRequests.votes = planted
     rank_process(rank, world, port, argv)

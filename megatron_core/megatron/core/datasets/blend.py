@@ -127,7 +127,10 @@ class BlendedDataset:
         self._weights = None if weights is None else check_weights(weights)
         self._num_samples = num_samples
         arrays = IndexCache(self.config.cache_dir).load_or_build(
-            f"BlendedDataset-{name}", self.description, self._build
+            f"BlendedDataset-{name}",
+            self.description,
+            self._build,
+            names=("dataset_index", "dataset_sample_index"),
         )
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]

@@ -78,7 +78,10 @@ class ChatDataset:
         self.mask = _mask_of(source)
         self._sequences, self._requested = sequences, num_samples
         arrays = IndexCache(config.cache_dir).load_or_build(
-            f"ChatDataset-{name}", self.description, self._build
+            f"ChatDataset-{name}",
+            self.description,
+            self._build,
+            names=("members", "row_starts", "counts"),
         )
         self.members, self.row_starts = arrays["members"], arrays["row_starts"]
         self._counts = arrays["counts"]

@@ -135,7 +135,10 @@ class GPTDataset:
         self._requested = num_samples
         try:
             arrays = IndexCache(config.cache_dir).load_or_build(
-                f"GPTDataset-{name}", self.description, self._build
+                f"GPTDataset-{name}",
+                self.description,
+                self._build,
+                names=("document_index", "sample_index", "shuffle_index"),
             )
         except ValueError as error:
             raise ValueError(f"{source.prefix}, {name} split: {error}") from None

@@ -14,8 +14,9 @@ import hashlib
 import json
 import logging
 import os
+import tokenize
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,8 @@ class IndexCache:
         kind: str,
         description: Mapping[str, object],
         build: Callable[[], dict[str, np.ndarray]],
+        *,
+        names: Collection[str],
     ) -> dict[str, np.ndarray]:
         """Return the arrays of an entry, from the disk if they are there and whole.
 
@@ -77,6 +80,7 @@ class IndexCache:
             kind: what a person looks for in the folder, for instance "GPTDataset-train".
             description: JSON values that determine the arrays completely.
             build: makes the arrays by name; must be deterministic.
+            names: of the arrays.
 
         Returns:
             The arrays by name; mapped read-only where there is a file of them.
@@ -86,14 +90,14 @@ class IndexCache:
         text = describe(description)
         stem = f"{digest_of(description)}-{kind}"
         try:
-            found = self._load(stem, text)
+            found = self._load(stem, text, names)
         except _DAMAGED:
             found = None  # another process may be mending it: told below
         if found is not None:
             return found
         with self._alone(stem):
             try:
-                found = self._load(stem, text)
+                found = self._load(stem, text, names)
             except _DAMAGED as error:
                 logger.warning(
                     "index cache %s/%s is damaged (%s): rebuilding", self.folder, stem, error
@@ -104,7 +108,7 @@ class IndexCache:
             try:
                 self._store(stem, text, arrays)
                 # The files and not the arrays: one copy in the page cache serves the whole node.
-                return self._load(stem, text) or arrays
+                return self._load(stem, text, names) or arrays
             except _DAMAGED as error:
                 logger.warning(
                     "index cache %s cannot be written (%s): in memory", self.folder, error
@@ -123,7 +127,7 @@ class IndexCache:
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
 
-    def _load(self, stem: str, text: str) -> dict[str, np.ndarray] | None:
+    def _load(self, stem: str, text: str, names: Collection[str]) -> dict[str, np.ndarray] | None:
         manifest_path = self.folder / f"{stem}.json"
         if not manifest_path.exists():
             return None
@@ -131,10 +135,14 @@ class IndexCache:
         if manifest["description"] != text:
             raise ValueError("it has another description")
         arrays = {}
-        for name, wanted in manifest["arrays"].items():
+        for name in names:
+            wanted = manifest["arrays"][name]
             path = self.folder / f"{stem}-{name}.npy"
             regular_size(path)
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            try:
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (SyntaxError, tokenize.TokenError) as error:  # the header is Python text
+                raise ValueError(f"{name} has no readable header: {error}") from None
             if [array.dtype.str, list(array.shape)] != [wanted["dtype"], wanted["shape"]]:
                 raise ValueError(f"{name} is {array.dtype} {array.shape}")
             array = array.view(np.ndarray)

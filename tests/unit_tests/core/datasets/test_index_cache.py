@@ -13,6 +13,7 @@ import pytest
 from megatron.core.datasets.index_cache import IndexCache
 
 DESCRIPTION = {"seed": 1, "source": "abc"}
+NAMES = ("order", "rows", "empty")
 
 
 class Builder:
@@ -43,21 +44,21 @@ def one(folder: Path, ending: str) -> Path:
 
 def test_second_use_reads_what_the_first_wrote(tmp_path):
     build, cache = Builder(), IndexCache(tmp_path / "new" / "folder")
-    first = cache.load_or_build("kind", DESCRIPTION, build)
+    first = cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
     check(first)
     assert not first["rows"].flags.writeable  # mapped: the builder keeps no copy of its own
-    check(cache.load_or_build("kind", DESCRIPTION, build))
+    check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 1
     assert not list(cache.folder.glob("*.tmp"))
-    cache.load_or_build("kind", {**DESCRIPTION, "seed": 2}, build)
-    cache.load_or_build("other", DESCRIPTION, build)
+    cache.load_or_build("kind", {**DESCRIPTION, "seed": 2}, build, names=NAMES)
+    cache.load_or_build("other", DESCRIPTION, build, names=NAMES)
     assert build.calls == 3
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path):
     build = Builder()
     for _ in range(2):
-        check(IndexCache(None).load_or_build("kind", DESCRIPTION, build))
+        check(IndexCache(None).load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 2
 
 
@@ -83,28 +84,44 @@ def pickled(path: Path) -> None:
     np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
 
 
+def open_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"}", b"(", 1))
+
+
+def bad_type(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"'<i8'", b"'<,8'", 1))
+
+
+def no_name(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"'descr'", b"'de\ncr'", 1))
+
+
 @pytest.mark.parametrize(
-    "damage", [truncate, flip_last_bit, empty, other_shape, pickled, Path.unlink]
+    "damage",
+    [
+        *(truncate, flip_last_bit, empty, other_shape, pickled, Path.unlink),
+        *(open_header, bad_type, no_name),
+    ],
 )
 def test_a_damaged_array_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
     build, cache = Builder(), IndexCache(tmp_path)
-    cache.load_or_build("kind", DESCRIPTION, build)
+    cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
     damage(one(tmp_path, "rows.npy"))
     with caplog.at_level(logging.WARNING):
-        check(cache.load_or_build("kind", DESCRIPTION, build))
+        check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 2
     assert "is damaged" in caplog.text
-    check(cache.load_or_build("kind", DESCRIPTION, build))
+    check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 2
 
 
 def test_a_cache_file_cannot_run_code(tmp_path, caplog):
     build, cache = Builder(), IndexCache(tmp_path / "cache")
-    cache.load_or_build("kind", DESCRIPTION, build)
+    cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
     canary = tmp_path / "canary"
     program = f"cos\nsystem\n(S'touch {canary}'\ntR."  # a pickle that calls os.system
     one(cache.folder, "rows.npy").write_bytes(program.encode())
-    check(cache.load_or_build("kind", DESCRIPTION, build))
+    check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert "is damaged" in caplog.text
     assert not canary.exists()
 
@@ -126,14 +143,26 @@ def a_list(text: str) -> str:
     return "[]"
 
 
-@pytest.mark.parametrize("damage", [garbage, other_description, no_arrays, a_list])
+def a_name(text: str) -> str:
+    return json.dumps({**json.loads(text), "arrays": "rows"})
+
+
+def fewer_arrays(text: str) -> str:
+    manifest = json.loads(text)
+    del manifest["arrays"]["rows"]
+    return json.dumps(manifest)
+
+
+@pytest.mark.parametrize(
+    "damage", [garbage, other_description, no_arrays, a_list, a_name, fewer_arrays]
+)
 def test_a_damaged_manifest_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
     build, cache = Builder(), IndexCache(tmp_path)
-    cache.load_or_build("kind", DESCRIPTION, build)
+    cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
     path = one(tmp_path, ".json")
     path.write_text(damage(path.read_text()))
     with caplog.at_level(logging.WARNING):
-        check(cache.load_or_build("kind", DESCRIPTION, build))
+        check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 2
     assert "is damaged" in caplog.text
 
@@ -141,9 +170,9 @@ def test_a_damaged_manifest_is_rebuilt_with_a_log_line(tmp_path, caplog, damage)
 def test_an_entry_without_its_manifest_does_not_exist(tmp_path, caplog):
     # What a builder killed before its last file leaves behind.
     build, cache = Builder(), IndexCache(tmp_path)
-    cache.load_or_build("kind", DESCRIPTION, build)
+    cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
     one(tmp_path, ".json").unlink()
-    check(cache.load_or_build("kind", DESCRIPTION, build))
+    check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 2
     assert not caplog.records
 
@@ -151,7 +180,7 @@ def test_an_entry_without_its_manifest_does_not_exist(tmp_path, caplog):
 def test_a_folder_that_cannot_be_written_costs_a_log_line(tmp_path, caplog):
     (tmp_path / "file").write_text("not a folder")
     build, cache = Builder(), IndexCache(tmp_path / "file")
-    check(cache.load_or_build("kind", DESCRIPTION, build))
+    check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 1
     assert "cannot be written" in caplog.text
 
@@ -168,7 +197,7 @@ def test_many_builders_at_once_build_once(tmp_path, caplog):
     build = SlowBuilder()
     with ThreadPoolExecutor(8) as pool:
         uses = [
-            pool.submit(IndexCache(tmp_path).load_or_build, "kind", DESCRIPTION, build)
+            pool.submit(IndexCache(tmp_path).load_or_build, "kind", DESCRIPTION, build, names=NAMES)
             for _ in range(40)
         ]
     for use in uses:
@@ -179,12 +208,12 @@ def test_many_builders_at_once_build_once(tmp_path, caplog):
 
 
 def test_a_damaged_entry_is_mended_and_told_once(tmp_path, caplog):
-    IndexCache(tmp_path).load_or_build("kind", DESCRIPTION, Builder())
+    IndexCache(tmp_path).load_or_build("kind", DESCRIPTION, Builder(), names=NAMES)
     truncate(one(tmp_path, "rows.npy"))
     build = SlowBuilder()
     with ThreadPoolExecutor(4) as pool:
         uses = [
-            pool.submit(IndexCache(tmp_path).load_or_build, "kind", DESCRIPTION, build)
+            pool.submit(IndexCache(tmp_path).load_or_build, "kind", DESCRIPTION, build, names=NAMES)
             for _ in range(4)
         ]
     for use in uses:

@@ -54,11 +54,17 @@ class OutputLost(RunStopped):
         super().__init__(code, f"error: stdout cannot be written: {error.strerror}")
 
 
+_HEAD, _TAIL = 1400, 400  # characters of a line that is too long
+
+
 def one_line(error: BaseException) -> str:
     """Return the text of an error on one line, without what would steer a terminal: an error may
-    quote a file."""
+    quote a file. Of a long text the middle is left out: the fix comes last."""
     text = "".join(c if c.isprintable() else " " for c in str(error))
-    return " ".join(text.split()) or type(error).__name__
+    line = " ".join(text.split()) or type(error).__name__
+    if len(line) > _HEAD + _TAIL:
+        line = f"{line[:_HEAD]} [...] {line[-_TAIL:]}"
+    return line
 
 
 def run_entry_point(

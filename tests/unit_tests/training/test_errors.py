@@ -51,3 +51,11 @@ def test_a_rank_that_lost_the_claim_says_nothing():
     asked = []
     got, _, err = _run(ValueError("x"), claim=lambda text: bool(asked.append(text)))
     assert (got, err.getvalue(), asked) == (ExitCode.USER_ERROR, "", ["error: x"])
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end():
+    _, _, err = _run(ValueError("what is wrong " + "9" * 5000 + " and the fix"))
+    line = err.getvalue()
+    assert line.startswith("pretrain_gpt: error: what is wrong 9")
+    assert line.endswith("9 and the fix\n")
+    assert len(line) < 2000

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.training.monitoring.metrics import EXPERT_LOAD, read_metrics
+
+_LARGEST_NUMBER = 1e100  # that is drawn
 
 
 @dataclass(frozen=True)
@@ -92,20 +93,38 @@ def read_run(given: str, name: str) -> RecordedRun:
     path = metrics_file(given)
     points: dict[str, dict[int, float]] = {}
     loads, loads_at = {}, 0
-    for event in read_metrics(path):
-        if EXPERT_LOAD in event:
+    try:
+        events = read_metrics(path)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    for event in events:
+        if _is_table(event.get(EXPERT_LOAD)):
             loads, loads_at = event[EXPERT_LOAD], event["iteration"]
         for quantity in QUANTITIES:
             kind, _, key = quantity.key.partition("/")
             value: Any = event.get(key)
-            known = event.get("kind") == kind and isinstance(value, (int, float))
-            if known and math.isfinite(value):
+            if event.get("kind") == kind and _is_number(value):
                 found = points.setdefault(quantity.key, {})
                 found[event["iteration"]] = value * quantity.factor
     if not {"train/lm_loss", "validation/lm_loss"} & points.keys():
         raise ValueError(f"{path} holds no losses: name the metrics.jsonl of a run that trained")
     curves = {key: Curve(tuple(p), tuple(p.values())) for key, p in points.items()}
     return RecordedRun(name, curves, loads, loads_at)
+
+
+def _is_number(value: object) -> bool:
+    """Say whether a value can be drawn: an integer of JSON may have any size."""
+    return isinstance(value, (int, float)) and abs(value) < _LARGEST_NUMBER
+
+
+def _is_table(value: object) -> bool:
+    """Say whether a value is rows of numbers by name, equally long."""
+    if not isinstance(value, dict) or not all(isinstance(row, list) for row in value.values()):
+        return False
+    numbers = [number for row in value.values() for number in row]
+    return (
+        bool(numbers) and all(map(_is_number, numbers)) and len(set(map(len, value.values()))) == 1
+    )
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

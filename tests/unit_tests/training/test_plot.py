@@ -140,6 +140,22 @@ def test_the_command_prints_a_table_and_writes_what_it_names(recorded, tmp_path)
     assert html.read_text().startswith("<!doctype html>")
 
 
+def test_a_file_that_is_no_text_is_a_user_error(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl"):
+        read_run(str(tmp_path), "a")
+
+
+@pytest.mark.parametrize("load", ["a", {}, {"0": 1}, {"0": ["a"]}, {"0": [1], "1": [1, 2]}])
+def test_values_that_cannot_be_drawn_are_left_out(recorded, load):
+    event = {"kind": "train", "iteration": 9, "expert_load": load, "lm_loss": 10**400}
+    with recorded.open("a") as file:
+        print(json.dumps(event), file=file)
+    run = read_run(str(recorded), "a")
+    assert run.curves["train/lm_loss"].steps[-1] == 5
+    assert not run.loads
+
+
 def test_no_losses_is_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     done = command("--metrics", tmp_path / "empty.jsonl")

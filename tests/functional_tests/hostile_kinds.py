@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,18 +20,17 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from megatron.core.dist_checkpointing import manifest
 from megatron.hf import convert
 from megatron.inference import generate
 from megatron.training import checkpoint, inspect_data, plot, preprocess_data, pretrain_gpt
-from megatron.training.data import chat_template
-from megatron.training.data.chat_template import BUILT_IN, TemplateLimits
+from megatron.training.data.chat_template import BUILT_IN
 from megatron.training.data.preprocessing.output import Output
 from megatron.training.errors import run_entry_point
 from megatron.training.failures.suspect_step import Suspect
 from tests.functional_tests.small_run import write_tokens
-from tests.support.hf_folders import make_model, save_folder
 from tests.support.hostile_files import (
     fresh_copy,
     spoil,
@@ -107,7 +107,8 @@ def _spoiled_manifest(content: bytes, rng: random.Random, inside: tuple[str, ...
     return content[:length] + spoiled[1:]
 
 
-WEIGHTS = "model-00001-of-00007.safetensors"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+VOCABULARY = 8
 RUN = "iter_0000002"
 GENERATE = ("--prompt", "a", "--device", "cpu", "--max-new-tokens", "1")
 SAVED = (
@@ -127,42 +128,18 @@ FOLDER = (
     call(convert.main, "import", "--hf", "@/hf", "--save", "@/imported"),
     call(generate.main, "--load", "@/hf", *GENERATE),
 )
-TRAINING = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "8",
-    "--ffn-hidden-size",
-    "8",
-    "--num-attention-heads",
-    "1",
-    "--seq-length",
-    "8",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "1",
-    "--lr",
-    "1e-3",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--eval-interval",
-    "0",
-    "--train-iters",
-    "2",
-    "--progress",
-    "plain",
-    "--split",
-    "100,0,0",
-]
+TRAINING = shlex.split(
+    "--num-layers 1 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 1 --seq-length 8"
+    " --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
+    " --untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 1 --lr 1e-3"
+    " --attention-dropout 0 --hidden-dropout 0 --eval-interval 0 --progress plain --split 100,0,0"
+)
 DATA = ("--data-path", "@/data", "--metrics-file", "@/metrics.jsonl")
 
 
-def train(*words: str) -> Reader:
-    """Return a reader that trains a step or two."""
-    return call(pretrain_gpt.main, *TRAINING, *words)
+def train(*words: str, steps: int = 2) -> Reader:
+    """Return a reader that trains until a step."""
+    return call(pretrain_gpt.main, *TRAINING, "--train-iters", str(steps), *words)
 
 
 def prepare(*words: str) -> Reader:
@@ -172,7 +149,13 @@ def prepare(*words: str) -> Reader:
 
 
 BYTES = ("--tokenizer-type", "byte", "--append-eod")
-RESUMED = (train(*DATA, "--load", "@/run", "--train-iters", "3"),)
+CONVERTED = (
+    call(
+        checkpoint.main,
+        *("convert", "@/dcp", "@/out.safetensors", "--from", "dcp", "--to", "single-file"),
+    ),
+)
+RESUMED = (train(*DATA, "--load", "@/run", steps=3),)
 WITH_TOKENIZER = (
     prepare("--input", "@/text.jsonl", "--tokenizer-model", "@/hf/tokenizer.json"),
     *FOLDER,
@@ -231,7 +214,7 @@ KINDS: dict[str, Kind] = {
         base="hf", file="hf/tokenizer_config.json", readers=WITH_TOKENIZER
     ),
     "index of weights": Kind(base="hf", file="hf/model.safetensors.index.json", readers=FOLDER),
-    "safetensors": Kind(base="hf", file=f"hf/{WEIGHTS}", readers=FOLDER, text=spoiled_header),
+    "safetensors": Kind(base="hf", file=f"hf/{SHARDS[0]}", readers=FOLDER, text=spoiled_header),
     "chat template": Kind(
         base="text",
         file="template.jinja",
@@ -343,22 +326,23 @@ KINDS: dict[str, Kind] = {
     "faulty machines": Kind(
         base="run",
         file="run/faulty_hosts.json",
-        readers=(train(*DATA, "--load", "@/run", "--save", "@/run", "--train-iters", "3"),),
+        readers=(train(*DATA, "--load", "@/run", "--save", "@/run", steps=3),),
     ),
     "suspect step": Kind(
         base="run",
         file="run/suspect_step.json",
         readers=(
             train(
-                *(*DATA, "--load", "@/run", "--save", "@/run", "--train-iters", "3"),
+                *(*DATA, "--load", "@/run", "--save", "@/run"),
                 *("--on-reproduced-fault", "restart"),
+                steps=3,
             ),
         ),
     ),
     "metrics": Kind(
         base="run",
         file="metrics.jsonl",
-        readers=(command(_plot, "@/metrics.jsonl", "--output", "@/out.png"), *RESUMED),
+        readers=(command(_plot, "--metrics", "@/metrics.jsonl", "--output", "@/out.png"), *RESUMED),
         text=spoiled_lines,
     ),
     "prompts": Kind(
@@ -368,26 +352,10 @@ KINDS: dict[str, Kind] = {
         text=spoiled_words,
     ),
     "torch's metadata": Kind(
-        base="torch",
-        file="dcp/.metadata",
-        readers=(
-            call(
-                checkpoint.main,
-                *["convert", "--from", "dcp", "@/dcp", "--output", "@/out.safetensors"],
-            ),
-        ),
-        text=spoiled_words,
+        base="torch", file="dcp/.metadata", readers=CONVERTED, text=spoiled_words
     ),
     "torch's tensors": Kind(
-        base="torch",
-        file="dcp/__0_0.distcp",
-        readers=(
-            call(
-                checkpoint.main,
-                *["convert", "--from", "dcp", "@/dcp", "--output", "@/out.safetensors"],
-            ),
-        ),
-        text=spoiled_words,
+        base="torch", file="dcp/__0_0.distcp", readers=CONVERTED, text=spoiled_words
     ),
 }
 
@@ -405,7 +373,7 @@ def _must(code: int) -> None:
 
 
 def _make_hf(folder: Path) -> None:
-    save_folder(make_model("llama-3to1"), folder / "hf", max_shard_size="30KB")
+    _save_llama(folder / "hf")
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -439,6 +407,63 @@ def _special(number: int, content: str) -> dict[str, object]:
     return {"id": number, "content": content, "special": True, **switches}
 
 
+def _save_llama(folder: Path) -> None:
+    """Write a small model as transformers does."""
+    hidden, head, heads, groups, ffn = 16, 6, 4, 2, 24
+    shapes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.self_attn.q_proj": (heads * head, hidden),
+            f"{layer}.self_attn.k_proj": (groups * head, hidden),
+            f"{layer}.self_attn.v_proj": (groups * head, hidden),
+            f"{layer}.self_attn.o_proj": (hidden, heads * head),
+            f"{layer}.mlp.gate_proj": (ffn, hidden),
+            f"{layer}.mlp.up_proj": (ffn, hidden),
+            f"{layer}.mlp.down_proj": (hidden, ffn),
+            f"{layer}.input_layernorm": (hidden,),
+            f"{layer}.post_attention_layernorm": (hidden,),
+        }
+    shapes["model.norm"] = (hidden,)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "dtype": "float32",
+        "eos_token_id": 7,
+        "head_dim": head,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 128,
+        "mlp_bias": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": groups,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": VOCABULARY,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    generation = {"eos_token_id": 7, "temperature": 0.7, "top_p": 0.9, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    files = {name: SHARDS[i % len(SHARDS)] for i, name in enumerate(tensors)}
+    for file in SHARDS:
+        held = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(held, folder / file, metadata={"format": "pt"})
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def _make_imported(folder: Path) -> None:
     _make_hf(folder)
     _must(FOLDER[0](folder))
@@ -453,15 +478,21 @@ def _make_data(folder: Path) -> None:
         found.with_name(name).symlink_to(found.name)
     paths = {name: [str(folder / "data")] for name in ("train", "valid", "test")}
     (folder / "paths.json").write_text(json.dumps(paths))
-    words = [w for w in TRAINING if w.startswith("--") or not w.startswith("-")]
-    pairs = [(words[i][2:], words[i + 1]) for i in range(0, len(words), 2)]
-    lines = [f"{name}: {value}" for name, value in pairs if "," not in value]
-    lines += ["mock-data: true", f"metrics-file: {folder / 'new.jsonl'}", 'split: "100,0,0"']
+    lines = [
+        f"{name}: {value or 'true'}"
+        for name, _, value in (o.partition(" ") for o in " ".join(TRAINING)[2:].split(" --"))
+    ]
+    lines += [
+        "mock-data: true",
+        "vocab-size: 61",
+        "train-iters: 2",
+        f"metrics-file: {folder / 'new.jsonl'}",
+    ]
     (folder / "options.yaml").write_text("\n".join(lines) + "\n")
 
 
 def _describe(folder: Path) -> None:
-    described = {"type": "null", "vocab_size": 61, "eod": 60, "fingerprint": "null-61"}
+    described = {"type": "null", "vocab_size": 61, "eod": 60, "fingerprint": "null-60"}
     (folder / "data.json").write_text(json.dumps({"tokenizer": described}))
 
 
@@ -495,13 +526,15 @@ def _make_text(folder: Path) -> None:
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (folder / "template.jinja").write_text(BUILT_IN["chatml"])
+    model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts * 3),
-        model_prefix=str(folder / "sentencepiece"),
+        model_writer=model,
         vocab_size=60,
         hard_vocab_limit=False,
         minloglevel=2,
     )
+    (folder / "sentencepiece.model").write_bytes(model.getvalue())
 
 
 def _make_interrupted(folder: Path, *, at: str) -> None:
@@ -547,13 +580,24 @@ def trial(root: Path, scratch: Path, name: str, number: int) -> int:
     """
     kind = KINDS[name]
     rng = random.Random(f"{name} {number}")
+    folder, path = _sound_copy(root, scratch, kind)
+    spoil(path, rng, text=kind.text, seal=kind.seal)
+    return rng.choice(kind.readers)(folder)
+
+
+def sound_trial(root: Path, scratch: Path, name: str, reader: int) -> int:
+    """Have a sound file of a kind read by one of its readers; return the exit code."""
+    kind = KINDS[name]
+    return kind.readers[reader](_sound_copy(root, scratch, kind)[0])
+
+
+def _sound_copy(root: Path, scratch: Path, kind: Kind) -> tuple[Path, Path]:
+    """Copy a sound folder, and have the file that is spoiled tell the paths of the copy."""
     folder = fresh_copy(root / kind.base, scratch / str(os.getpid()))
     path = (folder / kind.file).resolve()
     sound = path.read_bytes()
     if (told := str(root / kind.base).encode()) in sound:
-        path.write_bytes(sound.replace(told, str(folder).encode()))
-    spoil(path, rng, text=kind.text, seal=kind.seal)
+        sound = sound.replace(told, str(folder).encode())
+        path.write_bytes(kind.seal(sound) if kind.seal is not None else sound)
     np.random.seed(0)
-    limits = TemplateLimits(cpu_seconds=0.3)
-    with mock.patch.object(chat_template, "TemplateLimits", return_value=limits):
-        return rng.choice(kind.readers)(folder)
+    return folder, path

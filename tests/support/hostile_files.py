@@ -3,7 +3,7 @@
 
 Starting from a sound file, `spoil` puts something else in its place: bytes that were flipped, cut,
 repeated or grown; JSON with another value, a value of another type, a key too few or twice, numbers
-and depths without measure; a pipe, a folder, a link, a file of many sparse gigabytes.
+and depths without measure; a pipe, a folder, a link, a sparse file of gigabytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SPARSE_BYTES = 12 << 30
+#: More than the memory of a trial, and what is read in its time.
+SPARSE_BYTES = 3 << 30
 
 #: JSON texts that a reader may not expect.
 VALUES = (
@@ -124,9 +125,12 @@ def spoiled_json(content: bytes, rng: random.Random, inside: tuple[str, ...] = (
         inside: names that lead to the object that is changed.
     """
     try:
-        tree = json.loads(content, object_pairs_hook=_Pairs)
+        return _spoiled_tree(json.loads(content, object_pairs_hook=_Pairs), rng, inside)
     except (ValueError, RecursionError):  # it has been spoiled before
         return content
+
+
+def _spoiled_tree(tree: Any, rng: random.Random, inside: tuple[str, ...]) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         part = tree
         for name in inside:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class SentencePieceTokenizer:
                 "sentencepiece"
             ) from None
         path = Path(path)
-        named = not path.is_dir()
+        named = not os.path.isdir(path)
         path = path if named else path / "tokenizer.model"
         try:
             content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)

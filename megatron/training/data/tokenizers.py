@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -145,7 +146,7 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         path = Path(path)
-        named = not path.is_dir()
+        named = not os.path.isdir(path)
         path = path if named else path / "tokenizer.json"
         try:
             content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def describe_files(prefix: str) -> dict[str, Any]:
         ValueError: the file is damaged.
     """
     path = Path(f"{prefix}.json")
-    if not path.exists():
+    if not os.path.exists(path):
         return {}
     try:
         found = read_json(path, follow_links=True)

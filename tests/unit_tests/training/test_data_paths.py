@@ -7,10 +7,13 @@ import json
 
 import pytest
 
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.splits import DataPath
 from megatron.training.config import DataConfig
 from megatron.training.config.check import check
 from megatron.training.data.data_paths import SplitPath, prefixes, read_paths
+from megatron.training.data.tokenizers import HuggingFaceTokenizer
+from megatron.training.data.vocabulary import describe_files
 from tests.unit_tests.training.small_config import small_config
 
 
@@ -94,3 +97,11 @@ def test_contradictions_are_named(flags, problem):
 def test_mock_data_needs_no_path():
     assert check(small_config("--mock-data", without=("--data-path",)), 1) == []
     assert prefixes(DataConfig(mock_data=True)) == ()
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_names_that_no_file_can_have_are_user_errors(name):
+    for read in (HuggingFaceTokenizer, IndexedDataset):
+        with pytest.raises(ValueError, match="[xa]"):
+            read(name)
+    assert describe_files(name) == {}

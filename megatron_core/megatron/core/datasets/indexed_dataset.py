@@ -20,6 +20,7 @@ truncated or foreign file is one line before training and never a crash or a wro
 """
 
 import hashlib
+import os
 import struct
 from collections.abc import Mapping
 from functools import cached_property
@@ -96,7 +97,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self._idx, self._bin = idx_path(prefix), bin_path(prefix)
         for path in (self._idx, self._bin):
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise ValueError(
                     f"{path}: no such file; a data set is the pair {self._idx.name} and "
                     f"{self._bin.name}, named by its path without the ending."

@@ -102,6 +102,6 @@ def test_mock_data_needs_no_path():
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
 def test_names_that_no_file_can_have_are_user_errors(name):
     for read in (HuggingFaceTokenizer, IndexedDataset):
-        with pytest.raises(ValueError, match="[xa]"):
+        with pytest.raises(ValueError, match=name[:1]):
             read(name)
     assert describe_files(name) == {}

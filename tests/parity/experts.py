@@ -166,16 +166,17 @@ def _note_room(
 
 def _parts(row: Row, batch: int) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield for every rank of a lane the numbers [t] of its tokens among the lane's [s, b], in its
-    own order, and its rows with padding."""
+    own order, and the rows that it counts: without padding, on average over the ranks of cp."""
     cp, tp = row["cp"], row["tp"]
+    cut = cut_of(row)
     for rank in range(cp):
         whole = cp == 1 and row["documents"] == "whole"
-        places = torch.arange(SEQUENCE) if whole else torch.tensor(cut_of(row).places(rank))
+        places = torch.arange(SEQUENCE) if whole else torch.tensor(cut.places(rank))
         numbers = (places.unsqueeze(1) * batch + torch.arange(batch)).flatten()
         numbers[places.repeat_interleave(batch) < 0] = -1
         rows = -(-len(numbers) // tp)
         for part in numbers.split(rows):
-            yield part[part >= 0], rows
+            yield part[part >= 0], round(rows * cut.length / cut.padded[-1])
 
 
 def same_loads(runs: Sequence[Run], wanted: Run) -> None:

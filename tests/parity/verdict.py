@@ -24,7 +24,7 @@ from tests.support.inputs import perturbed
 CANCELLING = ("query_norm.bias", "key_norm.bias", "key.bias", "A_log")
 
 #: Gradients with a factor exp(-decay), which may be 1e-6 and still have all of their digits.
-DECAYED = ("A_log",)
+DECAYED = ("A_log", "dt_bias")
 
 #: Data are drawn again, at most so often, until no route hangs by a hair: one draw in ten has one.
 SEEDS = 10

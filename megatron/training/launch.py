@@ -165,6 +165,7 @@ class Launch:
             return dist.HashStore()
         limit = timedelta(seconds=timeout_seconds)
         if first and self.rank == 0 and not self.launcher_serves:
+            self._resolve(timeout_seconds)
             try:
                 return dist.TCPStore(
                     self.address, self.port, is_master=True, timeout=limit, wait_for_workers=False
@@ -183,6 +184,24 @@ class Launch:
             )
 
         return self._answered(client, min(ANSWER_SECONDS, 5.0 * timeout_seconds))
+
+    def _resolve(self, timeout_seconds: float) -> None:
+        """Raise ValueError if the name of rank 0's machine has no address."""
+        begun = time.monotonic()
+        while True:
+            try:
+                socket.getaddrinfo(self.address, self.port, proto=socket.IPPROTO_TCP)
+                return
+            except socket.gaierror as error:
+                if time.monotonic() - begun > min(RESOLVE_SECONDS, timeout_seconds):
+                    raise self._no_address(error) from None
+            time.sleep(0.1)
+
+    def _no_address(self, error: socket.gaierror) -> ValueError:
+        return ValueError(
+            f"MASTER_ADDR {self.address} has no address ({error.strerror}): set the name or "
+            "address of rank 0's machine"
+        )
 
     def _answered(self, make: Callable[[], dist.Store], seconds: float) -> dist.Store:
         """Make a client of what listens. A client waits for ever for the answer of a program that
@@ -226,10 +245,7 @@ class Launch:
                 )
             except socket.gaierror as error:
                 if late > min(RESOLVE_SECONDS, timeout_seconds):
-                    raise ValueError(
-                        f"MASTER_ADDR {self.address} has no address ({error.strerror}): set the "
-                        "name or address of rank 0's machine"
-                    ) from None
+                    raise self._no_address(error) from None
             except OSError as error:
                 if late > seconds:
                     raise self._nobody(seconds, error) from None

@@ -102,7 +102,7 @@ def preprocess(
         config: files and options.
         tokenizer: to encode with, in this process alone; None makes the one of the options.
         inputs: the files, where they are found already.
-        report: called after every block.
+        report: called after every block; not at all if there is nothing left to do.
         commit_bytes: input to work off between commits.
         block_bytes: input to encode at once.
 
@@ -222,6 +222,15 @@ def _descriptions(encoder: Encoder, output: Output) -> list[dict[str, Any] | Non
     ]
 
 
+def _warn_of_joined_documents(config: PreprocessConfig) -> None:
+    if config.kind != "null":
+        print(
+            "without --append-eod documents follow each other with no token between them: give it, "
+            "unless the texts end with one",
+            flush=True,
+        )
+
+
 def _resolved(path: str | None) -> str | None:
     return None if path is None else str(Path(path).resolve())
 
@@ -240,15 +249,17 @@ def _main(argv: Sequence[str]) -> None:
     inputs = find_inputs(config.input)
     if inputs.left_out:
         print(inputs.describe_left_out(), flush=True)
-    if not config.append_eod and not config.chat and config.kind != "null":
-        print(
-            "without --append-eod documents follow each other with no token between them: give it, "
-            "unless the texts end with one",
-            flush=True,
-        )
-    begin = time.monotonic()
+    begin, encoded = time.monotonic(), False
     try:
-        with show_progress(inputs.total_bytes, sys.stdout) as report:
+        with show_progress(inputs.total_bytes, sys.stdout) as show:
+
+            def report(*, read_bytes: int, documents: int, tokens: int | None = None) -> None:
+                nonlocal encoded
+                if not encoded and not config.append_eod and not config.chat:
+                    _warn_of_joined_documents(config)
+                encoded = True
+                show(read_bytes=read_bytes, documents=documents, tokens=tokens)
+
             results = preprocess(config, inputs=inputs, report=report)
     except OSError as error:
         mend = (
@@ -264,6 +275,9 @@ def _main(argv: Sequence[str]) -> None:
             print("what was done is kept: go on with --resume", file=sys.stderr, flush=True)
         raise
     seconds = time.monotonic() - begin
+    if not encoded:
+        print(f"{', '.join(results)}: finished by a run before; nothing left to do")
+        return
     rejected = next(iter(results.values())).describe_rejected()
     if rejected:
         print(rejected, flush=True)

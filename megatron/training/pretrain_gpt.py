@@ -190,12 +190,14 @@ def main(
     launchers: list[LauncherWatch] = []
     listeners: list[Listener] = []
     speaking = threading.Lock()
+    joining = threading.Event()
 
     def claim(text: str) -> bool:
-        # Before the watch every rank of a machine finds the same faults in the same options.
         if stop.watch is not None:
             return stop.watch.claim(text)
-        return not launches or launches[0].local_rank == 0
+        # Every rank of a machine finds the same faults in the same options. What keeps a rank from
+        # joining the others is its own.
+        return joining.is_set() or not launches or launches[0].local_rank == 0
 
     @contextlib.contextmanager
     def behind_rank_0() -> Iterator[None]:
@@ -224,6 +226,7 @@ def main(
         run = read_run(argv, launch, program=program)
         for listener in listeners:
             listener.listen_to(signal.Signals[run.config.failures.exit_signal])
+        joining.set()
         launch, stop.watch = start_watch(run, launch, launcher)
         train(run, launch, watch=stop.watch, stop=stop)
 

@@ -3,10 +3,14 @@
 which outlives the launcher.
 
 Everything is written to both and read from the launcher's; once that is gone, from the other one.
+A thread writes to the other one: rank 0 may be stopped, and then nobody may wait for its answer.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -14,6 +18,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+#: How long the writes that are under way to the second store may take when the first is gone.
+DRAIN_SECONDS = 5.0
 
 
 class RunStore(dist.Store):
@@ -29,62 +36,83 @@ class RunStore(dist.Store):
 
     def __init__(self, stores: Sequence[dist.Store], *, lost: Callable[[], bool]) -> None:
         super().__init__()
-        self._stores, self._lost = list(stores), lost
-        self._both = len(self._stores) > 1
+        self._store, self._lost = stores[0], lost
+        self._mirror = stores[1] if len(stores) > 1 else None
+        self._writes: queue.Queue[Callable[[dist.Store], object]] = queue.Queue()
+        self._thread: threading.Thread | None = None
 
-    def _alive(self) -> list[dist.Store]:
-        if self._both and self._lost():
-            self._both = False
-            self._stores = self._stores[-1:]
-        return list(self._stores)
+    def _current(self) -> dist.Store:
+        """Return the store to use: the second one once the first one's server is gone."""
+        if self._mirror is not None and self._lost():
+            self._fail_over()
+        return self._store
 
-    def _everywhere(self, act: Callable[[dist.Store], T]) -> T:
-        """Do something with every store and return what the first one says."""
-        found: list[T] = []
-        for store in self._alive():
-            try:
-                found.append(act(store))
-            except dist.DistNetworkError as error:
-                self._drop(store, error)
-        return found[0]
+    def _fail_over(self) -> None:
+        """Use the second store, after the writes that are under way to it."""
+        assert self._mirror is not None
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._writes.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._store, self._mirror = self._mirror, None
 
-    def _first(self, act: Callable[[dist.Store], T]) -> T:
-        """Do something with the first store whose server lives."""
+    def _do(self, act: Callable[[dist.Store], T]) -> T:
+        """Do something with the first store whose server lives. Raises what the last one does."""
+        store = self._current()
+        try:
+            return act(store)
+        except dist.DistNetworkError:
+            if self._mirror is None:
+                raise
+            self._fail_over()
+            return act(self._store)
+
+    def _write(self, act: Callable[[dist.Store], object]) -> None:
+        """Also write to the second store, while there are two."""
+        if self._mirror is None:
+            return
+        self._writes.put(act)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, args=(self._mirror,), name="run-store", daemon=True
+            )
+            self._thread.start()
+
+    def _work(self, mirror: dist.Store) -> None:
         while True:
-            store = self._alive()[0]
+            act = self._writes.get()
             try:
-                return act(store)
-            except dist.DistNetworkError as error:
-                self._drop(store, error)
-
-    def _drop(self, store: dist.Store, error: Exception) -> None:
-        """Do without a store whose server is gone. Raises the error if it was the last one."""
-        if self._stores == [store]:
-            raise error
-        self._both = False
-        self._stores = [other for other in self._stores if other is not store]
+                act(mirror)
+            except Exception:  # its server is gone: rank 0 is, and the run with it
+                return
+            finally:
+                self._writes.task_done()
 
     def set(self, key: str, value: str) -> None:  # type: ignore[override]
         """Write a value."""
-        self._everywhere(lambda store: store.set(key, value))
+        self._do(lambda store: store.set(key, value))
+        self._write(lambda store: store.set(key, value))
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it."""
-        return self._first(lambda store: store.get(key))
+        return self._do(lambda store: store.get(key))
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are there."""
-        return self._first(lambda store: store.check(keys))
+        return self._do(lambda store: store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         """Wait until all keys are there. Raises DistStoreError when the time is over."""
         limit = () if timeout is None else (timeout,)
-        self._first(lambda store: store.wait(keys, *limit))
+        self._do(lambda store: store.wait(keys, *limit))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return what it is then."""
-        return self._everywhere(lambda store: store.add(key, amount))
+        found = self._do(lambda store: store.add(key, amount))
+        self._write(lambda store: store.add(key, amount))
+        return found
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it was there."""
-        return self._everywhere(lambda store: store.delete_key(key))
+        found = self._do(lambda store: store.delete_key(key))
+        self._write(lambda store: store.delete_key(key))
+        return found

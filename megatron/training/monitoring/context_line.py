@@ -75,11 +75,12 @@ def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
     which = f"{count} of them are cut by documents"
     if count in (0, number):
         which = "documents" if count else "row"
+    reason = "auto" if cuts.kind == "auto" else "by --context-parallel-cut"
     return (
         f"context parallel cut: in the first {number} microbatches the slowest rank has "
         f"{_imbalance([choice.row for choice in found]):.2f} x the mean attention pairs by row, "
         f"{_imbalance(apart):.2f} x by documents, with {padding / tokens:.1%} padding; "
-        f"{cuts.kind}: {which}"
+        f"{reason}: {which}"
     )
 
 

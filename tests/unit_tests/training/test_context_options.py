@@ -263,7 +263,7 @@ def test_the_log_says_how_evenly_either_cut_shares_attention_out(kind):
     line = cut_line(cuts, [uneven, uneven])
     assert "first 2 microbatches the slowest rank has 1.60 x" in line
     assert "1.00 x by documents, with 0.0% padding" in line
-    assert line.endswith(f"; {kind}: {'row' if kind == 'row' else 'documents'}")
+    assert line.endswith(f": {'row' if kind == 'row' else 'documents'}")
     mixed = cut_line(cuts, [uneven, even, even])
     wanted = {"row": "row", "documents": "documents", "auto": "1 of them are cut by documents"}
     assert mixed.endswith(f"; {kind}: {wanted[kind]}")

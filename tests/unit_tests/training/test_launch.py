@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.training.errors import RunStopped
 from megatron.training.exit_codes import ExitCode
 from megatron.training.launch import Launch
+from megatron.training.pretrain_gpt import main
 
 TORCHRUN = {
     "RANK": "3",
@@ -137,3 +138,19 @@ def test_a_single_process_has_a_store_of_its_own():
     store = Launch().open_store(timeout_seconds=1.0, first=True)
     store.set("a", "b")
     assert store.get("a") == b"b"
+
+
+@pytest.mark.parametrize(("rank", "address"), [(1, "127.0.0.1"), (0, "no-such-host.invalid")])
+def test_a_start_that_fails_is_told_by_any_rank(rank, address, capsys):
+    """Also by one that is not the first of its machine: that one may be what is missing."""
+    argv = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3"
+    argv += " --micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type null"
+    argv += " --vocab-size 9 --distributed-timeout-minutes 0.01"
+    port = str(_free_port())
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    code = main(argv.split(), environment)
+    assert code == (ExitCode.PEER_LOST if rank else ExitCode.USER_ERROR)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert f"MASTER_ADDR {address}" in err

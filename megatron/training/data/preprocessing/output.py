@@ -124,8 +124,10 @@ class Output:
         if resume and existing and self._finished() is not None:
             self.complete = True
         elif existing and not overwrite:
+            other = " and was made from other options or inputs" if resume else ""
             raise ValueError(
-                f"{existing[-1]} exists: give another --output-prefix, or --overwrite to replace it"
+                f"{existing[-1]} exists{other}: give another --output-prefix, or --overwrite to "
+                "replace it"
             )
 
     def _finished(self) -> list[Mapping[str, Any] | None] | None:

@@ -250,6 +250,7 @@ def _main(argv: Sequence[str]) -> None:
     if inputs.left_out:
         print(inputs.describe_left_out(), flush=True)
     begin, encoded = time.monotonic(), False
+    going_on = journal_path(config.output_prefix).exists()
     try:
         with show_progress(inputs.total_bytes, sys.stdout) as show:
 
@@ -275,7 +276,7 @@ def _main(argv: Sequence[str]) -> None:
             print("what was done is kept: go on with --resume", file=sys.stderr, flush=True)
         raise
     seconds = time.monotonic() - begin
-    if not encoded:
+    if not encoded and not going_on:
         print(f"{', '.join(results)}: finished by a run before; nothing left to do")
         return
     rejected = next(iter(results.values())).describe_rejected()

@@ -40,20 +40,28 @@ class RunStore(dist.Store):
         self._mirror = stores[1] if len(stores) > 1 else None
         self._writes: queue.Queue[Callable[[dist.Store], object]] = queue.Queue()
         self._thread: threading.Thread | None = None
+        self._failing_over = threading.Lock()
 
     def _current(self) -> dist.Store:
         """Return the store to use: the second one once the first one's server is gone."""
+        store = self._store
         if self._mirror is not None and self._lost():
-            self._fail_over()
+            self._fail_over(store)
         return self._store
 
-    def _fail_over(self) -> None:
-        """Use the second store, after the writes that are under way to it."""
-        assert self._mirror is not None
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while self._writes.unfinished_tasks and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self._store, self._mirror = self._mirror, None
+    def _fail_over(self, failed: dist.Store) -> bool:
+        """Use the second store, after the writes that are under way to it; another thread may have
+        come first. Return whether there is one."""
+        with self._failing_over:
+            if self._store is not failed:
+                return True
+            if self._mirror is None:
+                return False
+            deadline = time.monotonic() + DRAIN_SECONDS
+            while self._writes.unfinished_tasks and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self._store, self._mirror = self._mirror, None
+            return True
 
     def _do(self, act: Callable[[dist.Store], T]) -> T:
         """Do something with the first store whose server lives. Raises what the last one does."""
@@ -61,19 +69,19 @@ class RunStore(dist.Store):
         try:
             return act(store)
         except dist.DistNetworkError:
-            if self._mirror is None:
+            if not self._fail_over(store):
                 raise
-            self._fail_over()
             return act(self._store)
 
     def _write(self, act: Callable[[dist.Store], object]) -> None:
         """Also write to the second store, while there are two."""
-        if self._mirror is None:
+        mirror = self._mirror
+        if mirror is None:
             return
         self._writes.put(act)
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._work, args=(self._mirror,), name="run-store", daemon=True
+                target=self._work, args=(mirror,), name="run-store", daemon=True
             )
             self._thread.start()
 

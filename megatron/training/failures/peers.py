@@ -162,9 +162,9 @@ class PeerWatch:
 
     def close(self) -> None:
         """Leave in good order: stop beating, and be missed by nobody."""
+        self._stop.set()
         with contextlib.suppress(Exception):  # the others' store may have ended before this rank
             self._peers.store.set(f"left/{self._rank}", "1")
-        self._stop.set()
         self._thread.join(timeout=5.0)
         if self._serves():
             self._outlast()
@@ -257,8 +257,10 @@ class PeerWatch:
     def diagnose(self, limit_seconds: float) -> Diagnosis | None:
         """Name the ranks that are gone, looking for at most `limit_seconds`.
 
-        Returns None if every rank is alive and going.
+        Returns None if every rank is alive and going, and after `close`.
         """
+        if self._stop.is_set():
+            return None
         return self._diagnose(self._peers, limit_seconds)
 
     def _diagnose(self, peers: Peers, limit_seconds: float) -> Diagnosis | None:
@@ -280,6 +282,8 @@ class PeerWatch:
                     return None
                 time.sleep(0.05)
         except Exception as error:
+            if self._stop.is_set():  # closed since: the others may end, and the store with them
+                return None
             text = f"the store that all ranks share is gone ({one_line(error)[:120]})"
             return Diagnosis(text)
 

@@ -58,7 +58,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTRAL, {"num_local_experts": None}, "num_local_experts is None"),
     (MIXTRAL, {"num_experts": 9}, "num_experts is 9: num_local_experts is 8"),
     (MIXTRAL, {"num_experts_per_tok": 9}, "moe-router-topk 9 must be in 1"),
-    (MIXTRAL, {"num_experts_per_tok": 1}, "do not normalise"),
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window is 4096"),
     (MIXTRAL, {"sliding_window": 64, "use_sliding_window": False}, "sliding_window is 64"),
     (MIXTRAL, {"attention_bias": True}, "attention_bias is True"),

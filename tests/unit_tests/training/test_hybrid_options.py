@@ -126,8 +126,9 @@ def test_a_resolved_run_is_fed_back_unchanged(more, tmp_path):
 def test_a_checkpoint_s_pattern_comes_without_the_cuts_of_its_layout(monkeypatch):
     saved = flatten(hybrid_run(f"{PATTERN} G-|M-/M- {DELTA} {MAMBA} {PP} 2", 2).config)
     monkeypatch.setattr(
-        checkpoint_options, "_saved_options", lambda roots: (Path("iter_0000001"), saved)
+        checkpoint_options, "saved_options", lambda roots: (Path("iter_0000001"), saved, None)
     )
+    monkeypatch.setattr(checkpoint_options, "check_counts", lambda *args: None)
     words = "--load saved --use-checkpoint-args --seq-length 20 --micro-batch-size 1"
     run = read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
     assert run.config.hybrid.hybrid_layer_pattern == "G-M-/M-"

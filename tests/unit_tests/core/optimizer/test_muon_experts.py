@@ -90,7 +90,7 @@ def formula(start: dict[str, torch.Tensor], *, joined: bool) -> dict[str, torch.
             lr = LR * {"gate": 0.5, "down": 2.0 if name[0] == "0" else 1.0}.get(kind, 1.0)
             decay = DECAY * {"up": 3.0 if name[0] == "1" else 1.0, "router": 0.0}.get(kind, 1.0)
             for whole, index in matrices(name, joined=joined):
-                moves = [(given[n] + MOMENTUM * momentum[n])[index] for n in whole]
+                moves = [momentum[n][index] for n in whole]
                 rows = [len(move) for move in moves]
                 full = torch.cat(moves)
                 scale = math.sqrt(max(1.0, full.shape[0] / full.shape[1]))

@@ -69,8 +69,9 @@ def test_one_rank_is_replayed_to_the_bits_of_eager_steps(granularity, documents)
             documents=documents,
         )
     assert_equal_runs(*found)
-    # Of all that a step does, reading the factor of the loss alone is done on a CPU only.
-    assert found[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2
+    # On a CPU only: the factor of the loss, and the range of tokens and labels, are read.
+    read = 1 + 2 * len(("tokens", "labels"))
+    assert found[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2 * read
     assert found[2].optimizer.scaler.scale > 4.0, "the loss scale has changed on the way"
 
 

@@ -90,7 +90,13 @@ def compare(bounds, case, *, corrects, chunk=16, bound=1e-5, dtype=torch.float32
     case = rounded, initial.float(), (pulls[0].to(dtype), pulls[1].float())
     got = gradients(mine, bounds, case, dtype, **options)
     wanted = gradients(reference, bounds, case, torch.float64, **options)
-    errors = {name: relative_error(got[name], wanted[name]) for name in NAMES}
+    # Gradients after strong decays are products of these, small but not noise; some are zero.
+    errors = {
+        name: relative_error(got[name], wanted[name], scale=0.0)
+        if wanted[name].any()
+        else float(got[name].abs().max())
+        for name in NAMES
+    }
     assert max(errors.values()) <= bound, errors
     return got, wanted
 

@@ -25,7 +25,7 @@ from tests.functional_tests.planted_faults import on_microbatch, run_with, runni
 from tests.functional_tests.small_run import flags, write_tokens
 
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0 --global-batch-size 12"
-SOON = "--distributed-timeout-minutes 0.08"
+SOON = "--distributed-timeout-minutes 0.25"
 BEAT_SECONDS = 0.3
 HOST = socket.gethostname()
 

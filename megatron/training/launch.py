@@ -134,19 +134,17 @@ class Launch:
             return self.own_keys(store)
         import torch.distributed as dist
 
-        beside = dist.TCPStore(
-            *self.own,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-        )
-        return self.both(store, beside)
+        address, port = self.own
 
-    def both(self, store: dist.Store, beside: dist.Store) -> dist.Store:
-        """Return a client of two stores, the launcher's and rank 0's, with this attempt's keys."""
+        def mirror() -> dist.Store:
+            limit = timedelta(seconds=timeout_seconds)
+            return self.own_keys(
+                dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+            )
+
         from megatron.training.run_store import RunStore
 
-        return RunStore([self.own_keys(store), self.own_keys(beside)], lost=self.link.is_lost)
+        return RunStore(self.own_keys(store), mirror, lost=self.link.is_lost)
 
     def connect(self, *, timeout_seconds: float, first: bool = False) -> dist.Store:
         """Connect a client to the store, whose keys are everybody's.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 #: How long the writes that are under way to the second store may take when the first is gone.
-DRAIN_SECONDS = 5.0
+DRAIN_SECONDS = 10.0
 
 
 class RunStore(dist.Store):
@@ -29,23 +29,29 @@ class RunStore(dist.Store):
     It is no parent for torch's `PrefixStore`, which cannot delete keys of a store made in Python.
 
     Args:
-        stores: clients, the one to read from first.
+        store: a client of the one to read from first.
+        mirror: connects a client to the other one; called on the thread that writes to it, as
+            connecting may take seconds where names are slow to resolve.
         lost: tells whether the first one's server is gone: a client that finds out by itself
             prints a page.
     """
 
-    def __init__(self, stores: Sequence[dist.Store], *, lost: Callable[[], bool]) -> None:
+    def __init__(
+        self, store: dist.Store, mirror: Callable[[], dist.Store], *, lost: Callable[[], bool]
+    ) -> None:
         super().__init__()
-        self._store, self._lost = stores[0], lost
-        self._mirror = stores[1] if len(stores) > 1 else None
+        self._store, self._lost = store, lost
+        self._mirror: dist.Store | None = None
+        self._failed_over = False
         self._writes: queue.Queue[Callable[[dist.Store], object]] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._connected = threading.Event()
         self._failing_over = threading.Lock()
+        threading.Thread(target=self._work, args=(mirror,), name="run-store", daemon=True).start()
 
     def _current(self) -> dist.Store:
         """Return the store to use: the second one once the first one's server is gone."""
         store = self._store
-        if self._mirror is not None and self._lost():
+        if not self._failed_over and self._lost():
             self._fail_over(store)
         return self._store
 
@@ -55,12 +61,13 @@ class RunStore(dist.Store):
         with self._failing_over:
             if self._store is not failed:
                 return True
-            if self._mirror is None:
-                return False
             deadline = time.monotonic() + DRAIN_SECONDS
+            self._connected.wait(DRAIN_SECONDS)
+            if self._failed_over or self._mirror is None:
+                return False
             while self._writes.unfinished_tasks and time.monotonic() < deadline:
                 time.sleep(0.001)
-            self._store, self._mirror = self._mirror, None
+            self._store, self._failed_over = self._mirror, True
             return True
 
     def _do(self, act: Callable[[dist.Store], T]) -> T:
@@ -75,17 +82,16 @@ class RunStore(dist.Store):
 
     def _write(self, act: Callable[[dist.Store], object]) -> None:
         """Also write to the second store, while there are two."""
-        mirror = self._mirror
-        if mirror is None:
-            return
-        self._writes.put(act)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, args=(mirror,), name="run-store", daemon=True
-            )
-            self._thread.start()
+        if not self._failed_over:
+            self._writes.put(act)
 
-    def _work(self, mirror: dist.Store) -> None:
+    def _work(self, connect: Callable[[], dist.Store]) -> None:
+        try:
+            self._mirror = mirror = connect()
+        except Exception:  # rank 0 is gone, and the run with it
+            return
+        finally:
+            self._connected.set()
         while True:
             act = self._writes.get()
             try:

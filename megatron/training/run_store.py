@@ -103,8 +103,9 @@ class RunStore(dist.Store):
 
     def set(self, key: str, value: str) -> None:  # type: ignore[override]
         """Write a value."""
-        self._do(lambda store: store.set(key, value))
+        # First to the queue: a thread that fails over meanwhile then waits for it.
         self._write(lambda store: store.set(key, value))
+        self._do(lambda store: store.set(key, value))
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it."""

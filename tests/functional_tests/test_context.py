@@ -79,7 +79,7 @@ def test_ranks_that_share_samples_have_the_losses_of_one(
     assert line in log
     assert "; each rank has 12 of the 24 tokens of a sample" in log
     assert "by documents, with " in log
-    assert (APART in more) == ("% padding; documents: documents" in log), log
+    assert (APART in more) == ("; by --context-parallel-cut: documents" in log), log
     for kind in ("train", "validation"):
         wanted = losses(one, kind)
         assert wanted

@@ -18,8 +18,8 @@ class FailureConfig:
     """On SIGTERM, SIGHUP or Ctrl-C finish the step on all ranks, save and end with 0; takes effect
     with --save. A second signal ends at once (--no-exit-signal-handler: the first one does)."""
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
-    """A signal that ends the run as SIGTERM does, beside that: SIGUSR1 for a scheduler that sends
-    it before it ends a job."""
+    """A signal that ends the run as SIGTERM does, in addition to it: SIGUSR1 for a scheduler that
+    sends it before it ends a job."""
     exit_grace_seconds: float = 25.0
     """How long stopping by a signal may take before the process ends at once; torchrun kills after
     30 (its --shutdown-timeout)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run stops early: a signal, the end of its time, or of its launcher; all ranks stop behind
+"""When a run stops early: a signal, the end of its time, or of its launcher; all ranks stop after
 the same step.
 
 A rank that is asked to stop votes for it in its next step, whose reduction of the loss carries the

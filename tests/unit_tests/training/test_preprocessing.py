@@ -190,3 +190,13 @@ def test_a_damaged_archive_stops_the_work(tmp_path):
         (tmp_path / "a.jsonl.gz").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
             list(read_documents([tmp_path / "a.jsonl.gz"], Tally()))
+
+
+def test_gzip_members_may_have_little_between_them(tmp_path):
+    file, member = tmp_path / "a.jsonl.gz", gzip.compress(lines(TEXTS))
+    file.write_bytes(member + bytes(512) + member)
+    assert len(list(read_documents([file], Tally()))) == 2 * len(TEXTS)
+    with file.open("ab") as stream:
+        stream.truncate(len(member) + (2 << 30))  # sparse; minutes, when it is read byte by byte
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged: more than 65,536 bytes"):
+        list(read_documents([file], Tally()))

@@ -21,6 +21,9 @@ BLOCK_BYTES = 1 << 20
 #: Longest document by default. For each of its bytes the library `tokenizers` takes about 120 until
 #: it is encoded: 2 GB for this one.
 MAX_DOCUMENT_BYTES = 16 << 20
+#: Longest padding between members of a gzip file, and longest name in a member's header: `gzip`
+#: reads both byte by byte, which takes minutes for a sparse file.
+MAX_GZIP_PADDING = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +135,26 @@ def _read(
         else:
             with open_regular(file.path, follow_links=True) as raw:
                 packed = file.kind is Kind.GZIP_LINES
-                stream = gzip.GzipFile(fileobj=raw) if packed else raw
+                stream = gzip.GzipFile(fileobj=_BoundedPadding(raw)) if packed else raw
                 yield from _lines(file, begin, limits, stream=stream, raw=raw)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file.path} is damaged: {error}; copy or pack it anew") from None
     except OSError as error:
         raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from None
+
+
+class _BoundedPadding:
+    """A file for `gzip.GzipFile` that refuses more than `MAX_GZIP_PADDING` reads of one byte."""
+
+    def __init__(self, raw: IO[bytes]):
+        self.seek = raw.seek
+        self._raw, self._single = raw, 0
+
+    def read(self, size: int = -1) -> bytes:
+        self._single = self._single + 1 if size == 1 else 0
+        if self._single > MAX_GZIP_PADDING:
+            raise gzip.BadGzipFile(f"more than {MAX_GZIP_PADDING:,} bytes of padding or header")
+        return self._raw.read(size)
 
 
 def _text(file: InputFile, begin: Position, longest: int) -> _Step:

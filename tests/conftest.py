@@ -17,6 +17,10 @@ import pytest
 
 BUDGETS = Path(__file__).with_name("budget.toml")
 
+# For every connection of a TCPStore, both ends look up the name of ::ffff:127.0.0.1. Where the name
+# server drops queries, each dropped one takes the resolver's time-out, by default 5 seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 
 def entry_of(folder: str, entries: dict[str, float]) -> str | None:
     """Return the longest entry that is `folder` or above it, or None."""

@@ -138,6 +138,7 @@ def _rank_main(job: _Job, conn: Connection) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     goodbye = _leave_with_parent(conn)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name need not resolve
     os.environ.update({"RANK": str(job.rank), "WORLD_SIZE": str(job.world), FOLDER: job.folder})

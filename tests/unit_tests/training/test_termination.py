@@ -89,8 +89,7 @@ def test_a_signal_is_heard_that_is_asked_for(more):
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_program_started_with_nohup_goes_on_ignoring_sighup(ignored):
     def before() -> None:
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     job = _start("os._exit(number)", preexec_fn=before)
     job.send_signal(signal.SIGHUP)

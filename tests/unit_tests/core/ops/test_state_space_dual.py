@@ -9,7 +9,6 @@ from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import (
     add_skip,
     blocks,
-    skip,
     state_space_dual,
     state_space_recurrence,
     state_space_step,
@@ -295,9 +294,7 @@ def test_step_in_fp32_states_of_bf16_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_what_a_token_adds_to_its_own_output(dtype, monkeypatch):
-    """Two tokens at a time and one left over."""
-    monkeypatch.setattr(skip, "ELEMENTS_IN_CACHE", 2 * HEADS * VALUES)
+def test_what_a_token_adds_to_its_own_output(dtype):
     new = maker()
     tensors = (new(5, HEADS, VALUES), new(5, HEADS, VALUES), new(HEADS))
     compare(add_skip, lambda out, x, d: out + d[:, None] * x, tensors, dtype)

@@ -18,7 +18,7 @@ from megatron.core.ops.sequences import Sequences
 
 #: Elements of a block of rows whose products are added up together: on a CPU few enough to stay in
 #: its cache, elsewhere enough to keep it busy.
-_CPU_BLOCK, _OTHER_BLOCK = 1 << 16, 1 << 22
+_CPU_BLOCK, _OTHER_BLOCK = 1 << 18, 1 << 22
 
 
 class CausalConv1d(torch.autograd.Function):

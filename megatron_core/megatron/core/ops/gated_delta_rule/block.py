@@ -166,21 +166,25 @@ class Block:
         x.copy_(product(self.faded_inverse.mT, pulled))
         reads = product(pulls, starts.mT)  # of states
         reads.unflatten(2, (2, size)).mul_(self.growth[:, :, None, :, None])
-        along = (self.by_group(reads) * self.pair[:, :, None]).sum(-1).flatten(1, 2)
+        along = torch.linalg.vecdot(self.by_group(reads), self.pair[:, :, None]).flatten(1, 2)
         along_query, along_key = along.split(size, -1)
         within = product(pulls, changes.mT)  # [Z ; N]
         halves = within.unflatten(2, (2, size)).mul_(self.falls[:, :, None])
         halves[:, :, 1].diagonal(0, -2, -1).zero_()
         pairs = (self.by_group(within) * self.raw[:, :, None]).flatten(1, 2)
-        grad_beta = (x * self.value).sum(-1).sub_(along_key).sub_(pairs[:, :, size:].sum(-1))
+        grad_beta = (
+            torch.linalg.vecdot(x, self.value).sub_(along_key).sub_(pairs[:, :, size:].sum(-1))
+        )
         # The heads of a group stand above each other.
         rows = reads.view(-1, self.shared * 2 * size, self.keys)
         rows.baddbmm_(within.view(*rows.shape[:2], size), self.key.flatten(0, 1))
         grad_query, faded = reads.split(size, 2)  # dQ, f
         written = product(changes, ends.mT).mul_(self.left[..., None])  # e V' dSᵀ
-        left = (written * self.shared_by(self.key)).sum(-1)
+        left = torch.linalg.vecdot(written, self.shared_by(self.key))
         grad_decay = self._decay_gradient(along_query - along_key * self.beta, pairs, left)
-        grad_decay += (starts * ends).sum((-2, -1)).mul_(self.growth[..., -1])[..., None]
+        grad_decay += (
+            torch.linalg.vecdot(starts, ends).sum(-1).mul_(self.growth[..., -1])[..., None]
+        )
         within[:, :, size:].mul_(beta.neg())
         add_product_(written, within.mT, self.shared_by(self.pair))  # w
         grad_key = written.addcmul_(faded, beta, value=-1)

@@ -185,8 +185,8 @@ def differentiate(
     _differentiate_behind(block, scratch, ends=ends, within=within, found=found)
     pulled = scratch.view(4, *block.query.shape[:3], *block.value.shape[3:])
     _flat(found.query).baddbmm_(_columns(pulled), _columns(block.states).mT)
-    before = _products(block.query, block.states, scratch, 1).mul_(pulled)
-    found.sums.add_(before.sum(-1).transpose(2, 3).flatten(1, 2))
+    before = _products(block.query, block.states, scratch, 1)
+    found.sums.add_(torch.linalg.vecdot(before, pulled).transpose(2, 3).flatten(1, 2))
     kept = (block.states * ends).sum((2, 4)).flatten(1)  # [m, H]
     torch.mul(kept, block.growth[..., -1], out=found.kept)
 

@@ -7,9 +7,6 @@ import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype
 
-# Elements at once on a CPU, so that a sum finds its products in the cache.
-ELEMENTS_IN_CACHE = 1 << 17
-
 
 class AddSkip(torch.autograd.Function):
     """y = out + D x. dgrad: g to out, D g to x. wgrad: dD = sum of g x over tokens and channels.
@@ -29,10 +26,5 @@ class AddSkip(torch.autograd.Function):
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         torch.mul(grad, skip[:, None], out=grad_x)
         wide = accumulation_dtype(grad.dtype)
-        grad_skip = torch.zeros(skip.shape, dtype=wide, device=skip.device)
-        rows = max(1, x.shape[0])
-        if x.device.type == "cpu":
-            rows = max(1, ELEMENTS_IN_CACHE // max(1, x[:1].numel()))
-        for pull, value in zip(grad.split(rows), x.split(rows), strict=True):
-            grad_skip += (pull.to(wide) * value).sum((0, 2))
+        grad_skip = torch.linalg.vecdot(grad.to(wide), x.to(wide)).sum(0)
         return grad, grad_x, grad_skip.to(skip.dtype)

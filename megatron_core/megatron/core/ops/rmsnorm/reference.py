@@ -83,12 +83,11 @@ def rms_norm_backward(
     Returns:
         (gradient of rows [t, h] in its dtype, gradient of scale [h] or None).
     """
-    grad_y = grad_y.contiguous()
-    rows = rows.contiguous()
+    grad_y = grad_y.contiguous().to(scale.dtype)
     features = rows.shape[-1]
     grad, grad_scale, _ = torch.ops.aten.native_layer_norm_backward(
-        grad_y.to(scale.dtype),
-        rows.to(scale.dtype),
+        grad_y,
+        rows.contiguous().to(scale.dtype),
         [features],
         torch.zeros_like(rstd)[:, None],
         rstd[:, None],
@@ -96,7 +95,7 @@ def rms_norm_backward(
         None,
         [True, needs_weight, False],
     )
-    missing = torch.mv(grad_y.to(scale.dtype), scale).mul_(rstd).div_(features)  # [t]
+    missing = torch.mv(grad_y, scale).mul_(rstd).div_(features)  # [t]
     grad.add_(missing[:, None])
     if grad_total is not None:
         grad.add_(grad_total)

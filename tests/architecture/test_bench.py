@@ -3,6 +3,8 @@
 
 import importlib
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -133,3 +135,10 @@ def test_the_plain_module_computes_the_loss_of_ours_with_every_weight():
     )
     with pytest.raises(ValueError, match="the models differ"):
         copy_weights(PlainModel(other), ours, other)
+
+
+def test_a_process_of_megatron_core_begins_without_ours():
+    code = "import sys, tools.bench.train, tools.bench.peers; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "tools.bench.peers" in done.stdout
+    assert "megatron" not in done.stdout.split()

@@ -60,9 +60,9 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     )
     stages = engine.groups["pp"].size
     line = (
-        f"data parallel: {scope}; {count} buckets of up to {_size(largest)}; per rank "
-        f"{'at most ' if stages > 1 else ''}{_size(weights)} of weights, {_size(gradients)} of "
-        f"gradients, {_size(state)} of optimizer state"
+        f"data parallel: {scope}; {count} bucket{'s' * (count != 1)} of up to {_size(largest)}; "
+        f"per rank {'at most ' if stages > 1 else ''}{_size(weights)} of weights, "
+        f"{_size(gradients)} of gradients, {_size(state)} of optimizer state"
     )
     if on_host:
         line += f" on the device and {_size(on_host)} in host memory"

@@ -89,7 +89,7 @@ def lines(rank: int, world: int) -> list[str]:
 
 def test_the_line_says_what_is_in_effect_and_how_much_is_there():
     plain, optim, grads, params, hybrid = run_ranks(lines, 4)[0]
-    assert plain.startswith("data parallel: no_shard over 4 lanes; 1 buckets of up to 0.")
+    assert plain.startswith("data parallel: no_shard over 4 lanes; 1 bucket of up to 0.")
     assert optim.startswith("data parallel: optim over 4 lanes; ")
     assert "gathered" not in optim
     assert "gathered" not in grads
@@ -160,7 +160,7 @@ def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():
     engine, optimizer = built(groups, strategy="optim_grads_params", overlap_grad_reduce=False)
     line = data_parallel_line(engine, optimizer)
     flag = "--data-parallel-sharding-strategy optim_grads_params"
-    assert f"one lane, so that {flag} has nothing to do; 1 buckets" in line
+    assert f"one lane, so that {flag} has nothing to do; 1 bucket" in line
     engine.config = dataclasses.replace(
         engine.config,
         overlap_grad_reduce=True,
@@ -177,7 +177,7 @@ def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():
         "--reduce-scatter-with-fp32-accumulation, --check-weight-gather have nothing to do;"
     ) in data_parallel_line(engine, optimizer)
     engine.config = DataParallelConfig(overlap_grad_reduce=False)
-    assert "one lane; 1 buckets" in data_parallel_line(engine, optimizer)
+    assert "one lane; 1 bucket" in data_parallel_line(engine, optimizer)
 
 
 def test_the_line_tells_host_memory_from_the_device_s():

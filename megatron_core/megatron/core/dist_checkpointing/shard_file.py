@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.shard_header import LENGTH_BYTES, decode_l
 from megatron.core.untrusted_files import regular_fd, regular_size
 
 #: Small enough to stay in a core's cache between its arrival and its digest.
-PIECE_BYTES = 1 << 18
+PIECE_BYTES = 1 << 19
 
 
 class ShardFile:

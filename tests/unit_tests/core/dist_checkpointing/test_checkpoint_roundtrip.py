@@ -143,6 +143,8 @@ def test_the_same_state_gives_the_same_bytes(tmp_path):
     ]
     for file in ("manifest.json", "shard-00000.safetensors"):
         assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
+    (shard,) = read_manifest(folders[0]).files.values()
+    assert shard.header_bytes % 64 == 0, "tensors start at a cache line"
 
 
 def test_large_strided_tensors_go_through_the_scratch_buffer_in_bands(tmp_path):

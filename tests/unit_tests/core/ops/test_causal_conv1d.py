@@ -108,6 +108,14 @@ def test_other_dtypes(dtype):
         compare(4, BOUNDS["several"], dtype, initial=initial)
 
 
+@pytest.mark.parametrize("name", ["several", "long"])
+def test_blocks_of_rows_make_the_whole(name, monkeypatch):
+    """Blocks shorter than the width, and longer; the last one is cut short."""
+    for rows in (2, 7):
+        monkeypatch.setattr(reference, "_CPU_BLOCK", rows * CHANNELS[0] * CHANNELS[1])
+        compare(4, BOUNDS[name], torch.float64, bias=True, initial=True, silu=True)
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_the_fast_convolution_is_the_plain_one():
     source = generator(2)

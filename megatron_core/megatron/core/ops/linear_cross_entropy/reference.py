@@ -7,8 +7,9 @@ import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype
 
-# Rows of logits done at once in `fused_gradient_`: 1 MB in fp32 for a vocabulary of 8,192.
-ROWS_IN_CACHE = 32
+# Logits done at once in `fused_gradient_`, 4 MB in fp32: a quarter of it takes 1.04 to 1.16 times as
+# long, four times as much 1.0 to 1.2 times (two threads, vocabularies of 4,096 and 8,192).
+ELEMENTS_IN_CACHE = 1 << 20
 
 
 def chunk_statistics(
@@ -83,8 +84,9 @@ def fused_gradient_(
     wide = accumulation_dtype(logits.dtype)
     nll = torch.empty(targets.shape, dtype=wide, device=logits.device)
     factor = torch.empty_like(nll)
+    rows = max(1, ELEMENTS_IN_CACHE // logits.shape[-1])
     for part, target, out, row_factor in zip(
-        *(x.split(ROWS_IN_CACHE) for x in (logits, targets, nll, factor)), strict=True
+        *(x.split(rows) for x in (logits, targets, nll, factor)), strict=True
     ):
         valid = part[:, :valid_columns]
         maximum = valid.amax(-1, keepdim=True)

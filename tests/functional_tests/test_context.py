@@ -86,6 +86,7 @@ def test_ranks_that_share_samples_have_the_losses_of_one(
         assert losses(shared, kind) == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.covers("resumed on another layout", runs="loads")
 def test_a_run_goes_on_with_its_documents_cut_in_another_way(prefix, tmp_path):
     one, save = tmp_path / "one.jsonl", tmp_path / "save"
     common = SHORT.replace("--eval-interval 3", "--eval-interval 2")

@@ -153,6 +153,7 @@ def test_from_transformers_through_fine_tuning_and_back(tmp_path: Path) -> None:
         assert (model / name).read_bytes() == (tmp_path / "tuned" / name).read_bytes()
 
 
+@pytest.mark.covers("Hugging Face")
 def test_a_tokenizer_with_bos_says_the_same_there_and_here(tmp_path: Path) -> None:
     folder, saved, leave_out = tmp_path / "model", tmp_path / "saved", f"--{LEAVE_OUT}"
     write_llama_tokenizer(folder)

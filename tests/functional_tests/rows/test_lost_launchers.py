@@ -32,6 +32,7 @@ def _stopped_at(text: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.covers("stopped with a save", runs="saves")
 def test_killed_torchrun_ranks_save_and_the_command_goes_on(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --save {save} --load {save}")
@@ -52,6 +53,7 @@ def test_killed_torchrun_ranks_save_and_the_command_goes_on(prefix, tmp_path):
 
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.covers("stopped with a save", runs="saves")
 def test_ranks_of_all_machines_stop_when_one_loses_its_launcher(prefix, tmp_path, node):
     """The first one serves the store of the start; the save goes on without it."""
     save = tmp_path / "save"
@@ -65,6 +67,7 @@ def test_ranks_of_all_machines_stop_when_one_loses_its_launcher(prefix, tmp_path
     verify_checkpoint(save / f"iter_{at:07d}")
 
 
+@pytest.mark.covers("stopped with a save", runs="saves")
 def test_background_saves_go_on_without_a_launcher(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --async-save --save-interval 2 --save {save}")

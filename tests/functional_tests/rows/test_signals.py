@@ -143,6 +143,7 @@ def test_row_37_without_orderly_stopping_the_first_signal_ends_at_once(prefix, t
         (signal.SIGUSR2, "--exit-signal SIGUSR2", ExitCode.USER_SIGNAL_2),
     ],
 )
+@pytest.mark.covers("stopped with a save", runs="saves")
 def test_other_signals_save_and_stop_or_end_at_once(prefix, tmp_path, number, more, code):
     save = tmp_path / "save"
     with running(1, flags(prefix, f"{LONG} {more} --save {save}")) as ranks:

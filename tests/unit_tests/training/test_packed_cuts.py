@@ -245,6 +245,7 @@ def alone() -> dict[str, dict]:
         pytest.param(4, MORE, id="four more", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.covers("numbers of one process", runs="ranks")
 def test_losses_and_gradients_are_those_of_one_process(alone, world, cases):
     ranks = run_ranks(on_rank, world, list(cases.values()))
     for number, (name, case) in enumerate(cases.items()):

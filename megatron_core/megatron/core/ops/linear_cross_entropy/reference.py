@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype
 
-# Logits done at once in `fused_gradient_`, 4 MB in fp32: a quarter of it takes 1.04 to 1.16 times as
-# long, four times as much 1.0 to 1.2 times (two threads, vocabularies of 4,096 and 8,192).
+# Logits done at once in `fused_gradient_`, 4 MB in fp32: a quarter of it takes 1.04 to 1.16 times
+# as long, four times as much 1.0 to 1.2 times (two threads, vocabularies of 4,096 and 8,192).
 ELEMENTS_IN_CACHE = 1 << 20
 
 

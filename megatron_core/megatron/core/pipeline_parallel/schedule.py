@@ -205,7 +205,7 @@ def problems(
     if name == "interleaved":
         if chunks == 1:
             wrong.append("interleaved with one chunk per stage is 1f1b: take that or more chunks")
-        elif stages > 1 and not wrong:
+        elif stages > 1:
             wrong += _group_problems(stages, microbatches, group_size)
     return wrong
 
@@ -232,7 +232,7 @@ def _group_sizes(stages: int, microbatches: int) -> list[int]:
     return [
         n
         for n in range(min(stages, microbatches), microbatches + 1)
-        if n == microbatches or microbatches % n == 0 or microbatches % n >= stages
+        if microbatches % n == 0 or microbatches % n >= stages
     ]
 
 

@@ -83,7 +83,7 @@ class LatentAttentionConfig:
         found = []
         sizes = (
             self.num_attention_heads,
-            self.q_lora_rank or 1,
+            1 if self.q_lora_rank is None else self.q_lora_rank,
             self.kv_lora_rank,
             self.nope_channels,
             self.rope_channels,

@@ -87,6 +87,14 @@ def test_forward_alone():
     assert lists("forward", stages=2, microbatches=2, chunks=2) == ["F0.0 F0.1 F1.0 F1.1"] * 2
 
 
+def test_a_given_group_size_is_taken():
+    sizes = {"stages": 2, "microbatches": 3, "chunks": 2}
+    assert lists("forward", **sizes)[0] == "F0.0 F0.1 F1.0 F1.1 F0.2 F1.2"
+    assert lists("forward", **sizes, group_size=3)[0] == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2"
+    four = {"stages": 2, "microbatches": 4, "chunks": 2}
+    assert lists("interleaved", **four, group_size=4)[0].startswith("F0.0 F0.1 F0.2 F0.3 F1.0")
+
+
 def test_neighbours_in_the_model():
     schedule = make_schedule("interleaved", stages=3, microbatches=3, chunks=2)
     assert schedule.virtual_stage(1, 1) == 4

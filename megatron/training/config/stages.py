@@ -91,8 +91,13 @@ def _chunks(config: Config) -> int | None:
             chosen.num_virtual_stages_per_pipeline_rank,
         )
         return None if None not in both else _even_chunks(config)
-    parts, stages = written.count("|") + 1, chosen.pipeline_model_parallel_size
-    return None if parts % stages or "(" in written else parts // stages
+    stages, layers = chosen.pipeline_model_parallel_size, config.model.num_layers
+    if "(" in written:  # repetitions are counted where nothing is wrong with them
+        if layout_problems(written, stages, num_layers=layers):
+            return None
+        return StageSplit.from_layout(written, stages, num_layers=layers).chunks
+    parts = written.count("|") + 1
+    return None if parts % stages else parts // stages
 
 
 def _pattern(config: Config) -> Iterator[str]:

@@ -55,6 +55,7 @@ EIGHT = "--num-layers 8 --global-batch-size 36"
         (f"{PP} 2 {PATTERN} *-*-*-|*-*-*-*-*-", "3|5 layers", "1f1b"),
         (f"{PP} 2 {PATTERN} *-*-*-*|-*-*-*-*-", "7|9 blocks", "1f1b"),
         (f"{PP} 2 {PATTERN} *-*-*-*-*-*-*-*-", "4|4 layers", "1f1b"),
+        (f"{PP} 2 {PATTERN} **--*-*-", "4|4 blocks", "1f1b"),
     ],
 )
 def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):

@@ -92,7 +92,7 @@ def _chunks(config: Config) -> int | None:
         )
         return None if None not in both else _even_chunks(config)
     stages, layers = chosen.pipeline_model_parallel_size, config.model.num_layers
-    if "(" in written:  # repetitions are counted where nothing is wrong with them
+    if chosen.pipeline_model_parallel_layout is not None:
         if layout_problems(written, stages, num_layers=layers):
             return None
         return StageSplit.from_layout(written, stages, num_layers=layers).chunks

@@ -160,7 +160,7 @@ def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():
     engine, optimizer = built(groups, strategy="optim_grads_params", overlap_grad_reduce=False)
     line = data_parallel_line(engine, optimizer)
     flag = "--data-parallel-sharding-strategy optim_grads_params"
-    assert f"one lane, so that {flag} has nothing to do; 1 bucket" in line
+    assert f"one lane, so that {flag} has nothing to do; 1 bucket of" in line
     engine.config = dataclasses.replace(
         engine.config,
         overlap_grad_reduce=True,
@@ -177,7 +177,7 @@ def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():
         "--reduce-scatter-with-fp32-accumulation, --check-weight-gather have nothing to do;"
     ) in data_parallel_line(engine, optimizer)
     engine.config = DataParallelConfig(overlap_grad_reduce=False)
-    assert "one lane; 1 bucket" in data_parallel_line(engine, optimizer)
+    assert "one lane; 1 bucket of" in data_parallel_line(engine, optimizer)
 
 
 def test_the_line_tells_host_memory_from_the_device_s():

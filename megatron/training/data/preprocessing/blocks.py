@@ -146,7 +146,7 @@ def _read(
 class _BoundedPadding:
     """A file for `gzip.GzipFile` that refuses more than `MAX_GZIP_PADDING` reads of one byte."""
 
-    def __init__(self, raw: IO[bytes]):
+    def __init__(self, raw: IO[bytes]) -> None:
         self.seek = raw.seek
         self._raw, self._single = raw, 0
 

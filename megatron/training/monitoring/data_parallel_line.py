@@ -25,7 +25,7 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     """
     config = engine.config
     if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:
-        scope = "one lane"
+        scope = "one rank"
         if idle := _idle_flags(config):
             verb = "has" if len(idle) == 1 else "have"
             scope += f", so that {', '.join(idle)} {verb} nothing to do"
@@ -97,7 +97,7 @@ def _scope(engine: DataParallel) -> str:
     """Return over how many lanes the strategy cuts; experts may have other lanes."""
     groups, instances = engine.groups, engine.groups.grid.instances
     lanes, experts = (groups[name].size // instances for name in ("lanes", "expert_lanes"))
-    text = f"{lanes} lane{'s' if lanes > 1 else ''}"
+    text = f"{lanes} rank{'s' if lanes > 1 else ''}"
     if experts != lanes:
         text += f" of dense weights and {experts} of experts"
     if instances == 1:

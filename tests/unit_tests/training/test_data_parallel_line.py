@@ -89,15 +89,15 @@ def lines(rank: int, world: int) -> list[str]:
 
 def test_the_line_says_what_is_in_effect_and_how_much_is_there():
     plain, optim, grads, params, hybrid = run_ranks(lines, 4)[0]
-    assert plain.startswith("data parallel: no_shard over 4 lanes; 1 bucket of up to 0.")
-    assert optim.startswith("data parallel: optim over 4 lanes; ")
+    assert plain.startswith("data parallel: no_shard over 4 ranks; 1 bucket of up to 0.")
+    assert optim.startswith("data parallel: optim over 4 ranks; ")
     assert "gathered" not in optim
     assert "gathered" not in grads
     assert "of gradients that are being reduced" in grads
-    assert "optim_grads_params over 4 lanes; 5 buckets" in params
+    assert "optim_grads_params over 4 ranks; 5 buckets" in params
     assert "of gathered weights" in params
     assert (
-        "optim_grads_params over the 2 lanes of each of 2 instances, optimizer state over all of "
+        "optim_grads_params over the 2 ranks of each of 2 instances, optimizer state over all of "
         "them; 5 buckets"
     ) in hybrid
     assert bytes_in(hybrid)[4] > bytes_in(params)[4], "two units instead of one"
@@ -124,14 +124,14 @@ def test_with_pipeline_stages_the_line_says_the_most_of_all_of_them():
 
 #: Layouts of four ranks on which experts have other lanes than dense weights.
 LAYOUTS = {
-    "optim over 1 lane of dense weights and 4 of experts": {"tp": 4, "etp": 1},
-    "optim over 2 lanes of dense weights and 4 of experts": {"tp": 2, "etp": 1},
-    "optim over 4 lanes of dense weights and 1 of experts": {"ep": 4},
-    "optim over the 2 lanes of dense weights and 1 of experts in each of 2 instances": {
+    "optim over 1 rank of dense weights and 4 of experts": {"tp": 4, "etp": 1},
+    "optim over 2 ranks of dense weights and 4 of experts": {"tp": 2, "etp": 1},
+    "optim over 4 ranks of dense weights and 1 of experts": {"ep": 4},
+    "optim over the 2 ranks of dense weights and 1 of experts in each of 2 instances": {
         "ep": 2,
         "instances": 2,
     },
-    "optim over 2 lanes": {"tp": 2},
+    "optim over 2 ranks": {"tp": 2},
 }
 
 
@@ -160,7 +160,7 @@ def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():
     engine, optimizer = built(groups, strategy="optim_grads_params", overlap_grad_reduce=False)
     line = data_parallel_line(engine, optimizer)
     flag = "--data-parallel-sharding-strategy optim_grads_params"
-    assert f"one lane, so that {flag} has nothing to do; 1 bucket of" in line
+    assert f"one rank, so that {flag} has nothing to do; 1 bucket of" in line
     engine.config = dataclasses.replace(
         engine.config,
         overlap_grad_reduce=True,
@@ -177,7 +177,7 @@ def test_on_one_lane_the_line_names_the_flags_that_have_nothing_to_do():
         "--reduce-scatter-with-fp32-accumulation, --check-weight-gather have nothing to do;"
     ) in data_parallel_line(engine, optimizer)
     engine.config = DataParallelConfig(overlap_grad_reduce=False)
-    assert "one lane; 1 bucket of" in data_parallel_line(engine, optimizer)
+    assert "one rank; 1 bucket of" in data_parallel_line(engine, optimizer)
 
 
 def test_the_line_tells_host_memory_from_the_device_s():

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print figures of the source: code lines, files, import structure, calls of a small GPT.
+
+    python -m tools.code_figures [--root DIR] [--json | --list]
+
+Counted are the wheels: `megatron.core` and the applications.
+
+Code lines have no docstring, comment or blank. A module imports another if any of its statements
+does, inside functions and under TYPE_CHECKING too. "One importer": modules imported by exactly one
+other, as a share of those that could be a part of it: not entry points, kernels and `__init__`s.
+"Circles" are sets of modules that import each other, where a name imported from a package counts as
+an import of the module that defines it.
+
+Calls are Python calls inside the wheels, of a GPT of two layers on one process: building it, a
+forward pass with loss, and one decode step; with the number of files that they are in. `--root`
+traces the wheels of another checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import statistics
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Folders of the wheels, below the root, and the package that each is a part of.
+WHEELS = {
+    "megatron_core/megatron/core": "megatron.core",
+    "megatron/training": "megatron.training",
+    "megatron/inference": "megatron.inference",
+    "megatron/hf": "megatron.hf",
+    "megatron/cli": "megatron.cli",
+}
+
+
+class Module:
+    """One source file.
+
+    Args:
+        name: dotted; that of a package for its `__init__`.
+        path: where it is.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self.text = path.read_text(encoding="utf-8")
+        self.tree = ast.parse(self.text)
+        self.lines = self.text.count("\n")
+
+    @property
+    def package(self) -> str:
+        """That which relative imports start from."""
+        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether it can be run with `python -m`."""
+        return "\nif __name__ == " in self.text or self.path.name == "__main__.py"
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it holds Triton code, which is imported where Triton is installed."""
+        return "triton" in self.path.stem or self.path.stem.endswith("kernels")
+
+    @property
+    def could_be_a_part(self) -> bool:
+        """Whether its code could stand in a module that imports it."""
+        return not (self.is_entry or self.is_kernel or self.path.name == "__init__.py")
+
+    def code_lines(self) -> int:
+        """Count lines that hold code."""
+        skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT)
+        skipped += (tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER)
+        held: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type not in skipped:
+                held.update(range(token.start[0], token.end[0] + 1))
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        for node in ast.walk(self.tree):
+            if isinstance(node, documented) and ast.get_docstring(node) is not None:
+                first = node.body[0]
+                held.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
+        return len(held)
+
+    def imported(self) -> Iterator[tuple[str, str | None]]:
+        """Yield (module, name or None) of everything that it imports."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, None) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parts = self.package.split(".")
+                    base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
+                yield from ((base, alias.name) for alias in node.names)
+
+
+def read_modules(root: Path) -> dict[str, Module]:
+    """Return the modules of the wheels by name."""
+    found = {}
+    for folder, package in WHEELS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            name = ".".join([package, *(part for part in parts if part != "__init__")])
+            found[name] = Module(name, path)
+    return found
+
+
+def import_graph(modules: dict[str, Module]) -> dict[str, set[str]]:
+    """Return which modules each imports; a re-exported name leads to where it is defined."""
+    exports: dict[str, dict[str, tuple[str, str | None]]] = {}
+    for name, module in modules.items():
+        if module.path.name == "__init__.py":
+            exports[name] = {what: (base, what) for base, what in module.imported() if what}
+
+    def target(base: str, what: str | None) -> str | None:
+        if what is not None and f"{base}.{what}" in modules:
+            return f"{base}.{what}"
+        if what is not None and what in exports.get(base, {}):
+            further = exports[base][what]
+            if further != (base, what):
+                return target(*further)
+        return base if base in modules else None
+
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, module in modules.items():
+        for base, what in module.imported():
+            if (found := target(base, what)) is not None and found != name:
+                graph[name].add(found)
+    return graph
+
+
+def single_importers(modules: dict[str, Module]) -> dict[str, str]:
+    """Return the modules that one other imports, of those that could be a part of it: {it: other}.
+
+    A name imported from a package counts as an import of the package.
+    """
+    importers: dict[str, set[str]] = defaultdict(set)
+    for name, module in modules.items():
+        for base, what in module.imported():
+            found = f"{base}.{what}" if f"{base}.{what}" in modules else base
+            if found in modules and found != name:
+                importers[found].add(name)
+    return {
+        name: next(iter(by))
+        for name, by in sorted(importers.items())
+        if len(by) == 1 and modules[name].could_be_a_part
+    }
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected sets of modules (Tarjan 1972), without single ones."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            place = stack.index(name)
+            members = stack[place:]
+            del stack[place:]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 10 * len(graph)))
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    sys.setrecursionlimit(limit)
+    return found
+
+
+def calls_of(run: Callable[[], object], root: Path) -> tuple[int, int]:
+    """Return how many Python calls inside the wheels `run` makes, and in how many files."""
+    folders = tuple(str(root / folder) for folder in WHEELS)
+    seen: dict[str, int] = defaultdict(int)
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        # A comprehension is a call in Python 3.11 and none in 3.12.
+        if event == "call" and path.startswith(folders) and frame.f_code.co_name[0] != "<":
+            seen[path] += 1
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return sum(seen.values()), len(seen)
+
+
+def trace(root: Path) -> dict[str, tuple[int, int]]:
+    """Return (calls, files) of building a GPT of two layers, of its forward pass, of a decode step.
+
+    Raises:
+        ValueError: `megatron.core` is imported from elsewhere than `root`.
+    """
+    import torch
+
+    import megatron.core
+    from megatron.core.inference.engine import Request, stream
+    from megatron.core.inference.sampling import SamplingParams
+    from megatron.core.models.gpt import GPTConfig, GPTModel
+    from megatron.core.process_groups import ProcessGroupCollection
+    from megatron.core.transformer import AttentionConfig, MLPConfig
+
+    if not Path(megatron.core.__file__).is_relative_to(root):
+        raise ValueError(f"megatron.core is imported from {megatron.core.__file__}: run in {root}")
+    config = GPTConfig(
+        num_layers=2,
+        hidden_size=32,
+        vocab_size=64,
+        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=8),
+        mlp=MLPConfig(ffn_hidden_size=64),
+    )
+    groups = ProcessGroupCollection.single()
+    built: list[GPTModel] = []
+    found = {"build": calls_of(lambda: built.append(GPTModel(config, groups, seed=1)), root)}
+    model = built[0]
+    tokens = torch.arange(16).view(2, 8)
+    weights = torch.full(tokens.shape, 1 / tokens.numel())
+    model.loss(tokens, tokens, weights)  # what is made once
+    found["forward"] = calls_of(lambda: model.loss(tokens, tokens, weights), root)
+    steps = stream(
+        model, [Request(prompt=(1, 2, 3))], max_new_tokens=5, sampling=SamplingParams(temperature=0)
+    )
+    for _ in range(3):
+        next(steps)
+    found["decode step"] = calls_of(lambda: next(steps), root)
+    return found
+
+
+def figures(root: Path) -> dict[str, object]:
+    """Return all figures by what they are of."""
+    modules = read_modules(root)
+    graph = import_graph(modules)
+    core = [m for name, m in modules.items() if name.startswith("megatron.core")]
+    apps = [m for name, m in modules.items() if not name.startswith("megatron.core")]
+    single, possible = single_importers(modules), [m for m in modules.values() if m.could_be_a_part]
+    found: dict[str, object] = {
+        "code lines": sum(m.code_lines() for m in modules.values()),
+        "code lines of core": sum(m.code_lines() for m in core),
+        "code lines of the apps": sum(m.code_lines() for m in apps),
+        "files": len(modules),
+        "files of core": len(core),
+        "files of the apps": len(apps),
+        "median lines of a file": statistics.median(m.lines for m in modules.values()),
+        "modules with one importer": len(single),
+        "modules with one importer, %": round(100 * len(single) / len(possible), 1),
+        "circles": len(circles(graph)),
+        "modules in circles": sum(map(len, circles(graph))),
+        "modules that pretraining imports": len(graph.get("megatron.training.pretraining", ())),
+    }
+    for what, (calls, files) in trace(root).items():
+        found[f"calls: {what}"], found[f"files: {what}"] = calls, files
+    return found
+
+
+def main() -> None:
+    """Print the figures; with `--list`, the modules behind them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--list", action="store_true", help="name the modules that are counted")
+    args = parser.parse_args()
+    root = args.root.resolve()
+    if args.list:
+        modules = read_modules(root)
+        for name, by in single_importers(modules).items():
+            print(f"one importer: {name} ({modules[name].lines} lines) <- {by}")
+        graph = import_graph(modules)
+        for members in circles(graph):
+            print("circle:", " ".join(members))
+        return
+    found = figures(root)
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return
+    for what, value in found.items():
+        print(f"{value:>10,}  {what}")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import json
 import statistics
 import sys
-import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+
+from tools.style_rules import code_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Folders of the wheels, below the root, and the package that each is a part of.
@@ -74,21 +74,6 @@ class Module:
     def could_be_a_part(self) -> bool:
         """Whether its code could stand in a module that imports it."""
         return not (self.is_entry or self.is_kernel or self.path.name == "__init__.py")
-
-    def code_lines(self) -> int:
-        """Count lines that hold code."""
-        skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT)
-        skipped += (tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER)
-        held: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type not in skipped:
-                held.update(range(token.start[0], token.end[0] + 1))
-        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        for node in ast.walk(self.tree):
-            if isinstance(node, documented) and ast.get_docstring(node) is not None:
-                first = node.body[0]
-                held.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
-        return len(held)
 
     def imported(self) -> Iterator[tuple[str, str | None]]:
         """Yield (module, name or None) of everything that it imports."""
@@ -256,9 +241,9 @@ def figures(root: Path) -> dict[str, object]:
     apps = [m for name, m in modules.items() if not name.startswith("megatron.core")]
     single, possible = single_importers(modules), [m for m in modules.values() if m.could_be_a_part]
     found: dict[str, object] = {
-        "code lines": sum(m.code_lines() for m in modules.values()),
-        "code lines of core": sum(m.code_lines() for m in core),
-        "code lines of the apps": sum(m.code_lines() for m in apps),
+        "code lines": sum(code_lines(m.text, m.tree) for m in modules.values()),
+        "code lines of core": sum(code_lines(m.text, m.tree) for m in core),
+        "code lines of the apps": sum(code_lines(m.text, m.tree) for m in apps),
         "files": len(modules),
         "files of core": len(core),
         "files of the apps": len(apps),

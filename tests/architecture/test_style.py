@@ -42,7 +42,7 @@ BREACHES = [
     ("docstring", CORE, HEAD + "def public():\n    pass\n"),
     ("file-name", "megatron_core/megatron/core/comm/utils.py", HEAD),
     ("file-name", "megatron/training/helpers/planted.py", HEAD),
-    ("file-lines", "tests/planted.py", HEAD + "x = 1\n" * 700),
+    ("file-lines", "tests/planted.py", HEAD + "x = 1\n" * 701),
     ("function-lines", "tools/planted.py", HEAD + LONG),
     ("function-lines", APP, HEAD + "class A:\n    " + LONG.replace("\n", "\n    ")),
     ("parameters", "tools/planted.py", HEAD + "def f(a, b, c, d, e, f, g, h, i): pass\n"),

@@ -25,7 +25,7 @@ STAMP := .venv/.installed-torch-$(TORCH_VERSION)
 SOURCES := megatron_core megatron tests tools experimental
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint format test test-all status parity gpu bench soak coverage
+.PHONY: help venv pretrain lint dead format test test-all status parity gpu bench soak coverage
 
 help: ## list the targets
 	@echo "Targets (each sets itself up on a fresh machine with Python 3.11 or 3.12):"
@@ -49,6 +49,9 @@ lint: $(STAMP) ## ruff, house style and import order
 	echo "lint: house style"; $(PY) tools/style_check.py || status=1; \
 	echo "lint: import order"; .venv/bin/lint-imports --no-cache || status=1; \
 	exit $$status
+
+dead: $(STAMP) ## what nothing reaches in the wheels: modules, functions, classes, methods
+	@$(PY) tools/dead_code.py
 
 format: $(STAMP) ## let ruff format and mend what it can
 	@$(PY) -m ruff format $(SOURCES)

@@ -22,7 +22,6 @@ CASES = (
     ("state-space dual", gpu_recurrences.dual),
     ("prologue", gpu_recurrences.prologue),
     ("epilogue", gpu_recurrences.epilogue),
-    ("convolution", gpu_recurrences.convolution),
     ("delta rule, 8,192 tokens", gpu_recurrences.qwen_short),
     ("delta rule, packed", gpu_recurrences.qwen_packed),
     ("delta rule, split", gpu_recurrences.split),

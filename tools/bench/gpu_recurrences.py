@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rule
 from megatron.core.ops.gated_rms_norm import gated_rms_norm
 from megatron.core.ops.recurrence import RecurrenceInputs
@@ -298,26 +297,6 @@ def prologue(bench: Bench) -> None:
         for key, ys in kept.items()
     }
     bench.race(f"{what}, backward", calls, moved_bytes=1.5 * moved)
-
-
-def convolution(bench: Bench) -> None:
-    """Race the causal convolution by itself."""
-    tokens, units, channels = bench.sized((32768, 16, 512), (40, 2, 8))
-    x = bench.drawn(tokens, units, channels).requires_grad_()
-    weight = bench.drawn(units, channels, 4).requires_grad_()
-    sequences = Sequences((0, tokens), device=bench.device)
-    functions = {
-        key: lambda x, w, name=name: causal_conv1d(
-            x, w, None, sequences=sequences, activation="silu", implementation=name
-        )[0]
-        for key, name in ((OURS, "triton"), (REFERENCE, "reference"))
-    }
-    what = f"causal convolution and SiLU, {units * channels} channels, {tokens} tokens"
-    plain = (x.detach(), weight.detach())
-    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
-    bench.race(f"{what}, forward", calls, moved_bytes=2 * x.nbytes)
-    calls = {key: with_gradients(function, (x, weight))[1] for key, function in functions.items()}
-    bench.race(f"{what}, backward", calls, moved_bytes=3 * x.nbytes)
 
 
 def epilogue(bench: Bench) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.ops.gated_delta_rule import gated_delta_rule
 from megatron.core.ops.paged_attention import paged_attention, write_to_pages
 from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
@@ -67,24 +66,6 @@ def prologue(make: Make, tokens: int, *, units: int, heads: int, size: int) -> P
         return tuple(found)
 
     return Problem(function=function, inputs=inputs, wide=(2, 3))
-
-
-def convolution(make: Make, tokens: int, *, channels: int) -> Problem:
-    """The causal convolution by itself."""
-    x, weight, bias = make(tokens, channels), make(channels, 4), make(channels)
-    sequences = packed(tokens, x.device)
-
-    def function(x, weight, bias, *, implementation):
-        return causal_conv1d(
-            x,
-            weight,
-            bias,
-            sequences=sequences,
-            activation="silu",
-            implementation=implementation,
-        )
-
-    return Problem(function=function, inputs=(x, weight, bias))
 
 
 def decode(make: Make, rows: int, *, units: int, heads: int, size: int) -> Problem:
@@ -194,12 +175,6 @@ TRIALS = (
         prologue,
         ({"units": 16, "heads": 2, "size": 128},),
         {"units": 2, "heads": 2, "size": 8},
-    ),
-    Trial(
-        {"convolution_forward": FORWARD, "convolution_backward": BACKWARD},
-        convolution,
-        ({"channels": 8192},),
-        {"channels": 24},
     ),
     Trial(
         {"recurrence_decode": FORWARD},

@@ -9,7 +9,6 @@ import torch
 
 from megatron.core.ops.dropout import dropout
 from megatron.core.ops.gated_rms_norm import gated_rms_norm
-from megatron.core.ops.l2norm import l2norm
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import chunk_gradient_, chunk_statistics
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
@@ -31,11 +30,6 @@ def layer(make: Make, tokens: int, *, features: int) -> Problem:
     """Layer normalisation."""
     inputs = make(tokens, features), make(features), make(features)
     return Problem(function=partial(layer_norm, eps=1e-5), inputs=inputs)
-
-
-def lengths(make: Make, tokens: int, *, features: int) -> Problem:
-    """Rows scaled to length one."""
-    return Problem(function=l2norm, inputs=(make(tokens, features),))
 
 
 def gated_norm(make: Make, tokens: int, *, features: int) -> Problem:
@@ -122,13 +116,6 @@ TRIALS = (
         layer,
         WIDTHS,
         {"features": 40},
-    ),
-    Trial(
-        {"l2norm_forward": FORWARD, "l2norm_backward": BACKWARD},
-        lengths,
-        ({"features": 128},),
-        {"features": 8},
-        tokens=(64, 1021, 1 << 19),
     ),
     Trial(
         {"gated_norm_forward": FORWARD, "gated_norm_backward": BACKWARD},

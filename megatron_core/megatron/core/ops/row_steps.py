@@ -57,12 +57,6 @@ class RowSteps:
         return RowSteps._counted(rows.tensor, rows.inner, (rows.outer_stride, rows.stride))
 
     @staticmethod
-    def of_grid(grid: torch.Tensor) -> RowSteps:
-        """Return those of [outer, count, n] with a dense last dimension."""
-        strides = (0 if grid.shape[dim] == 1 else grid.stride(dim) for dim in (0, 1))
-        return RowSteps._counted(grid, grid.shape[1], tuple(strides))
-
-    @staticmethod
     def _counted(x: torch.Tensor, count: int, strides: tuple[int, ...]) -> RowSteps:
         """Count what begins at x in the longest steps."""
         before = x.data_ptr() % _BYTES // x.element_size()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of gated norms and of scaling to length one in Triton's interpreter, against fp64.
+"""The kernels of gated norms in Triton's interpreter, against fp64.
 
 Run by `test_triton.py` in a process of its own.
 """
@@ -11,8 +11,6 @@ import torch
 
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
 from megatron.core.ops.gated_rms_norm import triton as kernels
-from megatron.core.ops.l2norm import l2norm
-from megatron.core.ops.l2norm import triton as length_kernels
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.row_steps import RowSteps, row_tile
 from tests.support.gpu_agreement import agree
@@ -30,8 +28,6 @@ def small(monkeypatch):
     monkeypatch.setattr(kernels, "FORWARD", Launches("f", {"ELEMENTS": 32, **LIMITS}))
     monkeypatch.setattr(kernels, "BACKWARD", Launches("b", {"ELEMENTS": 32, "AHEAD": 2, **LIMITS}))
     monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 3)
-    for name in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(length_kernels, name, Launches("l", {"ELEMENTS": 64, **LIMITS}))
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -131,36 +127,6 @@ def test_dtypes_may_differ():
     assert y.dtype == torch.float16
     assert [z.grad.dtype for z in leaves] == [z.dtype for z in leaves]
     torch.testing.assert_close(y, normed()(*leaves, implementation="reference"), atol=2e-3, rtol=0)
-
-
-@pytest.mark.parametrize("eps", [1e-6, 0.5])
-@pytest.mark.parametrize("shape", [(6, 3, 11), (5, 64), (3, 70)], ids=str)
-def test_vectors_get_length_one(eps, shape):
-    x = made(*shape)
-    x[2] *= 1e-3  # as small as the epsilon's root: it counts
-
-    def call(x, implementation):
-        return l2norm(x, eps, implementation=implementation)
-
-    agree(call, (x,), torch.float32, bounds=BOUND)
-
-
-@pytest.mark.parametrize("before", [4, 3])
-def test_vectors_that_are_slices_are_read_in_place(before):
-    def call(wide, implementation):
-        y = l2norm(wide[..., before : before + 8], implementation=implementation)
-        return y.transpose(0, 1)  # whose gradient has strides too
-
-    agree(call, (made(5, 3, 16),), torch.float32, bounds=BOUND)
-
-
-def test_zeros_stay_zeros_and_no_vectors_are_none():
-    x = torch.zeros(3, 4, requires_grad=True)
-    y = l2norm(x, implementation="triton")
-    y.sum().backward()
-    assert not y.any()
-    assert (x.grad - 1e3).abs().max() < 1e-3
-    assert l2norm(x[:0], implementation="triton").shape == (0, 4)
 
 
 def test_programs_hold_whole_rows():

@@ -299,10 +299,6 @@ BAD = {
         lambda: causal_conv1d(X.long(), WEIGHT, None, sequences=ONE),
         "dtype torch.int64",
     ),
-    "kernel": (
-        lambda: causal_conv1d(X, WEIGHT, None, sequences=ONE, implementation="triton"),
-        "causal_conv1d: ",
-    ),
     "state": (
         lambda: causal_conv1d_step(
             X, WEIGHT, None, state=torch.ones(6, 4, 3), slots=torch.arange(5)

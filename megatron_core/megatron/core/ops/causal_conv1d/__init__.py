@@ -6,6 +6,9 @@
 Tokens of another sequence are never read: before a sequence lie the W-1 rows of `initial`, or
 zeros. `last` is what a next call needs as `initial` to go on: the last W-1 rows, carried ones
 included where a sequence is shorter than that.
+
+Plain torch on every device: on a GPU the kernels of `recurrence_prologue` and `recurrence_decode`
+convolve in registers, and this is what they are compared with.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.causal_conv1d import reference
-from megatron.core.ops.dispatch import choose
 from megatron.core.ops.sequences import Sequences, require_sequences
 
 __all__ = ["causal_conv1d", "causal_conv1d_step"]
@@ -29,7 +31,6 @@ def causal_conv1d(
     sequences: Sequences,
     activation: str | None = None,
     initial: torch.Tensor | None = None,
-    implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convolve each sequence by itself; all in fp32 inside, fp64 stays fp64.
 
@@ -43,7 +44,6 @@ def causal_conv1d(
         activation: "silu" or None.
         initial: [N, W-1, *c], the rows before each sequence, the last nearest to it; has a
             gradient. None is zeros.
-        implementation: "reference", "triton" or None (by device).
 
     Returns:
         (out [t, *c], last [N, W-1, *c]), in x's dtype.
@@ -60,13 +60,7 @@ def causal_conv1d(
             f"causal_conv1d: initial {tuple(initial.shape)} must be {wanted}: the W-1 rows before "
             "each sequence"
         )
-    if choose(implementation, x, "causal_conv1d") == "triton":
-        from megatron.core.ops.causal_conv1d import triton as kernels
-
-        function = kernels.CausalConv1d
-    else:
-        function = reference.CausalConv1d
-    return function.apply(x, weight, bias, initial, sequences, activation == "silu")
+    return reference.CausalConv1d.apply(x, weight, bias, initial, sequences, activation == "silu")
 
 
 def causal_conv1d_step(
@@ -77,7 +71,6 @@ def causal_conv1d_step(
     state: torch.Tensor,
     slots: torch.Tensor,
     activation: str | None = None,
-    implementation: str | None = None,
 ) -> torch.Tensor:
     """Convolve one more token of each row, and let its slot go on by it, in place.
 
@@ -89,7 +82,6 @@ def causal_conv1d_step(
         slots: int64 [b], of each row, no slot twice; -1 is a padding row: its output is zero, and
             it touches no state.
         activation: "silu" or None.
-        implementation: "reference", "triton" or None (by device).
 
     Returns:
         [b, *c] in x's dtype. Not differentiable.
@@ -108,13 +100,7 @@ def causal_conv1d_step(
             f"causal_conv1d_step: slots {tuple(slots.shape)} {slots.dtype} must be int64, one for "
             f"each of {x.shape[0]} rows"
         )
-    if choose(implementation, x, "causal_conv1d_step") == "triton":
-        from megatron.core.ops.causal_conv1d import triton as kernels
-
-        step = kernels.step
-    else:
-        step = reference.step
-    return step(x, weight, bias, state=state, slots=slots, silu=activation == "silu")
+    return reference.step(x, weight, bias, state=state, slots=slots, silu=activation == "silu")
 
 
 def _check(

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaling of vectors to length one, as gated delta nets do with queries and keys."""
+"""Scaling of vectors to length one, as gated delta nets do with queries and keys.
+
+Plain torch on every device: on a GPU it is a part of the kernels of `recurrence_prologue`.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
 from megatron.core.ops.l2norm import reference
 
 
-def l2norm(
-    x: torch.Tensor, eps: float = 1e-6, *, implementation: str | None = None
-) -> torch.Tensor:
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Divide the last dimension by its length: y = x / sqrt(sum(x^2) + eps).
 
     Sums are taken in fp32. Backward saves y and one number a row.
@@ -19,7 +19,6 @@ def l2norm(
     Args:
         x: [..., K]; may be strided.
         eps: added to the sum of squares, so that zeros stay zeros.
-        implementation: "reference", "triton" or None (by device).
 
     Returns:
         y [..., K] in x's dtype.
@@ -31,8 +30,4 @@ def l2norm(
         raise ValueError(f"l2norm: x {tuple(x.shape)} {x.dtype}: give vectors of floats")
     if eps < 0:
         raise ValueError(f"l2norm: eps={eps} must not be negative")
-    if choose(implementation, x, "l2norm") == "triton":
-        from megatron.core.ops.l2norm import triton as kernels
-
-        return kernels.L2Norm.apply(x, eps)
     return reference.L2Norm.apply(x, eps)

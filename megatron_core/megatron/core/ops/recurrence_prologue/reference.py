@@ -35,7 +35,6 @@ def prologue(
         sequences=sequences,
         activation="silu",
         initial=initial,
-        implementation="reference",
     )
     return recurrence_inputs(mixed, rest, weights, parts=parts), last
 
@@ -59,7 +58,7 @@ def recurrence_inputs(
         pieces[firsts.index(first)] for first in (parts.query, parts.key, parts.value)
     )
     if parts.normalised:
-        query, key = (l2norm(x, implementation="reference") for x in (query, key))
+        query, key = (l2norm(x) for x in (query, key))
     value = value.unflatten(-1, (heads, -1)).flatten(1, 2)
     wide = accumulation_dtype(rest.dtype)
     rates, bias = (x.to(wide).view(-1, heads) for x in (weights.rates, weights.step_bias))

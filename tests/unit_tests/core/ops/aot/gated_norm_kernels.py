@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated norms of heads of 128 and of groups of 1,024."""
+
+import torch
+
+from megatron.core.ops.gated_rms_norm import triton as gated
+from megatron.core.ops.launches import Launches
+from megatron.core.ops.row_steps import row_tile
+from tests.unit_tests.core.ops.aot.description import Description
+
+
+def rows_of(launches: Launches, features: int) -> dict[str, int]:
+    """Return how a kernel starts on rows of so many bf16 numbers, on no device."""
+    return row_tile(launches, torch.empty(0, dtype=torch.bfloat16), features)
+
+
+def gated_norms(features: int, *, gate_first: bool, quick: tuple[int, ...]):
+    """Describe both kernels of a gated norm."""
+    constants = {"X_STEP": 16, "GATE_STEP": 4, "GATE_FIRST": gate_first, "HAS_PLACES": True}
+    types = {"places_ptr": "*i64", "rstd_ptr": "*fp32", "weight_ptr": "*fp32"}
+    return (
+        Description(
+            kernel=gated.gated_norm_forward_kernel,
+            launch=constants | rows_of(gated.FORWARD, features),
+            types=types | {"eps": "fp32"},
+            divisible=("features",),
+            label=str(features),
+            quick=quick,
+        ),
+        Description(
+            kernel=gated.gated_norm_backward_kernel,
+            launch=constants | rows_of(gated.BACKWARD, features),
+            types=types | {"partial_ptr": "*fp32"},
+            divisible=("features",),
+            label=str(features),
+            quick=quick,
+        ),
+    )
+
+
+KERNELS = (
+    *gated_norms(128, gate_first=False, quick=(90,)),
+    *gated_norms(1024, gate_first=True, quick=()),
+)

@@ -18,13 +18,14 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.distributed import DataParallel
-from megatron.core.inference.engine import Request, generate
+from megatron.core.inference.engine import Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error
+from tests.support.one_batch import generate
 
 pytestmark = pytest.mark.gpu
 

@@ -28,7 +28,6 @@ from megatron.training.data.tokenizers import Tokenizer
 __all__ = [
     "ChatTemplate",
     "MalformedConversation",
-    "encode_conversation",
     "encode_conversations",
     "read_chat_template",
 ]
@@ -55,41 +54,19 @@ class OffsetTokenizer(Protocol):
         """Return ids and their (first, last + 1) characters."""
 
 
-def encode_conversation(
-    messages: object, tokenizer: Tokenizer, template: ChatTemplate
-) -> tuple[list[int], list[int]]:
-    """Turn a conversation into token ids and a loss mask.
-
-    Args:
-        messages: list of objects with `role` and `content`, both texts.
-        tokenizer: of the model.
-        template: how the turns are written.
-
-    Returns:
-        (ids, mask): mask is 1 on what the assistant says, the token that ends it included.
-
-    Raises:
-        MalformedConversation: this conversation is none, or the template refuses it.
-        ValueError: the template is not prefix-stable; no conversation of that kind can be masked.
-    """
-    (found,) = encode_conversations([messages], tokenizer, template)
-    if isinstance(found, MalformedConversation):
-        raise found
-    return found
-
-
 def encode_conversations(
     conversations: Sequence[object], tokenizer: Tokenizer, template: ChatTemplate
 ) -> list[tuple[list[int], list[int]] | MalformedConversation]:
     """Turn conversations into token ids and loss masks, or into what is wrong with each.
 
     Args:
-        conversations: as `encode_conversation` takes them.
+        conversations: each a list of objects with `role` and `content`, both texts.
         tokenizer: of the model.
         template: how the turns are written.
 
     Returns:
-        (ids, mask) of each, or why it cannot be learnt from.
+        (ids, mask) of each, or why it cannot be learnt from; mask is 1 on what the assistant says,
+        the token that ends it included.
 
     Raises:
         ValueError: the template is not prefix-stable; no conversation of that kind can be masked.

@@ -8,12 +8,10 @@ already in order, and an event only keeps the time.
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -63,14 +61,6 @@ class NullEvent:
 
 Stream: TypeAlias = "torch.cuda.Stream | NullStream"
 Event: TypeAlias = "torch.cuda.Event | NullEvent"
-
-
-@dataclass(frozen=True)
-class MemoryInfo:
-    """Hold the bytes that are free and in all: of the GPU, or of the machine on a CPU."""
-
-    free_bytes: int
-    total_bytes: int
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
@@ -132,12 +122,6 @@ def record_use(tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until everything put on `device` has run."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def pin(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a CPU tensor in memory that `device` can copy from while the host goes on."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
@@ -183,17 +167,3 @@ def _process_bytes(field: str) -> int | None:
         return None
     lines = status.read_text().splitlines()
     return next((int(s.split()[1]) * 1024 for s in lines if s.startswith(f"{field}:")), None)
-
-
-def memory_info(device: torch.device) -> MemoryInfo:
-    """Return how much memory is free, counting what the machine could free at once, and in all."""
-    if device.type == "cuda":
-        return MemoryInfo(*torch.cuda.mem_get_info(device))
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
-    table = Path("/proc/meminfo")
-    if table.exists():
-        lines = table.read_text().splitlines()
-        available = [line for line in lines if line.startswith("MemAvailable:")]
-        free = int(available[0].split()[1]) * 1024 if available else free
-    return MemoryInfo(free, total)

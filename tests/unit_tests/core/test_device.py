@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device layer: the choice and its errors, no-ops on a CPU, memory figures that move."""
 
-import os
 import subprocess
 import sys
 
@@ -52,7 +51,6 @@ def test_streams_and_events_are_no_ops_on_a_cpu():
     side.synchronize()
     end.wait(main)
     end.synchronize()
-    devices.synchronize(CPU)
     devices.record_use(torch.zeros(1), side)
     assert total == 199_990_000
     assert end.query()
@@ -80,9 +78,3 @@ def test_peak_memory_is_this_process_alone():
     before, after = map(int, done.stdout.split())
     assert here > ballast.nbytes
     assert 56 << 20 < after - before < 128 << 20
-
-
-def test_memory_info_is_this_machine():
-    info = devices.memory_info(CPU)
-    assert 0 < info.free_bytes < info.total_bytes
-    assert info.total_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

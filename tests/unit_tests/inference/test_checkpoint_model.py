@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import Solo, save_checkpoint, weight_chunks
-from megatron.core.inference.engine import Completion, Request, generate
+from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
@@ -22,6 +22,7 @@ from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.inference.generate import main
 from megatron.training.data.tokenizers import ByteTokenizer, train_bpe
 from tests.support.arguments import last_wins
+from tests.support.one_batch import generate
 from tests.support.ranks import start_ranks
 
 CONFIG = GPTConfig(

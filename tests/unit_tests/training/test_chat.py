@@ -16,7 +16,6 @@ import pytest
 
 from megatron.training.data.chat import (
     MalformedConversation,
-    encode_conversation,
     read_chat_template,
 )
 from megatron.training.data.chat_template import (
@@ -27,6 +26,7 @@ from megatron.training.data.chat_template import (
     TemplateRefusal,
 )
 from megatron.training.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from tests.support.conversations import encode_conversation
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.comm import all_gather, all_reduce, all_to_all, broadcast
+from megatron.core.comm import all_gather, all_reduce, all_to_all
 from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.errors import PeerLost, RunStopped
@@ -24,7 +24,6 @@ def _agree(rank, groups):
     for name in ("world", "tp", "lanes", "world"):
         all_reduce(torch.ones(2), groups[name])
         all_gather(torch.ones(2), groups[name])
-    broadcast(torch.ones(2), groups["tp"], source=1)
     counts = {"send_counts": [rank] * 4, "receive_counts": range(4)}  # uneven is no difference
     all_to_all(torch.ones(4 * rank), groups["world"], **counts)
 
@@ -98,7 +97,7 @@ def _run(work: str, *, world: int = 2, limit: float = 60.0):
 
 def test_equal_collectives_pass_and_are_compared():
     found = _run("_agree", world=4)
-    assert [(text, compared) for text, _, compared in found] == [("", 10)] * 4
+    assert [(text, compared) for text, _, compared in found] == [("", 9)] * 4
 
 
 def test_what_stages_send_each_other_is_left_out():

@@ -16,12 +16,13 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training import preprocess_data
-from megatron.training.data.chat import encode_conversation, read_chat_template
+from megatron.training.data.chat import read_chat_template
 from megatron.training.data.preprocessing.journal import Journal
 from megatron.training.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron.training.inspect_data import _main as inspect
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from megatron.training.train_tokenizer import _main as train_tokenizer
+from tests.support.conversations import encode_conversation
 
 TEXTS = [f"{number} " + "wörd and word " * (number * 7 % 40) for number in range(300)]
 

@@ -12,13 +12,14 @@ import transformers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.training.config import TokenizerConfig
-from megatron.training.data.chat import encode_conversation, read_chat_template
+from megatron.training.data.chat import read_chat_template
 from megatron.training.data.preprocessing.output import Output
 from megatron.training.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron.training.data.tokenizers import HuggingFaceTokenizer
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.inspect_data import _main as inspect
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
+from tests.support.conversations import encode_conversation
 from tests.support.llama_tokenizer import BOS, EOS, write_llama_tokenizer
 
 TEXTS = ["the thing of a theatre", " in it", "日本 é", "</s>the end</s>"]

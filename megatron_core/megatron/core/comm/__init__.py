@@ -6,7 +6,6 @@ from megatron.core.comm.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
-    broadcast,
     reduce_scatter,
     trace,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "broadcast",
     "copy_to_group",
     "gather_from_group",
     "reduce_from_group",

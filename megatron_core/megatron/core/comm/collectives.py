@@ -30,7 +30,7 @@ class CollectiveRecord:
 
     The wide side of an all-to-all is what this rank sends, its own part included. What follows
     tells equal ones apart and takes no part in comparisons: the group's global ranks, this rank's
-    tensor on the wide side, and what is done with it (`sum`, `max`, or `from 0` for a broadcast).
+    tensor on the wide side, and what is done with it (`sum` or `max`).
     """
 
     kind: str
@@ -249,18 +249,6 @@ def all_to_all_async(
         lambda: exchange(out, x, receives, sends, dist.AllToAllOptions()),
     )
     return _launch(transfer, x)
-
-
-def broadcast(x: torch.Tensor, group: Group, *, source: int = 0) -> torch.Tensor:
-    """Overwrite `x` (contiguous) with that of the group's rank `source`, and return it."""
-    if group.size > 1:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        transfer = Transfer(
-            "broadcast", group, None, x, lambda: _handle(group).broadcast([x], options)
-        )
-        _launch(transfer, x, how=f"from {source}").wait()
-    return x
 
 
 @dataclass

@@ -29,7 +29,6 @@ Documents = Sequence[Sequence[int]]
 """Of each row, where its documents begin and end by place, [0, ..., s]."""
 
 ROW, DOCUMENTS, AUTO = "row", "documents", "auto"
-CUTS = (AUTO, ROW, DOCUMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +66,6 @@ class Work:
     def imbalance(self) -> float:
         """Return the pairs of the slowest rank over their mean; 1 is even."""
         return max(self.pairs) * len(self.pairs) / max(1, sum(self.pairs))
-
-    @property
-    def padding_share(self) -> float:
-        """Return the padding for each token that is none."""
-        return self.padding / (self.tokens * len(self.pairs) - self.padding)
 
     def cost(self, costs: Costs) -> float:
         """Return what the slowest rank costs."""

@@ -81,11 +81,6 @@ class Halo:
     width: int
     pieces: tuple[HaloPiece, ...]
 
-    def sent(self, rank: int) -> tuple[HaloPiece, ...]:
-        """Return what a rank lends, by target and then in the order of `received`."""
-        found = [piece for piece in self.pieces if piece.source == rank]
-        return tuple(sorted(found, key=lambda piece: (piece.target, piece.run, piece.row)))
-
     def received(self, rank: int) -> tuple[HaloPiece, ...]:
         """Return what a rank is lent, by source."""
         found = [piece for piece in self.pieces if piece.target == rank]

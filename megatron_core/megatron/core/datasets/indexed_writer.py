@@ -19,7 +19,6 @@ from megatron.core.datasets.indexed_dataset import (
     MAGIC,
     TOKEN_TYPES,
     VERSION,
-    IndexedDataset,
     bin_path,
     idx_path,
 )
@@ -189,29 +188,6 @@ class IndexedDatasetWriter:
             stored = np.ascontiguousarray(block, dtype=self._dtype)
             self._stream.write(memoryview(stored).cast("B"))
 
-    def append_dataset(self, prefix: str | Path) -> None:
-        """Append every document of another data set.
-
-        Args:
-            prefix: an existing pair of the same token type.
-
-        Raises:
-            ValueError: the token types differ, or the pair is damaged.
-        """
-        other = IndexedDataset(prefix)
-        if other.dtype != self._dtype:
-            raise ValueError(
-                f"{prefix} stores {other.dtype}, this data set {self._dtype}; merge data sets of "
-                "one tokenizer only"
-            )
-        with open_regular(bin_path(prefix), follow_links=True) as source:
-            shutil.copyfileobj(source, self._stream, _COPIED_AT_ONCE)
-        self._lengths.write(other.lengths.tobytes())
-        self._documents.write((other.documents[1:] + self.num_sequences).tobytes())
-        self.num_sequences += len(other)
-        self.num_documents += other.num_documents
-        self.num_tokens += other.num_tokens
-
     def commit(self) -> Written:
         """Bring everything so far to the disk, so that a draft can be taken up from here.
 
@@ -376,22 +352,3 @@ def drop_draft(prefix: str | Path, draft: str) -> None:
     """
     for path in vars(_draft_paths(prefix, draft)).values():
         path.unlink(missing_ok=True)
-
-
-def merge_datasets(prefixes: Sequence[str | Path], output_prefix: str | Path) -> None:
-    """Concatenate data sets into one, documents in the order given.
-
-    Args:
-        prefixes: existing pairs of one token type.
-        output_prefix: the new pair; must not be one of `prefixes`.
-
-    Raises:
-        ValueError: no prefixes, differing token types, or the output is one of the inputs.
-    """
-    if not prefixes:
-        raise ValueError("nothing to merge: name at least one data set")
-    if Path(output_prefix).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
-        raise ValueError(f"{output_prefix} is both input and output; choose another output prefix")
-    with IndexedDatasetWriter(output_prefix, IndexedDataset(prefixes[0]).dtype) as writer:
-        for prefix in prefixes:
-            writer.append_dataset(prefix)

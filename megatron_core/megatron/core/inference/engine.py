@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -165,18 +164,3 @@ def stream(
                 hidden = batch.decode(model, chosen, ended=ended)  # [1, b, h]
     finally:
         batch.cache.close()
-
-
-def generate(
-    model: LanguageModel,
-    requests: Sequence[Request],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    **options: Any,
-) -> list[Completion]:
-    """Generate for one batch and return the finished completions; arguments as for `stream`."""
-    *_, completions = stream(
-        model, requests, max_new_tokens=max_new_tokens, sampling=sampling, **options
-    )
-    return completions

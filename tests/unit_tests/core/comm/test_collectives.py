@@ -12,7 +12,6 @@ from megatron.core.comm import (
     CollectiveRecord,
     all_gather,
     all_reduce,
-    broadcast,
     copy_to_group,
     gather_from_group,
     reduce_from_group,
@@ -115,7 +114,7 @@ def test_conjugates_do_what_their_table_says(world: int):
 
 
 def plain_collectives(rank: int, world: int) -> None:
-    """Check outputs, explicit outputs, max, broadcast, asynchrony and the trace."""
+    """Check outputs, explicit outputs, max, asynchrony and the trace."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     tp, single = groups["tp"], groups["cp"]
     inputs = [content(r, 2 * world, 3) for r in range(world)]
@@ -130,17 +129,15 @@ def plain_collectives(rank: int, world: int) -> None:
             assert torch.equal(one.wait(), value)  # again: no second transfer
         assert torch.equal(x, inputs[rank])
         assert all_reduce(x, single) is x
-        assert torch.equal(broadcast(x.clone(), tp, source=1), inputs[1])
     numbers = 2 * world * 3 * 4
     assert records == [
         CollectiveRecord("all_reduce", "tp", world, numbers),
         CollectiveRecord("all_reduce", "tp", world, numbers),
         CollectiveRecord("all_gather", "tp", world, numbers * world),
         CollectiveRecord("reduce_scatter", "tp", world, numbers),
-        CollectiveRecord("broadcast", "tp", world, numbers),
     ]
     all_reduce(x, tp)
-    assert len(records) == 5, "a closed trace still records"
+    assert len(records) == 4, "a closed trace still records"
     _explicit_outputs(tp, rank, world)
 
 
@@ -179,7 +176,6 @@ def test_plain_collectives():
         all_reduce,
         all_gather,
         reduce_scatter,
-        broadcast,
     ],
 )
 def test_identity_on_one_rank_without_a_trace(function: Callable[..., torch.Tensor]):

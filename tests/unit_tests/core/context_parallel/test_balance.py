@@ -18,8 +18,9 @@ from megatron.core.context_parallel.balance import (
     joined_documents,
     work_of,
 )
-from megatron.core.context_parallel.blocks import attention_blocks, pair_count
+from megatron.core.context_parallel.blocks import attention_blocks
 from megatron.core.context_parallel.cut import PADDING
+from tests.unit_tests.core.context_parallel.pair_count import pair_count
 
 
 def log_normal_row(seed: int, length: int) -> tuple[int, ...]:
@@ -47,7 +48,7 @@ def test_log_normal_documents_are_even_over_four_ranks_where_they_are_cut_apart(
         cut = cut_documents(documents, 4)
         found = work_of(cut, [cut.bounds])
         apart.append(found.imbalance)
-        padding.append(found.padding_share)
+        padding.append(found.padding / len(found.pairs) / found.tokens)
         assert found.padding <= 7 * (len(documents[0]) - 1)
     assert np.mean(by_row) > 1.3, "there is something to even out"
     assert max(apart) <= 1.05
@@ -137,7 +138,6 @@ def test_what_costs_less_depends_on_what_padding_costs():
     row = Work(tokens=100, padding=0, pairs=(30, 90), pieces=(1, 1))
     apart = Work(tokens=104, padding=8, pairs=(60, 60), pieces=(3, 3))
     assert (row.imbalance, apart.imbalance) == (1.5, 1.0)
-    assert (row.padding_share, apart.padding_share) == (0.0, 0.04)
     for token, piece, less in ((1.0, 0.0, apart), (8.0, 0.0, row), (1.0, 20.0, row)):
         costs = Costs(token=token, pair=1.0, piece=piece)
         assert min((row, apart), key=lambda work: work.cost(costs)) is less

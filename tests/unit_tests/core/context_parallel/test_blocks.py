@@ -17,9 +17,9 @@ from megatron.core.context_parallel.blocks import (
     Block,
     Blocks,
     attention_blocks,
-    pair_count,
 )
 from megatron.core.context_parallel.cut import Run
+from tests.unit_tests.core.context_parallel.pair_count import pair_count
 from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_case
 
 

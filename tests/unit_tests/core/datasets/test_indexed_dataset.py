@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import (
     idx_path,
     token_type_for,
 )
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter, merge_datasets
+from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 
 DOCUMENTS_A = [[[1, 2, 3], [4, 5]]]
 DOCUMENTS_B = [[[6, 7], [8, 9]]]
@@ -97,27 +97,6 @@ def test_reading_parts_of_sequences(tmp_path):
         with pytest.raises(IndexError):
             data.get(index, offset, length=length)
     assert not data.get(0).flags.writeable
-
-
-def test_merging_equals_writing_at_once(tmp_path):
-    first, second = write(tmp_path / "a", DOCUMENTS_A), write(tmp_path / "b", DOCUMENTS_B)
-    merge_datasets([first, second, first], tmp_path / "merged")
-    whole = write(tmp_path / "whole", DOCUMENTS_A + DOCUMENTS_B + DOCUMENTS_A)
-    assert idx_path(tmp_path / "merged").read_bytes() == idx_path(whole).read_bytes()
-    assert bin_path(tmp_path / "merged").read_bytes() == bin_path(whole).read_bytes()
-
-
-def test_impossible_merges_are_refused_and_leave_nothing(tmp_path):
-    first = write(tmp_path / "a", DOCUMENTS_A)
-    other = write(tmp_path / "b", DOCUMENTS_B, np.int32)
-    before = files_in(tmp_path)
-    with pytest.raises(ValueError, match="one tokenizer"):
-        merge_datasets([first, other], tmp_path / "merged")
-    with pytest.raises(ValueError, match="both input and output"):
-        merge_datasets([first], first)
-    with pytest.raises(ValueError, match="nothing to merge"):
-        merge_datasets([], tmp_path / "merged")
-    assert files_in(tmp_path) == before
 
 
 def test_an_interrupted_writer_leaves_the_older_pair_alone(tmp_path):

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.inference.engine import Completion, Request, generate
+from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.sampling import SamplingParams, sample
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from tests.support.nan_memory import nan_memory
+from tests.support.one_batch import generate
 from tests.support.ranks import run_ranks
 
 VOCABULARY, STOP = 61, 19

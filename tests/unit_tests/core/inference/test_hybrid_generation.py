@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference.batch_cache import BatchCache
-from megatron.core.inference.engine import Completion, Request, generate
+from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.state_cache import StateCache
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -28,6 +28,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
+from tests.support.one_batch import generate
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_generation import assert_same, without_cache
 

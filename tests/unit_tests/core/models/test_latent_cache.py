@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.inference.engine import Request, generate
+from megatron.core.inference.engine import Request
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -19,6 +19,7 @@ from megatron.core.transformer import LatentAttentionConfig, MLPConfig, RopeConf
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
+from tests.support.one_batch import generate
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_generation import assert_same, without_cache
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.inference.engine import Completion, Request, generate
+from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
@@ -21,6 +21,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
+from tests.support.one_batch import generate
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.moe.single_layer import Layer, merged
 

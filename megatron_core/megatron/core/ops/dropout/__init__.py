@@ -7,31 +7,10 @@ import torch
 
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.dropout import reference
-from megatron.core.ops.dropout.hashing import dropout_key, hash_index
+from megatron.core.ops.dropout.hashing import dropout_key
 from megatron.core.ops.dropout.reference import AttentionDropout
 
-__all__ = ["AttentionDropout", "dropout", "dropout_key", "keep_mask"]
-
-
-def keep_mask(key: int, index: torch.Tensor, *, rate: float) -> torch.Tensor:
-    """Decide for every logical index whether it is kept, by SplitMix64 of (key, index).
-
-    Args:
-        key: int64 from `dropout_key`.
-        index: int64, any shape.
-        rate: probability of dropping, in [0, 1), rounded to 2^-16.
-
-    Returns:
-        bool of the same shape, True where kept.
-
-    Raises:
-        ValueError: a rate outside [0, 1) or an index that is not int64.
-    """
-    _check_rate("keep_mask", rate)
-    if index.dtype != torch.int64:
-        raise ValueError(f"keep_mask: index has dtype {index.dtype}; give int64")
-    levels = hash_index(key, index) >> 48  # the top 16 bits, signed
-    return levels >= reference.drop_levels(rate) - reference.LEVELS // 2
+__all__ = ["AttentionDropout", "dropout", "dropout_key"]
 
 
 def dropout(

@@ -315,8 +315,8 @@ MOVERS = (
     "tensor_parallel",
 )
 
-#: What pretends to be a communicator has tests of its own.
-SIMULATED = (f"{CORE}.comm.links", f"{CORE}.comm.poison")
+#: What fills memory for tests has tests of its own.
+SIMULATED = (f"{CORE}.comm.poison",)
 
 #: Functions that only find fault with a description: no run depends on them, they have own tests.
 CHECKS = ("check", "_cut_problems")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron.core.backend import LOCAL
-from megatron.core.comm import CollectiveRecord, Late, simulated, trace
+from megatron.core.comm import CollectiveRecord, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import (
     BucketSize,
@@ -45,6 +45,7 @@ from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
 from tests.support.mutants import Mutation, apply
 from tests.support.nan_memory import nan_memory
+from tests.support.simulated_links import Late, simulated
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
 BATCH = 3

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron.core.comm.links import Latency, simulated
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.simulated_links import Latency, simulated
 from tools.bench import gloo_ranks
 from tools.bench.data_parallel_steps import OurStep, Timing, batch_of
 from tools.bench.shapes import SHAPES, Shape

@@ -61,8 +61,8 @@ class Group:
     and every collective of `megatron.core.comm` is the identity on it, so one process runs the same
     code as many. `observers` (shared by the groups of one collection) are called with a record of
     every collective before it starts; what they return, if not None, is entered as a context while
-    its caller waits. The last of `links` (shared likewise) carries the collectives in place of the
-    real communicator: see `megatron.core.comm.links`.
+    its caller waits. The last of `links` (shared likewise) takes every `Transfer` in place of the
+    real communicator, and returns what waits for it.
     """
 
     name: str

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron.core.comm.links import simulated
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
@@ -24,6 +23,7 @@ from megatron.training.step import ForwardBackward, Microbatch, TrainStep
 from tests.support.capture_rules import CaptureRules
 from tests.support.inputs import microbatch
 from tests.support.op_tape import OpTape, TapeRecorder
+from tests.support.simulated_links import simulated
 
 MODEL = GPTConfig(
     num_layers=2,

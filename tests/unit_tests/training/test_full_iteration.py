@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron.core.backend import LOCAL
-from megatron.core.comm.links import simulated
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
@@ -24,6 +23,7 @@ from tests.support.capture_rules import CaptureError, CaptureRules
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import simulated
 from tests.unit_tests.training.graphed_runs import (
     EVALUATED,
     HYBRID,

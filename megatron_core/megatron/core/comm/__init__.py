@@ -16,14 +16,10 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from megatron.core.comm.links import Early, Late, Latency, simulated
 from megatron.core.comm.transfer import Pending
 
 __all__ = [
     "CollectiveRecord",
-    "Early",
-    "Late",
-    "Latency",
     "Pending",
     "all_gather",
     "all_reduce",
@@ -34,6 +30,5 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_to_group",
     "scatter_to_group",
-    "simulated",
     "trace",
 ]

@@ -77,7 +77,7 @@ def _together(messages: Sequence[Message], group: Group) -> list[Pending]:
 
 
 def _alone(message: Message, group: Group) -> Pending:
-    """Start one message; over a simulated link nothing is to be read before it is waited for."""
+    """Start one message; over a link nothing is to be read before it is waited for."""
     tensor, handle = message.tensor, group.handle
     assert handle is not None
     waits = _observed(message, group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that show when memory is read before it is written, and bits that show when it was."""
+"""Values that show when memory is read before it is written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,3 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is torch.bool:
         return tensor.fill_(True)
     return tensor.fill_(torch.iinfo(tensor.dtype).max)
-
-
-def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Say whether two tensors of one dtype and shape hold the same bits, NaNs included."""
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

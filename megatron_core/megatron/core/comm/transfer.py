@@ -43,7 +43,7 @@ class Transfer:
     prompt: bool = False
 
     def launch(self) -> Underway:
-        """Start it: on the group's simulated link if there is one, else on its communicator."""
+        """Start it: on the last of the group's `links` if there is any, else on its handle."""
         links = self.group.links
         return links[-1](self) if links else self.start()
 

@@ -8,10 +8,10 @@ import torch
 
 from megatron.core.comm import direct
 from megatron.core.comm.collectives import all_gather_async, reduce_scatter_async
-from megatron.core.comm.links import Late, simulated
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Late, simulated
 
 ROWS = 90_007  # of 3 elements a rank: above LEAST_BYTES in bf16 too, and odd
 

@@ -9,20 +9,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatron.core.comm import (
-    Early,
-    Late,
-    all_to_all,
-    gather_from_group,
-    reduce_scatter_to_group,
-    simulated,
-    trace,
-)
+from megatron.core.comm import all_to_all, gather_from_group, reduce_scatter_to_group, trace
 from megatron.core.comm.flight import Flight, arrive, depart, direct, exchange, gather, scatter
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Early, Late, simulated
 from tests.unit_tests.core.comm.noted_link import Noting, marked
 
 

@@ -9,16 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.core.comm import (
-    Early,
-    Late,
-    Latency,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-    simulated,
-)
+from megatron.core.comm import all_gather, all_reduce, all_to_all, reduce_scatter
 from megatron.core.comm.collectives import (
     all_gather_async,
     all_reduce_async,
@@ -26,12 +17,12 @@ from megatron.core.comm.collectives import (
     reduce_scatter_async,
     reduce_scatter_wide_async,
 )
-from megatron.core.comm.links import Link
 from megatron.core.comm.transfer import Transfer
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather.arena import Arena
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Early, Late, Latency, Link, simulated
 
 
 def content(rank: int, *shape: int) -> torch.Tensor:

@@ -6,10 +6,11 @@ import contextlib
 import pytest
 import torch
 
-from megatron.core.comm import Early, Late, point_to_point, simulated, trace
+from megatron.core.comm import point_to_point, trace
 from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Early, Late, simulated
 
 LINKS = {"none": None, "late": Late, "early": Early}
 

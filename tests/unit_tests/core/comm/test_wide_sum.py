@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.comm import CollectiveRecord, Late, simulated, trace
+from megatron.core.comm import CollectiveRecord, trace
 from megatron.core.comm.collectives import reduce_scatter_wide_async
 from megatron.core.comm.transfer import Pending
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -14,6 +14,7 @@ from tests.support.closeness import relative_error
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Late, simulated
 
 ROWS, WIDTH = 50, 7
 

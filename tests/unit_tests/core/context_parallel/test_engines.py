@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron.core.comm import Late, simulated, trace
+from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.attend import Attend
 from megatron.core.context_parallel.choice import AttentionShape, choose, explain, moved_bytes
@@ -19,6 +19,7 @@ from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Late, simulated
 
 ROWS, FEATURES = 3, 6
 

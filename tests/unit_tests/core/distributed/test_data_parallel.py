@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.core.comm import Early, Late, simulated, trace
+from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -19,6 +19,7 @@ from tests.support.activation import assert_active
 from tests.support.closeness import assert_close_by_metric
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Early, Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
     Reference,
     assert_gradients,

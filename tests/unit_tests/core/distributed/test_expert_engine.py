@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.comm import Early, Late, simulated, trace
+from megatron.core.comm import trace
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -16,6 +16,7 @@ from megatron.core.weight_sharding import STRATEGIES, GradientKind, Placement, p
 from tests.support.closeness import assert_all_close
 from tests.support.mutants import apply, planted
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.simulated_links import Early, Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import assert_traffic, cut, planned_gathers
 from tests.unit_tests.core.distributed.expert_weights import (
     ExpertModel,

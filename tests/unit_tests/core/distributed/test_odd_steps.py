@@ -13,11 +13,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.core.comm import Late, simulated, trace
+from megatron.core.comm import trace
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.closeness import relative_error
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
     Reference,
     assert_gradients,

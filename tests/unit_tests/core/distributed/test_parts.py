@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron.core.comm import CollectiveRecord, Early, Late, simulated, trace
+from megatron.core.comm import CollectiveRecord, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import EVALUATION, FORWARD, segment_name
@@ -17,6 +17,7 @@ from megatron.core.weight_sharding import STRATEGIES
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.simulated_links import Early, Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
     LEARNING_RATE,
     assert_gradients,

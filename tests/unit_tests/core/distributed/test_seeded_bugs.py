@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron.core.comm import Late, simulated
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
     Reference,
     assert_weights,

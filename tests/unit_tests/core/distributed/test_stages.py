@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from megatron.core.comm import Late, all_gather, simulated, trace
+from megatron.core.comm import all_gather, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import MuonConfig, Optimizer, OptimizerConfig, StepResult
@@ -21,6 +21,7 @@ from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.inputs import generator
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.simulated_links import Late, simulated
 
 #: Weights and their stages of two; the two tied ones are declared in another order on each.
 TIED_FIRST = ("embedding.weight", "low", "shared.norm")

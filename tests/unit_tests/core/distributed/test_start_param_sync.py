@@ -8,11 +8,12 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.core.comm import Late, simulated, trace
+from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
     Reference,
     assert_weights,

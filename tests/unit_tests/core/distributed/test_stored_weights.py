@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.comm import Late, simulated
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.small_model import SmallModel, tokens
 
 

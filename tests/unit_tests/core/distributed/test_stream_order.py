@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.comm.links import simulated
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.gradients import GradientBucket
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Arena, Gatherer
+from tests.support.simulated_links import simulated
 from tests.support.stream_order import OrderedStream, OrderError, StreamOrder
 from tests.unit_tests.core.distributed.engine_steps import train, update
 from tests.unit_tests.core.distributed.small_model import SmallModel, tokens

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.comm import Early, Late, simulated, trace
+from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
@@ -21,6 +21,7 @@ from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Early, Late, simulated
 from tests.unit_tests.core.comm.noted_link import Noting, marked
 from tests.unit_tests.core.moe.single_layer import Layer, Piece, merged
 

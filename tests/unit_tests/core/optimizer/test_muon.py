@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron.core.comm import CollectiveRecord, trace
-from megatron.core.comm.links import Early, Late, simulated
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.closeness import assert_all_close, assert_piece_close
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Early, Late, simulated
 from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, drawn
 
 MATRICES = ("q", "k", "down", "experts")

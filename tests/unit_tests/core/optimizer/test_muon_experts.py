@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from megatron.core.comm import Early, Late, simulated
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.closeness import assert_all_close, relative_error
 from tests.support.ranks import run_ranks
+from tests.support.simulated_links import Early, Late, simulated
 from tests.unit_tests.core.distributed.expert_weights import (
     EXPERTS,
     FFN,

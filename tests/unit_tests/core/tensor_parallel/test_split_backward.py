@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.comm import Late, simulated, trace
+from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -24,6 +24,7 @@ from tests.support.inputs import microbatch, one_thread, perturbed
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.simulated_links import Late, simulated
 
 LAYERS, BATCH, SEQUENCE, VOCABULARY = 2, 3, 8, 37
 CHUNK_TOKENS = 5

@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from megatron.core.comm.poison import equal_bits, poison_
+from megatron.core.comm.poison import poison_
 from megatron.core.comm.transfer import Transfer, Underway
 from megatron.core.process_groups import ProcessGroupCollection
 
@@ -214,3 +214,12 @@ def _overlap(source: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
     low = max(start, output.data_ptr())
     high = min(start + source.nbytes, output.data_ptr() + output.nbytes)
     return source.view(-1)[(low - start) // size : (high - start) // size] if low < high else None
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Say whether two tensors of one dtype and shape hold the same bits, NaNs included."""
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -32,7 +32,6 @@ from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.failures.faulty_hosts import refuse_faulty_hosts
 from megatron.training.failures.session_faults import (
     arm_stop,
-    plant_in,
     session_faults,
     timed_steps,
 )
@@ -232,7 +231,6 @@ class SessionSteps:
         self._session, self._batches = session, batches
         self._observe, model = observe, session.model
         self._layouts = layouts_of(session.run, session.place, model.config)
-        self._planted: Callable[[int], None] = lambda iteration: None
         self._division = session.run.division
         self._depths = 0 if model.multi_token is None else model.config.mtp_num_layers
 
@@ -293,14 +291,9 @@ class SessionSteps:
         # As many at a time as a step has: it is what activations and schedules are made for.
         return self._session.step.evaluate(microbatches, at_a_time=run.num_microbatches)
 
-    def plant(self, planted: Callable[[int], None]) -> None:
-        """Have a fault that is planted be told of iterations."""
-        self._planted = planted
-
     def on_iteration(self, iteration: int) -> None:
         """Let those who watch, and the other ranks, know where this one is."""
         self._observe(iteration)
-        self._planted(iteration)
         if self._session.place.watch is not None:
             self._session.place.watch.iteration = iteration
 
@@ -380,7 +373,6 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
             display.log(f"restart {place.attempt} by the launcher")
             metrics.write("start", progress.iteration, {"restarts": place.attempt})
         arm_stop(session)
-        steps.plant(plant_in(session, say=display.log))
         take_step, logged = timed_steps(session, steps.take_step, say=display.log, metrics=metrics)
         parts = LoopParts(
             run=run,

@@ -342,7 +342,6 @@ EFFECTS: dict[str, Effect] = {
     "exit-duration-in-mins": Effect("log", "", "1e-6"),
     "rerun-mode": Effect("log", "disabled", "validate_results", _NAN),
     "rerun-interval": Effect("log", "1", "2", "--rerun-mode report_determinism_stats"),
-    "plant-fault": Effect("log", "", "weight@1:0"),
     "on-reproduced-fault": Effect("log", "skip", "restart", f"{_NAN} --save {{out}}/save"),
     "loss-spike-factor": Effect("loss", "1000", "1.0001", "--loss-spike-window 1 --train-iters 12"),
     "loss-spike-window": Effect("loss", "100", "1", "--loss-spike-factor 1.0001 --train-iters 12"),

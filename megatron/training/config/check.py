@@ -24,7 +24,6 @@ from megatron.training.config import (
     stages,
     switches,
 )
-from megatron.training.config.planted_fault import PlantedFault
 from megatron.training.data import data_paths
 
 
@@ -358,23 +357,3 @@ def _failures(config: Config, world_size: int) -> Iterator[str]:
             "--on-reproduced-fault restart needs --rerun-mode validate_results: without it no step "
             "is computed again"
         )
-    yield from _planted(config, world_size)
-
-
-def _planted(config: Config, world_size: int) -> Iterator[str]:
-    planted = PlantedFault.of(config.failures.plant_fault)
-    if planted is None:
-        return
-    if planted.rank >= world_size:
-        yield (
-            f"--plant-fault {planted.text}: there is no rank {planted.rank} in a world of "
-            f"{world_size}: name another"
-        )
-    length = config.training.train_iters
-    if length is not None and planted.iteration > length:
-        yield (
-            f"--plant-fault {planted.text}: the run ends at iteration {length}, before the fault: "
-            "name an earlier one"
-        )
-    if config.execution.cuda_graph_impl != "none":
-        yield "--plant-fault does not reach into a CUDA graph: leave out --cuda-graph-impl"

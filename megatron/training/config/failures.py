@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config.planted_fault import PlantedFault
 from megatron.training.config.values import positive, require_all
 
 
@@ -38,10 +37,6 @@ class FailureConfig:
     on_reproduced_fault: Literal["skip", "restart"] = "skip"
     """What to do when the second result is suspicious too: skip the step, or save and exit with 16
     to be restarted on other machines, where the same step tells data (exit 17) from machine."""
-    plant_fault: str | None = None
-    """Make a run go wrong on purpose, to see what it does about it: KIND@ITERATION:RANK. activation
-    flips a bit of an activation in one forward, activation-always in every forward from that step
-    on; nan and nan-always put a NaN there; weight flips a bit of a weight. Keep nothing of it."""
     loss_spike_factor: float | None = None
     """Skip a step whose loss is above this many times the median of the last losses; None = apply
     every finite loss."""
@@ -69,5 +64,4 @@ class FailureConfig:
             lambda: positive(self, "rerun_interval", "rollback_after_bad_steps"),
             lambda: positive(self, "check_weight_hash_across_dp_replicas_interval"),
             lambda: positive(self, "loss_spike_factor", "straggler_factor"),
-            lambda: PlantedFault.of(self.plant_fault),
         )

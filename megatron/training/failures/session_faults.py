@@ -10,10 +10,8 @@ from pathlib import Path
 
 from megatron.core.process_groups import DENSE_AXES, RankGrid
 from megatron.training.checkpoint_io import load_run
-from megatron.training.config.planted_fault import PlantedFault
 from megatron.training.failures.fault_log import FaultLog, FaultRecord
 from megatron.training.failures.faults import Faults
-from megatron.training.failures.planting import plant
 from megatron.training.failures.straggler import StragglerReport, WaitClock
 from megatron.training.failures.suspect_step import Suspect, SuspectStep
 from megatron.training.monitoring.metrics import Metrics
@@ -72,19 +70,6 @@ def session_faults(
         acquit=(lambda iteration, loss: None) if suspect is None else suspect.acquit,
         roll_back=lambda: roll_back(session, saves),
     )
-
-
-def plant_in(session: Session, *, say: Callable[[str], None]) -> Callable[[int], None]:
-    """Plant the fault that a user asks for, and return what is to be told of iterations.
-
-    Args:
-        say: shows one line.
-    """
-    fault = PlantedFault.of(session.run.config.failures.plant_fault)
-    if fault is None:
-        return lambda iteration: None
-    say(f"!!! --plant-fault {fault.text}: THIS RUN IS MADE TO GO WRONG, use nothing of it !!!")
-    return plant(fault, session.model, rank=session.place.groups.rank)
 
 
 def fault_log(session: Session, *, say: Callable[[str], None], metrics: Metrics) -> FaultLog:

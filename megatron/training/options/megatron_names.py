@@ -180,7 +180,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "check-for-spiky-loss"),
     ("clip-grad", "a large gradient is clipped, one that is not finite changes no weight",
      "check-for-large-grads"),
-    ("plant-fault", "it says what goes wrong, in which step and on which rank",
+    ("", "faults are planted by tests, not by a run's options",
      "error-injection-rate error-injection-type"),
     ("muon-split-qkv", "it is a switch with a --no- form", "muon-no-split-qkv"),
     ("optimizer", "muon multiplies whole matrices, in bf16 on a GPU, by the published coefficients",

@@ -4,10 +4,12 @@ out."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.training.exit_codes import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
+from megatron.training.pretraining import SessionSteps
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import (
     digests,
@@ -25,6 +28,7 @@ from tests.functional_tests.small_run import (
     timeless,
     write_tokens,
 )
+from tests.support.planting import plant_fault
 
 SIX = "--train-iters 6 --eval-interval 0"
 TWICE = "--rerun-mode report_determinism_stats"
@@ -60,6 +64,16 @@ def faults_of(save: Path) -> list[dict]:
 def sound(save: Path) -> list[dict]:
     """Return what a run learned and counted, without the faults."""
     return [event for event in timeless(save / "metrics.jsonl") if event["kind"] != "fault"]
+
+
+@contextlib.contextmanager
+def planted(words: str | None) -> Iterator[None]:
+    """Plant a fault in the runs of this process, if there are words for one."""
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(SessionSteps, "on_iteration", SessionSteps.on_iteration)
+        if words is not None:
+            plant_fault(words, 0)
+        yield
 
 
 def logged(argv: list[str], world: int = 2) -> str:
@@ -98,9 +112,10 @@ def test_row_30_a_bit_that_flips_once_in_an_activation_is_found_and_costs_nothin
     prefix, clean, tmp_path, layout, named
 ):
     flipped = tmp_path / "flipped"
-    planted = f"{TWICE} --plant-fault activation@3:1 --save {flipped}"
-    text = logged(flags(prefix, f"{SIX} {layout} {planted}"))
-    assert "!!! --plant-fault activation@3:1: THIS RUN IS MADE TO GO WRONG" in text
+    argv = flags(prefix, f"{SIX} {layout} {TWICE} --save {flipped}")
+    found, logs = run_with(partial(plant_fault, "activation@3:1"), argv, timeout=100)
+    assert [outcome.exit_code for outcome in found] == [0] * 2, logs
+    text = logs[-1]
     assert "iteration 3: one of three computations of the step has other bits: that of " in text
     assert "determinism: 6 steps were computed twice, 1 differed" in text
     (fault,) = faults_of(flipped)
@@ -121,9 +136,10 @@ def test_row_30_a_bit_that_flips_once_in_an_activation_is_found_and_costs_nothin
 def test_row_30_without_comparisons_the_same_bit_changes_the_run_silently(prefix, tmp_path):
     """So the flip above does reach the weights."""
     ran = []
-    for more in ("", "--plant-fault activation@3:0"):
+    for words in (None, "activation@3:0"):
         save = tmp_path / str(len(ran))
-        assert run_here(flags(prefix, f"{SIX} {more} --save {save}")) == 0
+        with planted(words):
+            assert run_here(flags(prefix, f"{SIX} --save {save}")) == 0
         ran.append(digests(save / "iter_0000006"))
         assert not (save / "faults.jsonl").exists()
     assert ran[0] != ran[1]
@@ -133,8 +149,8 @@ def test_row_30_without_comparisons_the_same_bit_changes_the_run_silently(prefix
 def test_row_30_comparing_every_few_steps_finds_what_is_in_them(prefix, tmp_path, capsys):
     base = f"--train-iters 8 --eval-interval 0 {TWICE} --rerun-interval 4"
     for iteration, differed in ((3, 0), (4, 1)):
-        planted = f"--plant-fault activation@{iteration}:0 --save {tmp_path / str(iteration)}"
-        assert run_here(flags(prefix, f"{base} {planted}")) == 0
+        with planted(f"activation@{iteration}:0"):
+            assert run_here(flags(prefix, f"{base} --save {tmp_path / str(iteration)}")) == 0
         said = f"determinism: 2 steps were computed twice, {differed} differed"
         assert said in capsys.readouterr().out
 
@@ -219,6 +235,12 @@ def always_high(monkeypatch) -> None:
     monkeypatch.setattr(GPTModel, "loss", high)
 
 
+def always_nan(monkeypatch) -> None:
+    """An activation is NaN in every forward from the third step on."""
+    monkeypatch.setattr(SessionSteps, "on_iteration", SessionSteps.on_iteration)
+    plant_fault("nan-always@3:0", 0)
+
+
 def on_machine(monkeypatch, host: str, argv: list[str], broken=None) -> int:
     """Run on a machine of that name, broken or not."""
     with monkeypatch.context() as context:
@@ -229,26 +251,26 @@ def on_machine(monkeypatch, host: str, argv: list[str], broken=None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "planted", "broken"),
+    ("kind", "broken"),
     [
-        ("nan", "--plant-fault nan-always@3:0", None),
-        pytest.param("inf_norm", "", always_inf, marks=pytest.mark.slow),
-        pytest.param("spike", "", always_high, marks=pytest.mark.slow),
+        ("nan", always_nan),
+        pytest.param("inf_norm", always_inf, marks=pytest.mark.slow),
+        pytest.param("spike", always_high, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.covers("bad step computed again")
 def test_row_31_a_machine_that_is_always_wrong_is_found_and_left_out_from_then_on(
-    prefix, clean, tmp_path, monkeypatch, capsys, kind, planted, broken
+    prefix, clean, tmp_path, monkeypatch, capsys, kind, broken
 ):
     save, base = tmp_path / "save", f"--global-batch-size 4 {SIX}"
     more = "--loss-spike-factor 3 --loss-spike-window 2 --on-reproduced-fault restart"
     argv = flags(prefix, f"{base} --save {save} --load {save} {more}")
-    code = on_machine(monkeypatch, "bad", [*argv, *planted.split()], broken)
+    code = on_machine(monkeypatch, "bad", argv, broken)
     assert code == ExitCode.RESTART_ELSEWHERE == 16
     assert "start again on other machines to tell data from machine" in capsys.readouterr().err
     assert latest_checkpoint(save) == save / "iter_0000002"
     if kind == "nan":  # in the other two what is planted counts from the start of the process
-        assert on_machine(monkeypatch, "bad", [*argv, *planted.split()], broken) == 16
+        assert on_machine(monkeypatch, "bad", argv, broken) == 16
         assert "as before, and again on bad" in capsys.readouterr().err
     assert on_machine(monkeypatch, "good", argv) == 0
     assert f"on bad it was not, twice ({kind}): persistent, listed in" in capsys.readouterr().out

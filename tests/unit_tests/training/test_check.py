@@ -77,17 +77,6 @@ from tests.unit_tests.training.small_config import small_config
         ("--rope-scaling-factor 3", 1, "has no effect without --use-rope-scaling"),
         ("--yarn-beta-fast 64", 1, "has no effect without --position-embedding-type yarn"),
         ("--rerun-interval 3", 1, "no effect without --rerun-mode report_determinism_stats"),
-        (
-            "--train-iters 3 --plant-fault nan@4:0",
-            2,
-            "the run ends at iteration 3, before the fault",
-        ),
-        ("--plant-fault nan@1:2", 2, "there is no rank 2 in a world of 2: name another"),
-        (
-            "--plant-fault nan@1:0 --cuda-graph-impl full_iteration --device cuda",
-            1,
-            "--plant-fault does not reach into a CUDA graph: leave out --cuda-graph-impl",
-        ),
         ("--loss-spike-window 3", 1, "has no effect without --loss-spike-factor"),
         ("--no-muon-split-qkv", 1, "--no-muon-split-qkv has no effect without --optimizer muon"),
         ("--optimizer-offload-fraction 0.5", 1, "has no effect without --optimizer-cpu-offload"),

@@ -85,8 +85,6 @@ def _other_value(option) -> list[str]:
         value = "7.5"
     if option.name.endswith("-group"):
         value = "norm=0.5"
-    if option.name == "plant-fault":
-        value = "nan@3:0"
     return [f"--{option.name}", value]
 
 

@@ -1,29 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that are planted on purpose: their words, and what they do to a tensor."""
+"""Faults that are planted on purpose: what they do to a tensor."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron.training.config.planted_fault import KINDS, PlantedFault
-from megatron.training.failures.planting import flip, make_nan
-from tests.unit_tests.training.small_config import small_config
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_words_of_a_fault(kind):
-    fault = PlantedFault.of(f"{kind}@12:3")
-    assert fault == PlantedFault(kind, 12, 3)
-    assert fault.text == f"{kind}@12:3"
-
-
-@pytest.mark.parametrize(
-    "words", ["", "nan", "nan@1", "nan@0:1", "nan@1:-1", "heat@1:0", "nan@1:0:0", "always@1:0"]
-)
-def test_other_words_are_an_error(words):
-    with pytest.raises(ValueError, match=r"give KIND@ITERATION:RANK, KIND of activation, "):
-        small_config(f"--plant-fault={words}")
+from tests.support.planting import flip, make_nan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,23 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planting the fault of --plant-fault: what a broken memory or unit does to an activation, or a
-weight.
+"""Faults planted in a run: what a broken memory or unit does to an activation, or a weight.
 
 One bit is flipped that halves a value at most or makes it half as large again, so that nothing is
 Inf or NaN by it; or an activation becomes NaN. What is hit is the largest element of what the first
-block of this rank returns, or of its first bucket of weights.
+block of this rank returns, or of its first bucket of weights. The loop tells the fault of every
+iteration that begins, by `SessionSteps.on_iteration`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.weight_gather import WeightStore
-from megatron.training.config.planted_fault import PlantedFault
+from megatron.training.pretraining import SessionSteps
+
+KINDS = ("activation", "activation-always", "nan", "nan-always", "weight")
+
+
+@dataclass(frozen=True)
+class PlantedFault:
+    """A fault.
+
+    Args:
+        kind: of KINDS.
+        iteration: the first that it hits, counted from 1.
+        rank: where.
+    """
+
+    kind: str
+    iteration: int
+    rank: int
+
+    @staticmethod
+    def of(words: str) -> PlantedFault:
+        """Return the fault of the words KIND@ITERATION:RANK."""
+        found = re.fullmatch(r"([a-z-]+)@([1-9]\d*):(\d+)", words)
+        assert found is not None, words
+        assert found[1] in KINDS, words
+        return PlantedFault(found[1], int(found[2]), int(found[3]))
+
 
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 #: The highest bit of the fraction.
@@ -76,3 +104,17 @@ class _ActivationFault:
             self._armed = self._always
             # Not a change that autograd would see: a fault of the memory is none.
             self._hit(made[0].data)
+
+
+def plant_fault(words: str, rank: int) -> None:
+    """Have this process's runs go wrong: the fault KIND@ITERATION:RANK, as its rank."""
+    fault = PlantedFault.of(words)
+    whole = SessionSteps.on_iteration
+
+    def on_iteration(self, iteration: int) -> None:
+        whole(self, iteration)
+        if not hasattr(self, "planted"):
+            self.planted = plant(fault, self._session.model, rank=rank)
+        self.planted(iteration)
+
+    SessionSteps.on_iteration = on_iteration

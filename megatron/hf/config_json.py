@@ -24,13 +24,13 @@ from megatron.hf.architectures import (
     QWEN3_MOE,
     QWEN3_NEXT,
 )
-from megatron.hf.defaults import model_options
 from megatron.hf.entries import Architecture
 from megatron.hf.expert_fields import write_experts
 from megatron.hf.hybrid_fields import blocks_fields, write_blocks
 from megatron.hf.latent_fields import write_latent, write_scale_factor
 from megatron.hf.model_config import DTYPES, HuggingFaceModel, read_model
 from megatron.hf.rope_fields import write_rope
+from megatron.training.config.model_table import model_options
 
 #: Fields of somebody's config.json that say nothing about the function and may be kept.
 _KEPT = (
@@ -204,9 +204,7 @@ def write_config(
 
 def _flags_of_other(theirs: HuggingFaceModel, config: GPTConfig) -> str:
     """Return which flags of training make the model that an architecture is, for an error."""
-    plain = dataclasses.replace(theirs, config=function_of(theirs.config))
-    wanted = model_options(plain)
-    ours = model_options(dataclasses.replace(theirs, config=function_of(config)))
+    wanted, ours = (model_options(function_of(model)) for model in (theirs.config, config))
     flags = []
     for name in dict.fromkeys([*wanted, *ours]):
         value = wanted.get(name)
@@ -216,23 +214,7 @@ def _flags_of_other(theirs: HuggingFaceModel, config: GPTConfig) -> str:
             flags.append(f"no --{name}")
         else:
             flags.append(f"--{name}" if value is True else f"--{name} {value}")
-    flags += [
-        f"no --{flag}"
-        for has, flag in (
-            (_windowed(config), "window-size"),
-            (_has_sinks(config), "softmax-type learnable"),
-        )
-        if has
-    ]
     return f": train it with {', '.join(flags)}" if flags else ""
-
-
-def _windowed(config: GPTConfig) -> bool:
-    return isinstance(config.attention, AttentionConfig) and config.attention.window is not None
-
-
-def _has_sinks(config: GPTConfig) -> bool:
-    return isinstance(config.attention, AttentionConfig) and config.attention.sinks
 
 
 def _layer_fields(config: GPTConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from megatron.core.untrusted_files import (
     read_regular,
     replace_file,
 )
-from megatron.hf.defaults import model_options
+from megatron.hf.defaults import folder_options
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import MappedTensor
@@ -151,7 +151,7 @@ def _extra(
     """Return what the checkpoint says about itself: as training does, but for its progress."""
     options = {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in model_options(model).items()
+        for name, value in folder_options(model).items()
     }
     if tokenizer["type"] is not None:
         options["tokenizer-type"] = tokenizer["type"]

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron.core.transformer import LatentAttentionConfig, RopeConfig
 from megatron.hf.fields import Fields
-from megatron.hf.rope_fields import scaling_fields, yarn_magnitude, yarn_weight
+from megatron.hf.rope_fields import scaling_fields
+from megatron.training.config.model_table import yarn_magnitude, yarn_weight
 
 #: Of the norms of low-rank vectors in transformers, whatever rms_norm_eps says.
 LOW_RANK_EPSILON = 1e-6

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.transformer import RopeConfig
 from megatron.hf.fields import Fields
+from megatron.training.config.model_table import yarn_magnitude
 
 
 def read_rope(
@@ -81,18 +81,6 @@ def scaling_fields(fields: Fields) -> Fields:
     """Return the object that says how frequencies are scaled, which may be empty."""
     chosen = fields.inner("rope_scaling") or fields.inner("rope_parameters")
     return chosen or Fields({}, fields.where, prefix="rope_parameters.")
-
-
-def yarn_magnitude(factor: float, weight: float) -> float:
-    """Return what yarn multiplies by: 0.1 weight ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
-    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
-
-
-def yarn_weight(square: float, factor: float) -> float:
-    """Return the weight whose magnitude has this square; 0 where none has, or nothing is scaled."""
-    if square <= 1.0 or factor <= 1.0:
-        return 0.0
-    return round((math.sqrt(square) - 1.0) / (0.1 * math.log(factor)), 9)
 
 
 def write_rope(rope: RopeConfig | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a run's options to the configs of the core: the model, the optimizer and their schedules."""
+"""From a run's options to the configs of the core, without the model: the optimizer, its schedules,
+what is computed again and where."""
 
 from __future__ import annotations
 
@@ -12,10 +13,7 @@ import torch
 from megatron.core.backend import LOCAL, Backend
 from megatron.core.context_parallel.choice import AttentionShape
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import DENSE
 from megatron.core.models.stages import StageSplit
-from megatron.core.ops.rope import RopeScaling
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import (
     ConstantLossScaler,
@@ -28,135 +26,19 @@ from megatron.core.optimizer.schedule import (
     LearningRateSchedule,
     WeightDecaySchedule,
 )
-from megatron.core.transformer import (
-    AttentionConfig,
-    LatentAttentionConfig,
-    MLPConfig,
-    NormConfig,
-    Recompute,
-    RopeConfig,
-)
+from megatron.core.transformer import AttentionConfig, Recompute
 from megatron.training.config import Config
-from megatron.training.config.expert_layers import expert_layers
-from megatron.training.config.layer_pattern import depths, has, has_attention, is_hybrid
+from megatron.training.config.model_table import part_config
 from megatron.training.config.resolve import Run
 from megatron.training.config.stages import schedule_name, stage_split
 from megatron.training.config.values import name_factors
-from megatron.training.expert_options import (
-    activation,
-    latent_config,
-    moe_config,
-    yarn_attention_factor,
-)
-from megatron.training.hybrid_options import hybrid_fields
-
-
-def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
-    """Return the model that resolved options describe.
-
-    Args:
-        vocab_size: without padding.
-    """
-    model = config.model
-    return GPTConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        vocab_size=vocab_size,
-        attention=attention_config(config),
-        mlp=_mlp(config),
-        norm=NormConfig(
-            kind=model.normalization,
-            epsilon=model.norm_epsilon,
-            zero_centered=model.apply_layernorm_1p,
-        ),
-        rope=_rope(config),
-        tied=not model.untie_embeddings_and_output_weights,
-        hidden_dropout=model.hidden_dropout,
-        init_std=model.init_method_std,
-        moe=moe_config(config),
-        ffn_pattern=expert_layers(config),
-        mtp_num_layers=depths(config),
-        mtp_loss_factor=config.training.mtp_loss_scaling_factor,
-        **hybrid_fields(config),
-    )
-
-
-def _mlp(config: Config) -> MLPConfig | None:
-    """Return the shape of MLPs; None for a hybrid that has none."""
-    model = config.model
-    if is_hybrid(config) and not has(config, DENSE):
-        return None
-    assert model.ffn_hidden_size is not None, "the config must be resolved"
-    return MLPConfig(
-        ffn_hidden_size=model.ffn_hidden_size,
-        gated=model.swiglu,
-        activation=activation(config),
-        bias=not model.disable_bias_linear or model.add_mlp_bias,
-    )
-
-
-def attention_config(config: Config) -> AttentionConfig | LatentAttentionConfig | None:
-    """Return the shape of attention that resolved options describe; None where there is none."""
-    model, chosen = config.model, config.attention
-    if not has_attention(config):
-        return None
-    if chosen.multi_latent_attention:
-        return latent_config(config)
-    assert model.num_query_groups is not None, "the config must be resolved"
-    assert model.num_attention_heads is not None
-    assert model.kv_channels is not None
-    biases = not model.disable_bias_linear
-    return AttentionConfig(
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        qkv_bias=biases or model.add_qkv_bias,
-        output_bias=biases or model.add_attention_output_bias,
-        qk_norm=chosen.qk_layernorm,
-        dropout=chosen.attention_dropout,
-        window=chosen.window_size,
-        sinks=chosen.softmax_type == "learnable",
-        output_gate=chosen.attention_output_gate,
-    )
-
-
-def _rope(config: Config) -> RopeConfig | None:
-    position = config.position
-    if position.position_embedding_type == "none":
-        return None
-    scaling = None
-    if position.rotary_seq_len_interpolation_factor is not None:
-        scaling = RopeScaling(kind="linear", factor=position.rotary_seq_len_interpolation_factor)
-    elif position.use_rope_scaling:
-        scaling = RopeScaling(
-            kind="llama3",
-            factor=position.rope_scaling_factor,
-            low_freq_factor=position.rope_scaling_low_freq_factor,
-            high_freq_factor=position.rope_scaling_high_freq_factor,
-            original_max_position=position.rope_scaling_original_max_position,
-        )
-    elif position.position_embedding_type == "yarn":
-        scaling = RopeScaling(
-            kind="yarn",
-            factor=position.yarn_rotary_scaling_factor,
-            original_max_position=position.yarn_original_max_position_embeddings,
-            beta_fast=position.yarn_beta_fast,
-            beta_slow=position.yarn_beta_slow,
-            attention_factor=yarn_attention_factor(config),
-        )
-    return RopeConfig(
-        base=position.rotary_base,
-        percent=position.rotary_percent,
-        interleaved=position.rotary_interleaved,
-        scaling=scaling,
-    )
 
 
 def attention_shape(run: Run) -> AttentionShape | None:
     """Return what one rank attends of a microbatch; None without attention."""
     parallel, training = run.config.parallel, run.config.training
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    attention = attention_config(run.config)
+    attention = part_config(run.config, "attention")
     if attention is None:
         return None
     if isinstance(attention, AttentionConfig):

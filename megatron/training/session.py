@@ -24,6 +24,7 @@ from megatron.hf.read_weights import left_out, read_weights
 from megatron.training.checkpoint_io import RunFacts, load_run
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import saved_options
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.config.values import require_all
 from megatron.training.cpu_matmul import CpuMatmul
@@ -37,7 +38,6 @@ from megatron.training.full_iteration import FullIterationGraph
 from megatron.training.gpt_options import (
     backend,
     data_parallel_config,
-    gpt_config,
     loss_scaler,
     optimizer_config,
     pipeline_order,

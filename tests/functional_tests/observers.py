@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import Solo
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import gpt_options, pretraining, run_groups, saves, session
+from megatron.training.config import model_table
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.data import data_sets
 from megatron.training.data.vocabulary import Vocabulary
@@ -78,7 +79,7 @@ def plan(argv: list[str], world: int) -> Any:
     vocab_size = run.config.tokenizer.vocab_size or 61
     return {
         "run": {k: v for k, v in vars(run).items() if k != "config"},
-        "model": repr(gpt_options.gpt_config(run.config, vocab_size)),
+        "model": repr(model_table.gpt_config(run.config, vocab_size)),
         "made with": _model_arguments(run, vocab_size),
         "padded": padded_vocab_size(run.config, vocab_size),
         "dtype": gpt_options.weight_dtype(run.config),
@@ -103,7 +104,7 @@ def _order(run: Run) -> Any:
 
 def _cuts(run: Run, vocab_size: int) -> Any:
     place: Any = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
-    model = gpt_options.gpt_config(run.config, vocab_size)
+    model = model_table.gpt_config(run.config, vocab_size)
     cuts = packed_cuts(run, place, model)
     return None if cuts is None else _plain(vars(cuts))
 

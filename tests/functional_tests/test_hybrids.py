@@ -15,10 +15,10 @@ import pytest
 from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
 from megatron.core.models.gpt import GPTConfig
+from megatron.training.config.model_table import gpt_config
 from megatron.training.data.corpus import build_corpus
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.exit_codes import ExitCode
-from megatron.training.gpt_options import gpt_config
 from megatron.training.launch import Launch
 from megatron.training.preprocess_data import preprocess
 from megatron.training.pretrain_gpt import read_run

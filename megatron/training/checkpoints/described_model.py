@@ -10,9 +10,9 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.training.checkpoints.options import ConvertToNativeConfig
 from megatron.training.config import Config
 from megatron.training.config.check import check
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.data.vocabulary import read_vocabulary
-from megatron.training.gpt_options import gpt_config
 from megatron.training.options.schema import build, flatten, options
 
 _SECTIONS = ("model", "attention", "position", "experts", "tokenizer")

@@ -86,10 +86,10 @@ def problems(config: Config) -> Iterator[str]:
     if config.position.position_embedding_type == "none":
         yield f"--position-embedding-type none does not go with {flag}: use rope or yarn"
     # Not above: the options of other models must not wait for torch.
-    from megatron.training.expert_options import latent_config
+    from megatron.training.config.model_table import part_config
 
     parallel = config.parallel
-    latent = latent_config(config)
+    latent = part_config(config, "attention")
     for problem in latent.problems(
         parallel.tensor_model_parallel_size,
         cp=parallel.context_parallel_size,

@@ -88,12 +88,11 @@ def problems(config: Config, world_size: int) -> Iterator[str]:
     yield from _layout(config, world_size)
     yield from _switches(config)
     # Not above: the options of a model without experts must not wait for torch.
-    from megatron.training.expert_options import moe_config
+    from megatron.training.config.model_table import part_config
 
     parallel = config.parallel
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    moe = moe_config(config)
-    assert moe is not None
+    moe = part_config(config, "moe")
     source = config.checkpoint
     # A run that starts from weights takes their router as it is.
     given = source.load_hf or source.pretrained_checkpoint or source.use_checkpoint_args

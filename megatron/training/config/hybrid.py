@@ -77,7 +77,7 @@ def mamba_heads(config: Config) -> int:
 def problems(config: Config) -> Iterator[str]:
     """Name what is wrong with the shapes of recurrent blocks, each with its mend."""
     # Not above: they are made of a whole config.
-    from megatron.training.hybrid_options import recurrent_shapes
+    from megatron.training.config.model_table import recurrent_shapes
 
     hybrid, parallel, width = config.hybrid, config.parallel, 2 * config.model.hidden_size
     yield from _splits(config)

@@ -14,9 +14,9 @@ from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.ssm.choice import explain as explain_linear
 from megatron.core.ssm.choice import linear_shape
 from megatron.training.config import Config
+from megatron.training.config.model_table import recurrent_shapes
 from megatron.training.config.resolve import Run
 from megatron.training.gpt_options import attention_shape, weight_dtype
-from megatron.training.hybrid_options import recurrent_shapes
 from megatron.training.packed_cuts import PackedCuts
 
 

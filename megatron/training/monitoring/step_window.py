@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import Run
 from megatron.training.failures.replay import Doubt
-from megatron.training.gpt_options import gpt_config
 from megatron.training.monitoring.flops import (
     flops_per_square,
     training_flops,

@@ -4,7 +4,7 @@
 import pytest
 
 from megatron.hf.config_json import check_exportable
-from megatron.training.gpt_options import gpt_config
+from megatron.training.config.model_table import gpt_config
 from megatron.training.launch import Launch
 from megatron.training.pretrain_gpt import read_run
 

@@ -16,15 +16,15 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf import transformers_logits
 from megatron.hf.config_json import function_of, write_config
-from megatron.hf.defaults import model_options
+from megatron.hf.defaults import folder_options
 from megatron.hf.folder import open_folder
 from megatron.hf.model_config import read_model
 from megatron.hf.read_weights import read_weights
 from megatron.hf.transformers_logits import compare_logits
 from megatron.training.config import Config
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.exit_codes import ExitCode
-from megatron.training.gpt_options import gpt_config
 from megatron.training.options.schema import build
 from tests.support.hf_converter import checkpoint_model, convert, tensors
 from tests.support.hf_folders import (
@@ -94,7 +94,7 @@ def test_flags_describe_the_model_of_a_folder(case: str) -> None:
     config = make_model(case).config.to_dict()
     model = read_model(config, where="config.json")
     required = {"seq-length": 16, "micro-batch-size": 1, "train-iters": 1, "lr": 1e-3}
-    given = {**model_options(model), **required, "mock-data": True}
+    given = {**folder_options(model), **required, "mock-data": True}
     run = resolve(build(Config, given), 1)
     assert function_of(gpt_config(run.config, VOCABULARY)) == function_of(model.config)
 

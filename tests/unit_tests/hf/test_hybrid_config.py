@@ -12,11 +12,11 @@ import torch
 
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.config_json import differences, function_of, write_config
-from megatron.hf.defaults import model_options
+from megatron.hf.defaults import folder_options
 from megatron.hf.model_config import read_model
 from megatron.training.config import Config
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.gpt_options import gpt_config
 from megatron.training.options.schema import build
 
 #: What the hub's files of each architecture have, at a small size.
@@ -175,7 +175,7 @@ def test_what_is_refused_is_named(fields: dict[str, Any], changes: dict[str, Any
 def test_flags_describe_the_model_and_config_json_says_it_again(fields: dict[str, Any]):
     model = read_model(fields, where="config.json")
     required = {"seq-length": 16, "micro-batch-size": 1, "train-iters": 1, "lr": 1e-3}
-    options = {name: value for name, value in model_options(model).items() if value is not None}
+    options = {name: value for name, value in folder_options(model).items() if value is not None}
     run = resolve(build(Config, {**options, **required, "mock-data": True}), 1)
     made = gpt_config(run.config, model.config.vocab_size)
     found = differences(model.config, made)

@@ -16,8 +16,9 @@ from megatron.core.context_parallel.index_maps import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.training.config.check import check
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.gpt_options import backend, gpt_config
+from megatron.training.gpt_options import backend
 from megatron.training.layouts import Layouts
 from megatron.training.monitoring.context_line import context_line, context_words, cut_line
 from megatron.training.monitoring.flops import training_flops, visible_square

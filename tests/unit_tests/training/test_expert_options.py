@@ -15,8 +15,9 @@ from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.check import check
 from megatron.training.config.expert_layers import read_frequency, write_frequency
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.gpt_options import backend, gpt_config
+from megatron.training.gpt_options import backend
 from megatron.training.gpt_options import split as stage_split
 from megatron.training.options.schema import build, flatten, options
 from megatron.training.options.yaml_file import read_options, write_options

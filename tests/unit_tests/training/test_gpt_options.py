@@ -13,10 +13,10 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import MuonConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler
 from megatron.core.process_groups import RankGrid
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import (
     data_parallel_config,
-    gpt_config,
     learning_rate_schedule,
     loss_scaler,
     optimizer_config,

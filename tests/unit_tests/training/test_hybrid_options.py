@@ -20,9 +20,10 @@ from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.training.config import checkpoint_options
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.config.stages import stage_split
-from megatron.training.gpt_options import backend, gpt_config, split
+from megatron.training.gpt_options import backend, split
 from megatron.training.launch import Launch
 from megatron.training.layouts import Layouts
 from megatron.training.monitoring.context_line import context_line, linear_lines

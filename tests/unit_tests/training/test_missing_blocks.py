@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.gpt_options import gpt_config
 from megatron.training.launch import Launch
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID

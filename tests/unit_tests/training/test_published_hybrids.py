@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.models import hybrid
-from megatron.training.gpt_options import gpt_config
+from megatron.training.config.model_table import gpt_config
 from megatron.training.launch import Launch
 from megatron.training.monitoring.expert_line import parameters
 from megatron.training.pretrain_gpt import read_run

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of a model: the one table between its flags and `GPTConfig`, read both ways.
+
+`gpt_config` makes the model of resolved options, `model_options` the options of a model, which
+`gpt_config` makes into the same model again. A new field of the core's configs is a field of a
+class of options, with its default and help, and one row here.
+
+A row without functions passes a value as it is. `to` is told all options where a field follows from
+several; `back` leaves a flag out where the model is as without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.models.pattern import DELTA_NET, DENSE, EXPERTS, FURTHER, MAMBA
+from megatron.training.config.expert_layers import expert_layers
+from megatron.training.config.hybrid import mamba_heads
+from megatron.training.config.layer_pattern import depths, has, has_attention, is_hybrid, written
+from megatron.training.config.table import (
+    LEFT_OUT,
+    Part,
+    Row,
+    Table,
+    build,
+    constant,
+    describe,
+    negated,
+    opposite,
+    unless,
+)
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTConfig
+    from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+    from megatron.training.config import Config
+
+
+class Flags:
+    """The values of all options by name, and their config.
+
+    Args:
+        config: the options.
+        given: values that stand for those of the config.
+    """
+
+    def __init__(self, config: Config, **given: Any) -> None:
+        self.config = config
+        sections = [vars(section) for section in vars(config).values()]
+        self._values = {name: value for found in sections for name, value in found.items()} | given
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name.replace("-", "_")]
+
+
+def gpt_config(config: Config, vocab_size: int) -> GPTConfig:
+    """Return the model that resolved options describe.
+
+    Args:
+        vocab_size: without padding.
+    """
+    model: GPTConfig = build(MODEL, Flags(config, vocab_size=vocab_size))
+    return model
+
+
+def part_config(config: Config, path: str) -> Any:
+    """Return the part of the model at a path in `GPTConfig`, None where it has none.
+
+    Options need not be resolved where the part derives what is not given.
+    """
+    return build(MODEL, Flags(config), at=path)
+
+
+def recurrent_shapes(config: Config) -> dict[str, GatedDeltaNetConfig | Mamba2Config]:
+    """Return the shapes of the recurrent blocks that there are, by what they are called."""
+    names = {"delta_net": "gated delta net", "mamba": "Mamba-2"}
+    found = {name: part_config(config, path) for path, name in names.items()}
+    return {name: shape for name, shape in found.items() if shape is not None}
+
+
+def model_options(config: GPTConfig) -> dict[str, Any]:
+    """Return the options that describe a model, by name; `gpt_config` makes it of them again."""
+    return describe(MODEL, config)
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """Return what yarn multiplies by: 0.1 weight ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
+
+
+def yarn_weight(square: float, factor: float) -> float:
+    """Return the weight whose magnitude has this square; 0 where none has, or nothing is scaled."""
+    if square <= 1.0 or factor <= 1.0:
+        return 0.0
+    return round((math.sqrt(square) - 1.0) / (0.1 * math.log(factor)), 9)
+
+
+# --- What follows from several options, or from several fields ------------------------------------
+
+
+def _biased(flags: Flags, name: str) -> bool:
+    return flags[name] or not flags["disable-bias-linear"]
+
+
+def _all_biases(config: GPTConfig) -> bool:
+    """Return whether attention and MLPs have all biases that they can have."""
+    attention, mlp = config.attention, config.mlp
+    biases = [getattr(attention, name, False) for name in ("qkv_bias", "output_bias")]
+    return all(biases) and mlp is not None and mlp.bias
+
+
+def _own_bias(biased: bool, config: GPTConfig) -> bool:
+    return biased and not _all_biases(config)
+
+
+def _activation(flags: Flags, name: str) -> str:
+    if flags["swiglu"]:
+        return "silu"
+    return "squared_relu" if flags["squared-relu"] else "gelu"
+
+
+def _squared_relu(activation: str, config: GPTConfig) -> Any:
+    return True if activation == "squared_relu" else LEFT_OUT
+
+
+def _pattern(flags: Flags, name: str) -> str:
+    pattern = written(flags.config)
+    return pattern.blocks if pattern is not None and is_hybrid(flags.config) else ""
+
+
+def _depth_pattern(flags: Flags, name: str) -> str:
+    pattern = written(flags.config)
+    if pattern is None or (not is_hybrid(flags.config) and pattern.further == pattern.blocks[-2:]):
+        return ""  # as it is without a word
+    return pattern.further
+
+
+def _written_pattern(pattern: str, config: GPTConfig) -> Any:
+    own = config.mtp_pattern not in ("", config.blocks[-2:])
+    if not (pattern or own):
+        return LEFT_OUT
+    return config.blocks + (FURTHER + config.depth_blocks) * config.mtp_num_layers
+
+
+def _depths(count: int, config: GPTConfig) -> Any:
+    return LEFT_OUT if config.pattern or not count else count
+
+
+def _frequency(ffn_pattern: str, config: GPTConfig) -> Any:
+    if config.moe is None or not ffn_pattern:
+        return LEFT_OUT
+    return ",".join("01"[ffn == EXPERTS] for ffn in ffn_pattern)
+
+
+def _has_sinks(flags: Flags, name: str) -> bool:
+    return bool(flags[name] == "learnable")
+
+
+def _softmax(sinks: bool, config: GPTConfig) -> Any:
+    return "learnable" if sinks else LEFT_OUT
+
+
+def _scaling(kind: str, when: Callable[[Flags], bool]) -> Part:
+    return Part("rope.scaling", "ops.rope:RopeScaling", when, {"kind": kind})
+
+
+def _position(config: GPTConfig, _: GPTConfig) -> str:
+    if config.rope is None:
+        return "none"
+    scaling = config.rope.scaling
+    return "yarn" if scaling is not None and scaling.kind == "yarn" else "rope"
+
+
+def _is_latent(flags: Flags) -> bool:
+    return has_attention(flags.config) and flags["multi-latent-attention"]
+
+
+def _scale_factor(flags: Flags, name: str) -> float:
+    """Return the factor of the softmax scale, which yarn's growth of all features squares to."""
+    if flags["position-embedding-type"] != "yarn":
+        return 1.0
+    return yarn_magnitude(flags["yarn-rotary-scaling-factor"], flags[name]) ** 2
+
+
+def _scale_weight(scale_factor: float, config: GPTConfig) -> Any:
+    if _position(config, config) != "yarn":
+        return LEFT_OUT
+    return yarn_weight(scale_factor, config.rope.scaling.factor)  # type: ignore[union-attr]
+
+
+def _attention_factor(flags: Flags, name: str) -> float | None:
+    """Return what yarn multiplies cosine and sine by; None leaves that to its own rule.
+
+    With latent attention the softmax scale has a part of the growth already.
+    """
+    if flags[name] is not None or not flags["multi-latent-attention"]:
+        given: float | None = flags[name]
+        return given
+    grown, all_grown = (
+        yarn_magnitude(flags["yarn-rotary-scaling-factor"], flags[weight])
+        for weight in ("mscale", "mscale-all-dim")
+    )
+    return grown / all_grown
+
+
+def _written_factor(factor: float | None, config: GPTConfig) -> float | None:
+    assert config.rope is not None
+    assert config.rope.scaling is not None
+    latent = hasattr(config.attention, "scale_factor")
+    return config.rope.scaling.magnitude if latent else factor
+
+
+def _limits(flags: Flags, name: str) -> tuple[float, float]:
+    least, *most = flags[name] or (0.0,)
+    return least, most[0] if most else math.inf
+
+
+def _written_limits(limits: tuple[float, float], config: GPTConfig) -> Any:
+    if limits == (0.0, math.inf):
+        return LEFT_OUT
+    return limits[:1] if limits[1] == math.inf else limits
+
+
+def _or(default: Callable[[Flags], Any]) -> Callable[[Flags, str], Any]:
+    """Return what derives a field where its flag is not given."""
+    return lambda flags, name: default(flags) if flags[name] is None else flags[name]
+
+
+def _candidates(flags: Flags, name: str) -> int:
+    return max(1, flags["moe-router-topk"] // (flags["moe-router-group-topk"] or 1))
+
+
+def _balance(flags: Flags, name: str) -> str:
+    return flags[name] if flags["moe-aux-loss-coeff"] > 0 else "none"
+
+
+def _written_balance(balance: str, config: GPTConfig) -> Any:
+    return LEFT_OUT if balance in ("none", "aux_loss") else balance
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+_PARTS = {
+    "": Part("", "models.gpt:GPTConfig"),
+    "norm": Part("norm", "transformer:NormConfig"),
+    "mlp": Part(
+        "mlp", "transformer:MLPConfig", lambda f: not is_hybrid(f.config) or has(f.config, DENSE)
+    ),
+    "latent": Part("attention", "transformer:LatentAttentionConfig", _is_latent),
+    "attention": Part(
+        "attention", "transformer:AttentionConfig", lambda f: has_attention(f.config)
+    ),
+    "rope": Part(
+        "rope", "transformer:RopeConfig", lambda f: f["position-embedding-type"] != "none"
+    ),
+    "linear": _scaling("linear", lambda f: f["rotary-seq-len-interpolation-factor"] is not None),
+    "llama3": _scaling("llama3", lambda f: f["use-rope-scaling"]),
+    "yarn": _scaling("yarn", lambda f: f["position-embedding-type"] == "yarn"),
+    "moe": Part("moe", "moe:MoEConfig", lambda f: f["num-experts"] is not None),
+    "router": Part("moe.router", "moe:RouterConfig"),
+    "delta_net": Part(
+        "delta_net", "ssm.config:GatedDeltaNetConfig", lambda f: has(f.config, DELTA_NET)
+    ),
+    "mamba": Part("mamba", "ssm.config:Mamba2Config", lambda f: has(f.config, MAMBA)),
+}
+
+MODEL = Table(
+    _PARTS,
+    (
+        Row("num-layers", "num_layers"),
+        Row("hidden-size", "hidden_size"),
+        Row("normalization", "norm.kind"),
+        Row("norm-epsilon", "norm.epsilon"),
+        Row("untie-embeddings-and-output-weights", "tied", negated, opposite),
+        Row("hidden-dropout", "hidden_dropout"),
+        Row("init-method-std", "init_std"),
+        Row("vocab-size", "vocab_size"),
+        Row("disable-bias-linear", "", back=lambda model, _: not _all_biases(model)),
+        # MLPs, and what they share with experts
+        Row("swiglu", "mlp.gated"),
+        Row("squared-relu", "mlp.activation", _activation, _squared_relu),
+        Row("swiglu", "moe.gated"),
+        Row("squared-relu", "moe.activation", _activation, _squared_relu),
+        Row("ffn-hidden-size", "mlp.ffn_hidden_size"),
+        Row("add-mlp-bias", "mlp.bias", _biased, _own_bias),
+        # Latent attention
+        Row("num-attention-heads", "latent.num_attention_heads"),
+        Row("attention-dropout", "latent.dropout"),
+        Row("multi-latent-attention", "latent.", back=constant(True)),
+        Row("q-lora-rank", "latent.q_lora_rank"),
+        Row("kv-lora-rank", "latent.kv_lora_rank"),
+        Row("qk-head-dim", "latent.nope_channels"),
+        Row("qk-pos-emb-head-dim", "latent.rope_channels"),
+        Row("v-head-dim", "latent.value_channels"),
+        Row("mscale-all-dim", "latent.scale_factor", _scale_factor, _scale_weight),
+        # Attention
+        Row("num-attention-heads", "attention.num_attention_heads"),
+        Row("attention-dropout", "attention.dropout"),
+        Row("attention-output-gate", "attention.output_gate", back=unless(False)),
+        Row("group-query-attention", "attention.", back=constant(True)),
+        Row("num-query-groups", "attention.num_query_groups"),
+        Row("kv-channels", "attention.kv_channels"),
+        Row("qk-layernorm", "attention.qk_norm"),
+        Row("add-qkv-bias", "attention.qkv_bias", _biased, _own_bias),
+        Row("add-attention-output-bias", "attention.output_bias", _biased, _own_bias),
+        Row("window-size", "attention.window", back=unless(None)),
+        Row("softmax-type", "attention.sinks", _has_sinks, _softmax),
+        # Experts and further prediction
+        Row("mtp-num-layers", "mtp_num_layers", lambda f, _: depths(f.config), _depths),
+        Row("mtp-loss-scaling-factor", "mtp_loss_factor", back=unless(0.1)),
+        Row("moe-layer-freq", "ffn_pattern", lambda f, _: expert_layers(f.config), _frequency),
+        Row("num-experts", "moe.num_experts"),
+        Row(
+            "moe-ffn-hidden-size",
+            "moe.ffn_hidden_size",
+            _or(lambda f: f.config.model.inner_features),
+        ),
+        Row("moe-expert-capacity-factor", "moe.capacity_factor", back=unless(None)),
+        Row("moe-token-drop-policy", "moe.drop_policy", back=unless("probs")),
+        Row("moe-shared-expert-intermediate-size", "moe.shared_ffn_hidden_size"),
+        Row("moe-shared-expert-gate", "moe.shared_gate"),
+        Row("moe-router-topk", "router.topk"),
+        Row("moe-router-score-function", "router.score_function"),
+        Row("moe-router-pre-softmax", "router.normalize", negated, opposite),
+        Row("moe-router-num-groups", "router.num_groups"),
+        Row("moe-router-group-topk", "router.group_topk"),
+        Row("", "router.group_candidates", _candidates),
+        Row("moe-router-topk-scaling-factor", "router.scaling_factor", _or(constant(1.0))),
+        Row("moe-router-enable-expert-bias", "router.expert_bias"),
+        Row("moe-router-bias-update-rate", "router.bias_update_rate", back=unless(1e-3)),
+        Row("moe-router-load-balancing-type", "router.balance", _balance, _written_balance),
+        Row("moe-aux-loss-coeff", "router.aux_loss_coeff", back=unless(0.0)),
+        Row("moe-z-loss-coeff", "router.z_loss_coeff", back=unless(0.0)),
+        Row("moe-input-jitter-eps", "router.jitter", back=unless(0.0)),
+        # Positions
+        Row("position-embedding-type", "", back=_position),
+        Row("rotary-base", "rope.base"),
+        Row("rotary-percent", "rope.percent"),
+        Row("rotary-interleaved", "rope.interleaved", back=unless(False)),
+        Row("rotary-seq-len-interpolation-factor", "linear.factor"),
+        Row("use-rope-scaling", "llama3.", back=constant(True)),
+        Row("rope-scaling-factor", "llama3.factor"),
+        Row("rope-scaling-low-freq-factor", "llama3.low_freq_factor"),
+        Row("rope-scaling-high-freq-factor", "llama3.high_freq_factor"),
+        Row("rope-scaling-original-max-position", "llama3.original_max_position"),
+        Row("yarn-rotary-scaling-factor", "yarn.factor"),
+        Row("yarn-original-max-position-embeddings", "yarn.original_max_position"),
+        Row("yarn-beta-fast", "yarn.beta_fast"),
+        Row("yarn-beta-slow", "yarn.beta_slow"),
+        Row("yarn-attention-factor", "yarn.attention_factor", _attention_factor, _written_factor),
+        # Hybrids
+        Row("hybrid-layer-pattern", "pattern", _pattern, _written_pattern),
+        Row("", "mtp_pattern", _depth_pattern),
+        Row("apply-layernorm-1p", "norm.zero_centered", back=unless(False)),
+        Row("linear-num-key-heads", "delta_net.num_key_heads"),
+        Row("linear-num-value-heads", "delta_net.num_value_heads"),
+        Row("linear-key-head-dim", "delta_net.key_channels"),
+        Row("linear-value-head-dim", "delta_net.value_channels"),
+        Row("linear-conv-kernel-dim", "delta_net.conv_width"),
+        Row("mamba-num-heads", "mamba.num_heads", lambda f, _: mamba_heads(f.config)),
+        Row("mamba-head-dim", "mamba.head_channels"),
+        Row("mamba-state-dim", "mamba.state_channels"),
+        Row("mamba-num-groups", "mamba.num_groups"),
+        Row("mamba-norm-groups", "mamba.norm_groups", back=lambda _, c: c.mamba.normed_groups),
+        Row("mamba-conv-kernel-dim", "mamba.conv_width"),
+        Row("mamba-conv-bias", "mamba.conv_bias"),
+        Row("add-mamba-bias", "mamba.bias"),
+        Row("mamba-dt-limit", "mamba.dt_limit", _limits, _written_limits),
+    ),
+)

@@ -24,13 +24,12 @@ from megatron.hf.architectures import (
     QWEN3_MOE,
     QWEN3_NEXT,
 )
+from megatron.hf.block_types import blocks_fields
+from megatron.hf.config_table import TABLES
 from megatron.hf.entries import Architecture
-from megatron.hf.expert_fields import write_experts
-from megatron.hf.hybrid_fields import blocks_fields, write_blocks
-from megatron.hf.latent_fields import write_latent, write_scale_factor
 from megatron.hf.model_config import DTYPES, HuggingFaceModel, read_model
-from megatron.hf.rope_fields import write_rope
 from megatron.training.config.model_table import model_options
+from megatron.training.config.table import describe
 
 #: Fields of somebody's config.json that say nothing about the function and may be kept.
 _KEPT = (
@@ -172,21 +171,12 @@ def write_config(
     fields: dict[str, Any] = {
         "architectures": [kind.class_name],
         "model_type": kind.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "tie_word_embeddings": config.tied,
-        "initializer_range": config.init_std,
         "max_position_embeddings": max_length,
         "torch_dtype": name,
         "bos_token_id": None,
         "eos_token_id": _one_or_all(end_tokens),
-        **(_block_fields(config) if kind.blocks_per_layer == 1 else _layer_fields(config)),
-        **_attention_fields(config, kind),
-        **write_experts(kind, config),
-        **write_blocks(kind, config),
+        **_nested(describe(TABLES[kind.model_type], config)),
     }
-    if "mlp_bias" in kind.fields and config.mlp is not None:
-        fields["mlp_bias"] = config.mlp.bias
     fields.update({key: base[key] for key in _KEPT if base is not None and key in base})
     if max_length is None:
         del fields["max_position_embeddings"]
@@ -217,51 +207,12 @@ def _flags_of_other(theirs: HuggingFaceModel, config: GPTConfig) -> str:
     return f": train it with {', '.join(flags)}" if flags else ""
 
 
-def _layer_fields(config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of a model whose layers are a mixer and what follows it."""
-    found: dict[str, Any] = {
-        "num_hidden_layers": config.num_layers,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm.epsilon,
-        **write_rope(config.rope),
-    }
-    inner = config.mlp or config.moe
-    return found if inner is None else {**found, "intermediate_size": inner.ffn_hidden_size}
-
-
-def _block_fields(config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of a model whose layers are one block."""
-    found: dict[str, Any] = {"layer_norm_epsilon": config.norm.epsilon}
-    if DENSE in config.blocks or EXPERTS in config.blocks:
-        found["mlp_hidden_act"] = "relu2"
-    if config.mlp is not None:
-        found["intermediate_size"] = config.mlp.ffn_hidden_size
-    return found
-
-
-def _attention_fields(config: GPTConfig, kind: Architecture) -> dict[str, Any]:
-    """Return the fields of attention."""
-    attention = config.attention
-    if attention is None:
-        return {}
-    found: dict[str, Any] = {
-        "num_attention_heads": attention.num_attention_heads,
-        "attention_dropout": 0.0,
-    }
-    if isinstance(attention, LatentAttentionConfig):
-        found |= write_latent(attention, config.rope)
-        scaling = write_rope(config.rope).get("rope_scaling")
-        if scaling is not None:
-            found["rope_scaling"] = {**scaling, **write_scale_factor(attention, config.rope)}
-        return found
-    found |= {
-        "num_key_value_heads": attention.num_query_groups,
-        "head_dim": attention.kv_channels,
-    }
-    if "attention_bias" in kind.fields:
-        found["attention_bias"] = attention.qkv_bias
-    if kind is QWEN3_NEXT and config.rope is not None:
-        found["partial_rotary_factor"] = config.rope.percent
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields with those of objects, which have a dot in their names, inside these."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        outer, _, inner = name.rpartition(".")
+        found[outer or name] = {**(found.get(outer) or {}), inner: value} if outer else value
     return found
 
 

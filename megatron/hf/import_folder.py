@@ -29,8 +29,8 @@ from megatron.core.untrusted_files import (
     read_regular,
     replace_file,
 )
-from megatron.hf.defaults import folder_options
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
+from megatron.hf.folder_options import folder_options
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import MappedTensor
 from megatron.hf.read_weights import check_copies, check_tensors

@@ -12,53 +12,17 @@ from typing import Any
 import torch
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, MAMBA
-from megatron.core.transformer import (
-    AttentionConfig,
-    LatentAttentionConfig,
-    MLPConfig,
-    NormConfig,
-)
-from megatron.hf.architectures import (
-    ARCHITECTURES,
-    DEEPSEEK_V3,
-    MAMBA2,
-    MIXTRAL,
-    NEMOTRON_H,
-    QWEN3_NEXT,
-)
+from megatron.hf.architectures import ARCHITECTURES, MIXTRAL, NEMOTRON_H
+from megatron.hf.config_table import TABLES, ModelFields
 from megatron.hf.entries import Architecture
-from megatron.hf.expert_fields import read_experts, read_nemotron_experts
 from megatron.hf.fields import Fields
 from megatron.hf.folder import CONFIG, HuggingFaceFolder
-from megatron.hf.hybrid_fields import (
-    blocks_fields,
-    read_block_types,
-    read_delta_net,
-    read_mamba,
-    read_mixer_types,
-)
-from megatron.hf.latent_fields import read_latent
-from megatron.hf.rope_fields import read_rope
 from megatron.hf.tensor_map import holds_further
+from megatron.training.config.table import build
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
-
-#: Layers, heads or experts of all layers together, and layers of further prediction, that no model
-#: has as many of. A part of a tensor takes some 1 KB of memory while a folder is read.
-MAX_LAYERS, MAX_PARTS, MAX_FURTHER = 10_000, 1 << 18, 64
-_COUNTS = (
-    "num_attention_heads",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "linear_num_key_heads",
-)
-
-#: Of a head's features in Qwen3-Next that rotate, where config.json does not say.
-ROTARY_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,127 +68,18 @@ def read_model(raw: Mapping[str, Any], *, where: str, further: bool = False) -> 
         ValueError: an architecture or a value that is not supported; it names the field.
     """
     kind = _kind(Fields(raw, where))
-    fields = Fields(raw, where, defaults=kind.defaults)
-    _check_neutral(fields, kind)
-    max_length = fields.count("max_position_embeddings", 0) or None
-    one_block = kind.blocks_per_layer == 1
-    read = _read_blocks if one_block else _read_layers
-    epsilon = "layer_norm_epsilon" if one_block else "rms_norm_eps"
-    config = GPTConfig(
-        hidden_size=fields.count("hidden_size"),
-        vocab_size=fields.count("vocab_size"),
-        norm=NormConfig(
-            kind="RMSNorm",
-            epsilon=fields.number(epsilon, 1e-6),
-            zero_centered=kind is QWEN3_NEXT,
-        ),
-        tied=fields.flag("tie_word_embeddings", False),
-        init_std=fields.number("initializer_range", 0.02),
-        mtp_num_layers=_depth(fields) if further and kind.further else 0,
-        **read(kind, fields, max_length),
-    )
+    _check_neutral(Fields(raw, where, defaults=kind.defaults), kind)
+    fields = ModelFields(raw, where, kind=kind, further=further)
+    try:
+        config = build(TABLES[kind.model_type], fields)
+    except ValueError as error:
+        told = str(error)  # what the core's configs refuse is of no file
+        raise ValueError(told if told.startswith(where) else f"{where}: {told}") from None
     if problems := config.problems():
         raise ValueError(f"{where}: {'; '.join(problems)}")
-    return HuggingFaceModel(kind=kind, config=config, max_length=max_length, dtype=_dtype(fields))
-
-
-def _read_layers(kind: Architecture, fields: Fields, max_length: int | None) -> dict[str, Any]:
-    """Return the fields of `GPTConfig` of a model whose layers are a mixer and what follows it."""
-    num_layers = _layers(fields)
-    moe, ffn = read_experts(kind, fields, num_layers)
-    interleaved = kind is DEEPSEEK_V3 and fields.flag("rope_interleave", True)
-    if kind is not QWEN3_NEXT:
-        return {
-            "num_layers": num_layers,
-            "attention": read_latent(fields) if kind is DEEPSEEK_V3 else _attention(fields, kind),
-            "mlp": _mlp(fields),
-            "rope": read_rope(fields, max_length, interleaved=interleaved),
-            "moe": moe,
-            "ffn_pattern": ffn,
-        }
-    mixers = read_mixer_types(fields, num_layers)
-    attends = ATTENTION in mixers
-    return {
-        **blocks_fields("".join(pair for both in zip(mixers, ffn, strict=True) for pair in both)),
-        "attention": _attention(fields, kind) if attends else None,
-        "delta_net": read_delta_net(fields) if DELTA_NET in mixers else None,
-        "mlp": _mlp(fields) if DENSE in ffn else None,
-        "moe": moe,
-        "rope": read_rope(fields, max_length, percent=ROTARY_SHARE) if attends else None,
-    }
-
-
-def _read_blocks(kind: Architecture, fields: Fields, max_length: int | None) -> dict[str, Any]:
-    """Return the fields of `GPTConfig` of a model whose layers are one block; no positions."""
-    blocks = read_block_types(fields) if kind is NEMOTRON_H else MAMBA * _layers(fields)
-    _check_size(fields, len(blocks), "num_hidden_layers" if kind is MAMBA2 else "layers_block_type")
-    return {
-        **blocks_fields(blocks),
-        "attention": _attention(fields, kind) if ATTENTION in blocks else None,
-        "mlp": _mlp(fields, gated=False, activation="squared_relu") if DENSE in blocks else None,
-        "moe": read_nemotron_experts(fields) if EXPERTS in blocks else None,
-        "mamba": read_mamba(kind, fields) if MAMBA in blocks else None,
-        "rope": None,
-    }
-
-
-def _mlp(fields: Fields, **shape: Any) -> MLPConfig:
-    inner, bias = fields.count("intermediate_size"), fields.flag("mlp_bias", False)
-    return MLPConfig(ffn_hidden_size=inner, bias=bias, **shape)
-
-
-def _depth(fields: Fields) -> int:
-    """Return the layers of further prediction."""
-    name = "num_mtp_layers" if "num_mtp_layers" in fields.raw else "num_nextn_predict_layers"
-    depth = fields.count(name, 0, least=0)
-    if depth > MAX_FURTHER:
-        fields.refuse(name, f"more than {MAX_FURTHER}")
-    return depth
-
-
-def _layers(fields: Fields) -> int:
-    """Return the number of layers, of a model that can be: what is made of it takes memory."""
-    layers = fields.count("num_hidden_layers")
-    _check_size(fields, layers, "num_hidden_layers")
-    return layers
-
-
-def _check_size(fields: Fields, layers: int, name: str) -> None:
-    """Refuse more layers, which the field `name` says, or more of their parts than can be."""
-    if layers > MAX_LAYERS:
-        fields.refuse(name, f"more than {MAX_LAYERS}")
-    for counted in _COUNTS:
-        if fields.find(counted) is not None and fields.count(counted) * layers > MAX_PARTS:
-            fields.refuse(counted, f"with {layers} layers that is more than {MAX_PARTS} in all")
-
-
-def _attention(fields: Fields, kind: Architecture) -> AttentionConfig | LatentAttentionConfig:
-    heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
-    head_dim = _head_dim(fields, kind)
-    if not head_dim:
-        if hidden % heads:
-            fields.refuse("head_dim", "give it, as heads do not divide hidden_size")
-        head_dim = hidden // heads
-    biased = fields.flag("attention_bias", False)
-    return AttentionConfig(
-        num_attention_heads=heads,
-        num_query_groups=fields.count("num_key_value_heads", heads),
-        kv_channels=head_dim,
-        qkv_bias=biased,
-        output_bias=biased,
-        qk_norm=kind.has_query_key_norms,
-        output_gate=kind is QWEN3_NEXT,
+    return HuggingFaceModel(
+        kind=kind, config=config, max_length=fields.max_length, dtype=_dtype(fields)
     )
-
-
-def _head_dim(fields: Fields, kind: Architecture) -> int:
-    """Return the features of a head; 0 where heads share the hidden size."""
-    old = "attention_head_dim"
-    if kind is not NEMOTRON_H or fields.find(old) is None:
-        return fields.count("head_dim", 0)
-    if fields.raw.get("head_dim") not in (None, fields.count(old)):
-        fields.refuse(old, "head_dim is the same field")
-    return fields.count(old)
 
 
 _FOREIGN = re.compile(r"expert|_multiplier$|_scale$|softcap|^n_shared|^moe_|_lora_")

@@ -27,9 +27,9 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
-from megatron.hf.defaults import open_model
 from megatron.hf.export_folder import carried_folder
 from megatron.hf.folder import end_tokens, is_folder
+from megatron.hf.folder_options import open_model
 from megatron.hf.read_weights import read_weights
 from megatron.inference.config import ModelSource
 from megatron.training.cpu_matmul import CpuMatmul

@@ -109,7 +109,7 @@ def _defaults(given: Mapping[str, Any], program: Program) -> dict[str, Any]:
     given."""
     found: dict[str, Any] = {}
     if given.get("load-hf") is not None:
-        from megatron.hf.defaults import folder_defaults
+        from megatron.hf.folder_options import folder_defaults
 
         found = folder_defaults(given)
     found = {**checkpoint_defaults({**given, **found}), **found}

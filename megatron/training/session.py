@@ -18,8 +18,8 @@ from megatron.core.moe.balance import Balance, routers_of
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.weight_groups import check_patterns
 from megatron.hf.config_json import differences, function_of
-from megatron.hf.defaults import open_model
 from megatron.hf.folder import is_folder
+from megatron.hf.folder_options import open_model
 from megatron.hf.read_weights import left_out, read_weights
 from megatron.training.checkpoint_io import RunFacts, load_run
 from megatron.training.config import Config

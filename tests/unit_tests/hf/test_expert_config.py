@@ -24,7 +24,7 @@ from megatron.core.transformer import (
 )
 from megatron.hf.config_json import differences, function_of, write_config
 from megatron.hf.model_config import read_model
-from megatron.hf.rope_fields import yarn_magnitude
+from megatron.training.config.model_table import yarn_magnitude
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,

@@ -16,8 +16,8 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf import transformers_logits
 from megatron.hf.config_json import function_of, write_config
-from megatron.hf.defaults import folder_options
 from megatron.hf.folder import open_folder
+from megatron.hf.folder_options import folder_options
 from megatron.hf.model_config import read_model
 from megatron.hf.read_weights import read_weights
 from megatron.hf.transformers_logits import compare_logits

@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.config_json import differences, function_of, write_config
-from megatron.hf.defaults import folder_options
+from megatron.hf.folder_options import folder_options
 from megatron.hf.model_config import read_model
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config

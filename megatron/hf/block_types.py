@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks a model of config.json has: read as symbols of layer patterns, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.models.pattern import (
+    ATTENTION,
+    DELTA_NET,
+    DENSE,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    ffn_of,
+)
+from megatron.hf.architectures import (
+    DEEPSEEK_V3,
+    MAMBA2,
+    MIXTRAL,
+    NEMOTRON_H,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
+from megatron.hf.entries import Architecture
+from megatron.hf.fields import Fields
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+#: What layers of Nemotron-H are called, by versions of transformers, and what is written.
+_BLOCK_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "mamba": MAMBA,
+        LINEAR: MAMBA,
+        "attention": ATTENTION,
+        FULL: ATTENTION,
+        "mlp": DENSE,
+        "moe": EXPERTS,
+    }
+)
+_MIXER_TYPES: Mapping[str, str] = MappingProxyType({LINEAR: DELTA_NET, FULL: ATTENTION})
+_PATTERN = "hybrid_override_pattern"
+
+#: Layers, heads or experts of all layers together, that no model has as many of. A part of a tensor
+#: takes some 1 KB of memory while a folder is read.
+MAX_LAYERS, MAX_PARTS = 10_000, 1 << 18
+_COUNTS = (
+    "num_attention_heads",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "linear_num_key_heads",
+)
+
+
+def blocks_fields(blocks: str) -> dict[str, Any]:
+    """Return the fields of `GPTConfig` that say which blocks a model has."""
+    ffn = ffn_of(blocks)
+    if ffn is not None:
+        return {"num_layers": len(ffn), "ffn_pattern": ffn}
+    return {"num_layers": len(blocks), "pattern": blocks}
+
+
+def read_blocks(kind: Architecture, fields: Fields) -> str:
+    """Return the symbol of each block.
+
+    Raises:
+        ValueError: a value that is not supported, or more layers than can be; it names the field.
+    """
+    if kind is NEMOTRON_H:
+        blocks = _nemotron(fields)
+        _check_size(fields, len(blocks), "layers_block_type")
+        return blocks
+    layers = fields.count("num_hidden_layers")
+    _check_size(fields, layers, "num_hidden_layers")
+    if kind is MAMBA2:
+        return MAMBA * layers
+    ffn = _ffn(kind, fields, layers)
+    mixers = (LATENT if kind is DEEPSEEK_V3 else ATTENTION) * layers
+    if kind is QWEN3_NEXT:
+        mixers = _mixers(fields, layers)
+    return "".join(mixer + follows for mixer, follows in zip(mixers, ffn, strict=True))
+
+
+def mixer_types(config: GPTConfig, _: GPTConfig) -> list[str]:
+    """Return what layers of Qwen3-Next are called; a symbol that it has not stays."""
+    names = {symbol: name for name, symbol in _MIXER_TYPES.items()}
+    return [names.get(symbol, symbol) for symbol in config.blocks[::2]]
+
+
+def dense_layers(config: GPTConfig, _: GPTConfig) -> list[int]:
+    """Return the numbers of layers with an MLP."""
+    return [layer for layer, ffn in enumerate(config.blocks[1::2]) if ffn == DENSE]
+
+
+def first_experts(config: GPTConfig, _: GPTConfig) -> int:
+    """Return how many layers come before the first with experts."""
+    first = config.ffn_pattern.find(EXPERTS)
+    return config.num_layers if first < 0 else first
+
+
+def _check_size(fields: Fields, layers: int, name: str) -> None:
+    """Refuse more layers, which the field `name` says, or more of their parts than can be."""
+    if layers > MAX_LAYERS:
+        fields.refuse(name, f"more than {MAX_LAYERS}")
+    for counted in _COUNTS:
+        if fields.find(counted) is not None and fields.count(counted) * layers > MAX_PARTS:
+            fields.refuse(counted, f"with {layers} layers that is more than {MAX_PARTS} in all")
+
+
+def _ffn(kind: Architecture, fields: Fields, layers: int) -> str:
+    """Return what follows each layer's mixer."""
+    if kind is MIXTRAL:
+        return EXPERTS * layers
+    if kind is DEEPSEEK_V3:
+        dense = min(layers, fields.count("first_k_dense_replace", least=0))
+        return DENSE * dense + EXPERTS * (layers - dense)
+    if kind not in (QWEN3_MOE, QWEN3_NEXT):
+        return DENSE * layers
+    step = fields.count("decoder_sparse_step", 1)
+    without = fields.find("mlp_only_layers") or []
+    if not isinstance(without, list) or not all(type(layer) is int for layer in without):
+        fields.refuse("mlp_only_layers", "expected numbers of layers")
+    return "".join(
+        DENSE if layer in without or (layer + 1) % step else EXPERTS for layer in range(layers)
+    )
+
+
+def _mixers(fields: Fields, layers: int) -> str:
+    """Return each layer's mixer in Qwen3-Next."""
+    if fields.find("layer_types") is not None:
+        return _symbols(fields, "layer_types", _MIXER_TYPES, layers)
+    interval = fields.count("full_attention_interval")
+    return "".join(DELTA_NET if layer % interval else ATTENTION for layer in range(1, layers + 1))
+
+
+def _nemotron(fields: Fields) -> str:
+    """Return the layers of Nemotron-H, written in any of three ways that may not differ."""
+    found: dict[str, str] = {}
+    for name in ("layers_block_type", "layer_types"):
+        if fields.find(name) is not None:
+            found[name] = _symbols(fields, name, _BLOCK_TYPES)
+    pattern = fields.find(_PATTERN)
+    if pattern is not None:
+        known = set(_BLOCK_TYPES.values())
+        if not isinstance(pattern, str) or not pattern or set(pattern) - known:
+            fields.refuse(_PATTERN, f"supported are the symbols {', '.join(sorted(known))}")
+        found[_PATTERN] = pattern
+    if not found:
+        fields.refuse(_PATTERN, "it says which layers there are: give it, or layers_block_type")
+    name, blocks = next(iter(found.items()))
+    for other, symbols in found.items():
+        if symbols != blocks:
+            fields.refuse(other, f"{name} says {blocks}")
+    if fields.find("num_hidden_layers") not in (None, len(blocks)):
+        fields.refuse("num_hidden_layers", f"{name} has {len(blocks)} layers")
+    return blocks
+
+
+def _symbols(
+    fields: Fields, name: str, symbols: Mapping[str, str], num_layers: int | None = None
+) -> str:
+    """Return the symbols of a list of types of layers. Raises ValueError."""
+    types = fields.find(name)
+    if not isinstance(types, list) or not types or set(map(str, types)) - symbols.keys():
+        fields.refuse(name, f"supported are {', '.join(symbols)}")
+    if num_layers not in (None, len(types)):
+        fields.refuse(name, "one is needed for each of num_hidden_layers")
+    return "".join(symbols[kind] for kind in types)

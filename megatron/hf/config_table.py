@@ -1,0 +1,519 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json of each architecture: one table of its fields and those of `GPTConfig`, both ways.
+
+A row is (field, place in `GPTConfig`, how it is read, how it is written); a dot in a field's name
+stands for an object inside. A field whose row has no place is checked or written alone. What an
+architecture cannot be is written all the same: it shows when what was written is read back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.models.pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, LATENT, MAMBA
+from megatron.hf.architectures import (
+    DEEPSEEK_V3,
+    LLAMA,
+    MAMBA2,
+    MIXTRAL,
+    NEMOTRON_H,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
+from megatron.hf.block_types import (
+    blocks_fields,
+    dense_layers,
+    first_experts,
+    mixer_types,
+    read_blocks,
+)
+from megatron.hf.entries import Architecture
+from megatron.hf.fields import Fields
+from megatron.training.config.model_table import yarn_magnitude, yarn_weight
+from megatron.training.config.table import LEFT_OUT, Part, Row, Table, constant, unless
+
+#: Layers of further prediction that no model has as many of.
+MAX_FURTHER = 64
+
+#: Of the norms of low-rank vectors in transformers, whatever rms_norm_eps says.
+LOW_RANK_EPSILON = 1e-6
+
+#: Of a head's features in Qwen3-Next that rotate, where config.json does not say.
+ROTARY_SHARE = 0.25
+
+#: Groups of experts count by the sum of so many best scores in DeepSeek-V3 and Nemotron-H.
+GROUP_CANDIDATES = 2
+
+#: Stands for a dt without a floor where transformers takes a logarithm of it for initial values.
+_NO_FLOOR = 1e-30
+
+
+class ModelFields(Fields):
+    """The fields of config.json of a known architecture.
+
+    Args:
+        kind: the architecture.
+        further: whether the layers of further prediction are there that it speaks of.
+    """
+
+    def __init__(
+        self, raw: Mapping[str, Any], where: str, *, kind: Architecture, further: bool
+    ) -> None:
+        super().__init__(raw, where, defaults=kind.defaults)
+        self.kind, self.further = kind, further and bool(kind.further)
+        self.max_length = self.count("max_position_embeddings", 0) or None
+        self.blocks = read_blocks(kind, self)
+
+    @property
+    def scaling(self) -> Fields:
+        """The object that says how rotary frequencies are scaled, which may be empty."""
+        chosen = self.inner("rope_scaling") or self.inner("rope_parameters")
+        return chosen or Fields({}, self.where, prefix="rope_parameters.")
+
+    @property
+    def scaling_kind(self) -> str:
+        """How rotary frequencies are scaled. Raises ValueError."""
+        chosen = self.scaling
+        name = "rope_type" if "rope_type" in chosen.raw else "type"
+        kind = chosen.raw.get(name, "default")
+        if kind not in ("default", "linear", "llama3", "yarn"):
+            chosen.refuse(name, "supported are default, linear, llama3, yarn")
+        return str(kind)
+
+
+# --- How fields are read, and how they are written ------------------------------------------------
+
+
+def _count(fields: ModelFields, name: str) -> int:
+    return fields.count(name)
+
+
+def _number(default: float | None = None) -> Callable[[ModelFields, str], float]:
+    return lambda fields, name: fields.number(name, default)
+
+
+def _flag(default: bool) -> Callable[[ModelFields, str], bool]:
+    return lambda fields, name: fields.flag(name, default)
+
+
+def _count_of(*names: str) -> Callable[[ModelFields, str], int]:
+    return lambda fields, _: fields.count_of(*names)
+
+
+def _must_be(*values: Any) -> Callable[[ModelFields, str], None]:
+    return lambda fields, name: fields.must_be(name, *values)
+
+
+_unread = constant(None)
+_unwritten = constant(LEFT_OUT)
+
+
+def _of_blocks(fields: ModelFields, name: str) -> Any:
+    return blocks_fields(fields.blocks).get(name, "")
+
+
+def _depths(fields: ModelFields, name: str) -> int:
+    """Return the layers of further prediction."""
+    if not fields.further:
+        return 0
+    name = "num_mtp_layers" if "num_mtp_layers" in fields.raw else name
+    depth = fields.count(name, 0, least=0)
+    if depth > MAX_FURTHER:
+        fields.refuse(name, f"more than {MAX_FURTHER}")
+    return depth
+
+
+def _groups(fields: ModelFields, name: str) -> int:
+    return fields.count(name, fields.count("num_attention_heads"))
+
+
+def _head_dim(fields: ModelFields, name: str) -> int:
+    """Return the features of a head, by default its share of the hidden size."""
+    old = "attention_head_dim"
+    if fields.kind is NEMOTRON_H and fields.find(old) is not None:
+        if fields.raw.get(name) not in (None, fields.count(old)):
+            fields.refuse(old, "head_dim is the same field")
+        return fields.count(old)
+    heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
+    found = fields.count(name, 0)
+    if not found and hidden % heads:
+        fields.refuse(name, "give it, as heads do not divide hidden_size")
+    return found or hidden // heads
+
+
+def _base(fields: ModelFields, name: str) -> float:
+    return fields.scaling.number(name, fields.number(name, 10000.0))
+
+
+def _share(default: float | None) -> Callable[[ModelFields, str], float]:
+    """Return what reads the share of a head's features that rotate; None if it is always 1."""
+
+    def read(fields: ModelFields, name: str) -> float:
+        said = [part for part in (fields.scaling, fields) if part.raw.get(name) is not None]
+        for part in said:
+            if default is None and part.raw[name] != 1:
+                part.refuse(name, "supported is 1")
+        if default is None or not said:
+            return default or 1.0
+        share = said[0].number(name)
+        if share > 1.0:
+            said[0].refuse(name, "expected at most 1")
+        return share
+
+    return read
+
+
+def _scaled(default: float | None = None) -> Callable[[ModelFields, str], float]:
+    """Return what reads a number of how frequencies are scaled."""
+    return lambda fields, name: fields.scaling.number(name.rpartition(".")[2], default)
+
+
+def _original(fields: ModelFields, name: str) -> int:
+    name = name.rpartition(".")[2]
+    return fields.count(name, fields.scaling.count(name, fields.max_length))
+
+
+def _yarn_factor(fields: ModelFields, name: str) -> float:
+    if not fields.scaling.flag("truncate", True):
+        fields.scaling.refuse("truncate", "supported is true")
+    original = _original(fields, "original_max_position_embeddings")
+    return fields.scaling.number("factor", (fields.max_length or original) / original)
+
+
+def _yarn_attention(fields: ModelFields, name: str) -> float | None:
+    chosen = fields.scaling
+    if chosen.raw.get("attention_factor") is not None:
+        return chosen.number("attention_factor")
+    if not (chosen.raw.get("mscale") and chosen.raw.get("mscale_all_dim")):
+        return None
+    factor = _yarn_factor(fields, name)
+    grown, all_grown = (
+        yarn_magnitude(factor, chosen.number(weight)) for weight in ("mscale", "mscale_all_dim")
+    )
+    return grown / all_grown
+
+
+def _scale_factor(fields: ModelFields, name: str) -> float:
+    """Return the factor of the softmax scale: the square of yarn's magnitude for all features."""
+    chosen, kind = fields.scaling, fields.scaling_kind
+    if kind == "default" or not chosen.raw.get("mscale_all_dim"):
+        return 1.0
+    if kind != "yarn":
+        chosen.refuse("mscale_all_dim", "supported is yarn's")
+    return yarn_magnitude(chosen.number("factor"), chosen.number("mscale_all_dim")) ** 2
+
+
+def _scale_weight(scale_factor: float, config: GPTConfig) -> Any:
+    scaling = None if config.rope is None else config.rope.scaling
+    if scaling is None or scaling.kind != "yarn":
+        return LEFT_OUT
+    return yarn_weight(scale_factor, scaling.factor) or LEFT_OUT
+
+
+def _rank(fields: ModelFields, name: str) -> int | None:
+    if name not in fields.raw:
+        fields.refuse(name, "expected a positive integer, or null")
+    return fields.count(name, 0) or None
+
+
+def _low_rank_epsilon(fields: ModelFields, name: str) -> float | None:
+    same = fields.number("rms_norm_eps", LOW_RANK_EPSILON) == LOW_RANK_EPSILON
+    return None if same else LOW_RANK_EPSILON
+
+
+def _limited(fields: ModelFields, name: str) -> int | None:
+    """Return a number of groups of experts where not all of them are of every token."""
+    limits = fields.count("n_group") != fields.count("topk_group")
+    return fields.count(name) if limits else None
+
+
+def _or_one(count: int | None, _: GPTConfig) -> int:
+    return count or 1
+
+
+def _no_bias(fields: ModelFields, name: str) -> None:
+    if fields.flag(name, False):
+        fields.refuse(name, "with experts it is not supported")
+
+
+def _expand(fields: ModelFields, name: str) -> None:
+    inner = fields.count("num_heads") * fields.count("head_dim")
+    if fields.count(name) * fields.count("hidden_size") != inner:
+        fields.refuse(name, "times hidden_size it must be num_heads times head_dim")
+
+
+def _limits(fields: ModelFields, name: str) -> tuple[float, float]:
+    """Return the bounds of dt; infinity is written in two ways.
+
+    Nemotron-H's own code bounds dt by them; transformers up to 5.23 keeps it above `time_step_min`
+    instead, which its weights have not been trained with.
+    """
+    value = fields.find(name)
+    if value is None:
+        return 0.0, math.inf
+    ends = value if isinstance(value, list | tuple) else []
+    ends = [math.inf if end == {"__float__": "Infinity"} else end for end in ends]
+    if len(ends) != 2 or any(type(end) not in (int, float) for end in ends):
+        fields.refuse(name, "expected the least and the most dt")
+    least, most = map(float, ends)
+    if not 0.0 <= least < most:
+        fields.refuse(name, "expected 0 <= least < most")
+    return least, most
+
+
+def _written_limits(limits: tuple[float, float], _: GPTConfig) -> Any:
+    least, most = limits
+    if limits == (0.0, math.inf):
+        return LEFT_OUT
+    return [least, {"__float__": "Infinity"} if most == math.inf else most]
+
+
+# --- The parts and the rows -----------------------------------------------------------------------
+
+
+def _has(*symbols: str) -> Callable[[ModelFields], bool]:
+    """Return what tells whether a model has one of these blocks."""
+    return lambda fields: any(symbol in fields.blocks for symbol in symbols)
+
+
+def _has_mlp(fields: ModelFields) -> bool:
+    """A GPT with experts in all layers has the shape of MLPs all the same."""
+    return DENSE in fields.blocks or not fields.kind.is_hybrid
+
+
+def _scales(kind: str) -> Part:
+    return Part(
+        "rope.scaling",
+        "ops.rope:RopeScaling",
+        lambda fields: fields.scaling_kind == kind,
+        {"kind": kind},
+    )
+
+
+_PARTS = {
+    "": Part("", "models.gpt:GPTConfig"),
+    "norm": Part("norm", "transformer:NormConfig"),
+    "mlp": Part("mlp", "transformer:MLPConfig", _has_mlp),
+    "attention": Part("attention", "transformer:AttentionConfig", _has(ATTENTION)),
+    "latent": Part("attention", "transformer:LatentAttentionConfig", _has(LATENT)),
+    "moe": Part("moe", "moe:MoEConfig", _has(EXPERTS)),
+    "router": Part("moe.router", "moe:RouterConfig"),
+    "rope": Part(
+        "rope",
+        "transformer:RopeConfig",
+        lambda fields: fields.kind.blocks_per_layer == 2 and _has(ATTENTION, LATENT)(fields),
+    ),
+    "linear": _scales("linear"),
+    "llama3": _scales("llama3"),
+    "yarn": _scales("yarn"),
+    "delta_net": Part("delta_net", "ssm.config:GatedDeltaNetConfig", _has(DELTA_NET)),
+    "mamba": Part("mamba", "ssm.config:Mamba2Config", _has(MAMBA)),
+}
+_MODEL = (
+    Row("hidden_size", "hidden_size", _count),
+    Row("vocab_size", "vocab_size", _count),
+    Row("tie_word_embeddings", "tied", _flag(False)),
+    Row("initializer_range", "init_std", _number(0.02)),
+    Row("num_layers", "num_layers", _of_blocks, _unwritten),
+    Row("pattern", "pattern", _of_blocks, _unwritten),
+    Row("ffn_pattern", "ffn_pattern", _of_blocks, _unwritten),
+)
+_ATTENTION = (
+    Row("num_attention_heads", "attention.num_attention_heads", _count),
+    Row("attention_dropout", "attention.", _unread, constant(0.0)),
+    Row("num_key_value_heads", "attention.num_query_groups", _groups),
+    Row("head_dim", "attention.kv_channels", _head_dim),
+)
+_BIAS = (
+    Row("attention_bias", "attention.qkv_bias", _flag(False)),
+    Row("attention_bias", "attention.output_bias", _flag(False), _unwritten),
+)
+_QUERY_KEY_NORMS = (Row("", "attention.qk_norm", constant(True)),)
+_ROPE = (
+    Row("rope_theta", "rope.base", _base),
+    Row("rope_scaling", "rope.", _unread, constant(None)),
+    Row("rope_scaling.rope_type", "linear.", _unread, constant("linear")),
+    Row("rope_scaling.factor", "linear.factor", _scaled()),
+    Row("rope_scaling.rope_type", "llama3.", _unread, constant("llama3")),
+    Row("rope_scaling.factor", "llama3.factor", _scaled()),
+    Row("rope_scaling.low_freq_factor", "llama3.low_freq_factor", _scaled()),
+    Row("rope_scaling.high_freq_factor", "llama3.high_freq_factor", _scaled()),
+    Row("rope_scaling.original_max_position_embeddings", "llama3.original_max_position", _original),
+    Row("rope_scaling.rope_type", "yarn.", _unread, constant("yarn")),
+    Row("rope_scaling.original_max_position_embeddings", "yarn.original_max_position", _original),
+    Row("rope_scaling.factor", "yarn.factor", _yarn_factor),
+    Row("rope_scaling.beta_fast", "yarn.beta_fast", _scaled(32.0)),
+    Row("rope_scaling.beta_slow", "yarn.beta_slow", _scaled(1.0)),
+    Row("rope_scaling.attention_factor", "yarn.attention_factor", _yarn_attention, unless(None)),
+)
+_WHOLE_ROPE = (*_ROPE, Row("partial_rotary_factor", "rope.percent", _share(None), _unwritten))
+_LAYERS = (
+    *_MODEL,
+    Row("num_hidden_layers", "", _unread, lambda config, _: config.num_layers),
+    Row("hidden_act", "", _unread, constant("silu")),
+    Row("rms_norm_eps", "norm.epsilon", _number(1e-6)),
+    Row("intermediate_size", "moe.", _unread, lambda moe, _: moe.ffn_hidden_size),
+    Row("intermediate_size", "mlp.ffn_hidden_size", _count),
+)
+_QWEN3_EXPERTS = (
+    Row("num_experts", "moe.num_experts", _count_of("num_experts", "num_local_experts")),
+    Row("moe_intermediate_size", "moe.ffn_hidden_size", _count),
+    Row("num_experts_per_tok", "router.topk", _count),
+    Row("norm_topk_prob", "router.normalize", _flag(False)),
+    Row("decoder_sparse_step", "", _unread, constant(1)),
+    Row("mlp_only_layers", "", _unread, dense_layers),
+)
+_SIGMOID_EXPERTS = (
+    Row("n_routed_experts", "moe.num_experts", _count_of("n_routed_experts", "num_local_experts")),
+    Row("moe_intermediate_size", "moe.ffn_hidden_size", _count),
+    Row("num_experts_per_tok", "router.topk", _count),
+    Row("norm_topk_prob", "router.normalize", _flag(True)),
+    Row("routed_scaling_factor", "router.scaling_factor", _number()),
+    Row("n_group", "router.num_groups", _limited, _or_one),
+    Row("topk_group", "router.group_topk", _limited, _or_one),
+    Row("", "router.group_candidates", constant(GROUP_CANDIDATES)),
+    Row("", "router.score_function", constant("sigmoid")),
+    Row("", "router.expert_bias", constant(True)),
+)
+_BLOCKS = (
+    *_MODEL,
+    Row("num_hidden_layers", "", _unread, lambda config, _: len(config.blocks)),
+    Row("layer_norm_epsilon", "norm.epsilon", _number(1e-6)),
+    Row("rms_norm", "mamba.", _must_be(True), _unwritten),
+    Row("n_groups", "mamba.num_groups", _count),
+    Row("conv_kernel", "mamba.conv_width", _count),
+    Row("use_conv_bias", "mamba.conv_bias", _flag(True)),
+    Row("use_bias", "mamba.bias", _flag(False)),
+    Row("time_step_limit", "mamba.dt_limit", _limits, _written_limits),
+)
+
+#: The rows of each architecture, by its model_type.
+_ROWS = {
+    LLAMA.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        *_ATTENTION,
+        *_BIAS,
+        Row("mlp_bias", "mlp.bias", _flag(False)),
+    ),
+    QWEN3.model_type: (*_LAYERS, *_WHOLE_ROPE, *_ATTENTION, *_BIAS, *_QUERY_KEY_NORMS),
+    MIXTRAL.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        *_ATTENTION,
+        Row("num_local_experts", "moe.num_experts", _count_of("num_local_experts", "num_experts")),
+        Row("intermediate_size", "moe.ffn_hidden_size", _count),
+        Row("num_experts_per_tok", "router.topk", _count),
+    ),
+    QWEN3_MOE.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        *_ATTENTION,
+        *_BIAS,
+        *_QUERY_KEY_NORMS,
+        *_QWEN3_EXPERTS,
+    ),
+    DEEPSEEK_V3.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        Row("rope_interleave", "rope.interleaved", _flag(True)),
+        Row("num_attention_heads", "latent.num_attention_heads", _count),
+        Row("attention_dropout", "latent.", _unread, constant(0.0)),
+        Row(
+            "num_key_value_heads",
+            "latent.",
+            lambda f, name: f.must_be(name, f.count("num_attention_heads")),
+            lambda latent, _: latent.num_attention_heads,
+        ),
+        Row("q_lora_rank", "latent.q_lora_rank", _rank),
+        Row("kv_lora_rank", "latent.kv_lora_rank", _count),
+        Row("qk_nope_head_dim", "latent.nope_channels", _count),
+        Row("qk_rope_head_dim", "latent.rope_channels", _count),
+        Row(
+            "head_dim",
+            "latent.",
+            lambda f, name: f.must_be(name, f.count("qk_rope_head_dim")),
+            _unwritten,
+        ),
+        Row(
+            "qk_head_dim",
+            "latent.",
+            lambda f, name: f.must_be(
+                name, f.count("qk_nope_head_dim") + f.count("qk_rope_head_dim")
+            ),
+            _unwritten,
+        ),
+        Row("v_head_dim", "latent.value_channels", _count),
+        Row("rope_scaling.mscale_all_dim", "latent.scale_factor", _scale_factor, _scale_weight),
+        Row("", "latent.norm_epsilon", _low_rank_epsilon),
+        Row("first_k_dense_replace", "", _unread, first_experts),
+        Row("num_nextn_predict_layers", "mtp_num_layers", _depths),
+        *_SIGMOID_EXPERTS,
+        Row(
+            "n_shared_experts",
+            "moe.shared_ffn_hidden_size",
+            lambda f, name: f.count("moe_intermediate_size") * f.count(name),
+            lambda inner, config: max(1, (inner or 0) // config.moe.ffn_hidden_size),
+        ),
+        Row("moe_layer_freq", "moe.", _must_be(1), constant(1)),
+        Row("scoring_func", "moe.", _must_be("sigmoid"), constant("sigmoid")),
+        Row("topk_method", "moe.", _must_be("noaux_tc"), constant("noaux_tc")),
+    ),
+    QWEN3_NEXT.model_type: (
+        *_LAYERS,
+        *_ROPE,
+        *_ATTENTION,
+        *_BIAS,
+        *_QUERY_KEY_NORMS,
+        *_QWEN3_EXPERTS,
+        Row("", "norm.zero_centered", constant(True)),
+        Row("", "attention.output_gate", constant(True)),
+        Row("partial_rotary_factor", "rope.percent", _share(ROTARY_SHARE)),
+        Row("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", _count),
+        Row("", "moe.shared_gate", constant(True)),
+        Row("num_hidden_layers", "", _unread, lambda config, _: len(config.blocks) // 2),
+        Row("layer_types", "", _unread, mixer_types),
+        Row("linear_num_key_heads", "delta_net.num_key_heads", _count),
+        Row("linear_num_value_heads", "delta_net.num_value_heads", _count),
+        Row("linear_key_head_dim", "delta_net.key_channels", _count),
+        Row("linear_value_head_dim", "delta_net.value_channels", _count),
+        Row("linear_conv_kernel_dim", "delta_net.conv_width", _count),
+    ),
+    MAMBA2.model_type: (
+        *_BLOCKS,
+        Row("num_heads", "mamba.num_heads", _count),
+        Row("head_dim", "mamba.head_channels", _count),
+        Row("state_size", "mamba.state_channels", _count),
+        Row("expand", "mamba.", _expand, lambda m, config: m.inner_channels // config.hidden_size),
+    ),
+    NEMOTRON_H.model_type: (
+        *_BLOCKS,
+        *_ATTENTION,
+        *_SIGMOID_EXPERTS,
+        Row("hybrid_override_pattern", "", _unread, lambda config, _: config.blocks),
+        Row("intermediate_size", "mlp.ffn_hidden_size", _count),
+        Row("mlp_hidden_act", "mlp.", _unread, constant("relu2")),
+        Row("mlp_hidden_act", "moe.", _unread, constant("relu2")),
+        Row("mlp_bias", "mlp.bias", _flag(False)),
+        Row("mlp_bias", "moe.", _no_bias, _unwritten),
+        *(Row("", f"{part}.gated", constant(False)) for part in ("mlp", "moe")),
+        *(Row("", f"{part}.activation", constant("squared_relu")) for part in ("mlp", "moe")),
+        Row("n_shared_experts", "moe.", _must_be(1), constant(1)),
+        Row("moe_shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", _count),
+        Row("mamba_num_heads", "mamba.num_heads", _count),
+        Row("mamba_head_dim", "mamba.head_channels", _count),
+        Row("ssm_state_size", "mamba.state_channels", _count),
+        Row("mamba_hidden_act", "mamba.", _must_be("silu", "swish"), constant("silu")),
+        # See `_limits`.
+        Row("time_step_min", "mamba.", _unread, lambda m, _: m.dt_limit[0] or _NO_FLOOR),
+    ),
+}
+
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {model_type: Table(_PARTS, rows) for model_type, rows in _ROWS.items()}
+)

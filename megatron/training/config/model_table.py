@@ -137,9 +137,13 @@ def _depth_pattern(flags: Flags, name: str) -> str:
     return pattern.further
 
 
+def _has_own_depths(config: GPTConfig) -> bool:
+    """Return whether the depths of multi-token prediction are not as a GPT's last layer."""
+    return config.mtp_pattern not in ("", config.blocks[-2:])
+
+
 def _written_pattern(pattern: str, config: GPTConfig) -> Any:
-    own = config.mtp_pattern not in ("", config.blocks[-2:])
-    if not (pattern or own):
+    if not (pattern or _has_own_depths(config)):
         return LEFT_OUT
     return config.blocks + (FURTHER + config.depth_blocks) * config.mtp_num_layers
 
@@ -149,7 +153,7 @@ def _depths(count: int, config: GPTConfig) -> Any:
 
 
 def _frequency(ffn_pattern: str, config: GPTConfig) -> Any:
-    if config.moe is None or not ffn_pattern:
+    if config.moe is None or not ffn_pattern or _has_own_depths(config):  # the pattern says it
         return LEFT_OUT
     return ",".join("01"[ffn == EXPERTS] for ffn in ffn_pattern)
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.config_json import differences, function_of, write_config
@@ -198,3 +201,41 @@ def test_hybrids_without_a_place_in_transformers_are_refused():
     ):
         with pytest.raises(ValueError, match=rf"cannot be exported as .*{name}"):
             write_config(changed, max_length=128, dtype=torch.float32, end_tokens=())
+
+
+@st.composite
+def hybrids(draw: st.DrawFn) -> GPTConfig:
+    """Draw a model that Qwen3-Next, Mamba-2 or Nemotron-H can be, from a small one of the hub."""
+    model = config_of(draw(st.sampled_from([QWEN3_NEXT, MAMBA2, NEMOTRON_H])))
+    sizes, norm = st.integers(1, 99), replace(model.norm, epsilon=draw(st.floats(1e-9, 1e-2)))
+    delta_net, mamba, moe, attention = model.delta_net, model.mamba, model.moe, model.attention
+    if delta_net is not None:
+        delta_net = replace(delta_net, key_channels=draw(sizes), value_channels=draw(sizes))
+        delta_net = replace(delta_net, num_value_heads=2 * draw(sizes), conv_width=draw(sizes))
+    if mamba is not None:
+        limits = draw(st.sampled_from([(0.0, math.inf), (0.1, math.inf), (0.0, 0.5)]))
+        mamba = replace(mamba, state_channels=draw(sizes), conv_width=draw(sizes), dt_limit=limits)
+        mamba = replace(mamba, conv_bias=draw(st.booleans()), bias=draw(st.booleans()))
+    if moe is not None:
+        router = replace(moe.router, topk=draw(st.integers(1, 6)), normalize=draw(st.booleans()))
+        moe = replace(moe, ffn_hidden_size=draw(sizes), router=router)
+        moe = replace(moe, shared_ffn_hidden_size=draw(sizes))
+    if attention is not None:
+        attention = replace(attention, num_query_groups=draw(st.sampled_from([1, 2, 3, 6])))
+    return replace(
+        model,
+        norm=norm,
+        delta_net=delta_net,
+        mamba=mamba,
+        moe=moe,
+        attention=attention,
+        tied=draw(st.booleans()),
+        vocab_size=draw(st.integers(1, 999_999)),
+    )
+
+
+@given(config=hybrids())
+@settings(deadline=None, max_examples=60)
+def test_a_hybrid_that_is_written_is_read_back(config: GPTConfig) -> None:
+    fields = write_config(config, max_length=99, dtype=torch.float16, end_tokens=())
+    assert read_model(json.loads(json.dumps(fields)), where="x").config == config

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a model's flags, both ways: the options of any model make just this model again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.models.pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA, ffn_of
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.ops.rope import RopeScaling
+from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.transformer import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    MLPConfig,
+    NormConfig,
+    RopeConfig,
+)
+from megatron.training.config import Config
+from megatron.training.config.check import check
+from megatron.training.config.model_table import MODEL, gpt_config, model_options, yarn_magnitude
+from megatron.training.config.resolve import resolve
+from megatron.training.options.schema import build, options
+
+RUN = {
+    "seq-length": 16,
+    "max-position-embeddings": 16,
+    "micro-batch-size": 1,
+    "train-iters": 1,
+    "lr": 1e-3,
+    "mock-data": True,
+}
+
+RATES = st.sampled_from([0.0, 0.1, 0.25])
+SIZES = st.integers(1, 99)
+
+DELTA_NETS = st.builds(
+    GatedDeltaNetConfig,
+    num_key_heads=st.sampled_from([1, 2]),
+    num_value_heads=st.sampled_from([2, 4]),
+    key_channels=SIZES,
+    value_channels=SIZES,
+    conv_width=st.integers(1, 4),
+)
+MAMBAS = st.builds(
+    Mamba2Config,
+    num_heads=st.just(12),
+    head_channels=SIZES,
+    state_channels=SIZES,
+    num_groups=st.sampled_from([1, 2, 3]),
+    conv_width=st.integers(1, 4),
+    conv_bias=st.booleans(),
+    bias=st.booleans(),
+    norm_groups=st.sampled_from([1, 4, 6]),
+    dt_limit=st.sampled_from([(0.0, math.inf), (0.1, math.inf), (0.0, 0.5)]),
+)
+
+
+@st.composite
+def ropes(draw: st.DrawFn, *, latent: bool) -> RopeConfig:
+    """Draw rotary positions."""
+    kind, factor, scaling = draw(st.sampled_from(["", "linear", "llama3", "yarn"])), 0.0, None
+    if kind:
+        factor = draw(st.floats(1.5, 64.0))
+        scaling = RopeScaling(kind=kind, factor=factor, original_max_position=draw(SIZES))
+    if kind == "linear":
+        scaling = RopeScaling(kind=kind, factor=factor)
+    if kind == "llama3":
+        high = draw(st.sampled_from([8.0, 16.0]))
+        scaling = dataclasses.replace(scaling, low_freq_factor=0.5, high_freq_factor=high)
+    if kind == "yarn":
+        grows = st.floats(0.5, 2.0) if latent else st.none() | st.floats(0.5, 2.0)
+        scaling = dataclasses.replace(
+            scaling, beta_fast=16.5, beta_slow=1.25, attention_factor=draw(grows)
+        )
+    return RopeConfig(
+        base=draw(st.floats(1.5, 1e7)),
+        percent=draw(st.sampled_from([0.5, 1.0])),
+        interleaved=draw(st.booleans()),
+        scaling=scaling,
+    )
+
+
+@st.composite
+def experts(draw: st.DrawFn, *, gated: bool, activation: str) -> MoEConfig:
+    """Draw a mixture of experts, with what only training has."""
+    limited, shared, capacity = draw(st.booleans()), draw(st.none() | SIZES), draw(st.booleans())
+    topk, biased = draw(st.integers(2, 4)), draw(st.booleans())
+    groups = draw(st.integers(2, 4)) if limited else None
+    coefficient = draw(RATES)
+    router = RouterConfig(
+        topk=topk,
+        score_function=draw(st.sampled_from(["softmax", "sigmoid"])),
+        normalize=draw(st.booleans()),
+        scaling_factor=draw(st.floats(0.1, 9.0)),
+        num_groups=None if groups is None else 4,
+        group_topk=groups,
+        group_candidates=max(1, topk // (groups or 1)),
+        expert_bias=biased,
+        bias_update_rate=draw(st.sampled_from([1e-3, 1e-2])) if biased else 1e-3,
+        balance=draw(st.sampled_from(["aux_loss", "seq_aux_loss"])) if coefficient else "none",
+        aux_loss_coeff=coefficient,
+        z_loss_coeff=draw(RATES),
+        jitter=draw(RATES),
+    )
+    return MoEConfig(
+        num_experts=16,
+        ffn_hidden_size=draw(SIZES),
+        router=router,
+        gated=gated,
+        activation=activation,
+        capacity_factor=1.5 if capacity else None,
+        drop_policy=draw(st.sampled_from(["probs", "position"])) if capacity else "probs",
+        shared_ffn_hidden_size=shared,
+        shared_gate=shared is not None and draw(st.booleans()),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> GPTConfig:
+    """Draw a model that flags can describe: of any blocks, with anything in them."""
+    latent, experts_too = draw(st.booleans()), draw(st.booleans())
+    attention = ATTENTIONS[latent]
+    follows = st.sampled_from([DENSE, EXPERTS] if experts_too else [DENSE])
+    gpt = st.lists(follows, min_size=1, max_size=4).map(
+        lambda kinds: "".join(attention + kind for kind in kinds)
+    )
+    any_block = st.sampled_from([attention, DELTA_NET, MAMBA, DENSE, *EXPERTS[: int(experts_too)]])
+    hybrid = st.lists(any_block, min_size=1, max_size=5).map("".join)
+    blocks = draw(gpt | hybrid)
+    ffn, depths = ffn_of(blocks), draw(st.integers(0, 2))
+    depth = "" if not depths else draw(gpt.map(lambda text: text[:2]))
+    if ffn is not None and depth == blocks[-2:]:
+        depth = ""  # as it is without a word
+    kinds = set(blocks + depth)
+    attends, gated = attention in kinds, draw(st.booleans())
+    activation = "silu" if gated else draw(st.sampled_from(["gelu", "squared_relu"]))
+    if not kinds & {DENSE, EXPERTS}:
+        gated, activation = False, "gelu"
+    some = EXPERTS in kinds
+    biased = not (latent or some) and draw(st.booleans())
+    rope = draw(ropes(latent=latent)) if attends and (latent or draw(st.booleans())) else None
+    return GPTConfig(
+        num_layers=len(blocks if ffn is None else ffn),
+        hidden_size=96,
+        vocab_size=draw(st.integers(1, 999_999)),
+        attention=draw(attentions(latent=latent, rope=rope)) if attends else None,
+        mlp=MLPConfig(ffn_hidden_size=draw(SIZES), gated=gated, activation=activation, bias=biased)
+        if ffn is not None or DENSE in kinds
+        else None,
+        norm=NormConfig(
+            kind=draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
+            epsilon=draw(st.floats(1e-9, 1e-2)),
+            zero_centered=draw(st.booleans()),
+        ),
+        rope=rope,
+        tied=draw(st.booleans()),
+        hidden_dropout=draw(RATES),
+        init_std=draw(st.floats(1e-4, 1.0)),
+        moe=draw(experts(gated=gated, activation=activation)) if some else None,
+        ffn_pattern=ffn or "",
+        mtp_num_layers=depths,
+        mtp_loss_factor=draw(st.sampled_from([0.1, 0.3])) if depths else 0.1,
+        pattern=blocks if ffn is None else "",
+        mtp_pattern=depth,
+        delta_net=draw(DELTA_NETS) if DELTA_NET in kinds else None,
+        mamba=draw(MAMBAS) if MAMBA in kinds else None,
+    )
+
+
+@st.composite
+def attentions(
+    draw: st.DrawFn, *, latent: bool, rope: RopeConfig | None
+) -> AttentionConfig | LatentAttentionConfig:
+    """Draw attention that goes with positions."""
+    if not latent:
+        return AttentionConfig(
+            num_attention_heads=12,
+            num_query_groups=draw(st.sampled_from([1, 3, 12])),
+            kv_channels=4 * draw(SIZES),
+            qkv_bias=draw(st.booleans()),
+            output_bias=draw(st.booleans()),
+            qk_norm=draw(st.booleans()),
+            dropout=draw(RATES),
+            window=draw(st.none() | SIZES),
+            sinks=draw(st.booleans()),
+            output_gate=draw(st.booleans()),
+        )
+    scaling, scale = None if rope is None else rope.scaling, 1.0
+    if scaling is not None and scaling.kind == "yarn":
+        scale = yarn_magnitude(scaling.factor, draw(st.sampled_from([0.0, 0.7, 1.0]))) ** 2
+    return LatentAttentionConfig(
+        num_attention_heads=12,
+        q_lora_rank=draw(st.none() | SIZES),
+        kv_lora_rank=draw(SIZES),
+        nope_channels=draw(SIZES),
+        rope_channels=4 * draw(SIZES),
+        value_channels=draw(SIZES),
+        dropout=draw(RATES),
+        scale_factor=scale,
+    )
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(model=models())
+def test_the_options_of_a_model_make_it_again(model: GPTConfig) -> None:
+    assert model.problems() == []
+    config = build(Config, {**RUN, **model_options(model)})
+    assert check(config, 1) == []
+    resolved = resolve(config, 1).config
+    assert resolved.tokenizer.vocab_size is not None
+    assert gpt_config(resolved, resolved.tokenizer.vocab_size) == model
+    # What was derived changes nothing when it is given.
+    assert gpt_config(resolve(resolved, 1).config, model.vocab_size) == model
+
+
+def test_every_option_of_a_model_has_a_row() -> None:
+    """Those without one say which rows count, or are one option with another."""
+    sections = ("model", "attention", "position", "experts", "hybrid")
+    known = {option.name for option in options(Config) if option.section in sections}
+    assert known - {row.name for row in MODEL.rows} == {"max-position-embeddings", "mscale"}

@@ -22,8 +22,7 @@ from megatron.training.checkpoints.options import (
 from megatron.training.config import Config
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.inspect_data import InspectConfig as InspectDataConfig
-from megatron.training.options.flags import Invocation
-from megatron.training.options.help_pages import default_text, value_text
+from megatron.training.options.flags import Invocation, default_text, value_text
 from megatron.training.options.megatron_names import VALUE_NAMES, answered, answered_prefixes
 from megatron.training.options.schema import Option, option_docs, options, section_titles
 from megatron.training.train_tokenizer import TrainTokenizerConfig

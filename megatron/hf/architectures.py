@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron.core.models.pattern import ATTENTION, DENSE, EXPERTS, LATENT
+from megatron.core.models.layer_pattern import ATTENTION, DENSE, EXPERTS, LATENT
 from megatron.hf.entries import (
     EMBEDDING,
     ENDS,

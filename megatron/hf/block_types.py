@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import (
+from megatron.core.models.layer_pattern import (
     ATTENTION,
     DELTA_NET,
     DENSE,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
+from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm.config import Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig

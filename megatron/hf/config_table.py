@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, LATENT, MAMBA
+from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, LATENT, MAMBA
 from megatron.hf.architectures import (
     DEEPSEEK_V3,
     LLAMA,

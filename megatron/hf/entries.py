@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron.core.models.pattern import RECURRENT
+from megatron.core.models.layer_pattern import RECURRENT
 
 
 class Entry(NamedTuple):

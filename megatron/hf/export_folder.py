@@ -19,8 +19,8 @@ import torch
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, TensorChunk
 from megatron.core.dist_checkpointing.dtypes import DTYPE_NAMES, DTYPES
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
-from megatron.core.dist_checkpointing.shard_header import encode_header
-from megatron.core.dist_checkpointing.shard_writer import as_bytes
+from megatron.core.dist_checkpointing.shard_format import encode_header
+from megatron.core.dist_checkpointing.shards import as_bytes
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.untrusted_files import (
     MAX_TOKENIZER_BYTES,

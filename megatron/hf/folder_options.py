@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.models.pattern import symbols_of
+from megatron.core.models.layer_pattern import symbols_of
 from megatron.hf.folder import HuggingFaceFolder, open_folder
 from megatron.hf.model_config import HuggingFaceModel, read_folder
 from megatron.hf.read_weights import check_tensors

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from megatron.core.models.pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, MAMBA
+from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, MAMBA
 from megatron.hf.entries import (
     ENDS,
     EXPERT,

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.dtypes import DTYPES
-from megatron.core.dist_checkpointing.shard_writer import as_bytes
+from megatron.core.dist_checkpointing.shards import as_bytes
 from megatron.core.untrusted_files import (
     MAX_TOKENIZER_BYTES,
     make_folder,

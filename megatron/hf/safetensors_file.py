@@ -21,8 +21,8 @@ import torch
 
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.dtypes import DTYPES
-from megatron.core.dist_checkpointing.shard_header import LENGTH_BYTES, decode_length, tensor_bytes
-from megatron.core.dist_checkpointing.shard_writer import as_bytes
+from megatron.core.dist_checkpointing.shard_format import LENGTH_BYTES, decode_length, tensor_bytes
+from megatron.core.dist_checkpointing.shards import as_bytes
 from megatron.core.untrusted_files import MAX_JSON_DEPTH, check_depth, regular_fd
 
 #: Some 60,000 tensors. Parsed JSON takes up to thirty times its text, so this bounds the memory.

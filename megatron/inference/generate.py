@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue prompts with a trained model: `python -m megatron.inference.generate --load DIR ...`.
+r"""Continue prompts with a trained model: `python -m megatron.inference.generate --load DIR ...`.
 
-    python -m megatron.inference.generate --load runs/quickstart/checkpoints \\
+    python -m megatron.inference.generate --load runs/quickstart/checkpoints \
         --prompt "The list type" --max-new-tokens 64 --temperature 0.7 --top-p 0.95
 
 One process loads a checkpoint of any layout; `torchrun --nproc-per-node N` with
 `--tensor-model-parallel-size N` spreads it. Both write the same text.
+
+What was generated for one prompt, and the JSON file of all of them.
+
+Text of growing lists of tokens: pieces that never split a character, and prompts in order.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
 
+from megatron.core.untrusted_files import replace_file
 from megatron.inference.config import GenerateConfig, Sampling, parse_arguments, read_prompts
-from megatron.inference.results import Result, check_json_path, write_json
-from megatron.inference.text_stream import Display
 from megatron.training.data.tokenizers import continuation
 from megatron.training.errors import run_entry_point
 from megatron.training.launch import Launch
@@ -28,6 +35,146 @@ if TYPE_CHECKING:
     from megatron.core.inference.engine import Completion, Request
     from megatron.core.inference.sampling import SamplingParams
     from megatron.inference.checkpoint_model import CheckpointModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One prompt and its continuation.
+
+    Args:
+        prompt: the text that was given.
+        prompt_ids: the tokens it became.
+        text: the continuation, without the end-of-document token.
+        ids: the generated tokens, the end-of-document token included.
+        logprobs: the model's own log-probability of each of `ids` (natural logarithm, before
+            temperature and filters).
+        finish_reason: "stop" at the end of the document, "length" at the token limit.
+    """
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+def write_json(path: str | Path, results: Sequence[Result]) -> None:
+    """Write a JSON list, one object and one line per result; the file appears whole or not at all.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    path = Path(path)
+    lines = (json.dumps(dataclasses.asdict(r), ensure_ascii=False) for r in results)
+    text = "[\n" + ",\n".join(lines) + "\n]"
+    try:
+        replace_file(path, text + "\n")
+    except OSError as error:
+        raise ValueError(f"--output-json {path} cannot be written: {error.strerror}") from None
+
+
+def check_json_path(path: str | Path) -> None:
+    """Make the folder of a JSON file to be written, so that a bad path is known before the work.
+
+    Raises:
+        ValueError: the folder cannot be made or written to, or `path` is a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"--output-json {path} is a folder: name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--output-json {path}: cannot make the folder {path.parent}: {error.strerror}"
+        ) from None
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--output-json {path}: no permission to write in {path.parent}")
+
+
+#: What decoding puts in place of bytes that are no whole character (yet).
+REPLACEMENT = "�"
+
+
+class TextStream:
+    """Turn tokens, as they come, into pieces of text whose concatenation is the whole text.
+
+    A byte-level token may end in the middle of a UTF-8 character; its text is held back until the
+    character is whole or the stream is finished.
+
+    Args:
+        detokenize: the tokenizer's function from token ids to text.
+    """
+
+    def __init__(self, detokenize: Callable[[Sequence[int]], str]) -> None:
+        self._detokenize = detokenize
+        self._shown_chars = 0
+
+    def push(self, tokens: Sequence[int], *, finished: bool = False) -> str:
+        """Return the text that `tokens` (all so far) add to what was returned before."""
+        text = self._detokenize(tokens)
+        if not finished:
+            # A character has at most four bytes; whatever was invalid before them stays so.
+            text = text[: len(text) - _incomplete(text)]
+        piece = text[self._shown_chars :]
+        self._shown_chars += len(piece)
+        return piece
+
+
+def _incomplete(text: str) -> int:
+    """Return how many replacement characters at the end may still become part of a character."""
+    return min(3, len(text) - len(text.rstrip(REPLACEMENT)))
+
+
+class Display:
+    """Print prompts and their continuations in order, each as soon as its turn has come.
+
+    The first unfinished prompt of a batch is printed token by token; the others follow with what
+    they have by then.
+
+    Args:
+        texts: the prompts.
+        detokenizers: for each prompt, the function from the token ids that follow it to text.
+        out: where to print.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[str],
+        detokenizers: Sequence[Callable[[Sequence[int]], str]],
+        out: TextIO,
+    ) -> None:
+        self._texts = texts
+        self._detokenizers = detokenizers
+        self._out = out
+        self._current = 0
+        self._stream: TextStream | None = None
+        self._latest: dict[int, tuple[Sequence[int], bool]] = {}
+
+    def update(self, index: int, tokens: Sequence[int], *, finished: bool) -> None:
+        """Take the generated tokens so far of prompt `index` and print what can be printed."""
+        self._latest[index] = (tokens, finished)
+        if index > self._current:
+            return
+        while self._current in self._latest:
+            tokens, finished = self._latest[self._current]
+            if self._stream is None:
+                self._begin()
+                self._stream = TextStream(self._detokenizers[self._current])
+            print(self._stream.push(tokens, finished=finished), end="", file=self._out, flush=True)
+            if not finished:
+                return
+            print(file=self._out, flush=True)
+            del self._latest[self._current]
+            self._current += 1
+            self._stream = None
+
+    def _begin(self) -> None:
+        if len(self._texts) > 1:
+            print(f"--- prompt {self._current + 1} of {len(self._texts)}", file=self._out)
+        print(self._texts[self._current], end="", file=self._out)
+
 
 PROG = "python -m megatron.inference.generate"
 
@@ -102,8 +249,8 @@ def generate_texts(
     Raises:
         ValueError: a prompt that the model cannot take.
     """
+    from megatron.core.inference.cache import StateCache
     from megatron.core.inference.engine import stream
-    from megatron.core.inference.state_cache import StateCache
 
     requests = make_requests(loaded, texts, max_new_tokens)
     states = StateCache(min(batch_size, max(1, len(requests))))  # of batch after batch

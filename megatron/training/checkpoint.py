@@ -48,7 +48,7 @@ class Command(NamedTuple):
 
 
 def _list(config: ListConfig) -> int:
-    from megatron.training.checkpoints.listing import list_root
+    from megatron.training.checkpoints.inspection import list_root
 
     return list_root(config)
 
@@ -60,13 +60,13 @@ def _inspect(config: InspectConfig) -> int:
 
 
 def _verify(config: VerifyConfig) -> int:
-    from megatron.training.checkpoints.verification import verify_folders
+    from megatron.training.checkpoints.inspection import verify_folders
 
     return verify_folders(config)
 
 
 def _compare(config: CompareConfig) -> int:
-    from megatron.training.checkpoints.comparison import compare_folders
+    from megatron.training.checkpoints.inspection import compare_folders
 
     return compare_folders(config)
 

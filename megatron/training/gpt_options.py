@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 
 from megatron.core.backend import LOCAL, Backend
-from megatron.core.context_parallel.choice import AttentionShape
+from megatron.core.context_parallel.comm_type import AttentionShape
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.models.stages import StageSplit
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import (
     ConstantLossScaler,

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megatron.training.errors import RunStopped, one_line
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode, RunStopped, one_line
 
 if TYPE_CHECKING:
     import torch.distributed as dist

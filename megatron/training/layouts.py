@@ -3,22 +3,192 @@
 
 Made on the host, where batches are read: all layers of a microbatch then share one, and only the
 tokens that this rank works on are copied to its device.
+
+Which cut packed rows get over context parallel ranks: `--context-parallel-cut`.
+
+A function of a microbatch's documents and of the model's shape alone, so that all ranks that share
+the microbatch come to the same. Only where experts gather the tokens of ranks with other documents
+do these agree on it, and on how many tokens there are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
 import torch
 
+from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.blockwise import worth_blocks
-from megatron.core.context_parallel.index_maps import documents_of
+from megatron.core.context_parallel.blockwise import PAIRS_WORTH_A_BLOCK, worth_blocks
+from megatron.core.context_parallel.comm_type import ALL_TO_ALL, choose
+from megatron.core.context_parallel.cut import (
+    DOCUMENTS,
+    ROW,
+    Costs,
+    Documents,
+    Work,
+    cut_documents,
+    joined_documents,
+    work_of,
+)
+from megatron.core.context_parallel.layout import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.process_groups import Group
+from megatron.core.moe.dispatch import choose_dispatcher
+from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.training.config.layer_pattern import is_recurrent
 from megatron.training.config.resolve import Run
-from megatron.training.packed_cuts import PackedCuts, packed_cuts
+from megatron.training.gpt_options import attention_shape
+from megatron.training.monitoring.flops import flops_per_square, product_weights, window
 from megatron.training.run_groups import RunGroups
+
+#: Returns the largest of each number over ranks that see other documents.
+Agree = Callable[[Sequence[float]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cut of one microbatch.
+
+    Args:
+        row, apart: what ranks have to do with rows cut as one, and with documents cut apart.
+        cut: of one row that holds all; None cuts each row as one.
+    """
+
+    row: Work
+    apart: Work
+    cut: SequenceCut | None
+
+
+class PackedCuts:
+    """Chooses the cut of each microbatch of packed rows.
+
+    Args:
+        kind: "row", "documents" or "auto", which takes what costs the slowest rank less.
+        size: context parallel ranks.
+        costs: of the model.
+        window: of attention.
+        multiple: what the tokens of a rank divide by.
+        by_heads: attention gives each rank all pairs of some heads.
+        agree: with ranks that gather each other's tokens and see other documents; None where there
+            are none.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        size: int,
+        *,
+        costs: Costs,
+        window: int | None = None,
+        multiple: int = 1,
+        by_heads: bool = False,
+        agree: Agree | None = None,
+    ) -> None:
+        self.kind, self.size, self.costs = kind, size, costs
+        self._seen = {"window": window, "by_heads": by_heads}
+        self._multiple, self._agree = multiple, agree
+
+    def of(self, documents: Documents) -> SequenceCut | None:
+        """Return the cut of one row that holds all rows, each document apart; None cuts each row
+        as one. Ranks that must agree call it together.
+
+        Args:
+            documents: of each row of the microbatch, where they begin and end.
+        """
+        if self.kind == ROW:
+            return None
+        if self._agree is None:
+            return self.choice(documents).cut
+        apart = cut_documents(documents, self.size, multiple=self._multiple)
+        costs = self._costs(*self._works(documents, apart))
+        *costs, tokens = self._agree([*costs, apart.padded[-1]])
+        if not costs[1] < costs[0]:
+            return None
+        return cut_documents(documents, self.size, multiple=self._multiple, at_least=round(tokens))
+
+    def choice(self, documents: Documents) -> Choice:
+        """Return what this rank alone would choose, and between what."""
+        apart = cut_documents(documents, self.size, multiple=self._multiple)
+        works = self._works(documents, apart)
+        row, other = self._costs(*works)
+        return Choice(*works, apart if other < row else None)
+
+    def _works(self, documents: Documents, apart: SequenceCut) -> tuple[Work, Work]:
+        row = SequenceCut.of(documents[0][-1], self.size)
+        return (
+            work_of(row, documents, **self._seen),
+            work_of(apart, [joined_documents(documents)], **self._seen),
+        )
+
+    def _costs(self, row: Work, apart: Work) -> tuple[float, float]:
+        """Return what both cost; nothing is as dear as what was not asked for."""
+        return (
+            inf if self.kind == DOCUMENTS else row.cost(self.costs),
+            inf if self.kind == ROW else apart.cost(self.costs),
+        )
+
+
+def packed_cuts(run: Run, place: RunGroups, model: GPTConfig) -> PackedCuts | None:
+    """Return what chooses the cuts of a run's rows; None where rows are not cut over ranks, hold
+    one document each, or have no pairs to share out."""
+    parallel, data = run.config.parallel, run.config.data
+    packed = data.sft or data.reset_attention_mask
+    if parallel.context_parallel_size == 1 or not packed or model.attention is None:
+        return None
+    cp, shape = parallel.context_parallel_size, attention_shape(run)
+    assert shape is not None
+    engine = choose(parallel.cp_comm_type, shape, cp).engine  # whatever the number of tokens
+    return PackedCuts(
+        parallel.context_parallel_cut,
+        cp,
+        costs=costs_of(model, parallel.tensor_model_parallel_size),
+        window=window(model),
+        multiple=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
+        by_heads=engine == ALL_TO_ALL,
+        agree=agreement(place.groups, model, parallel.moe_token_dispatcher_type, place.device),
+    )
+
+
+def costs_of(model: GPTConfig, tp: int) -> Costs:
+    """Return what tokens, pairs and pieces of a model cost on each of tp ranks, in operations.
+
+    A square of n^2 has n (n + 1) / 2 pairs, and stands for twice the area of the triangle.
+    """
+    pair, heads = 2.0 * flops_per_square(model), 1
+    if model.attention is not None:
+        heads = max(1, model.attention.num_attention_heads // tp)
+    return Costs(
+        token=6.0 * product_weights(model, model.vocab_size) / tp,
+        pair=pair / tp,
+        piece=pair / tp / heads * PAIRS_WORTH_A_BLOCK,
+    )
+
+
+def agreement(
+    groups: ProcessGroupCollection, model: GPTConfig, dispatcher: str, device: torch.device
+) -> Agree | None:
+    """Return how ranks agree that have other documents and gather each other's tokens, of which
+    all must then have as many; None where experts gather none of such ranks.
+
+    Args:
+        dispatcher: that is asked for, "auto" too.
+        device: where the group reduces.
+    """
+    group, grid = groups["etp_ep"], groups.grid
+    places = (grid.coordinates(rank) for rank in group.ranks)
+    if model.moe is None or len({(at["gtp"], at["dp"]) for at in places}) == 1:
+        return None
+    if choose_dispatcher(dispatcher, topk=model.moe.router.topk, ep=grid.ep) != "allgather":
+        return None
+
+    def agree(numbers: Sequence[float]) -> Sequence[float]:
+        own = torch.tensor(numbers, dtype=torch.float64, device=device)
+        return all_reduce(own, group, op="max").tolist()
+
+    return agree
 
 
 class Layouts:

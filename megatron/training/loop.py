@@ -17,17 +17,16 @@ from typing import Protocol
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
 from megatron.training.config.resolve import Run
-from megatron.training.failures.bad_steps import remember_loss, spike_limit
-from megatron.training.failures.faults import Faults
+from megatron.training.failures.faults import Faults, remember_loss, spike_limit
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.monitoring.log_line import (
+    Display,
     LogPart,
     StepRecord,
     format_step,
     format_validation,
 )
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.monitoring.progress import Display
 from megatron.training.monitoring.step_window import StepOutcome, StepWindow
 from megatron.training.progress_state import Progress
 

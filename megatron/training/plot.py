@@ -17,16 +17,16 @@ from typing import Any
 
 from megatron.core.untrusted_files import replace_file, replacing
 from megatron.training.errors import run_entry_point
-from megatron.training.monitoring.curves import (
+from megatron.training.monitoring.plots import (
     QUANTITIES,
     RecordedRun,
     comparison,
+    draw_loads,
+    page,
     read_run,
     short_names,
     smooth,
 )
-from megatron.training.monitoring.load_plot import draw_loads
-from megatron.training.monitoring.plot_page import page
 from megatron.training.options.flags import parse_command_line
 from megatron.training.standard_streams import run_command
 

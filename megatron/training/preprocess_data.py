@@ -19,15 +19,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.indexed_writer import Written
-from megatron.training.data.documents import Tally
-from megatron.training.data.preprocessing.blocks import BLOCK_BYTES, read_blocks
+from megatron.core.datasets.indexed_dataset import Written
+from megatron.training.data.documents import (
+    BLOCK_BYTES,
+    Inputs,
+    Kind,
+    Tally,
+    find_inputs,
+    read_blocks,
+)
 from megatron.training.data.preprocessing.display import Report, show_progress, silent
-from megatron.training.data.preprocessing.encoder import Encoder
-from megatron.training.data.preprocessing.inputs import Inputs, Kind, find_inputs
+from megatron.training.data.preprocessing.encoder import Encoder, WorkerLost, encode_in_order
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.data.preprocessing.output import COMMIT_BYTES, Output, journal_path
-from megatron.training.data.preprocessing.workers import WorkerLost, encode_in_order
 from megatron.training.data.tokenizers import Tokenizer
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import parse_command_line

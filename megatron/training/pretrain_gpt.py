@@ -24,8 +24,7 @@ from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defa
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.errors import run_entry_point
 from megatron.training.failures.launcher import LauncherWatch, launcher_of
-from megatron.training.failures.stopping import StopRequests
-from megatron.training.failures.termination import Listener, signals_to_thread
+from megatron.training.failures.stopping import Listener, StopRequests, signals_to_thread
 from megatron.training.launch import Launch
 from megatron.training.options.flags import CommandLine, parse_command_line, show_config
 from megatron.training.standard_streams import go_on_without_streams

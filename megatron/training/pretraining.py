@@ -15,11 +15,10 @@ import torch
 
 from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.datasets.prefetch import PrefetchedBatches
-from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.datasets.samplers import GPTBatch, PrefetchedBatches
 from megatron.core.device import peak_memory_bytes, pin
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, SaveFolderClaim
-from megatron.core.models.multi_token import Ahead, shifted
+from megatron.core.models.gpt import Ahead, shifted
 from megatron.training.config.resolve import Run
 from megatron.training.data.data_paths import prefixes
 from megatron.training.data.data_sets import (
@@ -29,40 +28,39 @@ from megatron.training.data.data_sets import (
     validation_batches,
 )
 from megatron.training.data.vocabulary import read_vocabulary
-from megatron.training.failures.faulty_hosts import refuse_faulty_hosts
+from megatron.training.failures.faults import refuse_faulty_hosts
 from megatron.training.failures.session_faults import (
     arm_stop,
+    compare_replicas,
     session_faults,
     timed_steps,
 )
-from megatron.training.failures.session_replicas import compare_replicas
 from megatron.training.gpt_options import (
     early_gather,
     learning_rate_schedule,
     weight_decay_schedule,
     weight_dtype,
 )
-from megatron.training.layouts import Layouts, layouts_of
+from megatron.training.layouts import Layouts, layouts_of, packed_cuts
 from megatron.training.loop import LoopParts, train
-from megatron.training.monitoring.batch_line import batch_line, batch_words
-from megatron.training.monitoring.context_line import (
+from megatron.training.monitoring.describe import (
+    batch_line,
+    batch_words,
     context_line,
     context_words,
     cut_line,
+    data_parallel_line,
+    dropout_line,
+    expert_line,
     linear_lines,
+    pipeline_line,
+    pipeline_words,
 )
-from megatron.training.monitoring.data_parallel_line import data_parallel_line
-from megatron.training.monitoring.dropout_line import dropout_line
-from megatron.training.monitoring.expert_line import expert_line
 from megatron.training.monitoring.flops import visible_square
-from megatron.training.monitoring.load_balance import load_balance
-from megatron.training.monitoring.log_line import LogPart
+from megatron.training.monitoring.log_line import Display, LogPart
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.monitoring.mtp_losses import mtp_losses
+from megatron.training.monitoring.model_metrics import load_balance, mtp_losses
 from megatron.training.monitoring.observation import observing
-from megatron.training.monitoring.pipeline_line import pipeline_line, pipeline_words
-from megatron.training.monitoring.progress import Display
-from megatron.training.packed_cuts import packed_cuts
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
 from megatron.training.saves import saving

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
-from megatron.core.models.pattern import MAMBA
+from megatron.core.models.layer_pattern import MAMBA
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.training.config.layer_pattern import has, has_attention
 from megatron.training.config.resolve import Run
 from megatron.training.errors import PeerLost
 from megatron.training.failures.collective_check import CollectiveCheck
-from megatron.training.failures.flight_recorder import ask_for_record
+from megatron.training.failures.hang_files import ask_for_record
 from megatron.training.failures.peers import Diagnosis, PeerWatch
 from megatron.training.failures.restart import RestartNote
 from megatron.training.failures.stopping import StopRequests

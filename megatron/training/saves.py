@@ -25,10 +25,9 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
-from megatron.core.dist_checkpointing.claim import see_claim
+from megatron.core.dist_checkpointing.run_folder import see_claim
 from megatron.training.checkpoint_io import run_extra
-from megatron.training.errors import PeerLost, RunStopped
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode, PeerLost, RunStopped
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session

@@ -16,7 +16,7 @@ from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
 from megatron.core.moe.balance import Balance, routers_of
 from megatron.core.optimizer import Optimizer
-from megatron.core.optimizer.weight_groups import check_patterns
+from megatron.core.optimizer.config import check_patterns
 from megatron.hf.config_json import differences, function_of
 from megatron.hf.folder import is_folder
 from megatron.hf.folder_options import open_model
@@ -28,13 +28,12 @@ from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.config.values import require_all
 from megatron.training.cpu_matmul import CpuMatmul
+from megatron.training.cuda_graphs import CudaRecorder, FullIterationGraph
 from megatron.training.data.data_sets import (
     DataSets,
 )
 from megatron.training.data.vocabulary import Vocabulary
-from megatron.training.failures.evidence import StageBits
-from megatron.training.failures.replay import Reruns
-from megatron.training.full_iteration import FullIterationGraph
+from megatron.training.failures.replay import Reruns, StageBits
 from megatron.training.gpt_options import (
     backend,
     data_parallel_config,
@@ -45,15 +44,13 @@ from megatron.training.gpt_options import (
     split,
     weight_dtype,
 )
-from megatron.training.graph_recorder import CudaRecorder
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.newest_checkpoint import clear_the_way, load_newest
 from megatron.training.options.schema import flatten
-from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
-from megatron.training.step import ForwardBackward, StepRunner, TrainStep
+from megatron.training.step import ForwardBackward, PipelineForwardBackward, StepRunner, TrainStep
 from megatron.training.stored_model import stored_model
 
 

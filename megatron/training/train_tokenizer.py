@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from megatron.training.data.documents import Tally, read_documents
+from megatron.training.data.documents import Tally, find_inputs, read_documents
 from megatron.training.data.preprocessing.display import Report, show_progress
-from megatron.training.data.preprocessing.inputs import find_inputs
 from megatron.training.data.tokenizers import train_bpe
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import parse_command_line

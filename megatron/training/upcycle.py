@@ -202,7 +202,7 @@ def _copies(
     import torch
 
     from megatron.core.dist_checkpointing import TensorChunk
-    from megatron.core.dist_checkpointing.shard_writer import as_bytes
+    from megatron.core.dist_checkpointing.shards import as_bytes
     from megatron.hf.safetensors_file import bands
 
     for _ in range(times):
@@ -219,7 +219,7 @@ def _initial(
     """Yield the bytes of the values that a new model's weight has, in bands of rows."""
     import torch
 
-    from megatron.core.dist_checkpointing.shard_writer import as_bytes
+    from megatron.core.dist_checkpointing.shards import as_bytes
     from megatron.core.initialize import InitSpec, fill_
     from megatron.hf.safetensors_file import bands
 

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     Solo,
     TensorChunk,
-    commit,
+    run_folder,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -96,7 +96,7 @@ def test_the_disk_tells_the_stage_of_a_save(tmp_path):
     new.rename(tmp_path / "iter_0000004")
     assert under_way(look(tmp_path), start) == "renamed"
     assert under_way(look(tmp_path), look(tmp_path)) == "", "an earlier start has renamed it"
-    commit.write_tracker(tmp_path, 4)
+    run_folder.write_tracker(tmp_path, 4)
     assert under_way(look(tmp_path), start) == ""
     (tmp_path / "iter_0000002").rename(tmp_path / f"iter_0000002.tmp-{'c' * 16}")
     assert under_way(look(tmp_path), start) == "removing"
@@ -178,11 +178,11 @@ def unsynced_file(monkeypatch) -> None:
     def write(path: Path, data: bytes) -> None:
         path.write_bytes(data)
 
-    monkeypatch.setattr(commit, "write_synced", write)
+    monkeypatch.setattr(run_folder, "write_synced", write)
 
 
 def unsynced_folder(monkeypatch) -> None:
-    monkeypatch.setattr(commit, "sync_folder", lambda folder: None)
+    monkeypatch.setattr(run_folder, "sync_folder", lambda folder: None)
 
 
 @pytest.mark.parametrize("forget", [unsynced_file, unsynced_folder])
@@ -204,15 +204,15 @@ def test_a_power_cut_takes_back_renames_and_new_names(disk):
     save(root, 4)
     os.rename(root / "iter_0000002", root / f"iter_0000002.tmp-{'a' * 16}")
     (root / "iter_0000006").mkdir()
-    commit.write_synced(root / "latest_new", b"6\n")
-    os.replace(root / "latest_new", root / commit.TRACKER_NAME)
+    run_folder.write_synced(root / "latest_new", b"6\n")
+    os.replace(root / "latest_new", root / run_folder.TRACKER_NAME)
     (root / ".writer.lock").write_text("not part of it")
     cut()
     assert sorted(p.name for p in root.iterdir()) == [
         ".writer.lock",
         "iter_0000002",
         "iter_0000004",
-        commit.TRACKER_NAME,
+        run_folder.TRACKER_NAME,
     ]
     assert look(root).tracked == 4
     verify_checkpoint(root / "iter_0000002")
@@ -287,7 +287,7 @@ def test_after_a_power_cut_only_what_was_told_has_to_be_there(ledger):
     save(ledger.root, 6, 6.0)
     ledger.note(look(ledger.root))
     shutil.rmtree(ledger.root / "iter_0000006")
-    commit.write_tracker(ledger.root, 4)
+    run_folder.write_tracker(ledger.root, 4)
     ledger.forget_unsynced(start, "")
     assert ledger.check().newest == 4
     ledger.forget_unsynced(start, f"saved {ledger.root}/iter_0000006\n")

@@ -26,10 +26,10 @@ from megatron.core.dist_checkpointing import manifest
 from megatron.hf import convert
 from megatron.inference import generate
 from megatron.training import checkpoint, inspect_data, plot, preprocess_data, pretrain_gpt
-from megatron.training.data.chat_template import BUILT_IN
+from megatron.training.data.chat import BUILT_IN
 from megatron.training.data.preprocessing.output import Output
 from megatron.training.errors import run_entry_point
-from megatron.training.failures.suspect_step import Suspect
+from megatron.training.failures.faults import Suspect
 from tests.functional_tests.small_run import write_tokens
 from tests.support.hostile_files import (
     fresh_copy,

@@ -30,9 +30,9 @@ from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.failures import session_faults
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.launch import Launch
+from megatron.training.layouts import packed_cuts
 from megatron.training.monitoring import observation
 from megatron.training.monitoring.metrics import read_metrics
-from megatron.training.packed_cuts import packed_cuts
 from megatron.training.pretrain_gpt import read_run, start_watch
 from tests.functional_tests.small_run import program_of, run_here
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.training import pretrain_gpt
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 from tests.functional_tests.torchrun_job import torchrun
 from tests.support.ranks import start_ranks

@@ -23,8 +23,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.training import checkpoint
-from megatron.training.errors import OutputLost
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode, OutputLost
 from megatron.training.standard_streams import guarded
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks, start_ranks

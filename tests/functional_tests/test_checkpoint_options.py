@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import read_extra
 from megatron.training.config import Config
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.options.schema import options
 from megatron.training.options.yaml_file import read_options, write_options
 from tests.functional_tests.small_run import flags, losses, run_here, write_tokens

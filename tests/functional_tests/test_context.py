@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.training.data.corpus import build_corpus
 from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.preprocess_data import preprocess
+from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (
     flags,
     losses,

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
 from megatron.core.models.gpt import GPTConfig
 from megatron.training.config.model_table import gpt_config
-from megatron.training.data.corpus import build_corpus
 from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.launch import Launch
 from megatron.training.preprocess_data import preprocess
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
+from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (
     VOCABULARY,
     flags,

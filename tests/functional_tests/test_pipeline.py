@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.training import pipeline_step
-from megatron.training.exit_codes import ExitCode
+from megatron.training import step
+from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
@@ -57,9 +57,9 @@ def measured(metrics: Path) -> dict[str, list[float]]:
 
 def plant_witness(rank: int) -> None:
     """Print what kinds of computing a stage's lists hold that have been carried out."""
-    whole = pipeline_step.Executor.run
+    whole = step.Executor.run
 
-    def run(self: pipeline_step.Executor) -> None:
+    def run(self: step.Executor) -> None:
         whole(self)
         done = {a.kind.value for a in self.schedule.ranks[self.group.rank]}
         print(
@@ -67,7 +67,7 @@ def plant_witness(rank: int) -> None:
             flush=True,
         )
 
-    pipeline_step.Executor.run = run
+    step.Executor.run = run
 
 
 @pytest.mark.parametrize(

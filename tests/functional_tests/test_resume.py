@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import read_extra
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.pretraining import SessionSteps
 from tests.functional_tests.small_run import (

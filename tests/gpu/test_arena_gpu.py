@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.weight_gather.arena import Arena
+from megatron.core.weight_gather.gatherer import Arena
 
 
 @pytest.mark.gpu

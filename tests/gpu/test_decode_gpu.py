@@ -10,8 +10,9 @@ import torch
 
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
+from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import BOUND, DTYPES, REHEARSES, made, sized

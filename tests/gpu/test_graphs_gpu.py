@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DataParallelConfig, capture
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import gpt_options
-from megatron.training.graph_recorder import CudaRecorder
+from megatron.training.cuda_graphs import CudaRecorder
 from tests.functional_tests.small_run import (
     flags,
     losses,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import blockwise
-from megatron.core.context_parallel.blocks import attention_blocks
+from megatron.core.context_parallel.blockwise import attention_blocks
 from megatron.core.context_parallel.cut import SequenceCut
 from megatron.core.ops.attention import attention
 from megatron.core.ops.dropout import AttentionDropout, dropout

@@ -13,7 +13,7 @@ from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import add_skip, state_space_dual, state_space_recurrence
-from megatron.core.ssm.segments import recur_split
+from megatron.core.ssm.state_passing import recur_split
 from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, made, sized
 from tests.support.launch_kernels import assert_launches
 

@@ -35,7 +35,7 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
         {"experts": "softmax", "etp": 2},
     ),
     "experts are summed over the lanes of dense weights": (
-        "weight_sharding.gradient_plan",
+        "weight_sharding",
         "gradient_plan",
         '"expert_lanes" if sharding.expert else "lanes"',
         '"lanes"',
@@ -70,7 +70,7 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
         {"tp": 1, "dp": 2, "experts": "sigmoid", "ep": 2},
     ),
     "experts have room for one token more": (
-        "moe.choice",
+        "moe.router",
         "within_capacity",
         "ranks < capacity",
         "ranks <= capacity",
@@ -91,7 +91,7 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
         {"attention": "latent", "groups": 8},
     ),
     "tokens of the next document are predicted": (
-        "models.multi_token",
+        "models.gpt",
         "shifted",
         "document_ids[:, near] == document_ids[:, far]",
         "document_ids[:, near] >= 0",

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from megatron.core.moe import MoEConfig, RouterConfig, RouterLoad, choice
+from megatron.core.moe import MoEConfig, RouterConfig, RouterLoad, router
 from megatron.core.moe import router as routing
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from tests.parity.sequences import SEQUENCE, cut_of
@@ -116,9 +116,10 @@ class Margins:
 def watched_routes(row: Row) -> Iterator[Margins]:
     """Note margins inside, and give experts the room that the ranks of a row would give them."""
     margins = Margins()
+    choose, fit = router.chosen_experts, router.within_capacity
 
     def chosen(scores, config, *, bias=None):
-        found = choice.chosen_experts(scores, config, bias=bias)
+        found = choose(scores, config, bias=bias)
         _note_choice(margins, scores if bias is None else scores + bias, config)
         return found
 
@@ -128,7 +129,7 @@ def watched_routes(row: Row) -> Iterator[Margins]:
         for numbers, rows in _parts(row, batch=len(experts) // SEQUENCE):
             room = math.ceil(CAPACITY_FACTOR * rows * TOPK / NUM_EXPERTS)
             own = experts[numbers], weights[numbers]
-            kept[numbers] = choice.within_capacity(*own, capacity=room, policy=policy)
+            kept[numbers] = fit(*own, capacity=room, policy=policy)
             if policy == "probs":
                 _note_room(margins, *own, room=room)
         margins.dropped += int((~kept).sum())

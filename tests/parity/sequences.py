@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.cut import SequenceCut
-from megatron.core.models.multi_token import Ahead, shifted
+from megatron.core.models.gpt import Ahead, shifted
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.context_parallel.choice import sent_groups
+from megatron.core.context_parallel.comm_type import sent_groups
 from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import GROUP_NAMES
 from tests.parity.expert_traffic import assert_expert_traffic

@@ -19,19 +19,19 @@ from unittest import mock
 import torch
 
 from megatron.core.comm import collectives
-from megatron.core.comm.transfer import Transfer, Underway
+from megatron.core.comm.collectives import Transfer, Underway
 from megatron.core.context_parallel import layout
-from megatron.core.distributed import capture, data_parallel, gradients
+from megatron.core.distributed import capture, data_parallel
 from megatron.core.ops import sequences
-from megatron.core.weight_gather import arena, gatherer
+from megatron.core.weight_gather import gatherer
 
 MODULES: tuple[ModuleType, ...] = (
-    arena,
+    gatherer,
     capture,
     collectives,
     data_parallel,
     gatherer,
-    gradients,
+    data_parallel,
 )
 
 

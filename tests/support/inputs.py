@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.models.multi_token import Ahead
+from megatron.core.models.gpt import Ahead
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,10 @@ PRELOAD = (
     "megatron.training.pretrain_gpt",
     "megatron.training.pretraining",
     "megatron.training.run_groups",
-    "megatron.training.options.help_pages",
+    "megatron.training.options.flags",
     "megatron.training.failures.restart",
-    "megatron.training.failures.stack_dump",
-    "megatron.core.datasets.indexed_writer",
+    "megatron.training.failures.hang_files",
+    "megatron.core.datasets.indexed_dataset",
     "tests.functional_tests.small_run",
 )
 

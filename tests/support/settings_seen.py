@@ -17,7 +17,7 @@ from megatron.core.models.gpt_config import GPTConfig
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.transformer import AttentionConfig, Recompute
-from megatron.training.full_iteration import FullIterationGraph
+from megatron.training.cuda_graphs import FullIterationGraph
 from megatron.training.step import Microbatch, TrainStep
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -29,8 +29,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from megatron.core.comm.poison import poison_
-from megatron.core.comm.transfer import Transfer, Underway
+from megatron.core.comm.collectives import Transfer, Underway, poison_
 from megatron.core.process_groups import ProcessGroupCollection
 
 

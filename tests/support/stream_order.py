@@ -19,8 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.comm.collectives import _Sum
-from megatron.core.comm.transfer import Transfer, Underway
+from megatron.core.comm.collectives import Transfer, Underway, _Sum
 from tests.support.capture_rules import pretended_streams
 
 #: The name of a stream, whether it writes, and the addresses from start to stop.

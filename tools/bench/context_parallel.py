@@ -26,9 +26,8 @@ import torch.distributed as dist
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.balance import cut_documents, work_of
-from megatron.core.context_parallel.choice import ENGINES
-from megatron.core.context_parallel.cut import SequenceCut
+from megatron.core.context_parallel.comm_type import ENGINES
+from megatron.core.context_parallel.cut import SequenceCut, cut_documents, work_of
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid

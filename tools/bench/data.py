@@ -26,19 +26,19 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from megatron.core.datasets.sample_index import (
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     plan_epochs,
 )
-from megatron.training.data.corpus import build_corpus
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.training.data.documents import Tally, read_documents
 from megatron.training.data.tokenizers import train_bpe
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
+from megatron.training.quickstart import build_corpus
 from tools.bench.table import Row, format_table
 
 SEQUENCE_LENGTH = 1024

@@ -15,7 +15,7 @@ import torch
 from megatron.core.comm import all_to_all
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.process_groups import Group
-from megatron.core.ssm.exchange import to_heads, to_tokens
+from megatron.core.ssm.mixer import to_heads, to_tokens
 
 
 class Exchange(torch.autograd.Function):

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.paged_attention import PagedBatch, paged_attention
-from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_decode import recurrence_decode
+from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 from tools.bench.gpu_bench import OURS, Bench, no_device, options_of, require_same
 from tools.bench.gpu_rows import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET

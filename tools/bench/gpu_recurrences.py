@@ -21,7 +21,7 @@ from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import state_space_dual
-from megatron.core.ssm.segments import recur_split
+from megatron.core.ssm.state_passing import recur_split
 from tools.bench.gpu_bench import OURS, Bench, require_same, with_gradients
 
 CHUNK = 64

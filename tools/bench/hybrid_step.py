@@ -28,7 +28,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, mixer
-from megatron.core.ssm.exchange import Placed
+from megatron.core.ssm.mixer import Placed
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tools.bench import gloo_ranks
 from tools.bench.exchange_forms import PerSequence

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.stages import StageSplit
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.pipeline_parallel import (
     Schedule,
@@ -36,8 +36,7 @@ from megatron.core.pipeline_parallel import (
 )
 from megatron.core.pipeline_parallel.runtime import Executor
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.training.pipeline_step import PipelineForwardBackward
-from megatron.training.step import Microbatch, TrainStep
+from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep
 from tools.bench import gloo_ranks, shapes
 from tools.bench.ours import config_of
 from tools.bench.shapes import SHAPES, Shape

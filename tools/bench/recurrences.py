@@ -22,7 +22,7 @@ from torch import nn
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from megatron.core.ops.gated_delta_rule import gated_delta_rule
 from megatron.core.ops.paged_attention import paged_attention, write_to_pages
-from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_decode import recurrence_decode
+from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import add_skip, state_space_dual

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import CheckpointError, list_checkpoints, verify_checkpoint
-from megatron.core.dist_checkpointing.commit import checkpoint_folder
 from megatron.core.dist_checkpointing.manifest import iteration_of
+from megatron.core.dist_checkpointing.run_folder import checkpoint_folder
 from tests.functional_tests.small_run import digests, timeless
 from tools.soak.folder import Snapshot, look
 from tools.soak.job import SoakFailure

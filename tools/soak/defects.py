@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing import commit, save
-from megatron.core.dist_checkpointing.inventory import list_checkpoints
+from megatron.core.dist_checkpointing import run_folder, save
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, encode_manifest
+from megatron.core.dist_checkpointing.run_folder import list_checkpoints
 from megatron.training.progress_state import Progress
 
 
@@ -31,11 +31,11 @@ def named_before_it_is_whole(rank: int) -> None:
     """Give a folder its name, and write the manifest then: not every soak hits the milliseconds."""
 
     def publish(temporary: Path, manifest: Manifest) -> Path:
-        folder = commit.checkpoint_folder(temporary.parent, manifest.iteration)
+        folder = run_folder.checkpoint_folder(temporary.parent, manifest.iteration)
         os.rename(temporary, folder)
-        commit.write_synced(folder / MANIFEST_NAME, encode_manifest(manifest))
-        commit.sync_folder(folder)
-        commit.sync_folder(folder.parent)
+        run_folder.write_synced(folder / MANIFEST_NAME, encode_manifest(manifest))
+        run_folder.sync_folder(folder)
+        run_folder.sync_folder(folder.parent)
         return folder
 
     save.publish = publish
@@ -60,4 +60,4 @@ def manifest_is_not_synced(rank: int) -> None:
         with path.open("xb") as file:
             file.write(data)
 
-    commit.write_synced = unsynced
+    run_folder.write_synced = unsynced

@@ -7,8 +7,8 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.commit import TRACKER_NAME, is_temporary
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, iteration_of
+from megatron.core.dist_checkpointing.run_folder import TRACKER_NAME, is_temporary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ def plant(root: str, seconds: float, *, journal: str) -> None:
         journal: file for the notes.
     """
     slow_down(root, seconds, journal)
-    from megatron.core.dist_checkpointing import writer_client
+    from megatron.core.dist_checkpointing import async_save
 
     start = subprocess.Popen
     first = (
@@ -46,7 +46,7 @@ def plant(root: str, seconds: float, *, journal: str) -> None:
         assert command[:2] == [sys.executable, "-c"], command
         return start([*command[:2], first + command[2]], **options)
 
-    writer_client.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": started})
+    async_save.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": started})
 
 
 def slow_down(root: str, seconds: float, journal: str) -> None:

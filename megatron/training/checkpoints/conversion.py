@@ -2,49 +2,199 @@
 """Checkpoints to one file, and foreign folders to checkpoints: streamed, one process.
 
 A foreign folder is read only where `--from` says what it is.
+
+The model that flags describe, for a folder that does not say what model it is of.
+
+Whole tensors on their way into a file or a checkpoint: made when they are written, in pieces.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointReader,
     Solo,
+    TensorChunk,
     list_checkpoints,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.commit import TRACKER_NAME
-from megatron.core.dist_checkpointing.inventory import MAX_TRACKER_BYTES
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.dtypes import DTYPES
+from megatron.core.dist_checkpointing.run_folder import MAX_TRACKER_BYTES, TRACKER_NAME, sync_folder
+from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, Output, encode_header
+from megatron.core.dist_checkpointing.shards import as_bytes
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.untrusted_files import read_regular
+from megatron.core.untrusted_files import open_to_write, read_regular
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
 from megatron.hf.parts import MappedTensor, Part, TensorMap
+from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.dcp_folder import DcpFolder
-from megatron.training.checkpoints.described_model import DescribedModel, described_model
+from megatron.training.checkpoints.inspection import (
+    existing_folder,
+    one_checkpoint,
+    read_box,
+    row_boxes,
+    size_text,
+)
 from megatron.training.checkpoints.options import ConvertConfig, ConvertToNativeConfig
-from megatron.training.checkpoints.places import existing_folder, one_checkpoint, size_text
 from megatron.training.checkpoints.upstream_names import (
     shape_of_folder,
     shape_of_model,
     upstream_map,
 )
-from megatron.training.checkpoints.whole_tensors import (
-    WholeTensor,
-    as_chunk,
-    of_checkpoint,
-    of_folder,
-    of_parts,
-    write_file,
-)
-from megatron.training.foreign_checkpoint import METADATA_NAME
+from megatron.training.config import Config
+from megatron.training.config.check import check
+from megatron.training.config.model_table import gpt_config
+from megatron.training.config.resolve import resolve
+from megatron.training.data.vocabulary import read_vocabulary
+from megatron.training.newest_checkpoint import METADATA_NAME
+from megatron.training.options.schema import build, flatten, options
+
+_SECTIONS = ("model", "attention", "position", "experts", "tokenizer")
+
+#: What a run needs and a model does not depend on.
+_ANY_RUN = {"micro-batch-size": 1, "train-iters": 1, "lr": 1e-3, "mock-data": True}
+
+
+class DescribedModel(NamedTuple):
+    """A model, its options by flag name, and how to make its tokenizer again."""
+
+    config: GPTConfig
+    options: Mapping[str, Any]
+    tokenizer: Mapping[str, Any]
+
+
+def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
+    """Return the model of some flags, as pretraining would build it. Raises ValueError."""
+    wanted = [option for option in options(Config) if option.section in _SECTIONS]
+    given = flatten(chosen)
+    length = chosen.model.max_position_embeddings or 1
+    described = {option.name: given[option.name] for option in wanted}
+    config = build(Config, {**described, **_ANY_RUN, "seq-length": length})
+    if problems := check(config, 1):
+        raise ValueError("; ".join(problems))
+    if chosen.tokenizer.vocab_size is None and chosen.tokenizer.tokenizer_model is None:
+        raise ValueError("missing --vocab-size: give it without padding, or give --tokenizer-model")
+    resolved = resolve(config, 1).config
+    vocabulary = read_vocabulary(resolved.tokenizer, ())
+    found = flatten(resolved)
+    kept = {option.name: found[option.name] for option in wanted}
+    if chosen.model.max_position_embeddings is None:
+        del kept["max-position-embeddings"]  # derived from a length that nobody gave
+    kept["vocab-size"] = vocabulary.size
+    return DescribedModel(gpt_config(resolved, vocabulary.size), kept, vocabulary.tokenizer)
+
+
+#: Fills a tensor with a box of another.
+ReadBox = Callable[[Box, torch.Tensor], None]
+
+
+class WholeTensor(NamedTuple):
+    """A tensor: dtype by the safetensors format's name, and what yields its bytes in order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[memoryview]]
+
+
+def of_checkpoint(reader: CheckpointReader, name: str) -> WholeTensor:
+    """Return a tensor of one of our checkpoints."""
+    stored = reader.manifest.tensors[name]
+
+    def pieces() -> Iterator[memoryview]:
+        for box in row_boxes(stored.shape, stored.dtype, reader.manifest):
+            yield as_bytes(read_box(reader, name, box))
+
+    return WholeTensor(name, stored.dtype, stored.shape, pieces)
+
+
+def of_folder(folder: DcpFolder, name: str) -> WholeTensor:
+    """Return a tensor of a foreign folder under its own name. Raises ValueError."""
+    stored = folder.find(name)
+    pieces = partial(_bands, stored.shape, stored.dtype, partial(folder.read_box, name))
+    return WholeTensor(name, stored.dtype, stored.shape, pieces)
+
+
+def of_parts(folder: DcpFolder, mapped: MappedTensor) -> WholeTensor:
+    """Return a tensor of ours that is made of parts of those of a foreign folder."""
+    dtypes = {folder.tensors[part.theirs].dtype for part in mapped.parts}
+    dtype = "F32" if mapped.fp32 or len(dtypes) > 1 else dtypes.pop()
+
+    def pieces() -> Iterator[memoryview]:
+        for part in mapped.parts:
+            yield from _bands(part.sizes, dtype, partial(_read_part, folder, part))
+
+    return WholeTensor(mapped.name, dtype, mapped.shape, pieces)
+
+
+def _read_part(folder: DcpFolder, part: Part, box: Box, piece: torch.Tensor) -> None:
+    """Read a box that counts from the first element of a part."""
+    inner = part.in_theirs(box)
+    folder.read_box(part.theirs, inner, piece.view(inner.sizes))
+
+
+def as_chunk(tensor: WholeTensor) -> TensorChunk:
+    """Return a tensor for a checkpoint that one process writes."""
+    return TensorChunk(
+        name=tensor.name,
+        shape=tensor.shape,
+        offsets=(0,) * len(tensor.shape),
+        tensor=torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta"),
+        replica_ranks=(0,),
+        pieces=tensor.pieces,
+    )
+
+
+def write_file(target: Path, tensors: Sequence[WholeTensor]) -> int:
+    """Write a new safetensors file, there whole or not at all, and return its size.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Wide elements first, so that each tensor begins at a multiple of its element's size.
+    ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))
+    header = encode_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered])
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        with open_to_write(temporary, "x") as file:
+            output = Output(file.fileno())
+            output.write(memoryview(header))
+            for tensor in ordered:
+                for piece in tensor.pieces():
+                    output.write(piece)
+            os.fsync(file.fileno())
+        os.rename(temporary, target)
+        sync_folder(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return output.position
+
+
+def _bands(shape: tuple[int, ...], dtype: str, read: ReadBox) -> Iterator[memoryview]:
+    """Yield the bytes of a box of this shape in bands of rows, each valid until the next."""
+    if not math.prod(shape):
+        return
+    for box in bands(shape, ITEM_BYTES[dtype]):
+        piece = torch.empty(box.sizes, dtype=DTYPES[dtype])
+        read(box, piece)
+        yield as_bytes(piece)
+
 
 #: Problems, or names that are left out, in one line; the rest is counted.
 MAX_NAMED = 8

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.transformer import AttentionConfig
 from megatron.hf.parts import Part, TensorMap
-from megatron.training.checkpoints.dcp_metadata import StoredTensor
+from megatron.training.checkpoints.dcp_folder import StoredTensor
 
 _LAYERS = "decoder.layers"
 _EXPERTS = re.compile(r"\.(experts|shared_experts|router)\.")

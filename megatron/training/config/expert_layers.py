@@ -7,7 +7,7 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
-from megatron.core.models.pattern import DENSE, EXPERTS, ffn_of
+from megatron.core.models.layer_pattern import DENSE, EXPERTS, ffn_of
 from megatron.training.config.layer_pattern import FLAG, is_hybrid, written
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.core.models.pattern import DENSE, EXPERTS
+from megatron.core.models.layer_pattern import DENSE, EXPERTS
 from megatron.training.config.expert_layers import expert_layers
 from megatron.training.config.layer_pattern import FLAG, blocks, depth_blocks
 from megatron.training.config.values import not_negative, positive, require_all

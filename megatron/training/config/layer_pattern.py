@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.models.pattern import (
+from megatron.core.models.layer_pattern import (
     ATTENTION,
     ATTENTIONS,
     LATENT,

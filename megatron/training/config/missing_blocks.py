@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.models.pattern import ATTENTIONS, DENSE, FEED_FORWARD
+from megatron.core.models.layer_pattern import ATTENTIONS, DENSE, FEED_FORWARD
 from megatron.training.config.layer_pattern import FLAG, has, is_hybrid, written
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.core.datasets.division import Division
-from megatron.core.models.pattern import MAMBA
+from megatron.core.models.layer_pattern import MAMBA
 from megatron.training.config import (
     Config,
     DataParallelConfig,

@@ -6,21 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.datasets.division import Division
-from megatron.core.models.pattern import (
+from megatron.core.models.layer_pattern import (
     ATTENTION,
     CUT,
     DENSE,
     EXPERTS,
-    ffn_of,
-    layer_blocks,
-    written_problems,
-)
-from megatron.core.models.stages import (
     StageSplit,
     even_problems,
+    ffn_of,
+    layer_blocks,
     layout_problems,
     part_problems,
     pattern_problems,
+    written_problems,
 )
 from megatron.core.pipeline_parallel import schedule
 from megatron.training.config import Config, layer_pattern, pipeline

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.datasets.splits import DataPath, parse_data_path, parse_split
+from megatron.core.datasets.blend import DataPath, parse_data_path, parse_split
 from megatron.core.untrusted_files import MAX_JSON_BYTES, parse_json, read_named
 from megatron.training.config import DataConfig
 

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.core.datasets.blend import BlendedDataset
+from megatron.core.datasets.blend import BlendedDataset, build_split, has_split, parse_split
 from megatron.core.datasets.chat_dataset import ChatDataset
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.mock_dataset import MockDataset
-from megatron.core.datasets.prefetch import PrefetchedBatches
 from megatron.core.datasets.samplers import (
     CyclicOrder,
     GPTBatches,
+    PrefetchedBatches,
     SampleOrder,
     SingleOrder,
     TokenSource,
 )
-from megatron.core.datasets.splits import build_split, has_split, parse_split
 from megatron.core.process_groups import Group
 from megatron.training.config.resolve import Run
 from megatron.training.data.data_paths import SplitPath, read_paths

@@ -19,9 +19,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.core.comm import CollectiveRecord
-from megatron.training.errors import PeerLost, RunStopped
-from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.collective_log import BETWEEN_TWO, describe
+from megatron.training.errors import ExitCode, PeerLost, RunStopped
+from megatron.training.failures.hang_files import BETWEEN_TWO, describe
 from megatron.training.failures.peers import PeerWatch
 
 #: How long to wait for the others before looking whether they live, in seconds.

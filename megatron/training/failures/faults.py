@@ -2,21 +2,431 @@
 """What a run does about a step that went wrong: report, go on, roll back, or stop with a code.
 
 Every rank calls it with the same outcome, so all of them do the same.
+
+Steps that must not change the weights: what a spike of the loss is, and steps in words.
+
+Every rank calls these functions with the same numbers and comes to the same decisions.
+
+What went wrong in a run, kept twice: numbers as an event of kind `fault` in metrics.jsonl, which
+goes back with a resume, and a line in SAVE/faults.jsonl, which names machines and stays.
+
+A line of faults.jsonl is one JSON object:
+
+    time        when, UTC
+    iteration   the step, counted from 1
+    kind        nan, inf_norm, spike, determinism; replicas
+    verdict     transient, reproduced, persistent, unchecked, undecided
+    ranks       {rank: machine} where it showed, by rank
+    values      of each computation, as decimal numbers or "nan", "inf", "-inf"
+    bits        the same numbers, exact: Python's float.hex
+    tensors     replicas: what differs
+
+Machines that a run must keep off, as they have computed a step wrongly: SAVE/faulty_hosts.json.
+
+    {"hosts": [{"host": "a", "rank": 1, "iteration": 3, "kind": "nan",
+                "values": ["nan", "nan"], "sound": "0x1.8p+2", "sound_on": ["b"]}]}
+
+`values` came out there, `sound` elsewhere, as Python's float.hex. Remove an entry to use its
+machine again.
+
+A step that is suspicious every time: is the machine to blame, or the data?
+
+The first time the run notes step and machines in the save folder and exits with 16. If the step is
+suspicious on other machines too, it is the data or the settings: exit 17. If it is sound there, the
+noted machines compute wrongly, and no later start may use them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import datetime
+import json
+import math
+import socket
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
+from megatron.core.dist_checkpointing import Coordinator
+from megatron.core.untrusted_files import read_json, replace_file, write_to
 from megatron.training.config import Config
-from megatron.training.errors import RunStopped
-from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.bad_steps import doubt_text, where_text
-from megatron.training.failures.fault_log import FaultLog, FaultRecord
-from megatron.training.failures.suspect_step import Suspect
+from megatron.training.errors import ExitCode, RunStopped
+from megatron.training.failures.replay import Doubt
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
+
+
+def spike_limit(config: Config, recent_losses: Sequence[float]) -> float:
+    """Return the loss above which a step is skipped; Inf before half a window of losses is known.
+
+    The median, because a mean would follow a slow divergence into it.
+    """
+    factor, window = config.failures.loss_spike_factor, config.failures.loss_spike_window
+    if factor is None or len(recent_losses) < max(1, window // 2):
+        return math.inf
+    return factor * statistics.median(recent_losses)
+
+
+def remember_loss(config: Config, recent_losses: list[float], loss: float) -> None:
+    """Add the loss of an applied step to those that tell a spike, where they are used."""
+    if config.failures.loss_spike_factor is not None:
+        recent_losses.append(loss)
+        del recent_losses[: -config.failures.loss_spike_window]
+
+
+def doubt_text(
+    iteration: int, doubt: Doubt, where: str, *, limit: float, stops: bool = False
+) -> str:
+    """Say what was wrong with a step and what came of it.
+
+    Args:
+        where: the ranks and their machines, in words.
+        limit: of the loss.
+        stops: whether the run ends here; otherwise it skips a step that it cannot use.
+    """
+    what = {
+        "nan": "NaN or Inf loss",
+        "inf_norm": "NaN or Inf gradient norm",
+        "spike": f"loss {doubt.values[0]:.4g} is above {limit:.4g}, the limit of "
+        "--loss-spike-factor, with a part",
+        "determinism": "one of three computations of the step has other bits: that",
+    }[doubt.kind]
+    again = "gives it again" + ("" if doubt.same else ", with other bits")
+    end = {
+        "transient": "the step computed once more is sound and was used: transient, watch that "
+        "machine",
+        "reproduced": f"the step computed once more {again}: reproduced"
+        + ("" if stops else ", the step was skipped"),
+        "unchecked": "the step was skipped",
+        "undecided": "no two of three computations are equal, the last one was used: undecided; "
+        "--deterministic-mode leaves out kernels that add in a changing order",
+    }[doubt.verdict]
+    if doubt.kind == "determinism" and doubt.verdict == "transient":
+        end = "the two others are equal and were used: transient, watch that machine"
+    elif doubt.verdict == "undecided":
+        what = "the result of the step changes with every computation, that"
+    return f"iteration {iteration}: {what} {where}; {end}"
+
+
+def where_text(hosts: Mapping[int, str]) -> str:
+    """Name ranks with their machines."""
+    shown = ", ".join(f"rank {rank} on {host}" for rank, host in list(hosts.items())[:8])
+    shown += f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    return f"of {shown}"
+
+
+#: In the save folder.
+FAULT_LOG = "faults.jsonl"
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """One fault.
+
+    Args:
+        iteration: the step, counted from 1.
+        kind, verdict: see above.
+        hosts: the machine of every rank where it showed.
+        values: what came out, once per computation.
+        tensors: what differs, of replicas.
+        numbers: more of it, for metrics.jsonl alone.
+    """
+
+    iteration: int
+    kind: str
+    verdict: str
+    hosts: Mapping[int, str]
+    values: Sequence[float] = ()
+    tensors: Sequence[str] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class FaultLog:
+    """Keeps faults.
+
+    Args:
+        save: the folder; None keeps no lines.
+        record: writes numbers of an event, by kind.
+        warn: shows one line, if a fault cannot be kept.
+    """
+
+    def __init__(
+        self,
+        save: str | None,
+        *,
+        record: Callable[[str, int, dict[str, float]], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._path = None if save is None else Path(save, FAULT_LOG)
+        self._record, self._warn = record, warn
+
+    def event(self, iteration: int, numbers: dict[str, float]) -> None:
+        """Keep the numbers of what was done about faults."""
+        self._record("fault", iteration, numbers)
+
+    def add(self, fault: FaultRecord) -> None:
+        """Keep one; a full disk ends no run."""
+        first = float(min(fault.hosts, default=-1))
+        event = {fault.kind: 1.0, fault.verdict: 1.0, "first_rank": first, **fault.numbers}
+        self._record("fault", fault.iteration, event)
+        if self._path is None:
+            return
+        try:
+            with write_to(self._path, "a") as file:
+                print(_line(fault), file=file)
+        except OSError as error:
+            self._warn(f"a fault cannot be noted in {self._path}: {error}")
+
+
+def _line(fault: FaultRecord) -> str:
+    now = datetime.datetime.now(datetime.UTC)
+    values = [value if math.isfinite(value) else str(value) for value in fault.values]
+    found: dict[str, object] = {
+        "time": now.isoformat(timespec="seconds"),
+        "iteration": fault.iteration,
+        "kind": fault.kind,
+        "verdict": fault.verdict,
+        "ranks": {str(rank): host for rank, host in fault.hosts.items()},
+        "values": values,
+        "bits": [value.hex() for value in fault.values],
+    }
+    if fault.tensors:
+        found["tensors"] = list(fault.tensors)
+    return json.dumps(found)
+
+
+#: In the save folder.
+FAULTY_HOSTS = "faulty_hosts.json"
+
+
+def read_faulty(save: str) -> list[dict[str, Any]]:
+    """Return the entries of a save folder; none if there is no file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = Path(save, FAULTY_HOSTS)
+    try:
+        found = read_json(path)["hosts"]
+        return [{**entry, "host": str(entry["host"])} for entry in found]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): mend or remove it") from error
+
+
+def add_faulty(save: str, entries: Collection[dict[str, Any]]) -> None:
+    """Note machines, all or none of them."""
+    path = Path(save, FAULTY_HOSTS)
+    both = {"hosts": [*read_faulty(save), *entries]}
+    replace_file(path, json.dumps(both, indent=1))
+
+
+def refuse_faulty_hosts(save: str | None, coordinator: Coordinator) -> None:
+    """See that no rank runs on a machine that is noted; every rank calls this.
+
+    Raises:
+        RunStopped: one does: restart elsewhere.
+        ValueError: the file cannot be read.
+    """
+    if save is None:
+        return
+
+    def decide(hosts: list[Any]) -> dict[str, str]:
+        try:
+            noted = {entry["host"]: entry for entry in read_faulty(save)}
+        except ValueError as error:
+            return {"damaged": str(error)}
+        for rank, host in enumerate(hosts):
+            if host in noted:
+                entry = noted[host]
+                return {
+                    "refused": f"rank {rank} is on {host}, which gave a wrong iteration "
+                    f"{entry.get('iteration')} ({entry.get('kind')}): start on other machines, or "
+                    f"remove its entry from {Path(save, FAULTY_HOSTS)}"
+                }
+        return {}
+
+    coordinator.begin("looking for faulty machines")
+    found = coordinator.agree("machines", socket.gethostname, decide)
+    if "damaged" in found:
+        raise ValueError(found["damaged"])
+    if "refused" in found:
+        raise RunStopped(ExitCode.RESTART_ELSEWHERE, found["refused"])
+
+
+#: In the save folder.
+SUSPECT_STEP = "suspect_step.json"
+
+WORDS = {
+    "nan": "the loss of iteration {0} is NaN or Inf",
+    "inf_norm": "the gradient norm of iteration {0} is NaN or Inf",
+    "spike": "the loss of iteration {0} is a spike",
+}
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """What is noted about a step.
+
+    Args:
+        iteration: the step, counted from 1.
+        hosts: machine of every rank where it showed, or that computed it as a stage of such a
+            rank's pipeline, by rank.
+        kind: what is suspicious: nan, spike or inf_norm.
+        values: of both computations.
+    """
+
+    iteration: int
+    hosts: Mapping[str, str]
+    kind: str
+    values: Sequence[float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON holds it, the values exact."""
+        return {**asdict(self), "values": [value.hex() for value in self.values]}
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Suspect:
+        """Return what was noted.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is something else.
+        """
+        hosts = {str(rank): str(host) for rank, host in found["hosts"].items()}
+        values = tuple(float.fromhex(value) for value in found["values"])
+        if found["kind"] not in WORDS:
+            raise ValueError(f"kind {found['kind']}")
+        return Suspect(int(found["iteration"]), hosts, found["kind"], values)
+
+
+def read_suspect(save: str) -> Suspect | None:
+    """Return what is noted in a save folder; None if nothing is, or nothing readable."""
+    try:
+        return Suspect.from_json(read_json(Path(save, SUSPECT_STEP)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_suspect(save: str, suspect: Suspect) -> None:
+    """Note a step, whole or not at all."""
+    replace_file(Path(save, SUSPECT_STEP), json.dumps(suspect.to_json()))
+
+
+def forget_suspect(save: str) -> None:
+    """Remove the note."""
+    Path(save, SUSPECT_STEP).unlink(missing_ok=True)
+
+
+def judge(noted: Suspect | None, now: Suspect) -> RunStopped:
+    """Return how a run ends whose step is suspicious, given what an earlier start noted."""
+    hosts = ", ".join(sorted(set(now.hosts.values())))
+    step = f"{WORDS[now.kind].format(now.iteration)}, computed twice"
+    if noted is None or noted.iteration != now.iteration:
+        return RunStopped(
+            ExitCode.RESTART_ELSEWHERE,
+            f"{step} on {hosts}: start again on other machines to tell data from machine",
+        )
+    if set(noted.hosts.values()) & set(now.hosts.values()):
+        return RunStopped(
+            ExitCode.RESTART_ELSEWHERE,
+            f"{step}, as before, and again on {hosts}: keep the run off that machine to tell data "
+            "from machine",
+        )
+    before = ", ".join(sorted(set(noted.hosts.values())))
+    same = [v.hex() for v in noted.values[-1:]] == [v.hex() for v in now.values[-1:]]
+    return RunStopped(
+        ExitCode.FAILED_VALIDATION,
+        f"{step} on {hosts} and before that on {before}, {'with' if same else 'not with'} the same "
+        "bits: the data or the settings are to blame; --on-reproduced-fault skip passes over it",
+    )
+
+
+class SuspectStep:
+    """The note of a save folder, kept by rank 0 and known to all ranks; all of them make one.
+
+    Args:
+        save: the folder.
+        coordinator: how ranks agree.
+        say: shows one line.
+        record: keeps what a noted step turned out to be: the note, the verdict, the machines to
+            blame by rank, and `loss`, which is sound.
+    """
+
+    def __init__(
+        self,
+        save: str,
+        coordinator: Coordinator,
+        *,
+        say: Callable[[str], None],
+        record: Callable[..., None],
+    ) -> None:
+        self._save, self._coordinator, self._say, self._record = save, coordinator, say, record
+
+        def decide(hosts: list[Any]) -> list[Any]:
+            noted = read_suspect(save)
+            return [hosts, None if noted is None else noted.to_json()]
+
+        coordinator.begin("reading what is noted of a suspect step")
+        self._hosts, noted = coordinator.agree("note", socket.gethostname, decide)
+        self._noted = None if noted is None else Suspect.from_json(noted)
+
+    def judge(self, now: Suspect) -> RunStopped:
+        """Return how the run ends, the same on every rank, and note the step for the next start."""
+
+        def decide(_: object) -> list[object]:
+            noted = read_suspect(self._save)
+            verdict = judge(noted, now)
+            if verdict.code == ExitCode.FAILED_VALIDATION:
+                forget_suspect(self._save)
+            else:
+                write_suspect(self._save, now)
+            return [int(verdict.code), str(verdict)]
+
+        self._coordinator.begin("judging a suspect step")
+        code, text = self._coordinator.agree("judge", lambda: None, decide)
+        return RunStopped(ExitCode(code), text)
+
+    def acquit(self, iteration: int, loss: float) -> None:
+        """Say who is to blame if this sound step is the noted one, and forget it; every rank calls
+        this with the same step."""
+        noted = self._noted
+        if noted is None or noted.iteration != iteration:
+            return
+        self._noted = None
+        hosts = {int(rank): host for rank, host in noted.hosts.items()}
+        away = {rank: host for rank, host in hosts.items() if host not in self._hosts}
+        sound = f"iteration {iteration} is sound now, with loss {loss:.6g}; on "
+        if away:
+            self._list(noted, away, loss)
+            named = ", ".join(sorted(set(away.values())))
+            self._say(
+                f"{sound}{named} it was not, twice ({noted.kind}): persistent, listed in "
+                f"{Path(self._save, FAULTY_HOSTS)}; no later start uses that machine until its "
+                "entry is removed"
+            )
+        else:
+            self._say(
+                f"{sound}the same machines it was not, twice ({noted.kind}): transient, watch "
+                f"{', '.join(sorted(set(hosts.values())))}"
+            )
+        self._record(noted, "persistent" if away else "transient", away or hosts, loss=loss)
+        if self._coordinator.rank == 0:
+            forget_suspect(self._save)
+
+    def _list(self, noted: Suspect, hosts: Mapping[int, str], loss: float) -> None:
+        """Have later starts keep off machines."""
+        if self._coordinator.rank != 0:
+            return
+        found = {
+            "iteration": noted.iteration,
+            "kind": noted.kind,
+            "values": [value.hex() for value in noted.values],
+            "sound": loss.hex(),
+            "sound_on": sorted(set(self._hosts)),
+        }
+        add_faulty(self._save, [{"host": h, "rank": r, **found} for r, h in hosts.items()])
 
 
 @dataclass(frozen=True, kw_only=True)

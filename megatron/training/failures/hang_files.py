@@ -8,6 +8,17 @@
     SAVE/stacks/attempt_A_rank_R_frozen.txt       stacks of a rank whose interpreter stands still
 
 The last is written without the interpreter, by a timer that is set anew at every beat.
+
+The last collectives of this rank: which it has come to, and whether it came out of them.
+
+A rank that is stuck shows here where it waits, and what came before. `groups.observers` has the log
+of a run; it costs a few microseconds a collective.
+
+torch's own record of collectives, which on a GPU knows what has really begun and ended there.
+
+It is kept where the environment asks for it before process groups are made, and is read as JSON.
+
+Where every thread of a process stands, in a file: what a rank leaves when the run is stuck.
 """
 
 from __future__ import annotations
@@ -16,16 +27,195 @@ import contextlib
 import faulthandler
 import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
-from typing import IO
+from types import TracebackType
+from typing import IO, Any
 
+from megatron.core.comm import CollectiveRecord
 from megatron.core.untrusted_files import make_folder, replace_file, write_to
-from megatron.training.failures.collective_log import CollectiveLog
-from megatron.training.failures.flight_recorder import is_kept, read_record
-from megatron.training.failures.stack_dump import stack_file, write_stacks
+
+#: How many collectives are kept.
+KEPT = 64
+
+#: Kinds that only one other rank takes part in: ranks of a group come to different numbers of them.
+BETWEEN_TWO = ("send", "receive")
+
+
+class Entry:
+    """One collective, and the context in which its caller waits for it.
+
+    Args:
+        number: among the collectives of its group, from 1; 0 for what is between two ranks.
+        iteration: in which it started.
+        record: what it is.
+        at: when it started, by the monotonic clock.
+    """
+
+    __slots__ = ("at", "ended", "iteration", "number", "record", "state", "waited")
+
+    def __init__(self, number: int, iteration: int, *, record: CollectiveRecord, at: float) -> None:
+        self.number, self.iteration, self.record, self.at = number, iteration, record, at
+        self.waited = self.ended = 0.0
+        self.state = "started"
+        """`started`, `waiting`, `returned` or `failed`; on a GPU the host does not wait for what it
+        has queued, so `returned` says that it was queued."""
+
+    def __enter__(self) -> None:
+        if self.state != "failed":  # else who clears the step away waits for it once more
+            self.state, self.waited = "waiting", time.monotonic()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.state != "failed":
+            self.state, self.ended = "returned" if error is None else "failed", time.monotonic()
+
+    def to_json(self, now: float) -> dict[str, object]:
+        """Return it as plain data, times as seconds before `now`."""
+        found: dict[str, object] = {
+            "kind": self.record.kind,
+            "how": self.record.how,
+            "group": self.record.group,
+            "number_in_group": self.number or None,
+            "size": self.record.size,
+            "dtype": self.record.dtype,
+            "shape": list(self.record.shape),
+            "bytes": self.record.bytes,
+            "iteration": self.iteration,
+            "state": self.state,
+            "started_seconds_ago": round(now - self.at, 6),
+        }
+        if self.waited:
+            found["waited_seconds"] = round((self.ended or now) - self.waited, 6)
+        return found
+
+
+class CollectiveLog:
+    """An observer of process groups that keeps the last records and counts.
+
+    Args:
+        iteration: returns the iteration that the rank is in.
+    """
+
+    def __init__(self, iteration: Callable[[], int] = lambda: 0) -> None:
+        self._iteration = iteration
+        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        self.count = 0
+        """Collectives so far."""
+        self.in_group: dict[str, int] = {}
+        """Collectives so far by group, without what is between two ranks."""
+
+    def __call__(self, record: object) -> Entry:
+        """Take note of a collective that starts; what is returned is entered by who waits for
+        it."""
+        assert isinstance(record, CollectiveRecord)
+        number = 0
+        if record.kind not in BETWEEN_TWO:
+            number = self.in_group[record.group] = self.in_group.get(record.group, 0) + 1
+        entry = Entry(number, self._iteration(), record=record, at=time.monotonic())
+        self._entries.append(entry)
+        self.count += 1
+        return entry
+
+    @property
+    def name(self) -> str:
+        """Say which one was last."""
+        return describe(self._entries[-1].record) if self._entries else "no collective yet"
+
+    def stuck(self) -> Entry | None:
+        """Return the first one that this rank waits in, or that has failed; None if all is well.
+
+        What fails behind a failure, while the step is cleared away, does so because of that.
+        """
+        found = [entry for entry in self.entries() if entry.state in ("waiting", "failed")]
+        return found[0] if found else None
+
+    def entries(self) -> list[Entry]:
+        """Return what is kept, the oldest first; other threads may call this."""
+        while True:
+            try:
+                return list(self._entries)
+            except RuntimeError:  # changed meanwhile
+                continue
+
+
+def describe(record: CollectiveRecord) -> str:
+    """Return a collective in words, the same on all ranks that take part in it alike."""
+    if record.kind == "all_to_all":  # its parts are uneven: every rank has its own sizes
+        return f"{record.kind} of {record.dtype} over {record.group}"
+    how = f" ({record.how})" if record.how else ""
+    size = " x ".join(map(str, record.shape)) or "one number"
+    return f"{record.kind}{how} of {record.dtype} [{size}] over {record.group}"
+
+
+#: How many collectives torch keeps; the second name is that of older versions.
+SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+#: What is asked for where the user has said nothing.
+SIZE = 2000
+
+
+def ask_for_record(environment: MutableMapping[str, str]) -> None:
+    """Have torch keep its record, unless the environment says how much to keep."""
+    if not any(name in environment for name in SIZE_NAMES):
+        environment[SIZE_NAMES[0]] = str(SIZE)
+
+
+def is_kept(environment: MutableMapping[str, str]) -> bool:
+    """Return whether the environment asks for the record."""
+    return any(environment.get(name, "0") not in ("", "0") for name in SIZE_NAMES)
+
+
+def read_record(bindings: Any) -> bytes | None:
+    """Return the record as JSON; None if this torch has none.
+
+    Args:
+        bindings: `torch._C._distributed_c10d`, of which versions differ in what they offer.
+    """
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump: Callable[[], bytes | str] | None = getattr(bindings, name, None)
+        if dump is not None:
+            found = dump()
+            return found.encode() if isinstance(found, str) else bytes(found)
+    return None
+
+
+def stack_file(save: str, *, attempt: int, rank: int) -> Path:
+    """Return where a rank's stacks go; every start of the launcher has files of its own."""
+    return Path(save, "stacks", f"attempt_{attempt}_rank_{rank}.txt")
+
+
+def write_stacks(
+    path: Path, reason: str, *, root: Path, error: BaseException | None = None
+) -> None:
+    """Write the stacks of all threads of this process; never fails itself.
+
+    Args:
+        path: of the file, whose folder is made; an earlier dump in it is replaced.
+        reason: why, for the first line.
+        root: the save folder, in which it lies.
+        error: what has brought the calling thread here, whose own stack no longer shows it.
+    """
+    try:
+        make_folder(path.parent, root=root)
+        with write_to(path, "w", root=root) as file:
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            print(f"process {os.getpid()} on {socket.gethostname()}, {when}: {reason}", file=file)
+            if error is not None:
+                print("".join(traceback.format_exception(error)), file=file)
+            file.flush()
+            faulthandler.dump_traceback(file=file, all_threads=True)
+    except Exception:  # the run is ending already, for a reason that matters more
+        return
 
 
 class HangFiles:

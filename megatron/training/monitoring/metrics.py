@@ -5,6 +5,14 @@
 ...}`, `kind` being `train`, `validation` or `test`. There alone a value may be a table, rows of
 numbers by name, as is the load of experts. When a run resumes at iteration n, lines after
 n are removed first, so that no iteration is there twice.
+
+A metrics writer on a thread of its own, so that a server or disk that does not answer delays no
+step.
+
+Events wait in a bounded queue. When it is full, what comes is dropped, with one line; at the end
+the run waits a bounded time for what is left.
+
+What a tracking server is told of a run, and the id under which a resumed run goes on there.
 """
 
 from __future__ import annotations
@@ -12,12 +20,179 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import queue
+import re
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.untrusted_files import parse_json, read_text, replace_file, write_to
-from megatron.training.monitoring.background import Background, MetricsWriter, off
+
+#: Events that may wait for a writer.
+CAPACITY = 1000
+#: How long the end of a run waits for its writers, all of them together.
+CLOSE_SECONDS = 20.0
+
+
+class MetricsWriter(Protocol):
+    """Takes the numbers of one event."""
+
+    def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
+        """Record values by name."""
+
+    def close(self) -> None:
+        """Write out what is pending."""
+
+
+class Background:
+    """Passes events on to a writer that may block or fail; itself it does neither.
+
+    Args:
+        name: of the writer, for messages.
+        make: connects and returns the writer; called on the thread.
+        warn: prints one line; called from either thread.
+        capacity: events that may wait.
+        close_seconds: the longest that `close` takes, from `stop` on.
+
+    Attributes:
+        dropped: events that found the queue full.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], MetricsWriter],
+        *,
+        warn: Callable[[str], None],
+        capacity: int = CAPACITY,
+        close_seconds: float = CLOSE_SECONDS,
+    ) -> None:
+        self._name, self._make, self._warn = name, make, warn
+        self._close_seconds = close_seconds
+        self._waiting: queue.Queue[tuple[str, int, Mapping[str, float]] | None]
+        self._waiting = queue.Queue(capacity)
+        self._failed = threading.Event()
+        self._deadline: float | None = None
+        self.dropped = 0
+        # A daemon: a server that never answers must not hold the interpreter's end either.
+        self._thread = threading.Thread(target=self._work, name=f"metrics: {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
+        """Hand over one event, or drop it."""
+        if self._failed.is_set():
+            return
+        try:
+            self._waiting.put_nowait((kind, iteration, values))
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped == 1:
+                self._warn(
+                    f"metrics: {self._name} does not keep up: {self._waiting.maxsize} events wait, "
+                    "further ones are dropped; training goes on"
+                )
+
+    def stop(self) -> None:
+        """Let the thread end after the events that wait; returns at once."""
+        if self._deadline is not None:
+            return
+        self._deadline = time.monotonic() + self._close_seconds
+        while True:
+            try:
+                self._waiting.put_nowait(None)
+                return
+            except queue.Full:
+                self._drop_one()
+
+    def close(self) -> None:
+        """Wait for the thread to end, but not for ever."""
+        self.stop()
+        assert self._deadline is not None
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn(
+                f"metrics: {self._name} has not taken everything within "
+                f"{self._close_seconds:g} s; the run ends without it"
+            )
+
+    def _drop_one(self) -> None:
+        try:
+            self._waiting.get_nowait()
+            self.dropped += 1
+        except queue.Empty:  # the thread was quicker
+            pass
+
+    def _work(self) -> None:
+        try:
+            writer = self._make()
+            while (event := self._waiting.get()) is not None:
+                writer.write(*event)
+            writer.close()
+        except BaseException as error:  # SystemExit too: some libraries raise it
+            self._failed.set()
+            self._warn(off(self._name, error))
+
+
+def off(name: str, error: BaseException) -> str:
+    """Return the line about a writer that failed."""
+    text = " ".join(str(error).split())
+    return f"metrics: {name} is off: {type(error).__name__}: {text}; training goes on"
+
+
+_SECRET_NAME = re.compile(
+    r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
+)
+_USER_IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """A run as a tracking server sees it.
+
+    Args:
+        options: the run's resolved options, by flag name.
+        folder: where ids are kept, beside metrics.jsonl; None keeps none.
+        resume_iteration: iteration the run goes on from; 0 is a new run.
+    """
+
+    options: Mapping[str, Any]
+    folder: Path | None
+    resume_iteration: int
+
+    def known_id(self, tracker: str) -> str | None:
+        """Return the id that a tracker gave the run which this one goes on with, if any."""
+        path = self._path(tracker)
+        if self.resume_iteration == 0 or path is None or not path.is_file():
+            return None
+        return read_text(path, 4096).strip() or None
+
+    def remember(self, tracker: str, run_id: str) -> None:
+        """Keep the id for when the run is resumed."""
+        path = self._path(tracker)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, run_id + "\n")
+
+    def _path(self, tracker: str) -> Path | None:
+        return None if self.folder is None else self.folder / f"{tracker}_run_id"
+
+
+def redacted(text: str, environment: Mapping[str, str]) -> str:
+    """Return a text without the secrets that the environment holds or an address carries."""
+    for name, value in environment.items():
+        if _SECRET_NAME.search(name) and len(value) >= 6:
+            text = text.replace(value, "***")
+    return _USER_IN_ADDRESS.sub("***@", text)
+
+
+def without_secrets(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Return `say` for texts of foreign libraries, which may quote keys."""
+    return lambda text: say(redacted(text, os.environ))
+
 
 #: Under this name is the load of every expert, by layer, as a multiple of the layer's mean.
 EXPERT_LOAD = "expert_load"

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.training.config import LoggingConfig
-from megatron.training.monitoring.background import MetricsWriter
-from megatron.training.monitoring.tracked_run import TrackedRun
+from megatron.training.monitoring.metrics import MetricsWriter, TrackedRun
 
 TRACKER = "mlflow"
 #: What the server takes in one call, and of one value.

@@ -7,17 +7,170 @@ in `help_pages.py`, shell completion in `completion.py`.
 Order of precedence: what the caller derives < `--config file.yaml` < flags. A flag given twice with
 different values is an error that shows both. Flags of Megatron that are not in the schema are
 answered by `megatron_names.py`.
+
+Shell completion of the entry points: a script for bash or zsh, made from the options.
+
+A program is started as `python -m MODULE` or `torchrun ... -m MODULE`, so the script completes the
+words behind a module's name. Scripts of several programs may be sourced into one shell.
+
+The help of an entry point: its options by section, by tyro, or as plain text without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from megatron.training.options.megatron_names import answer, answered
-from megatron.training.options.schema import Option, build, flatten, options, suggest
+from megatron.training.options.schema import (
+    Option,
+    build,
+    flatten,
+    option_docs,
+    options,
+    section_titles,
+    suggest,
+)
 from megatron.training.options.yaml_file import read_options, write_options
+
+#: What each script shares: finds the module among the words and asks its function for candidates.
+_ENGINE = """\
+_megatron_complete() {
+  local module="" command="" found="" i=1
+  COMPREPLY=()
+  while [ "$i" -lt "$COMP_CWORD" ]; do
+    case "${COMP_WORDS[$i]}" in
+      megatron.*) module="${COMP_WORDS[$i]}"; command="${COMP_WORDS[$((i + 1))]}" ;;
+    esac
+    i=$((i + 1))
+  done
+  found="_complete_${module//./_}"
+  typeset -f "${found}_$command" >/dev/null && found="${found}_$command"
+  typeset -f "$found" >/dev/null || return 0
+  COMPREPLY=( $(compgen -W "$("$found" "${COMP_WORDS[$((COMP_CWORD - 1))]}")" \\
+    -- "${COMP_WORDS[$COMP_CWORD]}") )
+}
+complete -o default -F _megatron_complete python python3 torchrun
+"""
+
+_ZSH = """\
+autoload -U +X compinit && compinit
+autoload -U +X bashcompinit && bashcompinit
+"""
+
+
+def completion_script(known: Sequence[Option], prog: str, shell: str) -> str:
+    """Return the script that completes a program's flags and the values it can list.
+
+    Args:
+        known: the options.
+        prog: how the program is called, `python -m MODULE` or `python -m MODULE COMMAND`.
+        shell: bash or zsh.
+    """
+    words = prog.split()
+    module = " ".join(words[words.index("-m") + 1 :] if "-m" in words else words[-1:])
+    spellings = [f"--{o.name}" for o in known] + [f"--no-{o.name}" for o in known if o.kind is bool]
+    cases = [f"    --{o.name}) echo '{' '.join(o.choices)}' ;;" for o in known if o.choices]
+    # Behind any other flag with a value the shell offers files.
+    others = "|".join(f"--{o.name}" for o in known if not o.choices and o.kind is not bool)
+    function = "\n".join(
+        [
+            f"_complete_{module.replace('.', '_').replace(' ', '_')}() {{",
+            '  case "$1" in',
+            *cases,
+            *([f"    {others}) ;;"] if others else []),
+            f"    *) echo '{' '.join(['--help', *spellings])}' ;;",
+            "  esac",
+            "}",
+        ]
+    )
+    start = f"# Completion of {module} for {shell}; source it, from your shell's start-up file.\n"
+    return start + (_ZSH if shell == "zsh" else "") + function + "\n" + _ENGINE
+
+
+def help_text(schema: type, *, about: type, prog: str, description: str) -> str:
+    """Return the help of an entry point, by tyro where it is installed, else as plain text.
+
+    Args:
+        schema: the options of the program.
+        about: the options about options, which come first.
+        prog: how the program is called.
+        description: one line on what it does.
+    """
+    try:
+        import tyro
+    except ImportError:
+        return _plain_help(schema, about, prog=prog, description=description)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        tyro.cli(
+            _joined(schema, about),
+            args=["--help"],
+            prog=prog,
+            description=description,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    text = out.getvalue()
+    for option in options(schema):
+        if option.field.endswith("_"):  # tyro keeps the mark of a word of Python
+            text = text.replace(f"--{option.field} ", f"--{option.name}  ")
+    return text
+
+
+def _joined(schema: type, about: type) -> type:
+    """Return a schema that also has the options about options."""
+    hints = typing.get_type_hints(schema)
+    sections = [(f.name, hints[f.name]) for f in dataclasses.fields(schema)]
+    if not all(dataclasses.is_dataclass(hint) for _, hint in sections):
+        sections = [("program", schema)]
+    return dataclasses.make_dataclass(
+        "Options", [("general", about), *sections], frozen=True, kw_only=True
+    )
+
+
+def value_text(option: Option) -> str:
+    """Return what may follow a flag, `{adam,sgd}` or `INT ...`; nothing for a switch."""
+    if option.kind is bool:
+        return ""
+    one = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+    return f"{one} ..." if option.many else one
+
+
+def default_text(option: Option) -> str:
+    """Return an option's default as YAML spells it, or `required`."""
+    if option.required:
+        return "required"
+    default: Any = option.default
+    if default is None or isinstance(default, bool):
+        return {None: "none", True: "true", False: "false"}[default]
+    return " ".join(map(str, default)) or "none" if isinstance(default, tuple) else str(default)
+
+
+def _plain_help(schema: type, about: type, *, prog: str, description: str) -> str:
+    lines = [f"usage: {prog} [--config FILE] [options]", "", description]
+    docs = {**option_docs(about), **option_docs(schema)}
+    titles = {None: "Options", **section_titles(schema)}
+    groups = [("Options about options", options(about))]
+    for section, title in titles.items():
+        groups.append((title, [o for o in options(schema) if o.section == section]))
+    for title, group in groups:
+        if not group:
+            continue
+        lines += ["", f"{title.rstrip('.')}:"]
+        for option in group:
+            words = " ".join(filter(None, [f"--{option.name}", value_text(option)]))
+            doc = " ".join(docs[option.name].split())
+            default = default_text(option)
+            lines.append(
+                f"  {words}  {doc} ({default if option.required else f'default: {default}'})"
+            )
+    return "\n".join(lines) + "\n"
+
 
 T = TypeVar("T")
 
@@ -77,7 +230,6 @@ def parse_command_line(
         HelpRequested: `--help`, `-h`, `--print-completion` or `--print-config`.
         ValueError: unknown flag, bad value, missing option; one line.
     """
-    from megatron.training.options.help_pages import help_text
 
     if {"-h", "--help"} & set(argv):
         raise HelpRequested(help_text(schema, about=Invocation, prog=prog, description=description))
@@ -85,8 +237,6 @@ def parse_command_line(
     given = read_flags(argv, [*known, *about])
     invocation = build(Invocation, {o.name: given.pop(o.name) for o in about if o.name in given})
     if invocation.print_completion is not None:
-        from megatron.training.options.completion import completion_script
-
         raise HelpRequested(completion_script([*about, *known], prog, invocation.print_completion))
     if invocation.config is not None:
         given = {**read_options(invocation.config, known), **given}

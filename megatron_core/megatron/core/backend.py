@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron.core.context_parallel.choice import AUTO
+from megatron.core.context_parallel.comm_type import AUTO
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.rmsnorm import rms_norm

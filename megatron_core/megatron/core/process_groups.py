@@ -1,40 +1,279 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of a parallel run, built once from its `RankGrid`.
+"""Process groups of a parallel run, and the grid of its ranks that they are made from.
+
+The process groups of a parallel run, built once from its `RankGrid`.
 
 `ProcessGroupCollection` is the one object that calls `torch.distributed.new_group`; an entry script
 builds it and passes it (or single `Group`s of it) down. There is no other way to find a group.
+
+RankGrid: the ranks of a parallel run on its axes. Pure arithmetic, tested without processes.
+
+Two factorisations of one world (distributed.md 1.1):
+
+    dense:   tp · gtp · cp · dp_inner · dp_outer · pp          leftmost varies fastest
+    expert:  etp · ep · egtp · edp_inner · edp_outer · pp
+
+Hybrid sharding cuts data parallelism in two: weights are sharded over the inner axis and repeated
+over the outer one (of size `instances`, 1 unless asked for). `dp` = dp_inner · dp_outer and `edp`
+stay names for both together.
+
+`dp` alone is ambiguous, so two names are used throughout: `replicate` (dp: the ranks that hold the
+same weights and optimizer state when nothing is sharded over data) and `lanes` (gtp × cp × dp: the
+ranks that see different tokens). `samples` (gtp × dp) are those that see different samples: ranks
+of cp share one. `inner_lanes` × `outer_lanes` are the lanes.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.rank_grid import (
-    DENSE_AXES,
-    EXPERT_AXES,
-    GROUP_AXES,
-    GROUP_NAMES,
-    TIED,
-    RankGrid,
+DENSE_AXES = ("tp", "gtp", "cp", "dp_inner", "dp_outer", "pp")
+EXPERT_AXES = ("etp", "ep", "egtp", "edp_inner", "edp_outer", "pp")
+
+#: Names for two axes together, usable wherever an axis is named.
+JOINED_AXES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"dp": ("dp_inner", "dp_outer"), "edp": ("edp_inner", "edp_outer")}
 )
 
-__all__ = [
-    "DENSE_AXES",
-    "EXPERT_AXES",
-    "GROUP_AXES",
-    "GROUP_NAMES",
-    "TIED",
-    "TRAFFIC",
-    "Group",
-    "ProcessGroupCollection",
-    "RankGrid",
-]
+#: Every group a collection offers, by name, with the axes that it spans. Creation follows this
+#: order on every rank, which is what makes `new_group` safe.
+GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "lanes": ("gtp", "cp", "dp"),
+        "dp_cp": ("cp", "dp"),
+        "replicate": ("dp",),
+        "dp": ("dp",),
+        "cp": ("cp",),
+        "tp": ("tp",),
+        "gtp": ("gtp",),
+        "pp": ("pp",),
+        "tp_cp": ("tp", "cp"),
+        "model": ("tp", "pp"),
+        "etp": ("etp",),
+        "ep": ("ep",),
+        "egtp": ("egtp",),
+        "edp": ("edp",),
+        "etp_ep": ("etp", "ep"),
+        "expert_lanes": ("egtp", "edp"),
+        "expert_model": ("etp", "ep", "pp"),
+        "world": ("tp", "gtp", "cp", "dp", "pp"),
+        "inner_lanes": ("gtp", "cp", "dp_inner"),
+        "outer_lanes": ("dp_outer",),
+        "expert_inner_lanes": ("egtp", "edp_inner"),
+        "expert_outer_lanes": ("edp_outer",),
+        "gather_lanes": ("gtp", "cp", "dp_inner"),
+        "expert_gather_lanes": ("egtp", "edp_inner"),
+        "samples": ("gtp", "dp"),
+        "pp_backward": ("pp",),
+    }
+)
+
+#: The group of the first and the last pipeline stage: the owners of a weight that both use. It is
+#: no product of axes; ranks of the stages between have no such group.
+TIED = "tied"
+
+GROUP_NAMES = (*GROUP_AXES, TIED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGrid:
+    """Arrange `world_size` ranks on the dense and on the expert axes.
+
+    Args:
+        world_size: number of ranks.
+        tp, gtp, cp, pp: dense degrees; `dp` = world_size / (tp·gtp·cp·pp) is derived.
+        etp: expert tensor-parallel degree; None means tp.
+        ep, egtp: expert degrees; `edp` = world_size / (etp·ep·egtp·pp) is derived.
+        instances: size of the outer data axis of hybrid sharding (Megatron's distributed-optimizer
+            instances); divides dp and edp.
+
+    Raises:
+        ValueError: every degree that is not positive and every product that does not divide, in one
+            message.
+    """
+
+    world_size: int
+    tp: int = 1
+    gtp: int = 1
+    cp: int = 1
+    pp: int = 1
+    etp: int | None = None
+    ep: int = 1
+    egtp: int = 1
+    instances: int = 1
+
+    def __post_init__(self) -> None:
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        problems = self.problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """List everything that makes this layout impossible, with its mend; empty if it is fine."""
+        named = ("tp", "gtp", "cp", "pp", "etp", "ep", "egtp", "instances")
+        degrees = {name: getattr(self, name) for name in named}
+        found = [
+            f"{axis} size is {size}: use a positive integer"
+            for axis, size in {"world": self.world_size, **degrees}.items()
+            if size is not None and size < 1
+        ]
+        if found:
+            return found
+        for product in (("tp", "gtp", "cp", "pp"), ("etp", "ep", "egtp", "pp")):
+            total = math.prod(degrees[a] or 1 for a in product)
+            if self.world_size % total:
+                shown = " x ".join(f"{a}={degrees[a]}" for a in product)
+                found.append(
+                    f"{shown} = {total} ranks do not divide the world of {self.world_size}: "
+                    f"start a multiple of {total} processes or lower a degree"
+                )
+        for axis, size in () if found else (("dp", self.dp), ("edp", self.edp)):
+            if size % self.instances:
+                found.append(
+                    f"{self.instances} optimizer instances do not divide {axis}={size}: "
+                    f"use a divisor of {size}"
+                )
+        return found
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // (self.tp * self.gtp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        return self.world_size // ((self.etp or self.tp) * self.ep * self.egtp * self.pp)
+
+    @property
+    def dp_inner(self) -> int:
+        return self.dp // self.instances
+
+    @property
+    def dp_outer(self) -> int:
+        return self.instances
+
+    @property
+    def edp_inner(self) -> int:
+        return self.edp // self.instances
+
+    @property
+    def edp_outer(self) -> int:
+        return self.instances
+
+    def size(self, axis: str) -> int:
+        """Return the degree of one axis. Raises ValueError for a name that is no axis."""
+        if axis not in DENSE_AXES and axis not in EXPERT_AXES and axis not in JOINED_AXES:
+            names = (*DENSE_AXES, *EXPERT_AXES, *JOINED_AXES)
+            raise ValueError(f"unknown axis {axis!r}: one of {', '.join(names)}")
+        return int(getattr(self, axis))
+
+    def _split(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return `axes` with the names for two axes replaced by these."""
+        return tuple(single for axis in axes for single in JOINED_AXES.get(axis, (axis,)))
+
+    def _order(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the factorisation (dense or expert) that holds all of `axes`."""
+        for axis in axes:
+            self.size(axis)
+        for order in (DENSE_AXES, EXPERT_AXES):
+            if set(axes) <= set(order):
+                return order
+        raise ValueError(f"axes {axes} mix the dense and the expert grid: name axes of one of them")
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinate of global `rank` on every axis, dense and expert.
+
+        Under "dp" and "edp" it holds the index over both data axes: inner + outer · inner size.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the world of {self.world_size}")
+        found = {}
+        for order in (DENSE_AXES, EXPERT_AXES):
+            rest = rank
+            for axis in order:
+                rest, found[axis] = divmod(rest, self.size(axis))
+        for joined, (inner, outer) in JOINED_AXES.items():
+            found[joined] = found[inner] + found[outer] * self.size(inner)
+        return found
+
+    def rank_of(self, **coordinates: int) -> int:
+        """Return the global rank at coordinates of one factorisation; absent axes are 0."""
+        at: dict[str, int] = {}
+        for axis, index in coordinates.items():
+            if not 0 <= index < self.size(axis):
+                raise ValueError(f"{axis} coordinate {index} is outside 0..{self.size(axis) - 1}")
+            inner, outer = JOINED_AXES.get(axis, (axis, None))
+            rest, at[inner] = divmod(index, self.size(inner))
+            if outer is not None:
+                at[outer] = rest
+        rank, stride = 0, 1
+        for axis in self._order(tuple(at)):
+            index = at.get(axis, 0)
+            rank += index * stride
+            stride *= self.size(axis)
+        return rank
+
+    def ranks(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """List the groups that span `axes`: all other axes fixed, `axes` enumerated in grid order.
+
+        Returns one list of global ranks per group; together they partition the world.
+        """
+        axes = self._split(axes)
+        order = self._order(axes)
+        inner = [a for a in order if a in axes]
+        outer = [a for a in order if a not in axes]
+        groups = []
+        for fixed in self._points(outer):
+            groups.append([self.rank_of(**fixed, **free) for free in self._points(inner)])
+        return groups
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        """Names of the parts of the tensor parallel groups: "tp/2" is 2 consecutive ranks of one.
+
+        Where tp is larger than what it cuts (kv heads), so many ranks hold the same piece.
+        """
+        return tuple(f"tp/{n}" for n in range(2, self.tp + 1) if self.tp % n == 0)
+
+    def named_ranks(self, name: str) -> list[list[int]]:
+        """List the groups called `name`.
+
+        Raises:
+            ValueError: a name neither in `GROUP_NAMES` nor in `replica_names`.
+        """
+        if name in self.replica_names:
+            size = int(name.removeprefix("tp/"))
+            groups = self.ranks(("tp",))
+            return [ranks[i : i + size] for ranks in groups for i in range(0, self.tp, size)]
+        if name == TIED:
+            return [sorted({stages[0], stages[-1]}) for stages in self.ranks(("pp",))]
+        if name not in GROUP_AXES:
+            names = (*GROUP_NAMES, *self.replica_names)
+            raise ValueError(f"unknown group {name!r}: one of {', '.join(names)}")
+        return self.ranks(GROUP_AXES[name])
+
+    def group_of(self, rank: int, axes: tuple[str, ...]) -> list[int]:
+        """Return the ranks of the group over `axes` that holds `rank`."""
+        at, axes = self.coordinates(rank), self._split(axes)
+        order = self._order(axes)
+        fixed = {a: at[a] for a in order if a not in axes}
+        return [
+            self.rank_of(**fixed, **free) for free in self._points([a for a in order if a in axes])
+        ]
+
+    def _points(self, axes: list[str]) -> Iterator[dict[str, int]]:
+        """Enumerate coordinates of `axes`, the first axis fastest."""
+        for values in itertools.product(*(range(self.size(a)) for a in reversed(axes))):
+            yield dict(zip(reversed(axes), values, strict=True))
+
 
 #: Groups whose communicators carry one kind of traffic only, and which kind: what is queued on one
 #: communicator runs in turn, so a gather must not stand behind the reduction of a large bucket.

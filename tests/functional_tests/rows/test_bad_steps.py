@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra, verify_checkpoint
 from megatron.training import pretraining
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.failures import session_faults
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import flags, write_tokens
 

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.hf import convert
 from megatron.training import pretraining, upcycle
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.held_run import hold
 from tests.functional_tests.planted_faults import run_with

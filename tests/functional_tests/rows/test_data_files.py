@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import HEADER, IndexedDataset
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 from tests.support.ranks import start_ranks

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.training import pretraining
 from megatron.training.config import Config
 from megatron.training.config.resolve import Run, resolve

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.training import pretraining
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
@@ -63,7 +63,7 @@ def test_row_33_the_others_name_rank_step_and_collective_and_leave_their_stacks(
     assert "Traceback" not in text
     for rank in (1, 2):
         stacks = (save / "stacks" / f"attempt_0_rank_{rank}.txt").read_text()
-        assert "transfer.py" in stacks, "where it waited"
+        assert "collectives.py" in stacks, "where it waited"
         assert "in _beat" in stacks, "every thread"
     report = (save / "hang_report_attempt_0.txt").read_text()
     assert f"\nrank 0 (process {pid} on " in report
@@ -91,9 +91,9 @@ def test_row_34_the_first_traceback_is_shown_once_and_the_others_end_soon(prefix
 def plant_skipped_collective(rank: int) -> None:
     """Skip the gradient reductions of the sixth microbatch's step on rank 1."""
     from megatron.core.comm.collectives import Pending
-    from megatron.core.distributed import gradients
+    from megatron.core.distributed import data_parallel
 
-    whole = gradients.all_reduce_async
+    whole = data_parallel.all_reduce_async
     late = [False]
 
     def lazy(x, group, *, out=None, **options):
@@ -104,7 +104,7 @@ def plant_skipped_collective(rank: int) -> None:
     def from_now(made):
         late[0] = True
 
-    gradients.all_reduce_async = lazy
+    data_parallel.all_reduce_async = lazy
     on_microbatch(6, from_now)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training import pretrain_gpt
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"

@@ -16,10 +16,16 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.training import checkpoint
-from megatron.training.checkpoints.dcp_folder import DcpFolder
-from megatron.training.checkpoints.dcp_metadata import read_metadata
-from megatron.training.checkpoints.pickle_data import Made, Name, Persistent, read_pickle
-from megatron.training.checkpoints.saved_tensor import _described, _Member
+from megatron.training.checkpoints.dcp_folder import (
+    DcpFolder,
+    Made,
+    Name,
+    Persistent,
+    _described,
+    _Member,
+    read_metadata,
+    read_pickle,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVIL = b"cposix\nsystem\n(S'touch canary'\ntR"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.core.dist_checkpointing.stream import Output
+from megatron.core.dist_checkpointing.shard_format import Output
 from megatron.training import pretraining, saves
 from tests.functional_tests.planted_faults import run_with, running_with
 from tests.functional_tests.small_run import digests, flags, run_on, running, timeless, write_tokens

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from tests.functional_tests.small_run import flags, launched_rank, run_on, write_tokens
 from tests.functional_tests.torchrun_job import torchrun, wait_for_iteration
 from tests.support.launchers import is_alive, launched

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import megatron.training.monitoring.background as background
+import megatron.training.monitoring.metrics as background
 from megatron.training.monitoring.metrics import JsonLines, read_metrics
 from tests.functional_tests.small_run import flags, run_here, timeless, write_tokens
 from tests.support.trackers import fake_mlflow, fake_wandb

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.pretraining import SessionSteps
 from tests.functional_tests.planted_faults import run_with

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.training import pretraining
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import flags, run_on, running, write_tokens

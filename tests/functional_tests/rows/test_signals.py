@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import (
     digests,

@@ -29,17 +29,22 @@ from megatron.core.dist_checkpointing import (
     read_manifest,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.digests import digest
 from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.shard_format import digest
 from megatron.hf import convert
 from megatron.inference import checkpoint_model, generate
 from megatron.training import checkpoint, preprocess_data, pretrain_gpt, session
 from megatron.training.errors import run_entry_point
-from megatron.training.failures.collective_log import CollectiveLog
-from megatron.training.failures.fault_log import FaultLog, FaultRecord
-from megatron.training.failures.faulty_hosts import add_faulty, read_faulty
-from megatron.training.failures.hang_files import HangFiles
-from megatron.training.failures.suspect_step import Suspect, read_suspect, write_suspect
+from megatron.training.failures.faults import (
+    FaultLog,
+    FaultRecord,
+    Suspect,
+    add_faulty,
+    read_faulty,
+    read_suspect,
+    write_suspect,
+)
+from megatron.training.failures.hang_files import CollectiveLog, HangFiles
 from megatron.training.monitoring.metrics import JsonLines
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 from tests.support.hf_folders import change_json, make_model, save_folder

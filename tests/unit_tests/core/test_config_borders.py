@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
 from megatron.core.pipeline_parallel import make_schedule
-from megatron.core.rank_grid import RankGrid
+from megatron.core.process_groups import RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,

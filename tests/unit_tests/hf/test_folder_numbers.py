@@ -24,7 +24,7 @@ from megatron.hf.transformers_logits import compare_logits
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.options.schema import build
 from tests.support.hf_converter import checkpoint_model, convert, tensors
 from tests.support.hf_folders import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.inference.results import Result, check_json_path, write_json
+from megatron.inference.generate import Result, check_json_path, write_json
 
 RESULT = Result(
     prompt='say "ü"\n',

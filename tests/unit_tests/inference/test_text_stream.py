@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.inference.text_stream import REPLACEMENT, Display, TextStream
+from megatron.inference.generate import REPLACEMENT, Display, TextStream
 
 
 def detokenize(tokens: Sequence[int]) -> str:

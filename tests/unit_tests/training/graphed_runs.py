@@ -17,8 +17,7 @@ from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossSc
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
-from megatron.training.full_iteration import FullIterationGraph
-from megatron.training.graph_recorder import Recorder
+from megatron.training.cuda_graphs import FullIterationGraph, Recorder
 from megatron.training.step import ForwardBackward, Microbatch, TrainStep
 from tests.support.capture_rules import CaptureRules
 from tests.support.inputs import microbatch

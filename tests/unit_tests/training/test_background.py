@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from megatron.training.monitoring.background import Background
-from megatron.training.monitoring.metrics import Metrics
+from megatron.training.monitoring.metrics import Background, Metrics
 
 
 class Collector:

@@ -11,26 +11,25 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.core.dist_checkpointing import Solo
-from megatron.training.errors import RunStopped
-from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.bad_steps import (
+from megatron.training.errors import ExitCode, RunStopped
+from megatron.training.failures.faults import (
+    FaultLog,
+    Faults,
+    Suspect,
+    SuspectStep,
+    add_faulty,
     doubt_text,
+    forget_suspect,
+    judge,
+    read_faulty,
+    read_suspect,
+    refuse_faulty_hosts,
     remember_loss,
     spike_limit,
     where_text,
-)
-from megatron.training.failures.fault_log import FaultLog
-from megatron.training.failures.faults import Faults
-from megatron.training.failures.faulty_hosts import add_faulty, read_faulty, refuse_faulty_hosts
-from megatron.training.failures.replay import Doubt
-from megatron.training.failures.suspect_step import (
-    Suspect,
-    SuspectStep,
-    forget_suspect,
-    judge,
-    read_suspect,
     write_suspect,
 )
+from megatron.training.failures.replay import Doubt
 from megatron.training.progress_state import Progress
 from tests.unit_tests.training.small_config import small_config
 

@@ -15,15 +15,13 @@ from pathlib import Path
 import pytest
 
 from megatron.training.data.chat import (
-    MalformedConversation,
-    read_chat_template,
-)
-from megatron.training.data.chat_template import (
     BUILT_IN,
     ChatTemplate,
+    MalformedConversation,
     Prefix,
     TemplateLimits,
     TemplateRefusal,
+    read_chat_template,
 )
 from megatron.training.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from tests.support.conversations import encode_conversation
@@ -325,7 +323,7 @@ def test_the_process_of_a_template_has_no_file_and_no_torch():
 def test_the_process_of_a_template_ends_with_a_killed_parent():
     code = (
         "import os, sys, time\n"
-        "from megatron.training.data.chat_template import ChatTemplate\n"
+        "from megatron.training.data.chat import ChatTemplate\n"
         "template = ChatTemplate('')\n"
         "template.check()\n"
         "if os.fork() == 0:\n"  # a process that holds the parent's end, and outlives it

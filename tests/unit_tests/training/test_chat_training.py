@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.chat_dataset import mask_prefix
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.training.config import Config
-from megatron.training.options.completion import completion_script
+from megatron.training.options.flags import completion_script
 from megatron.training.options.schema import options
 
 MODULE = "megatron.training.pretrain_gpt"

@@ -12,18 +12,17 @@ import pytest
 import torch
 
 from megatron.core.context_parallel.blockwise import worth_blocks
-from megatron.core.context_parallel.index_maps import documents_of
+from megatron.core.context_parallel.layout import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import backend
-from megatron.training.layouts import Layouts
-from megatron.training.monitoring.context_line import context_line, context_words, cut_line
+from megatron.training.layouts import Layouts, packed_cuts
+from megatron.training.monitoring.describe import context_line, context_words, cut_line
 from megatron.training.monitoring.flops import training_flops, visible_square
 from megatron.training.monitoring.step_window import Speedometer
-from megatron.training.packed_cuts import packed_cuts
 from megatron.training.pretraining import microbatch, squared_lengths
 from megatron.training.run_groups import rank_grid
 from tests.support.ranks import run_ranks

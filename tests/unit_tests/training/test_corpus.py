@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from megatron.training.data.corpus import build_corpus, standard_library
+from megatron.training.quickstart import build_corpus, standard_library
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from megatron.core.datasets.blend import DataPath
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.splits import DataPath
 from megatron.training.config import DataConfig
 from megatron.training.config.check import check
 from megatron.training.data.data_paths import SplitPath, prefixes, read_paths

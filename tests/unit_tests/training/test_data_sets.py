@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from megatron.core.datasets.prefetch import PrefetchedBatches
-from megatron.core.datasets.samplers import GPTBatches
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.datasets.samplers import GPTBatches, PrefetchedBatches
 from megatron.core.process_groups import Group
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.data.data_sets import (

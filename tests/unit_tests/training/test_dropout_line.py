@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from megatron.training.monitoring.dropout_line import dropout_line
+from megatron.training.monitoring.describe import dropout_line
 from tests.unit_tests.training.small_config import small_config
 
 ROOT = Path(__file__).resolve().parents[3]

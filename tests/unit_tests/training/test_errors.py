@@ -7,8 +7,7 @@ import io
 
 import pytest
 
-from megatron.training.errors import PeerLost, RunStopped, run_entry_point
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode, PeerLost, RunStopped, run_entry_point
 from megatron.training.options.flags import HelpRequested
 
 

@@ -8,14 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron.training.failures.evidence import (
-    Bits,
-    Digest,
-    Evidence,
-    StageBits,
-    differing,
-    showing,
-)
+from megatron.training.failures.replay import Bits, Digest, Evidence, StageBits, differing, showing
 
 NAN, INF = math.nan, math.inf
 CPU = torch.device("cpu")

@@ -10,15 +10,19 @@ import itertools
 import re
 from pathlib import Path
 
-from megatron.training import exit_codes
-from megatron.training.exit_codes import ExitCode
+from megatron.training import errors
+from megatron.training.errors import ExitCode
 
 ROOT = Path(__file__).parents[3]
 
 
 def _meanings() -> dict[str, str]:
     """Return the text below each member, as one line."""
-    (body,) = (n.body for n in ast.parse(inspect.getsource(exit_codes)).body if hasattr(n, "body"))
+    (body,) = (
+        n.body
+        for n in ast.parse(inspect.getsource(errors)).body
+        if isinstance(n, ast.ClassDef) and n.name == "ExitCode"
+    )
     pairs = itertools.pairwise(body)
     return {
         first.targets[0].id: " ".join(second.value.value.split())

@@ -13,7 +13,7 @@ from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.models.gpt import logical_weights
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.monitoring.expert_line import expert_line, parameters
+from megatron.training.monitoring.describe import expert_line, parameters
 from megatron.training.monitoring.flops import (
     flops_per_square,
     peak_flops,

@@ -13,11 +13,10 @@ from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
-from megatron.core.models.multi_token import Ahead, shifted
+from megatron.core.models.gpt import Ahead, shifted
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.training.cuda_graphs import PATIENCE, CudaRecorder, StepInputs
 from megatron.training.failures.replay import Replayer, Reruns
-from megatron.training.full_iteration import PATIENCE, StepInputs
-from megatron.training.graph_recorder import CudaRecorder
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.capture_rules import CaptureError, CaptureRules
 from tests.support.inputs import one_thread

@@ -10,12 +10,16 @@ import time
 import pytest
 
 from megatron.core.comm import CollectiveRecord
-from megatron.training.failures import flight_recorder
-from megatron.training.failures.collective_log import KEPT, CollectiveLog
-from megatron.training.failures.flight_recorder import ask_for_record, is_kept, read_record
-from megatron.training.failures.hang_files import HangFiles
-from megatron.training.failures.hang_report import hang_report
-from megatron.training.failures.peer_states import Beat, RankState
+from megatron.training.failures import hang_files
+from megatron.training.failures.hang_files import (
+    KEPT,
+    CollectiveLog,
+    HangFiles,
+    ask_for_record,
+    is_kept,
+    read_record,
+)
+from megatron.training.failures.peers import Beat, RankState, hang_report
 from tests.support.ranks import start_ranks
 
 
@@ -144,7 +148,7 @@ def test_torch_is_asked_for_its_record_unless_the_user_was():
     for given in ({}, {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}):
         environment = dict(given)
         ask_for_record(environment)
-        assert environment == (given or {"TORCH_FR_BUFFER_SIZE": str(flight_recorder.SIZE)})
+        assert environment == (given or {"TORCH_FR_BUFFER_SIZE": str(hang_files.SIZE)})
         assert is_kept(environment) == (environment != {"TORCH_FR_BUFFER_SIZE": "0"})
 
 

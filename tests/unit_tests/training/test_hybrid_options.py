@@ -26,8 +26,7 @@ from megatron.training.config.stages import stage_split
 from megatron.training.gpt_options import backend, split
 from megatron.training.launch import Launch
 from megatron.training.layouts import Layouts
-from megatron.training.monitoring.context_line import context_line, linear_lines
-from megatron.training.monitoring.expert_line import parameters
+from megatron.training.monitoring.describe import context_line, linear_lines, parameters
 from megatron.training.options.schema import flatten, options
 from megatron.training.options.yaml_file import write_options
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run

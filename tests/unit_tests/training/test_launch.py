@@ -10,8 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.training.errors import RunStopped
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode, RunStopped
 from megatron.training.launch import Launch
 from megatron.training.pretrain_gpt import main
 

@@ -11,11 +11,9 @@ import torch
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.balance import RouterLoad
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.training.monitoring.curves import comparison, read_run
-from megatron.training.monitoring.load_balance import layer_name, load_balance, relative
-from megatron.training.monitoring.load_plot import color, load_svg
 from megatron.training.monitoring.metrics import EXPERT_LOAD, Metrics, open_metrics, read_metrics
-from megatron.training.monitoring.plot_page import page
+from megatron.training.monitoring.model_metrics import layer_name, load_balance, relative
+from megatron.training.monitoring.plots import color, comparison, load_svg, page, read_run
 from megatron.training.plot import draw
 from megatron.training.step import Microbatch, auxiliary_factors
 from tests.support.ranks import run_ranks

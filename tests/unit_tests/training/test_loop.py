@@ -16,15 +16,13 @@ from megatron.core.optimizer.loss_scaler import (
 )
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
 from megatron.training.config.resolve import resolve
-from megatron.training.errors import RunStopped
-from megatron.training.exit_codes import ExitCode
-from megatron.training.failures.fault_log import FaultLog
-from megatron.training.failures.faults import Faults
+from megatron.training.errors import ExitCode, RunStopped
+from megatron.training.failures.faults import FaultLog, Faults
 from megatron.training.failures.replay import Doubt
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.loop import LoopParts, train
+from megatron.training.monitoring.log_line import Plain
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.monitoring.progress import Plain
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.progress_state import Progress
 from tests.unit_tests.training.small_config import small_config

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA, ffn_of
+from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA, ffn_of
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.samplers import GPTBatch
-from megatron.core.models.multi_token import shifted
+from megatron.core.models.gpt import shifted
 from megatron.core.process_groups import Group
 from megatron.training.layouts import Layouts
 from megatron.training.pretraining import microbatch

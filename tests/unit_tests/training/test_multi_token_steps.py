@@ -10,14 +10,12 @@ import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.models.multi_token import Ahead, take_mean_losses
-from megatron.core.models.stages import StageSplit
+from megatron.core.models.gpt import Ahead, GPTConfig, GPTModel, take_mean_losses
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import Recompute
-from megatron.training.pipeline_step import PipelineForwardBackward
-from megatron.training.step import ForwardBackward, Microbatch
+from megatron.training.step import ForwardBackward, Microbatch, PipelineForwardBackward
 from tests.support.closeness import assert_piece_close
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks

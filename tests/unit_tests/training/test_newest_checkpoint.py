@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing import manifest as manifest_module
-from megatron.core.dist_checkpointing import retention as retention_module
+from megatron.core.dist_checkpointing import run_folder as retention_module
 from megatron.training import newest_checkpoint
 from megatron.training.newest_checkpoint import clear_the_way, load_newest
 

@@ -12,22 +12,20 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
-from megatron.core.context_parallel.balance import Costs
+from megatron.core.context_parallel.cut import Costs
 from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.datasets.token_rows import TokenRows, positions_within
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
-from megatron.core.models.stages import StageSplit
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
-from megatron.training.layouts import Layouts
-from megatron.training.packed_cuts import PackedCuts, agreement
-from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.layouts import Layouts, PackedCuts, agreement
 from megatron.training.pretraining import take
-from megatron.training.step import TrainStep
+from megatron.training.step import PipelineForwardBackward, TrainStep
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.inputs import generator, one_thread
 from tests.support.ranks import run_ranks

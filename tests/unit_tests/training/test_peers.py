@@ -18,8 +18,7 @@ from megatron.core.comm import CollectiveRecord
 from megatron.training.failures import peers
 from megatron.training.failures.hang_files import HangFiles
 from megatron.training.failures.launcher import process_state
-from megatron.training.failures.peer_states import Identity
-from megatron.training.failures.peers import Diagnosis, PeerWatch
+from megatron.training.failures.peers import Diagnosis, Identity, PeerWatch
 from tests.support.ranks import start_ranks
 
 

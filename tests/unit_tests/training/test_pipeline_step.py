@@ -8,14 +8,13 @@ import torch
 
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.models.stages import StageSplit
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
-from megatron.training.pipeline_step import PipelineForwardBackward, weight_traffic
-from megatron.training.step import Microbatch, TrainStep
+from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep, weight_traffic
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import microbatch, one_thread
 from tests.support.ranks import run_ranks

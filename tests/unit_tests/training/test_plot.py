@@ -11,15 +11,15 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron.training.monitoring.curves import (
+from megatron.training.monitoring.metrics import open_metrics
+from megatron.training.monitoring.plots import (
     comparison,
     metrics_file,
+    page,
     read_run,
     short_names,
     smooth,
 )
-from megatron.training.monitoring.metrics import open_metrics
-from megatron.training.monitoring.plot_page import page
 from megatron.training.plot import PlotOptions, draw, plot_loss
 
 

@@ -17,7 +17,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training import preprocess_data
 from megatron.training.data.chat import read_chat_template
-from megatron.training.data.preprocessing.journal import Journal
+from megatron.training.data.preprocessing.output import Journal
 from megatron.training.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron.training.inspect_data import _main as inspect
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
@@ -346,7 +346,7 @@ def test_a_line_cut_short_does_not_count(tmp_path):
 
 
 def test_a_single_block_needs_no_workers(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("megatron.training.data.preprocessing.workers._started", None)
+    monkeypatch.setattr("megatron.training.data.preprocessing.encoder._started", None)
     preprocess(config_for(tmp_path, corpus, workers=8))
 
 

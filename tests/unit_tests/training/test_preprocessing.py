@@ -11,9 +11,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron.training.data.documents import Tally, read_documents, read_records
-from megatron.training.data.preprocessing.blocks import read_blocks
-from megatron.training.data.preprocessing.inputs import Kind, find_inputs
+from megatron.training.data.documents import (
+    Kind,
+    Tally,
+    find_inputs,
+    read_blocks,
+    read_documents,
+    read_records,
+)
 
 TEXTS = [f"{number} " + "wörd " * (number * 7 % 40) for number in range(60)]
 

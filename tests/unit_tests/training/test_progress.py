@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 
-from megatron.training.monitoring.progress import Live, Plain, Silent, open_display
+from megatron.training.monitoring.log_line import Live, Plain, Silent, open_display
 from tests.unit_tests.training.test_log_line import RECORD
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.models import hybrid
 from megatron.training.config.model_table import gpt_config
 from megatron.training.launch import Launch
-from megatron.training.monitoring.expert_line import parameters
+from megatron.training.monitoring.describe import parameters
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 

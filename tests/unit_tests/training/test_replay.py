@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.training.failures.evidence import Digest, Evidence
-from megatron.training.failures.replay import Computed, Doubt, Replayer, Reruns, doubt_of
+from megatron.training.failures.replay import (
+    Computed,
+    Digest,
+    Doubt,
+    Evidence,
+    Replayer,
+    Reruns,
+    doubt_of,
+)
 
 NAN, INF = math.nan, math.inf
 

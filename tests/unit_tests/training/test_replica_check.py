@@ -7,15 +7,21 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import TensorChunk
-from megatron.training.failures import replica_digests
-from megatron.training.failures.replica_check import Difference, differences, replica_sets
-from megatron.training.failures.replica_digests import numbers_of, sum_weights, weighted_sums
+from megatron.training.failures import replica_check
+from megatron.training.failures.replica_check import (
+    Difference,
+    differences,
+    numbers_of,
+    replica_sets,
+    sum_weights,
+    weighted_sums,
+)
 
 
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Have sums go over several pieces."""
-    monkeypatch.setattr(replica_digests, "PIECE", 16)
+    monkeypatch.setattr(replica_check, "PIECE", 16)
     return sum_weights(torch.device("cpu"))
 
 
@@ -28,7 +34,7 @@ def signed(value: int) -> int:
 def test_the_sums_are_those_of_integers(small_pieces, dtype):
     values = torch.randn(50, generator=torch.Generator().manual_seed(1)).to(dtype)
     integers = values.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).tolist()
-    join = replica_digests._JOIN
+    join = replica_check._JOIN
     expected = []
     for weights in small_pieces:
         total = 0

@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from megatron.training.monitoring.metrics import read_metrics
-from megatron.training.monitoring.run_metrics import run_metrics
-from megatron.training.monitoring.tracked_run import redacted
+from megatron.training.monitoring.metrics import read_metrics, redacted
+from megatron.training.monitoring.observation import run_metrics
 from tests.support.trackers import fake_mlflow, fake_wandb
 from tests.unit_tests.training.small_config import small_config
 

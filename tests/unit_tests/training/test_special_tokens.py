@@ -14,8 +14,7 @@ from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.chat import read_chat_template
 from megatron.training.data.preprocessing.output import Output
-from megatron.training.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron.training.data.tokenizers import HuggingFaceTokenizer
+from megatron.training.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.inspect_data import _main as inspect
 from megatron.training.preprocess_data import PreprocessConfig, preprocess

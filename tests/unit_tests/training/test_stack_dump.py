@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from megatron.training.failures.stack_dump import stack_file, write_stacks
+from megatron.training.failures.hang_files import stack_file, write_stacks
 
 
 def _resting(ready: threading.Event, over: threading.Event) -> None:

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from megatron.training.errors import OutputLost, run_entry_point
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode, OutputLost, run_entry_point
 from megatron.training.standard_streams import errors_of_streams, guarded
 
 

@@ -7,10 +7,9 @@ import signal
 
 import pytest
 
-from megatron.training.exit_codes import ExitCode
+from megatron.training.errors import ExitCode
 from megatron.training.failures.peers import Diagnosis
-from megatron.training.failures.stopping import StopRequests
-from megatron.training.failures.termination import LAUNCHER_GONE
+from megatron.training.failures.stopping import LAUNCHER_GONE, StopRequests
 
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 

@@ -8,12 +8,12 @@ import pytest
 import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
-from megatron.inference.text_stream import TextStream
-from megatron.training.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron.inference.generate import TextStream
 from megatron.training.data.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
+    SentencePieceTokenizer,
     build_tokenizer,
     continuation,
     guess_type,

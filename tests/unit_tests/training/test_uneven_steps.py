@@ -17,16 +17,15 @@ from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.datasets.token_rows import TokenRows
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.models.stages import StageSplit
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import Balance, MoEConfig, RouterConfig, routers_of
-from megatron.core.moe.experts import ExpertMLPs
+from megatron.core.moe.layer import ExpertMLPs
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts
-from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.pretraining import take
-from megatron.training.step import Microbatch, TrainStep
+from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
 from tests.support.op_tape import OpTape, TapeRecorder

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron.training.data.preprocessing.blocks import MAX_DOCUMENT_BYTES
+from megatron.training.data.documents import MAX_DOCUMENT_BYTES
 from megatron.training.data.tokenizers import TokenizerType, guess_type
 
 

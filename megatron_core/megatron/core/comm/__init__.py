@@ -3,6 +3,7 @@
 
 from megatron.core.comm.collectives import (
     CollectiveRecord,
+    Pending,
     all_gather,
     all_reduce,
     all_to_all,
@@ -16,7 +17,6 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from megatron.core.comm.transfer import Pending
 
 __all__ = [
     "CollectiveRecord",

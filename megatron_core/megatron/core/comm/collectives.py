@@ -4,22 +4,210 @@
 The identity on a group of one rank. Only SUM and MAX: AVG on gloo is silently SUM before torch
 2.10, so all scaling is done by the caller, before the sum. Method names of the process group that
 differ between versions of torch are chosen in `_gather_method` and `_scatter_method`, nowhere else.
+
+Values that show when memory is read before it is written.
+
+A collective under way: what it reads and writes, how it starts, and what waits for it.
+
+Collectives between CPUs as sends and receives: every rank to every rank at once.
+
+Gloo's own gather copies through a buffer and its scatter goes round in a ring; a direct exchange
+moves the same bytes in about half the time on one machine. Sums are taken in the order of ranks.
+Gloo's all-reduce is as fast as both together, and stays.
+
+Several exchanges may be under way on one communicator: messages between two ranks arrive in the
+order in which they were sent, and all ranks start exchanges in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Work
 
-from megatron.core.comm.direct import Gather, Scatter, goes_directly
-from megatron.core.comm.transfer import Pending, Transfer, Underway
 from megatron.core.device import current_stream, record_use
 from megatron.core.process_groups import Group, ProcessGroupCollection
+
+
+@torch.no_grad()
+def poison_(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with NaN, or with the largest value of a dtype that has none; return it."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.fill_(float("nan"))
+    if tensor.dtype is torch.bool:
+        return tensor.fill_(True)
+    return tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+class Underway(Protocol):
+    """What started a transfer; `torch.distributed.Work` is one."""
+
+    def wait(self) -> object:
+        """Block until the transfer is done (on a GPU: make the current stream wait for it)."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A collective that is about to start.
+
+    Args:
+        kind: of its record.
+        source: what it reads; None if that is the output, as in an all-reduce.
+        output: what it overwrites.
+        start: starts the real collective on what `source` holds at that time.
+        keeps_source: where input and output overlap, the input's values stay (a gather in place).
+        prompt: it cannot be put off: its peer may wait for it before this rank does.
+    """
+
+    kind: str
+    group: Group
+    source: torch.Tensor | None
+    output: torch.Tensor
+    start: Callable[[], Underway]
+    keeps_source: bool = False
+    prompt: bool = False
+
+    def launch(self) -> Underway:
+        """Start it: on the last of the group's `links` if there is any, else on its handle."""
+        links = self.group.links
+        return links[-1](self) if links else self.start()
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait()` returns its output and may be called again.
+
+    `source` keeps the input alive and untouched until the transfer is done. Each of `waits` is
+    entered while the caller waits for that. `finish`, if any, is applied to the output once, after
+    the transfer, and what it returns is the output from then on.
+    """
+
+    output: torch.Tensor
+    work: Underway | None = None
+    source: torch.Tensor | None = None
+    waits: tuple[AbstractContextManager[object], ...] = ()
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Block until the output is valid (on a GPU: until the current stream may read it)."""
+        if self.work is not None:
+            if len(self.waits) == 1:  # the usual number; a stack costs more than all the rest
+                with self.waits[0]:
+                    self.work.wait()
+            elif self.waits:
+                with ExitStack() as stack:
+                    for context in self.waits:
+                        stack.enter_context(context)
+                    self.work.wait()
+            else:
+                self.work.wait()
+            self.work = self.source = None
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            self.output = finish(self.output)
+        return self.output
+
+    def is_done(self) -> bool:
+        """Return whether the transfer is over, without waiting; CPU transfers know in `wait()`."""
+        return self.work is None or (isinstance(self.work, Work) and self.work.is_completed())
+
+    def then(self, finish: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
+        """Apply `finish` to the output, after what was asked for earlier, when it is waited for.
+
+        Returns this object, whose `wait()` returns what `finish` does.
+        """
+        before = self.finish
+        self.finish = finish if before is None else lambda output: finish(before(output))
+        return self
+
+
+#: Below this gloo's ring or tree is as fast; above this many ranks a rank has too many messages.
+LEAST_BYTES, MOST_RANKS = 1 << 20, 16
+_TAG = 0
+
+
+def goes_directly(wide: torch.Tensor, group: Group) -> bool:
+    """Whether a collective whose wide side is `wide` is better exchanged directly."""
+    return (
+        wide.device.type == "cpu"
+        and group.size <= MOST_RANKS
+        and wide.numel() * wide.element_size() >= LEAST_BYTES
+    )
+
+
+@dataclass(slots=True)
+class Gather:
+    """An all-gather under way: what every rank holds arrives in its part of the output."""
+
+    works: list[dist.Work]
+
+    @staticmethod
+    def start(handle: dist.ProcessGroup, group: Group, *, parts: Sequence[torch.Tensor]) -> Gather:
+        """Send this rank's part, one of `parts` by rank, and receive the others."""
+        works = []
+        for step in range(1, group.size):
+            after, before = (group.rank + step) % group.size, (group.rank - step) % group.size
+            works += _send(handle, parts[group.rank], after)
+            works += _receive(handle, parts[before], before)
+        return Gather(works)
+
+    def wait(self) -> None:
+        """Block until all parts are here and this rank's has left."""
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(slots=True)
+class Scatter:
+    """A reduce-scatter under way: addends of this rank's part arrive, and are summed in `out`.
+
+    Args:
+        addends: by rank; this rank's own may overlap `out`, in place.
+    """
+
+    works: list[dist.Work]
+    addends: list[torch.Tensor]
+    rank: int
+    out: torch.Tensor
+
+    @staticmethod
+    def start(
+        handle: dist.ProcessGroup, group: Group, *, parts: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> Scatter:
+        """Send every rank its part of this rank's tensor, and receive addends of `out`."""
+        own = parts[group.rank]
+        addends = [own if r == group.rank else torch.empty_like(own) for r in range(group.size)]
+        works = []
+        for step in range(1, group.size):
+            after, before = (group.rank + step) % group.size, (group.rank - step) % group.size
+            works += _send(handle, parts[after], after)
+            works += _receive(handle, addends[before], before)
+        return Scatter(works, addends, group.rank, out)
+
+    def wait(self) -> None:
+        """Block until the sum is complete and everything sent has left."""
+        for work in self.works:
+            work.wait()
+        # `out` may be this rank's addend: nothing is written there before that one is added.
+        total, last = self.addends[0], len(self.addends) - 1
+        for rank in range(1, last + 1):
+            target = self.out if rank >= self.rank else self.addends[0]
+            total = torch.add(total, self.addends[rank], out=target)
+
+
+def _send(handle: dist.ProcessGroup, part: torch.Tensor, rank: int) -> list[dist.Work]:
+    return [handle.send([part], rank, _TAG)] if part.numel() else []
+
+
+def _receive(handle: dist.ProcessGroup, part: torch.Tensor, rank: int) -> list[dist.Work]:
+    return [handle.recv([part], rank, _TAG)] if part.numel() else []
+
 
 _OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX})
 

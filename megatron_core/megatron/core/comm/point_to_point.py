@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.core.comm.collectives import observe
-from megatron.core.comm.poison import poison_
-from megatron.core.comm.transfer import Pending, Transfer, Underway
+from megatron.core.comm.collectives import Pending, Transfer, Underway, observe, poison_
 from megatron.core.process_groups import Group
 
 _TAG = 1  # `comm.direct` has 0

@@ -1,31 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SequenceLayout: positions, documents, samples and cut of a microbatch, shared by all layers.
+"""SequenceLayout: how the tokens of a microbatch lie over context-parallel ranks.
+
+SequenceLayout: positions, documents, samples and cut of a microbatch, shared by all layers.
 
 `make` works everything out on the host, once per microbatch: index maps both ways, where each row's
 documents begin, and on first use the blocks of attention. What layers need on the device is copied
 there without waiting for it; nothing is ever read back.
+
+Index maps between whole rows and what each rank holds of them, on the host.
+
+NumPy, for what torch does with several threads takes far longer where they must share a core.
+
+TokenRows: the tokens of rows packed for a recurrence, document after document, and the way back.
+
+One gather does all of it: it undoes the cut over ranks, leaves padding out, and turns columns of
+rows into rows of columns. The map of the way back is known, so backward gathers too: nothing is
+added up, and nothing is scattered.
+
+OwnPieces: the parts of documents that a rank holds, and how those of all ranks go on.
+
+A piece is what a run and a document share. Pieces follow each other in the order of the local
+tokens, row after row. A piece that begins where its document does begins from nothing; another goes
+on where the piece before it ended, and that is on another rank, since a rank joins runs that meet.
+So only the last piece of a run is continued, and only the first continues another.
+
+Everything is worked out on the host, for all ranks alike: what nobody needs, nobody sends.
+
+ContextParallel: the ranks that share the tokens of a row, and how their attention meets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
+import numpy as np
 import torch
 
-from megatron.core.context_parallel.blocks import Blocks, attention_blocks
+from megatron.core.context_parallel.blockwise import Blocks, attention_blocks
+from megatron.core.context_parallel.comm_type import ALL_TO_ALL, AUTO, ENGINES, head_problem
 from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
-from megatron.core.context_parallel.index_maps import (
-    columns_of,
-    documents_of,
-    ids_of,
-    inverse_of,
-    take_columns,
-)
-from megatron.core.context_parallel.pieces import OwnPieces, own_pieces
-from megatron.core.context_parallel.token_rows import TokenRows, whole_rows
 from megatron.core.device import pin
+from megatron.core.ops.places import Places
+from megatron.core.ops.sequences import Sequences
+from megatron.core.process_groups import Group
+
+
+def columns_of(cut: SequenceCut, rank: int) -> torch.Tensor:
+    """Return the place of each token that a rank holds, int64 [s/cp], `PADDING` where none is.
+
+    Raises:
+        ValueError: no such rank.
+    """
+    index, place = _indices_and_places(
+        [(run.start, run.length, run.place) for run in cut.runs(rank)]
+    )
+    found = np.full(cut.local_length, PADDING, dtype=np.int64)
+    found[index] = place
+    return torch.from_numpy(found)
+
+
+def inverse_of(cut: SequenceCut) -> torch.Tensor | None:
+    """Return where each place is among the tokens gathered from all ranks, int64 [s].
+
+    None if they are gathered in the order of places, without padding.
+    """
+    runs = [
+        (run.start + rank * cut.local_length, run.length, run.place)
+        for rank in range(cut.size)
+        for run in cut.runs(rank)
+    ]
+    if not cut.is_padded and all(start == place for start, _, place in runs):
+        return None
+    index, place = _indices_and_places(runs)
+    found = np.empty_like(index)
+    found[place] = index
+    return torch.from_numpy(found)
+
+
+def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.Tensor:
+    """Return the columns of rows that a rank holds.
+
+    Args:
+        x: [b, s, ...] on the host.
+        columns: int64 [s/cp], from `columns_of`.
+        fill: what padding gets.
+
+    Returns:
+        [b, s/cp, ...].
+    """
+    empty = columns.numpy() == PADDING
+    if not empty.any():
+        return x.index_select(1, columns)
+    found = x.index_select(1, columns.clamp(min=0))
+    found[:, torch.from_numpy(empty)] = fill
+    return found
+
+
+def documents_of(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Return where the documents of each row begin and end by place, [0, ..., s].
+
+    Args:
+        ids: int [b, s], not falling along a row.
+
+    Raises:
+        ValueError: ids that fall.
+    """
+    found = []
+    for row, numbers in enumerate(ids):
+        borders = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+        first = numbers[np.concatenate(([0], borders))].tolist()  # the id of each document
+        for at, (before, after) in zip(borders.tolist(), pairwise(first), strict=True):
+            if after < before:
+                raise ValueError(
+                    f"document_ids of row {row} fall from {before} to {after} at column {at}: "
+                    "number documents along the row"
+                )
+        found.append((0, *borders.tolist(), len(numbers)))
+    return tuple(found)
+
+
+def ids_of(bounds: Sequence[int], rows: int) -> torch.Tensor:
+    """Return the number of each token's document, int32 [b, s], the same in each row.
+
+    Args:
+        bounds: where documents begin and end by place, [0, ..., s].
+        rows: b.
+    """
+    ids = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
+    return torch.from_numpy(ids).expand(rows, -1)
+
+
+def _indices_and_places(runs: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (index, place) of each token of runs (first index, length, first place), int64."""
+    start, length, place = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+    before = np.repeat(length.cumsum() - length, length)  # tokens of earlier runs
+    within = np.arange(before.size) - before
+    return np.repeat(start, length) + within, np.repeat(place, length) + within
+
 
 _Map = TypeVar("_Map")
 
@@ -441,3 +556,405 @@ def _check_sequences(documents: Sequence[Sequence[int]], cut: SequenceCut) -> No
                 f"a document of row {row} goes on over place {crossed[0]}, where cu_seqlens cuts "
                 "sequences apart: cut the row as one, or let the document end there"
             )
+
+
+class TokenRows:
+    """Which tokens of [n, b, ...] are packed, in which order, and which sequences they make.
+
+    Made on the host, once; the maps are copied to the device without waiting.
+
+    Args:
+        places: int64 [t] on the host, where each packed token lies: column · b + row. None twice
+            the same; what is in none is padding.
+        bounds: where sequences of packed tokens begin and end, [0, ..., t].
+        length: n.
+        batch: b.
+        device: where layers work.
+
+    Attributes:
+        sequences: the packed tokens, on the device.
+        places: of the packed tokens among [n · b, ...]; None where they are all, as they lie.
+
+    Raises:
+        ValueError: bounds of another number of tokens.
+    """
+
+    def __init__(
+        self,
+        places: np.ndarray,
+        bounds: Sequence[int],
+        *,
+        length: int,
+        batch: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.sequences = Sequences(bounds, device=device)
+        if self.sequences.tokens != len(places):
+            raise ValueError(
+                f"bounds end at {self.sequences.tokens}, there are {len(places)} tokens: the last "
+                "is their number"
+            )
+        self.length, self.batch = length, batch
+        self.places = Places.of(places, length * batch, self.sequences.moved)
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [t, ...] from x [n, b, ...]; a view where that is the order in memory."""
+        self._check("pack", x, (self.length, self.batch))
+        flat = x.flatten(0, 1)
+        return flat if self.places is None else self.places.pack(flat)
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [n, b, ...] from x [t, ...], zero where padding is; a view like `pack`'s."""
+        self._check("unpack", x, (self.sequences.tokens,))
+        return self._rows(x if self.places is None else self.places.unpack(x))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what `pack` does, for ops that have a backward of their own."""
+        flat = x.flatten(0, 1)
+        return flat if self.places is None else self.places.take(flat)
+
+    def put_back(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what `unpack` does, for ops that have a backward of their own."""
+        return self._rows(x if self.places is None else self.places.put_back(x))
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [n, b, ...], a view of [n · b, ...]."""
+        return x.unflatten(0, (self.length, self.batch))
+
+    @staticmethod
+    def _check(what: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
+        if tuple(x.shape[: len(wanted)]) != wanted:
+            raise ValueError(f"{what}: {tuple(x.shape)} must begin with {wanted}")
+
+
+def whole_rows(layout: SequenceLayout, batch: int) -> TokenRows:
+    """Return the tokens of whole rows among what is gathered from all ranks, [cp · s/cp, b].
+
+    Row follows row, and in each its tokens in the order of places; padding is left out. Documents
+    are sequences.
+
+    Args:
+        layout: of this rank; without a cut, of whole rows.
+        batch: b.
+
+    Raises:
+        ValueError: rows of another number than the layout's, or documents known by ids alone.
+    """
+    documents = known_documents(layout, batch)
+    cut, width = layout.cut, layout.positions.shape[0]
+    length, gathered = (width, width) if cut is None else (cut.length, cut.padded[-1])
+    inverse = None if cut is None else inverse_of(cut)
+    columns = np.arange(length) if inverse is None else inverse.numpy()
+    places = columns * batch + np.arange(batch)[:, None]  # [b, s]
+    bounds = [0]
+    for row, ends in enumerate(documents):
+        bounds += [row * length + end for end in ends[1:]]
+    return TokenRows(
+        places.reshape(-1), bounds, length=gathered, batch=batch, device=layout.positions.device
+    )
+
+
+def known_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:
+    """Return where the documents of each row begin and end by place, [0, ..., s].
+
+    Raises:
+        ValueError: rows of another number than the layout's, or documents known by ids alone.
+    """
+    if layout.rows not in (None, batch):
+        raise ValueError(f"{batch} rows of tokens, the layout is of {layout.rows}: make it for all")
+    if layout.documents is None and layout.document_ids is not None:
+        raise ValueError(
+            "this layout knows documents only by their ids: a recurrence needs where they begin "
+            "(cu_seqlens), or its state goes on into the next; make it by SequenceLayout.make, on "
+            "the host"
+        )
+    if layout.documents is not None:
+        return layout.documents
+    length = layout.positions.shape[0] if layout.cut is None else layout.cut.length
+    return ((0, length),) * batch
+
+
+@dataclass(frozen=True)
+class Link:
+    """A document that goes on from one rank's piece to another's.
+
+    Args:
+        source: the rank that holds the piece before.
+        export: number of that piece among those of `source` that are continued.
+        target: the rank that holds the piece behind.
+        entry: number of that piece among those of `target` that continue others.
+    """
+
+    source: int
+    export: int
+    target: int
+    entry: int
+
+
+Chain = tuple[Link, ...]
+"""Links one behind the other: the piece behind each is the one before the next."""
+
+
+@dataclass(frozen=True)
+class PieceHalo:
+    """The `width` tokens before each piece, of its own document: who sends which to whom.
+
+    Args:
+        send_index: int64 [n], the packed tokens to send, by receiving rank.
+        send_counts, receive_counts: how many go to each rank, and come from it.
+        take: int64 [N · width], which received token each row of the halo is; the number of those
+            received where there is none.
+        place: int64 [m], the row of the halo that each received token is.
+    """
+
+    send_index: torch.Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    take: torch.Tensor
+    place: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Lent:
+    """Tokens of one row of the batch that a run borrows: where they lie at both ends."""
+
+    source: int
+    target: int
+    row: int
+    run: int
+    first: int
+    start: int
+    length: int
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Order what one rank sends another, at both of them alike."""
+        return self.row, self.run, self.first
+
+
+class OwnPieces(TokenRows):
+    """The pieces of a rank, made once for a microbatch; they are packed as its sequences.
+
+    Args:
+        cut: of every row.
+        rank: whose pieces.
+        documents: of each row, where its documents begin and end by place, [0, ..., s].
+        device: where layers work.
+
+    Attributes:
+        exports: own pieces that others continue; `export_slots` of the rank that has most.
+        entries: own pieces that continue others; `entry_slots` of the rank that has most.
+        chains: the links of all ranks.
+    """
+
+    def __init__(
+        self,
+        cut: SequenceCut,
+        rank: int,
+        *,
+        documents: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.cut, self.rank = cut, rank
+        self._documents, self._runs = documents, cut.runs(rank)
+        self._firsts: dict[tuple[int, int], int] = {}  # (row, run): its first piece
+        lasts: dict[tuple[int, int], int] = {}
+        bounds = [0]
+        for row, borders in enumerate(documents):
+            for number, run in enumerate(self._runs):
+                self._firsts[row, number] = len(bounds) - 1
+                for length in _lengths(run, borders):
+                    bounds.append(bounds[-1] + length)
+                lasts[row, number] = len(bounds) - 2
+        batch = len(documents)
+        columns = _numbers_of([(run.start, run.length) for run in self._runs])
+        places = columns * batch + np.arange(batch)[:, None]  # [b, tokens of a row]
+        super().__init__(
+            places.reshape(-1),
+            bounds if len(bounds) > 1 else (0, 0),
+            length=cut.local_length,
+            batch=batch,
+            device=device,
+        )
+        ends = _Ends(cut)
+        self.chains: tuple[Chain, ...] = tuple(
+            chain for row, borders in enumerate(documents) for chain in ends.chains(row, borders)
+        )
+        self.exports = tuple(lasts[key] for key in ends.exports[rank])
+        self.entries = tuple(self._firsts[key] for key in ends.entries[rank])
+        self.export_slots = max(map(len, ends.exports))
+        self.entry_slots = max(map(len, ends.entries))
+
+    @property
+    def crossed(self) -> bool:
+        """Return whether any document goes on from one rank to another; all ranks say the same."""
+        return bool(self.chains)
+
+    @property
+    def chained(self) -> bool:
+        """Return whether any piece both continues another and is continued."""
+        return any(len(chain) > 1 for chain in self.chains)
+
+    def halo(self, width: int) -> PieceHalo:
+        """Return who lends the `width` tokens before each piece, made once.
+
+        Raises:
+            ValueError: a negative width.
+        """
+        return self.sequences.made(("halo", width), lambda: self._halo(width))
+
+    def _halo(self, width: int) -> PieceHalo:
+        lent = list(_lent(self.cut, width, self._documents, rank=self.rank))
+        sent = sorted((p for p in lent if p.source == self.rank), key=lambda p: (p.target, p.order))
+        got = sorted((p for p in lent if p.target == self.rank), key=lambda p: (p.source, p.order))
+        starts = [run.start for run in self._runs]
+        before = [0, *accumulate(run.length for run in self._runs)]  # packed tokens of a row
+        send = []
+        for piece in sent:
+            run = bisect_right(starts, piece.start) - 1
+            first = piece.row * before[-1] + before[run] + piece.start - starts[run]
+            send.append((first, piece.length))
+        places = [
+            (self._firsts[piece.row, piece.run] * width + piece.first, piece.length)
+            for piece in got
+        ]
+        place = _numbers_of(places)
+        take = np.full(self.sequences.count * width, len(place), dtype=np.int64)
+        take[place] = np.arange(len(place))
+        ranks = range(self.cut.size)
+        moved = self.sequences.moved
+        return PieceHalo(
+            moved(_numbers_of(send)),
+            tuple(sum(p.length for p in sent if p.target == rank) for rank in ranks),
+            tuple(sum(p.length for p in got if p.source == rank) for rank in ranks),
+            moved(take),
+            moved(place),
+        )
+
+
+def own_pieces(layout: SequenceLayout, batch: int) -> OwnPieces:
+    """Return the pieces of a layout's rank; without a cut, of whole rows.
+
+    Args:
+        layout: of this rank.
+        batch: b.
+
+    Raises:
+        ValueError: rows of another number than the layout's, or documents known by ids alone.
+    """
+    documents = known_documents(layout, batch)
+    device, cut = layout.positions.device, layout.cut
+    if cut is None:
+        cut = SequenceCut.of(layout.positions.shape[0], 1)
+    return OwnPieces(cut, layout.rank, documents=documents, device=device)
+
+
+class _Ends:
+    """The ends of runs over which documents go on, numbered for each rank as they are met: row
+    after row, by place. All ranks meet them in this order."""
+
+    def __init__(self, cut: SequenceCut) -> None:
+        owned = [
+            (run, number, rank)
+            for rank in range(cut.size)
+            for number, run in enumerate(cut.runs(rank))
+        ]
+        self._owned = sorted(owned, key=lambda one: one[0].place)
+        self.exports: list[list[tuple[int, int]]] = [[] for _ in range(cut.size)]  # (row, run)
+        self.entries: list[list[tuple[int, int]]] = [[] for _ in range(cut.size)]
+
+    def chains(self, row: int, borders: Sequence[int]) -> Iterator[Chain]:
+        """Yield the chains of a row, whose documents have these borders."""
+        links: list[Link] = []
+        for (run, number, source), (behind, other, target) in pairwise(self._owned):
+            following = borders[bisect_right(borders, run.place)]  # the border behind its first
+            if links and following <= run.end:
+                yield tuple(links)
+                links = []
+            if behind.place == borders[bisect_left(borders, behind.place)]:
+                continue
+            exports, entries = self.exports[source], self.entries[target]
+            links.append(Link(source, len(exports), target, len(entries)))
+            exports.append((row, number))
+            entries.append((row, other))
+        if links:
+            yield tuple(links)
+
+
+def _lengths(run: Run, borders: Sequence[int]) -> list[int]:
+    """Return the lengths of the pieces that documents make of a run."""
+    inner = borders[bisect_right(borders, run.place) : bisect_left(borders, run.end)]
+    return [end - first for first, end in pairwise((run.place, *inner, run.end)) if end > first]
+
+
+def _lent(
+    cut: SequenceCut, width: int, documents: Sequence[Sequence[int]], *, rank: int
+) -> Iterator[_Lent]:
+    """Yield what a rank lends and borrows, of all rows, less what is of earlier documents."""
+    places = [[run.place for run in cut.runs(target)] for target in range(cut.size)]
+    pieces = [piece for piece in cut.halo(width).pieces if rank in (piece.source, piece.target)]
+    for row, borders in enumerate(documents):
+        for piece in pieces:
+            place = places[piece.target][piece.run]
+            top = place - width  # the place of the halo's first row
+            # Where the document of the run's first token begins; all is cut if that is the run's.
+            begin = borders[bisect_right(borders, place) - 1]
+            less = max(0, begin - (top + piece.row))
+            if less < piece.length:
+                yield _Lent(
+                    source=piece.source,
+                    target=piece.target,
+                    row=row,
+                    run=piece.run,
+                    first=piece.row + less,
+                    start=piece.start + less,
+                    length=piece.length - less,
+                )
+
+
+def _numbers_of(parts: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the numbers of parts (first, length), one after another."""
+    if not parts:
+        return np.zeros(0, dtype=np.int64)
+    return np.concatenate([np.arange(first, first + length) for first, length in parts])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel:
+    """How the sequences of a model are cut over ranks.
+
+    Args:
+        group: cp.
+        engine: of attention, "p2p", "all_gather", "a2a", or "auto" for the one that moves least.
+        linear_mode: of recurrent mixers, "headwise", "segments", or "auto" likewise.
+        linear_splits: segments of a rank's own sequences that recurrences work on side by side.
+        cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.dispatch`.
+    """
+
+    group: Group = field(default_factory=lambda: Group.single("cp"))
+    engine: str = AUTO
+    linear_mode: str = AUTO
+    linear_splits: int = 1
+    cpu_dtype: torch.dtype | None = None
+
+    def joins(self, layout: SequenceLayout) -> bool:
+        """Return whether attention goes block by block: it has keys of other ranks to see, or the
+        documents of its own rows are known by where they begin, and not by a mask."""
+        if self.group.size > 1:
+            return True
+        return layout.documents is not None and layout.document_ids is None
+
+
+def context_problems(engine: str, *, heads: int, groups: int, cp: int) -> list[str]:
+    """List what keeps an engine from attending over cp ranks, with the mend.
+
+    Args:
+        engine: "p2p", "all_gather", "a2a" or "auto".
+        heads: query heads of a rank, n/tp.
+        groups: key heads of a rank, at least 1.
+        cp: ranks.
+    """
+    if engine not in (AUTO, *ENGINES):
+        return [f"context-parallel engine {engine!r}: use {', '.join((AUTO, *ENGINES))}"]
+    reason = head_problem(heads, groups, cp) if engine == ALL_TO_ALL else None
+    return [] if reason is None else [f"context-parallel engine a2a: {reason}"]

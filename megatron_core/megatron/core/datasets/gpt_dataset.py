@@ -1,5 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of s + 1 consecutive tokens, joined across documents, in a shuffled order."""
+"""GPT samples: s + 1 consecutive tokens of shuffled documents, or made up.
+
+Samples of s + 1 consecutive tokens, joined across documents, in a shuffled order.
+
+Which tokens make up sample i: three index arrays, pure functions of lengths, size and seed.
+
+The sequences of a split are repeated for some epochs, shuffled, and read as one endless line of
+tokens cut into samples of s + 1 tokens that overlap by one (the last label of a sample is the first
+input of the next):
+
+    document_index  [epochs * sequences]  the order in which sequences are laid out
+    sample_index    [N + 1, 2]            (position in document_index, token offset) of token k * s
+    shuffle_index   [N]                   the order in which samples are consumed
+
+The arrays equal Megatron's for equal arguments: numpy's frozen RandomState stream, used first for
+the document order, then for the sample order.
+
+Samples made up from (seed, split, number): for trying a model or a machine without any file.
+
+A document counts up through the vocabulary by a step of its own, from a start of its own, and ends
+with the end-of-document token if there is one. So there is something to learn.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +32,147 @@ import numpy as np
 
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.sample_index import (
-    build_document_index,
-    build_sample_index,
-    build_shuffle_index,
-    plan_epochs,
-)
 from megatron.core.datasets.token_rows import TokenRows, documents_between, positions_within
+
+# The last epoch is shuffled by itself when less than this share of its samples is used: mixed with
+# the others, its unused documents would be drawn from all epochs alike and some never be seen.
+SEPARATE_FINAL_EPOCH_BELOW = 0.80
+# Temporaries that stay in the cache are several times as fast as whole arrays of them.
+_POSITIONS_AT_ONCE = 1 << 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """How often the sequences of a split are repeated.
+
+    Args:
+        num_epochs: repetitions laid out, at least 1.
+        separate_final_epoch: the last repetition is shuffled by itself.
+        num_samples: N, whole samples in all repetitions.
+        num_samples_sans_final: whole samples in all repetitions but the last.
+    """
+
+    num_epochs: int
+    separate_final_epoch: bool
+    num_samples: int
+    num_samples_sans_final: int
+
+
+def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | None) -> EpochPlan:
+    """Choose the smallest number of epochs that gives enough samples.
+
+    num_epochs = min e with e * tokens_per_epoch >= num_samples * s + 1.
+
+    Args:
+        tokens_per_epoch: tokens of the split.
+        sequence_length: s.
+        num_samples: samples wanted; None means one epoch.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: the split cannot give one sample.
+    """
+    if tokens_per_epoch < 1 or (num_samples is None and tokens_per_epoch <= sequence_length):
+        raise ValueError(
+            f"{tokens_per_epoch} tokens are too few for one sample of {sequence_length} tokens and "
+            "its last label; use more data, another split or a smaller sequence length"
+        )
+    num_epochs = 1
+    if num_samples is not None:
+        num_epochs = max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
+    total = (num_epochs * tokens_per_epoch - 1) // sequence_length
+    sans_final = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
+    separate = False
+    if num_epochs > 1:
+        per_epoch = (tokens_per_epoch - 1) // sequence_length
+        from_final = num_samples - sans_final
+        separate = from_final < int(SEPARATE_FINAL_EPOCH_BELOW * per_epoch)
+    return EpochPlan(
+        num_epochs=num_epochs,
+        separate_final_epoch=separate,
+        num_samples=total,
+        num_samples_sans_final=max(sans_final, 0),
+    )
+
+
+def build_document_index(
+    documents: np.ndarray, plan: EpochPlan, random: np.random.RandomState
+) -> np.ndarray:
+    """Lay out the sequences of all epochs in shuffled order.
+
+    Args:
+        documents: sequence numbers of the split, [d].
+        plan: repetitions.
+        random: the stream; advanced.
+
+    Returns:
+        int32 [epochs * d].
+    """
+    groups = [plan.num_epochs - 1, 1] if plan.separate_final_epoch else [plan.num_epochs]
+    order = np.tile(documents.astype(np.int32), plan.num_epochs)
+    start = 0
+    for epochs in groups:
+        stop = start + epochs * len(documents)
+        random.shuffle(order[start:stop])
+        start = stop
+    return order
+
+
+def build_sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, plan: EpochPlan, *, sequence_length: int
+) -> np.ndarray:
+    """Find where every sample starts, without a loop over samples.
+
+    A document holding tokens [a, b) of the line holds the starts k * s with a <= k * s < b: that is
+    ceil(b / s) - ceil(a / s) rows, so repeating each position that often gives the first column.
+
+    Args:
+        lengths: tokens of every sequence of the data set, indexed by sequence number, [S].
+        document_index: from `build_document_index`, [e * d].
+        plan: repetitions.
+        sequence_length: s.
+
+    Returns:
+        [N + 1, 2], int32 where both columns fit, else int64.
+    """
+    sizes = lengths[document_index]
+    largest = max(len(document_index), int(sizes.max(initial=0)))
+    dtype = np.int32 if largest <= np.iinfo(np.int32).max - 1 else np.int64
+    index = np.empty((plan.num_samples + 1, 2), dtype=dtype)
+    token = row = 0
+    for first in range(0, len(sizes), _POSITIONS_AT_ONCE):
+        ends = token + np.cumsum(sizes[first : first + _POSITIONS_AT_ONCE], dtype=np.int64)
+        starts = ends - sizes[first : first + _POSITIONS_AT_ONCE]
+        counts = np.diff(-(-ends // sequence_length), prepend=row)
+        stop = row + int(counts.sum())
+        positions = np.repeat(np.arange(len(ends), dtype=dtype), counts)
+        index[row:stop, 0] = positions + first
+        index[row:stop, 1] = np.arange(row, stop) * sequence_length - starts[positions]
+        token, row = int(ends[-1]), stop
+    index[0] = 0  # the line starts at its first document even if that one is empty
+    return index
+
+
+def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
+    """Shuffle the samples; those of a separate final epoch stay behind all others.
+
+    Args:
+        plan: repetitions.
+        random: the stream, as `build_document_index` left it; advanced.
+
+    Returns:
+        [N], uint32 where it fits, else int64.
+    """
+    fits = plan.num_samples < np.iinfo(np.uint32).max - 1
+    order = np.arange(plan.num_samples, dtype=np.uint32 if fits else np.int64)
+    if plan.separate_final_epoch:
+        random.shuffle(order[: plan.num_samples_sans_final])
+        random.shuffle(order[plan.num_samples_sans_final :])
+    else:
+        random.shuffle(order)
+    return order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,3 +438,85 @@ class GPTDataset:
         """
         row = self.batch([index])  # [1, s + 1]
         return GPTSample(tokens=row[0, :-1], labels=row[0, 1:], loss_mask=self.loss_mask(row)[0])
+
+
+_LARGEST_STEP = 4
+
+
+class MockDataset:
+    """Made-up samples.
+
+    Args:
+        config: length, seed and vocabulary.
+        num_samples: how many there are; sample i is the same for any number.
+        split: 0, 1 or 2; each has samples of its own.
+        name: of the split, for messages.
+
+    Raises:
+        ValueError: the vocabulary is unknown or too small.
+    """
+
+    def __init__(
+        self, config: GPTDatasetConfig, *, num_samples: int, split: int = 0, name: str = "train"
+    ) -> None:
+        if config.vocab_size is None or config.vocab_size < 2 * _LARGEST_STEP:
+            raise ValueError(
+                f"mock data needs a vocabulary of {2 * _LARGEST_STEP} or more, not "
+                f"{config.vocab_size}"
+            )
+        self.config, self.name = config, name
+        self._num_samples, self._split = num_samples, split
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Everything the content of the samples depends on, as JSON values."""
+        return {
+            "class": "MockDataset",
+            "split": self._split,
+            "sequence_length": self.config.sequence_length,
+            "seed": self.config.seed,
+            "vocab_size": self.config.vocab_size,
+            "eod_token": self.config.eod_token,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Name of the sequence of samples: equal fingerprints, equal training data."""
+        return digest_of(self.description)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> TokenRows:
+        """Make several samples.
+
+        Args:
+            indices: sample numbers, 0 <= index < len(self), [b].
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(
+                f"samples {indices.min()} to {indices.max()} of the {self.name} mock data, which "
+                f"has {len(self)}"
+            )
+        return rows_of(np.stack([self._row(index) for index in indices.tolist()]), self.config)
+
+    def _row(self, index: int) -> np.ndarray:
+        """Return one sample, int64 [s + 1]."""
+        config, length = self.config, self.config.sequence_length + 1
+        assert config.vocab_size is not None
+        random = np.random.RandomState([config.seed, self._split, index & 0xFFFFFFFF, index >> 32])
+        row = np.empty(length, dtype=np.int64)
+        at = 0
+        while at < length:
+            count = min(int(random.randint(length // 4 + 1, length + 1)), length - at)
+            start, step = random.randint(config.vocab_size), random.randint(1, _LARGEST_STEP + 1)
+            row[at : at + count] = (start + step * np.arange(count)) % config.vocab_size
+            at += count
+            if config.eod_token is not None:
+                row[at - 1] = config.eod_token
+        return row

@@ -20,40 +20,41 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.architecture import compare_architecture
     from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveReport
-    from megatron.core.dist_checkpointing.checkpoint_reader import CheckpointReader
-    from megatron.core.dist_checkpointing.chunk import TensorChunk
-    from megatron.core.dist_checkpointing.claim import SaveFolderClaim
-    from megatron.core.dist_checkpointing.commit import checkpoint_folder
+    from megatron.core.dist_checkpointing.boxes import TensorChunk
     from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo, StoreCoordinator
     from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
-    from megatron.core.dist_checkpointing.inventory import latest_checkpoint, list_checkpoints
-    from megatron.core.dist_checkpointing.load import LoadReport, load_checkpoint
-    from megatron.core.dist_checkpointing.manifest import Manifest, read_extra, read_manifest
-    from megatron.core.dist_checkpointing.model_chunks import optimizer_chunks, weight_chunks
-    from megatron.core.dist_checkpointing.readers import reading
-    from megatron.core.dist_checkpointing.retention import prune_checkpoints
+    from megatron.core.dist_checkpointing.load import CheckpointReader, LoadReport, load_checkpoint
+    from megatron.core.dist_checkpointing.manifest import (
+        Manifest,
+        compare_architecture,
+        read_extra,
+        read_manifest,
+    )
+    from megatron.core.dist_checkpointing.planner import optimizer_chunks, weight_chunks
+    from megatron.core.dist_checkpointing.run_folder import (
+        SaveFolderClaim,
+        VerifyReport,
+        checkpoint_folder,
+        latest_checkpoint,
+        list_checkpoints,
+        prune_checkpoints,
+        reading,
+        verify_checkpoint,
+    )
     from megatron.core.dist_checkpointing.save import save_checkpoint
-    from megatron.core.dist_checkpointing.verify import VerifyReport, verify_checkpoint
 
 _MODULES = (
-    ("architecture", ("compare_architecture",)),
     ("async_save", ("AsyncSaver", "SaveReport")),
-    ("checkpoint_reader", ("CheckpointReader",)),
-    ("chunk", ("TensorChunk",)),
-    ("claim", ("SaveFolderClaim",)),
-    ("commit", ("checkpoint_folder",)),
+    ("boxes", ("TensorChunk",)),
     ("coordinator", ("Coordinator", "Solo", "StoreCoordinator")),
     ("errors", ("CheckpointError", "DamagedCheckpointError")),
-    ("inventory", ("latest_checkpoint", "list_checkpoints")),
-    ("load", ("LoadReport", "load_checkpoint")),
-    ("manifest", ("Manifest", "read_extra", "read_manifest")),
-    ("model_chunks", ("optimizer_chunks", "weight_chunks")),
-    ("readers", ("reading",)),
-    ("retention", ("prune_checkpoints",)),
+    ("load", ("CheckpointReader", "LoadReport", "load_checkpoint")),
+    ("manifest", ("Manifest", "compare_architecture", "read_extra", "read_manifest")),
+    ("planner", ("optimizer_chunks", "weight_chunks")),
+    ("run_folder", ("SaveFolderClaim", "VerifyReport", "checkpoint_folder", "latest_checkpoint")),
+    ("run_folder", ("list_checkpoints", "prune_checkpoints", "reading", "verify_checkpoint")),
     ("save", ("save_checkpoint",)),
-    ("verify", ("VerifyReport", "verify_checkpoint")),
 )
 _HOMES = MappingProxyType({name: module for module, names in _MODULES for name in names})
 

@@ -11,31 +11,330 @@ Every rank does so. A thread copies the state into shared memory and agrees with
 process of its own, without Python's lock of the trainer, digests, writes and commits
 (`writer_process`). A checkpoint appears when the shards of all ranks are on disk. What fails is
 reported, never raised: training goes on, and the next save begins from scratch.
+
+Staging: a copy of exactly the bytes a rank writes, in shared memory, as they shall lie on disk.
+
+The memory is allocated once and used for every save. On the CPU a thread copies, without Python's
+lock, while the trainer goes on; on a GPU the copies are put on a stream of their own, into pinned
+memory. Either way the tensors may not change before `settle` has returned.
+
+The trainer's end of a writer process: start it, give it orders, notice its death.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import mmap
+import os
 import queue
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.chunk import TensorChunk
-from megatron.core.dist_checkpointing.commit import checkpoint_folder, temporary_folder
+import torch
+
+from megatron.core.device import (
+    current_stream,
+    new_event,
+    new_stream,
+    on_stream,
+    pin_in_place,
+    unpin_in_place,
+)
+from megatron.core.dist_checkpointing.boxes import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.errors import CheckpointError, describe
-from megatron.core.dist_checkpointing.inventory import sweep_temporary
 from megatron.core.dist_checkpointing.manifest import check_json
-from megatron.core.dist_checkpointing.planner import encode_plan, plan_shard
+from megatron.core.dist_checkpointing.planner import ShardPlan, encode_plan, plan_shard
+from megatron.core.dist_checkpointing.run_folder import (
+    checkpoint_folder,
+    sweep_temporary,
+    temporary_folder,
+)
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
-from megatron.core.dist_checkpointing.staging import Staging
-from megatron.core.dist_checkpointing.writer_client import WriterProcess
+from megatron.core.dist_checkpointing.shards import as_bytes
+from megatron.core.dist_checkpointing.writer_process import receive, send
+
+#: From here on a chunk is copied by itself. Smaller ones are gathered by one system call for many:
+#: 5,000 of 16 bytes take 0.6 ms like that, one by one 5 ms.
+LARGE_BYTES = 64 << 10
+
+#: Buffers that the kernel takes in one call (IOV_MAX).
+MOST_BUFFERS = 1024
+
+
+class Staging:
+    """Shared memory with one rank's shard.
+
+    Args:
+        plan: what the shard holds; its tensors are copied whenever `begin` is called.
+    """
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self.bytes, self._header_bytes = plan.total_bytes, len(plan.header)
+        self.fd = _shared_memory()
+        try:
+            os.ftruncate(self.fd, self.bytes)
+            self._map = mmap.mmap(self.fd, self.bytes)
+        except OSError as error:
+            raise ValueError(
+                f"saving in the background needs {self.bytes} bytes of shared memory, which the "
+                f"machine refuses ({error.strerror}): raise its limits, or save at once"
+            ) from error
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        os.pwrite(self.fd, plan.header, 0)
+        devices = {chunk.tensor.device for chunk in plan.held} - {torch.device("cpu")}
+        self._device = devices.pop() if devices else torch.device("cpu")
+        if self._on_gpu:
+            pin_in_place(self._memory)
+        self._stream, self._copied = new_stream(self._device), new_event(self._device)
+        self._from_device: list[Callable[[], object]] = []
+        self._from_host: list[Callable[[], object]] = []
+        self._list_copies(plan)
+        self._settled = threading.Event()
+        self._settled.set()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def touch(self) -> None:
+        """Have the kernel find all pages, so that the first copy is as fast as the others."""
+        size = self.bytes - self._header_bytes
+        ctypes.memset(self._memory.data_ptr() + self._header_bytes, 0, size)
+
+    def begin(self) -> None:
+        """Begin a copy, on the trainer's thread: what lies on a GPU is in its stream then."""
+        self._settled.clear()
+        if not self._on_gpu:
+            return
+        self._stream.wait_stream(current_stream(self._device))
+        with on_stream(self._stream):
+            for copy in self._from_device:
+                copy()
+        self._copied.record(self._stream)
+
+    def carry_out(self) -> None:
+        """Complete the copy, on another thread; always called behind `begin`."""
+        try:
+            for copy in self._from_host:
+                copy()
+        finally:
+            self._settled.set()
+        if self._on_gpu:
+            self._copied.synchronize()
+
+    def release(self) -> None:
+        """Hold nobody up any longer, whatever became of the copy."""
+        self._settled.set()
+
+    def settle(self) -> None:
+        """Return when the tensors may change: on a GPU, by work that is put on the current stream
+        from now on."""
+        if self._on_gpu:
+            current_stream(self._device).wait_event(self._copied)
+        self._settled.wait()
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with the last mapping."""
+        if self.fd >= 0:
+            if self._on_gpu:
+                unpin_in_place(self._memory)
+            os.close(self.fd)
+            self.fd = -1
+
+    def _list_copies(self, plan: ShardPlan) -> None:
+        """Find out what fills the memory, small neighbours together."""
+        small: list[memoryview] = []
+        for chunk, planned in zip(plan.held, plan.chunks, strict=True):
+            source, size = chunk.tensor.detach(), planned.end - planned.begin
+            on_host = source.device.type == "cpu"
+            if on_host and source.is_contiguous() and size < LARGE_BYTES:
+                small.append(as_bytes(source))
+                continue
+            self._from_host += self._gathers(small, planned.begin)
+            small = []
+            target = self._memory[planned.begin : planned.end]
+            if on_host and source.is_contiguous():
+                move = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
+                self._from_host.append(move)
+            elif size:
+                target = target.view(source.dtype).view(source.shape)
+                copy = partial(target.copy_, source, non_blocking=True)
+                (self._from_host if on_host else self._from_device).append(copy)
+        self._from_host += self._gathers(small, plan.total_bytes)
+
+    def _gathers(self, small: Sequence[memoryview], end: int) -> Iterator[Callable[[], object]]:
+        """Yield calls that write neighbours, the last of which ends at byte `end`."""
+        begin = end - sum(map(len, small))
+        for i in range(0, len(small), MOST_BUFFERS):
+            batch = small[i : i + MOST_BUFFERS]
+            yield partial(self._gather, batch, begin)
+            begin += sum(map(len, batch))
+
+    def _gather(self, batch: Sequence[memoryview], begin: int) -> None:
+        wanted = sum(map(len, batch))
+        if os.pwritev(self.fd, batch, begin) != wanted:
+            raise OSError(f"shared memory took less than {wanted} bytes")
+
+
+def _shared_memory() -> int:
+    """Return the descriptor of memory that has no name in any folder."""
+    if sys.platform == "linux":
+        return os.memfd_create("megatron-checkpoint", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+#: How long a new writer may take to say that it is there, in seconds: it imports little.
+START_SECONDS = 60.0
+
+
+class WriterProcess:
+    """A child that writes shards (`writer_process`), started again after it has died.
+
+    A kernel ends the child together with the thread that started it, so all calls come from one
+    thread, that of the saver, but for `kill`.
+
+    Args:
+        memory_fd: shared memory that holds the shard.
+        root: folder of all checkpoints.
+        timeout_seconds: after which a writer that gives no sign of life is killed.
+        niceness: how far it steps back behind the trainer, 0 to 19.
+    """
+
+    def __init__(
+        self, memory_fd: int, root: Path, *, timeout_seconds: float, niceness: int
+    ) -> None:
+        self._memory_fd, self._root = memory_fd, root
+        self._timeout_seconds, self._niceness = timeout_seconds, niceness
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: socket.socket | None = None
+        self._ended = False
+        self.starts = 0
+        """How many have been started."""
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process, None if there is none."""
+        return None if self._process is None else self._process.pid
+
+    def ensure(self) -> bool:
+        """Start a writer if there is none. Returns whether one was started.
+
+        Raises:
+            CheckpointError: it cannot be started, or shall not be.
+        """
+        if self._ended:
+            raise CheckpointError("the run is ending: nothing is saved any more")
+        if self._process is not None and self._process.poll() is None:
+            return False
+        self.close()
+        ours, theirs = socket.socketpair()
+        # Its modules are found where this process has found them, without its main module.
+        call = (
+            f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
+            "from megatron.core.dist_checkpointing.writer_process import main; "
+            f"main({theirs.fileno()}, {self._memory_fd}, {str(self._root)!r}, "
+            f"niceness={self._niceness})"
+        )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", call],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), self._memory_fd),
+                )
+            self._end = ours
+            self.starts += 1
+            self._answer(START_SECONDS, "start")
+        except OSError as error:
+            raise CheckpointError(f"cannot start a writer process: {error.strerror}") from error
+        return True
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        """Return what an order results in.
+
+        Raises:
+            CheckpointError: it failed, or the writer died or gave no answer.
+        """
+        assert self._end is not None, "ensure() comes first"
+        try:
+            send(self._end, {"do": do, "with": arguments})
+        except OSError:
+            raise CheckpointError(self._death(do)) from None
+        return self._answer(self._timeout_seconds, do)
+
+    def _answer(self, seconds: float, do: str) -> Any:
+        assert self._end is not None
+        self._end.settimeout(seconds)
+        try:
+            while "beat" in (answer := receive(self._end)):
+                pass  # a slow disk is no dead one
+        except TimeoutError:
+            pid = self.pid
+            self.close()
+            raise CheckpointError(
+                f"the writer process {pid} gave no sign of life for {seconds:g} s in {do!r} and "
+                "was ended"
+            ) from None
+        except (OSError, EOFError):
+            raise CheckpointError(self._death(do)) from None
+        if "error" in answer:
+            raise CheckpointError(answer["error"])
+        return answer["value"]
+
+    def end_of_last(self) -> str | None:
+        """Say how the writer ended if it has since its last order; None if it has not."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        return self._death(None)
+
+    def _death(self, do: str | None) -> str:
+        """Say how the writer ended, during an order or between two."""
+        assert self._process is not None
+        pid, code = self._process.pid, self._process.wait()
+        self.close()
+        how = f"with code {code}"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"by {signal.Signals(-code).name}"
+        when = "between saves" if do is None else f"during {do!r}"
+        return f"the writer process {pid} was ended {how} {when}"
+
+    def kill(self) -> None:
+        """End the writer at once and for good, from any thread: the order under way fails."""
+        self._ended = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the writer, whatever it is doing."""
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.0 if self._process.poll() is not None else 1.0)
+            if self._process.poll() is None:
+                self._process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(5.0)  # one that hangs in the kernel ends when that lets go
+            self._process = None
+
 
 #: How far a writer process steps back behind trainers where it cannot ask for idle cores only.
 NICENESS = 19

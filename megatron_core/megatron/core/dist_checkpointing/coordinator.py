@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.errors import (
     CheckpointError,
     DamagedCheckpointError,
     describe,
+    print_to_stderr,
 )
-from megatron.core.dist_checkpointing.say import print_to_stderr
 
 #: A TCPStore drops the connection of a client that sends more than 8 MiB at once.
 PIECE_BYTES = 4 << 20

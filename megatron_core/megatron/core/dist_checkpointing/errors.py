@@ -1,5 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that saving, loading and checking a checkpoint raise; any error as one line."""
+"""The one error that saving, loading and checking a checkpoint raise; any error as one line.
+
+Where the few lines meant for people go if nobody says otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def print_to_stderr(line: str) -> None:
+    """Print a line where a user sees it although the log goes elsewhere."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class CheckpointError(Exception):

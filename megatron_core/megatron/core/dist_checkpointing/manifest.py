@@ -4,6 +4,13 @@
 `manifest.json` is one JSON object whose first field, named by its kind, is the digest of all bytes
 after that field, so that an edited or damaged manifest is refused. It names the files with their
 sizes, and for every logical tensor its boxes with their byte ranges and one digest per block.
+
+What ranks tell rank 0 about their shards: the plans before they write, the digests after it.
+
+Rank 0 sees from the plans that nothing is missing and nothing written twice, and joins them with
+the digests into the manifest's tables. Nothing here needs torch: a writer process does it, too.
+
+Comparing the model a checkpoint was saved from with the one that is to load it.
 """
 
 from __future__ import annotations
@@ -12,27 +19,24 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.core import __version__
-from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.digests import BLAKE2B, XXH3, digest
+from megatron.core.dist_checkpointing.boxes import Box, first_overlap
 from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
-from megatron.core.dist_checkpointing.shard_header import (
+from megatron.core.dist_checkpointing.shard_format import (
+    BLAKE2B,
     ITEM_BYTES,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
+    XXH3,
+    digest,
     tensor_bytes,
 )
-from megatron.core.untrusted_files import (
-    MAX_JSON_DEPTH,
-    UnsafeFileError,
-    check_depth,
-    open_regular,
-)
+from megatron.core.untrusted_files import MAX_JSON_DEPTH, UnsafeFileError, check_depth, open_regular
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "megatron.core.dist_checkpointing"
@@ -351,3 +355,161 @@ class _Decoder:
     def _refuse(self, why: str) -> NoReturn:
         shown = why if len(why) <= MAX_SHOWN else f"{why[:MAX_SHOWN]}..."
         raise DamagedCheckpointError(f"{self._path} cannot be used: {shown}")
+
+
+class PlannedChunk(NamedTuple):
+    """A box of a logical tensor that goes to `file` at bytes [begin, end)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    file: str
+    begin: int
+    end: int
+
+
+def decode_chunks(message: dict[str, Any]) -> list[PlannedChunk]:
+    """Return the chunks of a shard from the message about it."""
+    return [
+        PlannedChunk(
+            name=name,
+            dtype=dtype,
+            shape=tuple(shape),
+            box=Box(tuple(offsets), tuple(sizes)),
+            file=message["file"],
+            begin=begin,
+            end=end,
+        )
+        for name, dtype, shape, offsets, sizes, begin, end in message["chunks"]
+    ]
+
+
+def check_replicas(messages: Sequence[dict[str, Any]]) -> None:
+    """Check that all members of every replica set declare the same chunks for it.
+
+    Otherwise a chunk could be left to a rank that does not know of it.
+
+    Raises:
+        CheckpointError: naming the set and two ranks that differ.
+    """
+    told = [{tuple(ranks): summary for ranks, *summary in m["shared"]} for m in messages]
+    for rank, sets in enumerate(told):
+        for ranks, summary in sets.items():
+            for other in ranks:
+                theirs = told[other].get(ranks) if other < len(told) else None
+                if theirs != summary:
+                    count, name, _ = summary
+                    raise CheckpointError(
+                        f"rank {rank} declares {count} chunks, {name} among them, with "
+                        f"replica_ranks {list(ranks)}, but rank {other} declares "
+                        f"{theirs[0] if theirs else 'none'}, or other ones, for these ranks"
+                    )
+
+
+def group_by_tensor(chunks: Sequence[PlannedChunk]) -> dict[str, list[PlannedChunk]]:
+    """Return the chunks of every logical tensor, ascending by offsets."""
+    tensors: dict[str, list[PlannedChunk]] = {}
+    for chunk in chunks:
+        tensors.setdefault(chunk.name, []).append(chunk)
+    for group in tensors.values():
+        group.sort(key=lambda c: c.box)
+    return tensors
+
+
+def check_coverage(tensors: dict[str, list[PlannedChunk]]) -> None:
+    """Check that every element of every logical tensor is written exactly once.
+
+    Raises:
+        CheckpointError: naming the tensor and the files concerned.
+    """
+    for name, chunks in tensors.items():
+        first = chunks[0]
+        for chunk in chunks:
+            if (chunk.shape, chunk.dtype) != (first.shape, first.dtype):
+                raise CheckpointError(
+                    f"{name} is {first.dtype} {list(first.shape)} in {first.file} but "
+                    f"{chunk.dtype} {list(chunk.shape)} in {chunk.file}; ranks must agree"
+                )
+        if overlap := first_overlap([chunk.box for chunk in chunks]):
+            a, b = (chunks[i] for i in overlap)
+            raise CheckpointError(
+                f"{name} would be written twice: {a.box} in {a.file} and {b.box} in {b.file}; "
+                "name all ranks that hold the same box in its replica_ranks"
+            )
+        whole = Box((0,) * len(first.shape), first.shape).numel
+        covered = sum(chunk.box.numel for chunk in chunks)
+        if covered != whole:
+            raise CheckpointError(
+                f"{name} {list(first.shape)} has {whole} elements but the ranks declare only "
+                f"{covered}: a chunk of it is missing on some rank"
+            )
+
+
+def stored_tables(
+    planned: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]]
+) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
+    """Join every rank's plan with its digests into the manifest's two tables."""
+    files: dict[str, StoredFile] = {}
+    chunks: dict[str, list[StoredChunk]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for plan, result in zip(planned, written, strict=True):
+        if not plan["chunks"]:
+            continue
+        files[plan["file"]] = StoredFile(
+            bytes=plan["total_bytes"],
+            header_bytes=plan["header_bytes"],
+            header_xxh3=result["header_xxh3"],
+        )
+        for chunk, xxh3 in zip(decode_chunks(plan), result["xxh3"], strict=True):
+            kinds[chunk.name] = (chunk.dtype, chunk.shape)
+            chunks.setdefault(chunk.name, []).append(
+                StoredChunk(
+                    file=chunk.file,
+                    box=chunk.box,
+                    begin=chunk.begin,
+                    end=chunk.end,
+                    xxh3=tuple(xxh3),
+                )
+            )
+    tensors = {
+        name: StoredTensor(
+            dtype=kinds[name][0],
+            shape=kinds[name][1],
+            chunks=tuple(sorted(group, key=lambda c: c.box)),
+        )
+        for name, group in chunks.items()
+    }
+    return files, tensors
+
+
+def compare_architecture(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return one line per field in which two models differ, e.g. from `extra["model"]`.
+
+    Nested mappings are compared field by field under dotted names. A tuple equals the list that
+    JSON makes of it.
+    """
+    before, after = _flatten(saved), _flatten(wanted)
+    return [
+        f"{name}: {_shown(before, name)} in the checkpoint, {_shown(after, name)} in the model"
+        for name in sorted(before.keys() | after.keys())
+        if name not in before or name not in after or before[name] != after[name]
+    ]
+
+
+def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = _as_json(value)
+    return flat
+
+
+def _as_json(value: Any) -> Any:
+    return [_as_json(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _shown(fields: Mapping[str, Any], name: str) -> str:
+    return repr(fields[name]) if name in fields else "absent"

@@ -9,27 +9,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.core.dist_checkpointing.chunk import TensorChunk
-from megatron.core.dist_checkpointing.commit import (
-    checkpoint_folder,
-    open_temporary,
-    publish,
-    sync_folder,
-    write_tracker,
-)
+from megatron.core.dist_checkpointing.boxes import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator
-from megatron.core.dist_checkpointing.digests import digest
-from megatron.core.dist_checkpointing.manifest import MAX_BLOCK_BYTES, Manifest, check_json
-from megatron.core.dist_checkpointing.planner import ShardPlan, encode_plan, plan_shard
-from megatron.core.dist_checkpointing.shard_records import (
+from megatron.core.dist_checkpointing.manifest import (
+    MAX_BLOCK_BYTES,
+    Manifest,
     check_coverage,
+    check_json,
     check_replicas,
     decode_chunks,
     group_by_tensor,
     stored_tables,
 )
-from megatron.core.dist_checkpointing.shard_writer import write_shard
-from megatron.core.dist_checkpointing.verify import damage_of
+from megatron.core.dist_checkpointing.planner import ShardPlan, encode_plan, plan_shard
+from megatron.core.dist_checkpointing.run_folder import (
+    checkpoint_folder,
+    damage_of,
+    open_temporary,
+    publish,
+    sync_folder,
+    write_tracker,
+)
+from megatron.core.dist_checkpointing.shard_format import digest
+from megatron.core.dist_checkpointing.shards import write_shard
 
 #: Bytes under one digest: what a partial read must read at least to be verified.
 BLOCK_BYTES = 16 << 20

@@ -12,10 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron.core.dist_checkpointing.digests import digest, kind_of, new_hasher, text_of
 from megatron.core.dist_checkpointing.errors import DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile
-from megatron.core.dist_checkpointing.shard_header import LENGTH_BYTES, decode_length
+from megatron.core.dist_checkpointing.shard_format import (
+    LENGTH_BYTES,
+    decode_length,
+    digest,
+    kind_of,
+    new_hasher,
+    text_of,
+)
 from megatron.core.untrusted_files import regular_fd, regular_size
 
 #: Small enough to stay in a core's cache between its arrival and its digest.

@@ -33,27 +33,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.dist_checkpointing.claim import see_claim
-from megatron.core.dist_checkpointing.commit import (
-    checkpoint_folder,
-    open_temporary,
-    publish,
-    sync_folder,
-    write_tracker,
-)
-from megatron.core.dist_checkpointing.digests import digest
 from megatron.core.dist_checkpointing.errors import CheckpointError, describe
-from megatron.core.dist_checkpointing.manifest import Manifest
-from megatron.core.dist_checkpointing.retention import prune_checkpoints
-from megatron.core.dist_checkpointing.shard_records import (
+from megatron.core.dist_checkpointing.manifest import (
+    Manifest,
     check_coverage,
     check_replicas,
     decode_chunks,
     group_by_tensor,
     stored_tables,
 )
-from megatron.core.dist_checkpointing.stream import PIECE_BYTES, BlockDigester, Output
-from megatron.core.dist_checkpointing.verify import damage_of
+from megatron.core.dist_checkpointing.run_folder import (
+    checkpoint_folder,
+    damage_of,
+    open_temporary,
+    prune_checkpoints,
+    publish,
+    see_claim,
+    sync_folder,
+    write_tracker,
+)
+from megatron.core.dist_checkpointing.shard_format import PIECE_BYTES, BlockDigester, Output, digest
 from megatron.core.untrusted_files import open_to_write
 
 #: Time between two signs of life during long work, in seconds.

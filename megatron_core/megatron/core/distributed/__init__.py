@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data-parallel engine: ZeRO 0 to 3 and hybrid sharding as placements over the data lanes."""
 
-from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.distributed.gradients import GradientBucket
+from megatron.core.distributed.data_parallel import DataParallel, DataParallelConfig, GradientBucket
 
 __all__ = ["DataParallel", "DataParallelConfig", "GradientBucket"]

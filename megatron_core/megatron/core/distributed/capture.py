@@ -23,8 +23,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.device import Stream, current_stream
-from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.data_parallel import DataParallel, DataParallelConfig
 
 
 def unforeseen_needs(engine: DataParallel) -> int:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataParallel: one engine for ZeRO 0 to 3 and hybrid sharding.
+"""The data-parallel engine: ZeRO 0 to 3 and hybrid sharding.
+
+DataParallel: one engine for ZeRO 0 to 3 and hybrid sharding.
 
 A step, as its caller sees it:
 
@@ -24,34 +26,401 @@ All scaling is in the loss, so every reduction is a plain sum. A bucket is reduc
 of its weights has had all its puts; what is still open is reduced by `close` or `finish`, which
 then carries out the remaining sums of the gradient plan (weights whole on tp that saw different
 tokens or heads, weights of two stages).
+
+DataParallelConfig: how weights, gradients and optimizer state go over the data lanes.
+
+GradientBucket: the gradients of one bucket, from backward's puts to what the optimizer reads.
+
+    gradients   backward fills                  reduced                 kept
+    whole       one buffer all step long        once, at the end        it, or its own range (optim)
+    cut         a leased buffer a microbatch    in every microbatch     this rank's shard, fp32
+
+A reduction is a sum over the ranks that share the bucket; over the outer ranks of hybrid sharding
+another one follows, once a step, of this rank's shard.
+
+ModelSums: the sums of the gradient plans over model axes, as ranges of what ranks keep.
+
+They are weights that lie whole on an axis (or twice on part of it) and saw different tokens or
+heads there. Every such range of every bucket goes into one all-reduce per group.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import torch
 
-from megatron.core.device import new_stream
-from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.gradients import GradientBucket
-from megatron.core.distributed.model_sums import ModelSums
+from megatron.core.comm.collectives import (
+    Pending,
+    all_reduce,
+    all_reduce_async,
+    reduce_scatter_async,
+    reduce_scatter_wide_async,
+)
+from megatron.core.device import Stream, current_stream, new_stream, on_stream
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.sharded_buffer import Member
 from megatron.core.weight_gather import (
     BACKWARD,
     EVALUATION,
     FORWARD,
+    GRANULARITIES,
     Arena,
+    Bucket,
     Gatherer,
     OwnedRange,
+    Storage,
+    WeightHandle,
     WeightStore,
     empty_range,
     owned_range,
 )
+from megatron.core.weight_sharding import Placement, placement
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """Settings of the data-parallel engine.
+
+    Args:
+        strategy: "no_shard" (gradients are all-reduced, every rank updates everything), "optim"
+            (ZeRO-1: each rank keeps 1/lanes of the optimizer state), "optim_grads" (ZeRO-2: and of
+            the gradients), "optim_grads_params" (ZeRO-3: and of the weights).
+        outer: over the outer axis of hybrid sharding, everything is repeated ("no_shard") or the
+            optimizer state is cut once more ("optim").
+        overlap_grad_reduce: reduce a bucket as soon as backward has filled it; False waits: for
+            the end of backward, or where gradients are cut, for each reduction.
+        overlap_param_gather: gather weights while something else is computed; False gathers all
+            after the optimizer step, or where weights are cut, each when it is needed.
+        fsdp_all_gather_in_start_param_sync: with `overlap_param_gather`, start the first gathers at
+            the end of the optimizer step; False starts none before the next forward, which whole
+            iterations captured in a CUDA graph need.
+        granularity: what is gathered at a time where weights are cut: a "unit" (a layer) or a
+            "weight".
+        prefetch_bytes: gathered ahead beyond the next bucket, with `overlap_param_gather`.
+        grad_dtype: of the gradient buffers that backward fills.
+        fp32_accumulation: with bf16 gradients, send bf16 but sum in fp32.
+        debug: fill unused buffers with NaN, and compare between the ranks what was gathered.
+
+    Raises:
+        ValueError: everything that does not go together, in one message.
+    """
+
+    strategy: str = "no_shard"
+    outer: str = "no_shard"
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    fsdp_all_gather_in_start_param_sync: bool = True
+    granularity: str = "unit"
+    prefetch_bytes: int = 0
+    grad_dtype: torch.dtype = torch.float32
+    fp32_accumulation: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        found = []
+        try:
+            cut = placement(self.strategy, self.outer)
+        except ValueError as error:
+            found.append(str(error))
+            cut = Placement()
+        if self.grad_dtype not in GRADIENT_DTYPES:
+            found.append(f"grad_dtype is {self.grad_dtype}: use torch.float32 or torch.bfloat16")
+        if self.fp32_accumulation and self.grad_dtype is not torch.bfloat16:
+            found.append("fp32_accumulation is for bf16 gradients: drop it or set grad_dtype")
+        if self.fp32_accumulation and not cut.optimizer:
+            found.append("fp32_accumulation needs a strategy that reduce-scatters: use optim")
+        if self.granularity not in GRANULARITIES:
+            found.append(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
+        if self.granularity != "unit" and not cut.weight and not found:
+            found.append(f"granularity {self.granularity} has no effect with {self.strategy}")
+        if self.prefetch_bytes < 0:
+            found.append(f"prefetch_bytes is {self.prefetch_bytes}: use 0 or more")
+        if self.prefetch_bytes and not self.overlap_param_gather:
+            found.append("prefetch_bytes has no effect without overlap_param_gather")
+        if self.overlap_param_gather and not cut.optimizer and not found:
+            found.append("overlap_param_gather has no effect with no_shard: nothing is gathered")
+        if found:
+            raise ValueError("; ".join(found))
+
+    @property
+    def placement(self) -> Placement:
+        return placement(self.strategy, self.outer)
+
+    def storage(self, **options: int | bool) -> Storage:
+        """Return how a model that this engine will train must store its weights.
+
+        Args:
+            options: `bucket_bytes` and `initialize` of `Storage`.
+        """
+        return Storage(
+            strategy=self.strategy,
+            outer=self.outer,
+            granularity=self.granularity,
+            **options,  # type: ignore[arg-type]
+        )
+
+
+class GradientBucket:
+    """Collect and reduce the gradients of a bucket that has trained weights.
+
+    Args:
+        arena: where buffers of one microbatch are leased.
+        stream: where reductions run.
+        on_full: called when every weight has had all its puts.
+
+    Attributes:
+        part: of the model that its weights belong to.
+        gradients: what the optimizer reads, [owned].
+        cut: gradients are kept in shards, and reduced in every microbatch.
+        wide: bf16 gradients are summed in fp32, out of a second leased buffer.
+        puts: how often each weight's gradient was put since the last reduction.
+        reductions: in this step.
+        observe: told this rank's own gradients before each reduction; it must not change them.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        config: DataParallelConfig,
+        arena: Arena,
+        stream: Stream,
+        on_full: Callable[[GradientBucket], None],
+    ) -> None:
+        self.bucket, self.config, self.placement = bucket, config, bucket.placement
+        self.part = bucket.part
+        self.arena, self.stream, self.on_full = arena, stream, on_full
+        self.trainable = [h for h in bucket.handles if h.trainable]
+        self.cut = bool(self.placement.gradient)
+        # on a single lane nothing is reduced, and so nothing is widened
+        self.wide = config.fp32_accumulation and bool(self.placement.optimizer)
+        self.puts: dict[str, int] = {}
+        self.waiting = 0
+        self.reductions = 0
+        self.observe: Callable[[torch.Tensor], object] | None = None
+        self._gaps = bucket.gaps
+        self._pending: Pending | None = None
+        self._outer: Pending | None = None
+        self._whole: torch.Tensor | None = None
+        self._flying: torch.Tensor | None = None
+        self._parts: torch.Tensor | None = None
+        device, numel = bucket.weights.data.device, bucket.layout.numel
+        low, high = bucket.weights.shard_range if self.placement.optimizer else (0, numel)
+        self._shard_range = low, high
+        if not self.cut:
+            self._whole = torch.zeros(numel, dtype=config.grad_dtype, device=device)
+            self._bind(self._whole)
+        if self.cut or self.wide:
+            self._shard = torch.zeros(high - low, dtype=torch.float32, device=device)
+        else:
+            assert self._whole is not None
+            self._shard = self._whole[low:high]
+        start, stop = bucket.owned_range
+        self.gradients = self._shard[start - low : stop - low]
+        for handle in self.trainable:
+            handle.gradients = self
+
+    @property
+    def launched(self) -> bool:
+        """Whether a reduction has started in this step."""
+        return self.reductions > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds gradients that are not being reduced yet."""
+        return any(self.puts.values())
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.reductions = 0
+        self._start_afresh()
+
+    def begin_last(self) -> None:
+        """Count from here on the puts of the last microbatch, if they fill a buffer kept so far."""
+        if not self.cut:
+            self._expect()
+
+    # --- from backward ----------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Give every trained weight a slot, in a leased buffer."""
+        self._whole = self.arena.lease(self.bucket.layout.numel, self.config.grad_dtype)
+        for start, stop in self._gaps:  # what no put writes takes part in the sum
+            self._whole[start:stop].zero_()
+        self._bind(self._whole)
+
+    def put_done(self, handle: WeightHandle) -> None:
+        """Count a put; with the last one that was declared, the bucket is full.
+
+        Raises:
+            ValueError: the bucket has been reduced already.
+        """
+        if self.launched and not self.cut:
+            raise ValueError(
+                f"{handle.name} got more gradients than its {handle.uses} declared uses, after "
+                "its reduction had begun: declare it once per use, and call last() behind the "
+                "puts of all microbatches but the last"
+            )
+        self.puts[handle.name] += 1
+        if self.puts[handle.name] == handle.uses:
+            self.waiting -= 1
+            if self.waiting == 0:
+                self.on_full(self)
+
+    # --- reduction --------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Start summing what was put; weights without a put count as zero."""
+        if self._whole is None:
+            self.open()
+        assert self._whole is not None
+        for handle in self.trainable:
+            if handle.fresh:
+                assert handle.slot is not None
+                handle.slot.zero_()
+        self.settle()
+        whole = self._whole
+        if self.observe is not None:
+            self.observe(whole)
+        self.stream.wait_stream(current_stream(self.arena.device))
+        with on_stream(self.stream):
+            self._pending = self._sum(whole)
+        self.reductions += 1
+        if self.cut:
+            self._flying, self._whole = whole, None
+            for handle in self.trainable:
+                handle.slot = None
+            self._start_afresh()
+
+    def settle(self) -> None:
+        """Wait for the reduction under way and add its result to what this step has."""
+        if self._pending is None:
+            return
+        summed = self._pending.wait()
+        self._pending = None
+        if self._parts is not None:
+            self.arena.release(self._parts)
+            self._parts = None
+        if not self.cut:
+            return
+        assert self._flying is not None
+        if summed.data_ptr() != self._shard.data_ptr():
+            self._shard.add_(summed)
+            if self.wide:
+                self.arena.release(summed)
+        self.arena.release(self._flying)
+        self._flying = None
+
+    def reduce_outer(self) -> None:
+        """Start summing this rank's shard over the outer ranks."""
+        self.settle()
+        group = self.bucket.outer
+        if group.size == 1:
+            return
+        self.stream.wait_stream(current_stream(self.arena.device))
+        with on_stream(self.stream):
+            if self.bucket.outer_shards:
+                self._outer = reduce_scatter_async(self._shard, group, out=self.gradients)
+            else:
+                self._outer = all_reduce_async(self._shard, group, out=self._shard)
+
+    def settle_outer(self) -> None:
+        """Wait for the sum over the outer ranks."""
+        if self._outer is not None:
+            self._outer.wait()
+            self._outer = None
+
+    def abort(self) -> None:
+        """Wait for what is under way and give every lease back."""
+        self.settle()
+        self.settle_outer()
+        if self.cut and self._whole is not None:
+            self.arena.release(self._whole)
+            self._whole = None
+            for handle in self.trainable:
+                handle.slot = None
+
+    def _sum(self, whole: torch.Tensor) -> Pending:
+        """Start the sum over the ranks that share the bucket."""
+        group, (low, high) = self.bucket.group, self._shard_range
+        if not self.placement.optimizer:
+            return all_reduce_async(whole, group, out=whole)
+        first = not self.cut or self.reductions == 0
+        if self.wide:
+            out = self._shard
+            if not first:
+                out = self.arena.lease(high - low, torch.float32)
+            self._parts = self.arena.lease(whole.numel(), whole.dtype)
+            return reduce_scatter_wide_async(whole, group, out=out, parts=self._parts)
+        if self.cut and first and whole.dtype is self._shard.dtype:
+            return reduce_scatter_async(whole, group, out=self._shard)
+        if self.cut and first:
+            self._shard.zero_()
+        return reduce_scatter_async(whole, group, out=whole[low:high])
+
+    def _bind(self, whole: torch.Tensor) -> None:
+        for handle, member in self.bucket.members():
+            if handle.trainable:
+                handle.slot = whole[member.start : member.stop].view(member.shape)
+
+    def _start_afresh(self) -> None:
+        for handle in self.trainable:
+            handle.fresh = True
+        self._expect()
+
+    def _expect(self) -> None:
+        self.waiting = len(self.trainable)
+        self.puts = dict.fromkeys((handle.name for handle in self.trainable), 0)
+
+
+class ModelSums:
+    """Collect, per group of the gradient plans, the ranges that have to be summed over it."""
+
+    def __init__(self, store: WeightStore, buckets: Sequence[GradientBucket]) -> None:
+        views: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for entry in buckets:
+            low, high = entry.bucket.owned_range
+            for handle, member in entry.bucket.members():
+                if not handle.trainable:
+                    continue
+                for step in store.plans[handle.name].steps:
+                    found = views.setdefault(step.group, [])
+                    for start, stop in _ranges(store, handle, member, step.segments):
+                        start, stop = max(start, low), min(stop, high)
+                        if start < stop:
+                            found.append((handle.name, entry.gradients[start - low : stop - low]))
+        # By name: the stages that share weights need not have declared them in one order.
+        named = [
+            (store.groups[name], [view for _, view in sorted(found, key=lambda one: one[0])])
+            for name, found in sorted(views.items())
+        ]
+        self._sums = [(group, found) for group, found in named if found and group.size > 1]
+
+    def run(self) -> None:
+        """Carry them out."""
+        for group, views in self._sums:
+            flat = torch.cat(views)
+            all_reduce(flat, group, out=flat)
+            torch._foreach_copy_(views, list(flat.split([v.numel() for v in views])))
+
+
+def _ranges(
+    store: WeightStore, handle: WeightHandle, member: Member, segments: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    return [
+        (member.start + box.start, member.start + box.start + box.numel)
+        for box in store.boxes(handle)
+        if box.name in segments
+    ]
+
 
 #: Reductions under way at a time where each holds leases of a whole bucket's gradients.
 _REDUCTIONS_UNDER_WAY = 2

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.core.comm.conjugates import own_rows
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.models.pattern import (
+from megatron.core.models.layer_pattern import (
     ATTENTION,
     DELTA_NET,
     DENSE,

@@ -8,7 +8,7 @@ the same kind. examples/hybrid has the same models as options of pretrain_hybrid
 from __future__ import annotations
 
 from megatron.core.models.gpt_config import GPTConfig
-from megatron.core.models.pattern import EXPERTS
+from megatron.core.models.layer_pattern import EXPERTS
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig

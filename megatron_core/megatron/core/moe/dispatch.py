@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.comm import all_gather, gather_from_group
-from megatron.core.comm.flight import arrive, depart, direct, exchange, gather, scatter
+from megatron.core.comm.conjugates import arrive, depart, direct, exchange, gather, scatter
 from megatron.core.moe.config import DISPATCHERS
 from megatron.core.moe.router import Routing
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows

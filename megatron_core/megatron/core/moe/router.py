@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router: which experts a token goes to and what each of them counts for, in fp32.
+"""Router: which experts a token goes to and with what weight, in fp32.
+
+Router: which experts a token goes to and what each of them counts for, in fp32.
 
     logits = W x
     scores = softmax(logits) or sigmoid(logits)
@@ -7,6 +9,24 @@
     weights = their scores, over their sum if normalised, times a factor
 
 The ranks of a pipeline stage route different tokens, so the gradient of W is partial on tp.
+
+Which experts tokens go to, and which of them an expert of limited capacity takes.
+
+Jitter of what a router reads: a function of sample, place and feature, without state.
+
+Auxiliary losses of a router, and how they get into the gradient.
+
+    balance   E / (k · T²) · sum over experts of (its tokens) · (sum of its shares of scores)
+    z         mean over tokens of logsumexp(logits)²
+
+Each is over a set of T tokens that several ranks hold: the numbers of tokens are summed over them,
+and what a rank computes is its tokens' part, so that the parts of all ranks add up to the loss.
+
+Share: the rows of a microbatch that a rank sends to experts; every row is one rank's.
+
+With sequence parallelism a rank has other rows than its tp peers already. Without it all have the
+same ones: each then takes its part of them, and the results are gathered. Rows that do not divide
+are filled up with padding.
 """
 
 from __future__ import annotations
@@ -16,16 +36,272 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.comm import all_reduce
-from megatron.core.moe.choice import chosen_experts, within_capacity
-from megatron.core.moe.config import MoEConfig
-from megatron.core.moe.jitter import jitter_key, jittered
-from megatron.core.moe.losses import balance_loss, carry, tokens_of_experts, z_loss
-from megatron.core.moe.share import Share
+from megatron.core.comm.conjugates import gather_from_group, scatter_to_group
+from megatron.core.context_parallel import SequenceLayout
+from megatron.core.moe.config import MoEConfig, RouterConfig
+from megatron.core.ops.dropout import dropout_key
+from megatron.core.ops.dropout.reference import hash_index, mix_rows_and_columns
+from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.weight_sharding import WeightSharding
+
+
+def chosen_experts(
+    scores: torch.Tensor, config: RouterConfig, *, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the k experts of each token with the highest score + bias, int64 [t, k].
+
+    Args:
+        scores: fp32 [t, E].
+        bias: fp32 [E].
+    """
+    if bias is not None:
+        scores = scores + bias
+    if config.num_groups is not None:
+        assert config.group_topk is not None
+        grouped = scores.view(len(scores), config.num_groups, -1)  # [t, groups, E/groups]
+        best = grouped.topk(config.group_candidates, dim=-1).values.sum(-1)  # [t, groups]
+        allowed = torch.zeros_like(best, dtype=torch.bool)
+        allowed.scatter_(1, best.topk(config.group_topk, dim=-1).indices, True)
+        scores = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
+    return scores.topk(config.topk, dim=-1).indices
+
+
+def within_capacity(
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    capacity: int,
+    policy: str,
+    real: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return which places their experts take, at most `capacity` each, bool [t, k].
+
+    Args:
+        experts: int64 [t, k].
+        weights: fp32 [t, k].
+        policy: "probs" takes the places of the highest weight, "position" the first ones; among
+            equal ones the first.
+        real: bool [t]; padding takes no room and is taken by none. None is all True.
+    """
+    order = torch.arange(experts.numel(), device=experts.device)
+    if policy == "probs":
+        order = weights.flatten().argsort(descending=True, stable=True)
+    wanted = experts.flatten()
+    if real is not None:  # behind all others
+        wanted = wanted.where(real.repeat_interleave(experts.shape[1]), experts.numel())
+    order = order[wanted[order].argsort(stable=True)]  # by expert
+    sorted_experts = wanted[order]
+    first = torch.searchsorted(sorted_experts, sorted_experts)  # where each one's expert begins
+    ranks = torch.arange(len(order), device=order.device) - first
+    kept = torch.empty_like(ranks, dtype=torch.bool)
+    kept[order] = ranks < capacity
+    kept = kept.view(experts.shape)
+    return kept if real is None else kept & real.unsqueeze(1)
+
+
+_BITS = 24
+
+
+def jitter_key(seed: int, name: str) -> int:
+    """Return the key of a router's jitter."""
+    return dropout_key(seed, name, "jitter")
+
+
+def jittered(
+    rows: torch.Tensor, sample_ids: torch.Tensor, places: torch.Tensor, *, rate: float, key: int
+) -> torch.Tensor:
+    """Return rows [t, h] times uniform numbers in [1 - rate, 1 + rate).
+
+    Args:
+        sample_ids, places: int64 [t], each row's sample and its place there.
+    """
+    line = hash_index(key, hash_index(key, sample_ids) ^ places)  # [t]
+    columns = hash_index(key + 1, torch.arange(rows.shape[1], device=rows.device))  # [h]
+    bits = mix_rows_and_columns(line.unsqueeze(1), columns) & ((1 << _BITS) - 1)
+    uniform = bits.float() * 2.0**-_BITS  # [t, h] in [0, 1)
+    return (rows.float() * (1.0 + rate * (2.0 * uniform - 1.0))).to(rows.dtype)
+
+
+def tokens_of_experts(
+    experts: torch.Tensor,
+    num_experts: int,
+    *,
+    sets: torch.Tensor | None = None,
+    num_sets: int = 1,
+    real: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Count the tokens of each set that go to each expert, fp32 [sets, E].
+
+    Args:
+        experts: int64 [t, k].
+        sets: int64 [t], the number of each token's set; None is one set.
+        real: bool [t]; padding does not count. None is all True.
+    """
+    places = experts if sets is None else experts + num_experts * sets.unsqueeze(1)
+    ones = torch.ones(experts.numel(), device=experts.device)
+    if real is not None:
+        ones = real.float().repeat_interleave(experts.shape[1])
+    counts = torch.zeros(num_sets * num_experts, device=experts.device)
+    return counts.index_add_(0, places.flatten(), ones).view(num_sets, num_experts)
+
+
+def balance_loss(
+    shares: torch.Tensor, counts: torch.Tensor, *, topk: int, sets: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return this rank's part of the mean over sets of the balance loss, a scalar.
+
+    Args:
+        shares: fp32 [t, E], each token's scores, adding up to 1; zeros for padding.
+        counts: fp32 [sets, E], of all ranks.
+        sets: as in `tokens_of_experts`.
+    """
+    num_sets, num_experts = counts.shape
+    if sets is None:
+        sums = shares.sum(0, keepdim=True)
+    else:
+        sums = shares.new_zeros(num_sets, num_experts).index_add(0, sets, shares)
+    tokens = (counts.sum(-1, keepdim=True) / topk).clamp(min=1.0)  # [sets, 1]
+    return (counts * sums / tokens.square()).sum() * (num_experts / (topk * num_sets))
+
+
+def z_loss(
+    logits: torch.Tensor, tokens: torch.Tensor, *, real: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return this rank's part of the mean of the squared log-sum-exp of logits [t, E], a scalar.
+
+    Args:
+        tokens: of all ranks, a scalar.
+        real: bool [t]; padding does not count. None is all True.
+    """
+    squares = logits.logsumexp(-1).square()
+    if real is not None:
+        squares = squares * real
+    return squares.sum() / tokens.clamp(min=1.0)
+
+
+def carry(x: torch.Tensor, loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return x, through which factor · loss takes part in whatever is differentiated."""
+    return _Carry.apply(x, loss, factor)
+
+
+class _Carry(torch.autograd.Function):
+    """forward x; dgrad of x as it comes, of the loss the factor. Saves the factor."""
+
+    @staticmethod
+    def forward(ctx, x, loss, factor):
+        ctx.save_for_backward(factor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (factor,) = ctx.saved_tensors
+        return grad, factor, None
+
+
+class Share:
+    """One rank's rows.
+
+    Args:
+        hidden: [s, b, h] ([s/tp, b, h] under sequence parallelism).
+        layout: of the microbatch.
+        region: the tp group.
+
+    Attributes:
+        batch: b.
+        real: bool [t], False for padding; None where there is none.
+        filler: whether no row counts for anything.
+    """
+
+    def __init__(
+        self, hidden: torch.Tensor, layout: SequenceLayout, *, region: TensorParallelRegion
+    ) -> None:
+        self.shape, self.batch = hidden.shape, hidden.shape[1]
+        self._layout, self._region, self.filler = layout, region, layout.filler
+        self._divides = region.group.size > 1 and not region.scatters
+        present = hidden.shape[0] * hidden.shape[1]
+        parts = region.group.size if self._divides else 1
+        self._missing = -present % parts
+        self.count = (present + self._missing) // parts  # t
+        self._device = hidden.device
+        self.real = self._real()
+
+    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows [t, h]."""
+        flat = hidden.flatten(0, 1)
+        if not self._divides:
+            return flat
+        if self._missing:
+            flat = F.pad(flat, (0, 0, 0, self._missing))
+        return scatter_to_group(flat, self._region.group)
+
+    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, h], as `hidden` was, from every rank's rows [t, h]."""
+        if self._divides:
+            rows = gather_from_group(rows, self._region.group)
+            rows = rows[: len(rows) - self._missing]
+        return rows.view(self.shape)
+
+    @property
+    def samples(self) -> torch.Tensor | None:
+        """Each row's sample, int64 [t]; None outside training."""
+        samples = self._layout.sample_ids
+        return None if samples is None else samples[self.sequences]
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """Each row's sequence 0 … `num_sequences` - 1, int64 [t]."""
+        samples = self._layout.sample_numbers
+        if samples is None:
+            return self._numbers % self.batch
+        return samples[(self._numbers // self.batch).clamp(max=len(samples) - 1)]
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the microbatch has."""
+        layout = self._layout
+        if layout.sample_length is None or layout.cut is None:
+            return self.batch
+        return layout.cut.length // layout.sample_length
+
+    @property
+    def counted(self) -> int:
+        """Rows of a rank without padding of sequences, on average over the ranks of cp."""
+        cut = self._layout.cut
+        if cut is None or not cut.is_padded:
+            return self.count
+        return round(self.count * cut.length / cut.padded[-1])
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Each row's place in its sequence, int64 [t]; -1 is padding of the sequence."""
+        places = self._layout.sample_places  # [s] or [s, b]
+        if places.ndim == 2:
+            return places.flatten()[self._numbers.clamp(max=places.numel() - 1)]
+        return places[(self._numbers // self.batch).clamp(max=len(places) - 1)]
+
+    @property
+    def _numbers(self) -> torch.Tensor:
+        """Each row's number among the [s, b] of all tp ranks; that of padding may be above."""
+        first = self._region.group.rank * self.count
+        if self._region.group.size == 1:
+            first = 0
+        return torch.arange(first, first + self.count, device=self._device)
+
+    def _real(self) -> torch.Tensor | None:
+        found = None
+        if self._missing:
+            found = self._numbers < self.shape[0] * self.batch
+        cut = self._layout.cut
+        if cut is not None and cut.is_padded:
+            inside = self.places >= 0
+            found = inside if found is None else found & inside
+        return found
+
 
 #: What a router counts, behind the tokens of each expert. The losses are without coefficients.
 MEASURES = ("places", "dropped", "entropy", "balance_loss", "z_loss", "microbatches")

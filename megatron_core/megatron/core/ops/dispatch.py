@@ -7,6 +7,14 @@ import time
 
 import torch
 
+
+def uses_tensor_memory(x: torch.Tensor) -> bool:
+    """Say whether products of x accumulate in tensor memory: from Blackwell on, in 16 bits."""
+    if x.device.type != "cuda" or x.dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] > 9
+
+
 IMPLEMENTATIONS = ("reference", "triton")
 
 #: From how many times the speed of fp32 on a CPU multiplies in bf16. Well between what CPUs with

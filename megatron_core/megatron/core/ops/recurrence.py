@@ -5,6 +5,14 @@ Both carry a state S [K, V] per head from token to token, which is decayed, then
 token brings, and read by its query. Within a stretch of tokens the last state is an affine function
 of the first: S_last = M · S_first + S_ext. So a sequence can be cut anywhere: into chunks, into
 segments that run side by side, over ranks. Five local operations are enough for all of these.
+
+What callers of recurrences may give: shapes and dtypes that fit together, or a ValueError.
+
+Decays of a recurrence: sums of logarithms over a chunk, and their differences, in full accuracy.
+
+exp(a_i - a_j) is off by as much as a_i - a_j is, and the rounding of two large sums is large. So
+sums are fp64 until they have been subtracted, or are given in two parts, of which the larger are
+subtracted first: that is exact where the difference is small, and where it is not, nothing is left.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.sequences import Sequences
 
 
@@ -178,3 +187,133 @@ def filled(shell: Any, tensors: Sequence[torch.Tensor]) -> Any:
             put = RecurrenceInputs(*taken) if value.count > 1 else taken[0]
             setattr(prepared, name, put)
     return prepared
+
+
+def check_inputs(op: str, inputs: RecurrenceInputs, *, strength: str) -> None:
+    """Raise ValueError unless the inputs of a recurrence fit together.
+
+    Args:
+        op: its name, for the message.
+        inputs: of packed tokens, or of one token a row.
+        strength: how the op calls it.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    query, key, value = inputs[:3]
+    if key.ndim != 3 or query.shape != key.shape or 0 in key.shape[1:]:
+        raise ValueError(
+            f"{op}: query {tuple(query.shape)} and key {tuple(key.shape)} must both be "
+            "(tokens, heads, features), with at least one head and one feature"
+        )
+    fits = value.ndim == 3 and value.shape[0] == key.shape[0]
+    if not fits or 0 in value.shape[1:] or value.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"{op}: value {tuple(value.shape)} must be (tokens, a multiple of {key.shape[1]} "
+            "heads, features), with at least one feature"
+        )
+    for name, gate in (("decay", inputs.decay), (strength, inputs.strength)):
+        if gate.shape != value.shape[:2]:
+            raise ValueError(
+                f"{op}: {name} {tuple(gate.shape)} must be {tuple(value.shape[:2])}, a number for "
+                "each head of value"
+            )
+    _check_dtypes(op, inputs, strength)
+
+
+def _check_dtypes(op: str, inputs: RecurrenceInputs, strength: str) -> None:
+    """Raise ValueError unless dtypes fit together."""
+    query, key, value, decay, _ = inputs
+    if not value.is_floating_point() or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"{op}: query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three "
+            "in one floating-point dtype"
+        )
+    wide = accumulation_dtype(value.dtype)
+    if not decay.is_floating_point() or decay.dtype != torch.promote_types(decay.dtype, wide):
+        raise ValueError(
+            f"{op}: decay is {decay.dtype}; make it {wide}, its sums over many tokens are powers"
+        )
+    if not inputs.strength.is_floating_point():
+        raise ValueError(
+            f"{op}: {strength} is {inputs.strength.dtype}; give a floating-point dtype"
+        )
+
+
+def check_slots(
+    op: str, inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Raise ValueError unless states, and which row each has, fit the inputs of one token a row.
+
+    Args:
+        op: its name, for the message.
+        inputs: that `check_inputs` let pass.
+        state: must be [slots, H, K, V].
+        slots: must be int64 [b].
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    key, value = inputs.key, inputs.value
+    shape = (value.shape[1], key.shape[2], value.shape[2])
+    if state.ndim != 4 or state.shape[1:] != shape:
+        raise ValueError(f"{op}: state {tuple(state.shape)} must be (slots, {str(shape)[1:]}")
+    if slots.shape != value.shape[:1] or slots.dtype != torch.int64:
+        raise ValueError(
+            f"{op}: slots {tuple(slots.shape)} {slots.dtype} must be int64, one for each of "
+            f"{value.shape[0]} rows"
+        )
+
+
+def check_initial(
+    op: str, inputs: RecurrenceInputs, initial: torch.Tensor | None, *, count: int
+) -> None:
+    """Raise ValueError unless first states are None or [N, H, K, V]; N is `count`."""
+    states = (count, inputs.value.shape[1], inputs.key.shape[2], inputs.value.shape[2])
+    if initial is not None and initial.shape != states:
+        raise ValueError(f"{op}: initial {tuple(initial.shape)} must be {states}")
+
+
+#: A decay below this is as good as -inf, whose sums and differences would not be numbers. Its
+#: exponential is 0, so nothing behind it sees anything before it, and its gradient is 0.
+LOWEST_DECAY = -1e4
+
+
+def decay_sums(decay: torch.Tensor) -> torch.Tensor:
+    """Return a, the decays [..., C] of a chunk summed up to each token, in fp64."""
+    wide = decay.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    return wide.clamp_(min=LOWEST_DECAY).cumsum(-1)
+
+
+def in_two_parts(sums: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows [..., C, 4] and columns [..., 4, C] whose product is a_i - a_j, in `dtype`.
+
+    Args:
+        sums: a [..., C], fp64.
+        dtype: of the parts, each sum's own and what that rounds off.
+    """
+    large = sums.to(dtype)
+    small = (sums - large).to(dtype)
+    ones = torch.ones_like(large)
+    rows = torch.stack([large, ones, small, ones], -1)
+    return rows, torch.stack([ones, -large, ones, -small], -2)
+
+
+def decay_differences(
+    rows: torch.Tensor, columns: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return a_i - a_j [n, C, C] for i >= j, else -inf, from what `in_two_parts` made.
+
+    Args:
+        rows: [n, C, 4].
+        columns: [n, 4, C].
+        out: where to write it; None is new memory.
+    """
+    count, size, _ = rows.shape
+    above = rows.new_full((size, size), -torch.inf).triu_(1)
+    return torch.baddbmm(above.expand(count, -1, -1), rows, columns, out=out)
+
+
+def without_clamped(grad: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Set the gradient of decays to 0 in place where these were taken as `LOWEST_DECAY`."""
+    return grad.masked_fill_(decay <= LOWEST_DECAY, 0.0)

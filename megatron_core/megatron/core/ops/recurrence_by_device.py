@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import choose, uses_tensor_memory
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 
@@ -102,10 +102,3 @@ class ByDevice:
             sizes = ", ".join(map(str, CHUNK_SIZES[:-1]))
             return f"chunks of {sizes} or {CHUNK_SIZES[-1]} tokens, not {self.chunk_size}"
         return None
-
-
-def uses_tensor_memory(x: torch.Tensor) -> bool:
-    """Say whether products of x accumulate in tensor memory: from Blackwell on, in 16 bits."""
-    if x.device.type != "cuda" or x.dtype == torch.float32:
-        return False
-    return torch.cuda.get_device_capability(x.device)[0] > 9

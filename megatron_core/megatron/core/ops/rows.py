@@ -3,13 +3,23 @@
 
 Query and key heads are slices [s, b, n, d] of one projection [s, b, f]: rows of d lie n to a token,
 tokens lie f apart. Two strides say where every row begins.
+
+RowSteps: where the rows of a slice lie in memory, said so that kernels load them wide.
+
+A layer's projection is cut in slices, whose rows are steps of, say, 772 elements apart and begin
+516 into each. Triton asks of a pointer and of a stride only whether 16 divides them, and loads one
+element at a time where it does not. So places are counted in steps here, of as many elements as
+divide all of them, and the pointer is one that is aligned.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from megatron.core.ops.launches import WARPS, Launches
 
 
 class Rows(NamedTuple):
@@ -55,3 +65,82 @@ def _groups(x: torch.Tensor) -> list[tuple[int, int]]:
         else:
             found.append((size, stride))
     return found
+
+
+#: Bytes that are loaded at once at most, and elements of the largest step.
+_BYTES, _ELEMENTS = 16, 16
+#: Of a program: with more of them threads have so few registers that they spill them.
+_MOST_WARPS = 16
+#: Kernels count rows in 32 bits.
+_MOST_ROWS = 1 << 31
+
+
+@dataclass(frozen=True)
+class RowSteps:
+    """Rows i of [..., n]: (offset + i // count · outer + i % count · inner) · step behind base.
+
+    Attributes:
+        base: of the slice's storage and dtype, at most 16 bytes before its first element.
+        count: rows that are `inner` apart.
+        offset, outer, inner: in steps.
+        step: elements, a power of two.
+    """
+
+    base: torch.Tensor
+    count: int
+    offset: int
+    outer: int
+    inner: int
+    step: int
+
+    @staticmethod
+    def of(x: torch.Tensor) -> RowSteps:
+        """Return those of x [..., n], not empty; of a copy where two strides do not reach all rows.
+
+        Raises:
+            ValueError: more rows than kernels have numbers for.
+        """
+        rows = Rows.of(x)
+        if rows.count >= _MOST_ROWS:
+            raise ValueError(
+                f"{tuple(x.shape)} has {rows.count} rows: give fewer than {_MOST_ROWS} at once"
+            )
+        return RowSteps._counted(rows.tensor, rows.inner, (rows.outer_stride, rows.stride))
+
+    @staticmethod
+    def _counted(x: torch.Tensor, count: int, strides: tuple[int, ...]) -> RowSteps:
+        """Count what begins at x in the longest steps."""
+        before = x.data_ptr() % _BYTES // x.element_size()
+        if before > x.storage_offset():
+            before = 0
+        step = _ELEMENTS
+        while any(number % step for number in (before, *strides)):
+            step //= 2
+        if before:
+            x = x.as_strided(x.shape, x.stride(), x.storage_offset() - before)
+        outer, inner = (stride // step for stride in strides)
+        return RowSteps(x, count, before // step, outer, inner, step)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Count, offset, outer and inner, as kernels take them."""
+        return self.count, self.offset, self.outer, self.inner
+
+
+def row_tile(launches: Launches, x: torch.Tensor, features: int) -> dict[str, int]:
+    """Return the launch of programs that hold rows whole, as many as make their ELEMENTS.
+
+    Args:
+        launches: of the kernel, with ELEMENTS, of all rows of a program.
+        x: that it reads.
+        features: of a row.
+
+    Returns:
+        ROWS and FEATURES, powers of two, in place of ELEMENTS; more warps for longer rows.
+    """
+    padded = 1 << (features - 1).bit_length()
+    launch = launches.pick(x, f"{padded} {x.dtype}".replace("torch.", ""))
+    elements = launch.pop("ELEMENTS")
+    if padded > elements:
+        launch[WARPS] = min(launch[WARPS] * padded // elements, _MOST_WARPS)
+    return {"ROWS": max(1, elements // padded), "FEATURES": padded, **launch}

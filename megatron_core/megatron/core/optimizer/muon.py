@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon: momentum, orthogonalised matrix by matrix (Jordan et al. 2024).
 
+Muon: momentum, orthogonalised matrix by matrix (Jordan et al. 2024).
+
     M <- mu M + G,   U = G + mu M (Nesterov),   W <- (1 - lr decay) W - lr scale NS(U)
 
 Momentum lies like the gradients, in flat shards cut anywhere. Every matrix has an owner among the
@@ -11,32 +13,337 @@ rank, so replicas stay equal in every bit. A weight of experts [e, rows, cols] i
 Memory beside momentum: the buffers of two rounds (one under way while the other is computed), each
 within `round_bytes` or those of one matrix, and for the largest matrix [m, n], m <= n, about
 2 m^2 + 2 m n elements of products.
+
+Which rank orthogonalises which matrix, and what travels for it: arithmetic on boxes.
+
+Ranks hold pieces of matrices, cut anywhere, some of them the same ones. From the pieces of all
+ranks, and nothing else, every rank computes the same plan:
+
+    owner      the rank that orthogonalises a matrix; the work is shared out evenly
+    rounds     matrices whose pieces travel together, so that buffers stay small
+    transfers  piece by piece: from one of its holders to the owner, and back to all holders
+
+Orthogonalisation of a matrix by Newton-Schulz iterations, and the scale of such an update.
+
+With U = G / |G|_F (G transposed if it has more rows than columns), each step is
+
+    A = U U^T,    U <- a U + (b A + c A^2) U,    (a, b, c) = (3.4445, -4.7750, 2.0315)
+
+a quintic that takes every singular value s in (0, 1] to a s + b s^3 + c s^5 and so, after five
+steps, to about 1 (0.68 to 1.21 for s above 0.002): G's singular vectors with all singular
+values near 1. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megatron.core.comm.collectives import Pending, all_gather, all_reduce, all_to_all_async
 from megatron.core.optimizer.config import MuonConfig
-from megatron.core.optimizer.elementwise import StepNumbers
-from megatron.core.optimizer.muon_plan import (
-    Exchange,
-    Matrix,
-    Piece,
-    Round,
-    Transfer,
-    assign_owners,
-    matrices_of,
-    plan_rounds,
-)
-from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
-from megatron.core.optimizer.range_state import RangeState, matrix_boxes
+from megatron.core.optimizer.range_state import RangeState, StepNumbers, matrix_boxes
 from megatron.core.process_groups import Group
 from megatron.core.weight_sharding import Box, WeightSharding
+
+
+@dataclass(frozen=True, order=True)
+class Matrix:
+    """A matrix that is updated as a whole.
+
+    Args:
+        key: the same number on every rank, another one for every matrix.
+        rows, cols: its shape.
+    """
+
+    key: int
+    rows: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def cost(self) -> int:
+        """What its orthogonalisation takes, in multiplications up to a factor."""
+        return self.numel * min(self.rows, self.cols)
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """A box of a matrix in the memory of one rank.
+
+    Args:
+        matrix: whose box it is.
+        offsets, sizes: the box, (row, col).
+        rank: who holds it.
+        index: its number among that rank's pieces.
+    """
+
+    matrix: Matrix
+    offsets: tuple[int, int]
+    sizes: tuple[int, int]
+    rank: int
+    index: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A piece on its way between its holder (`piece.rank`) and the owner of its matrix."""
+
+    piece: Piece
+    owner: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One all-to-all as one rank sees it.
+
+    Args:
+        sends, receives: what leaves and what arrives, in the order of the buffers.
+        send_counts, receive_counts: elements to and from each rank.
+        local: nothing leaves any rank: no collective is needed.
+    """
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    local: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """Matrices whose pieces travel together.
+
+    Args:
+        own: those that this rank orthogonalises.
+        gather: pieces to their owners.
+        give_back: updates to all holders.
+    """
+
+    own: tuple[Matrix, ...]
+    gather: Exchange
+    give_back: Exchange
+
+
+def matrices_of(pieces: Sequence[Piece]) -> list[Matrix]:
+    """List the matrices of all ranks' pieces, ascending.
+
+    Raises:
+        ValueError: the different pieces of a matrix do not add up to it.
+    """
+    found: dict[Matrix, int] = {}
+    for (matrix, _, _), same in _boxes(pieces):
+        found[matrix] = found.get(matrix, 0) + same[0].numel
+    for matrix, held in found.items():
+        if held != matrix.numel:
+            raise ValueError(
+                f"ranks hold {held} elements of a matrix of {matrix.rows} x {matrix.cols}: muon "
+                "needs each element of a trained matrix on some rank, and replicas cut alike"
+            )
+    return sorted(found)
+
+
+def assign_owners(pieces: Sequence[Piece], stages: Sequence[int]) -> dict[Matrix, int]:
+    """Give every matrix to a rank, so that all of a pipeline stage have about the same work.
+
+    The costliest first, each to the rank with the least work so far of the stages that hold it, so
+    that nothing travels between stages; of several, to the one that holds most of it, then to the
+    first.
+
+    Args:
+        pieces: of all ranks.
+        stages: the stage of every rank.
+    """
+    held: dict[Matrix, dict[int, int]] = {}
+    for piece in pieces:
+        ranks = held.setdefault(piece.matrix, {})
+        ranks[piece.rank] = ranks.get(piece.rank, 0) + piece.numel
+    work, owners = [0] * len(stages), {}
+    for matrix in sorted(held, key=lambda m: (-m.cost, m)):
+        near = {stages[rank] for rank in held[matrix]}
+        able = [rank for rank, stage in enumerate(stages) if stage in near]
+        least = min(work[rank] for rank in able)
+        idle = [rank for rank in able if work[rank] == least]
+        owner = max(idle, key=lambda rank: (held[matrix].get(rank, 0), -rank))
+        owners[matrix] = owner
+        work[owner] += matrix.cost
+    return owners
+
+
+def plan_rounds(
+    pieces: Sequence[Piece],
+    owners: Mapping[Matrix, int],
+    *,
+    rank: int,
+    world: int,
+    limit: int,
+) -> list[Round]:
+    """Plan the rounds as `rank` sees them.
+
+    Args:
+        pieces: of all ranks.
+        limit: elements that the buffers of a round may have on any rank, with its own matrices;
+            a matrix that alone needs more makes a round of its own.
+    """
+    gathers: dict[Matrix, list[Transfer]] = {matrix: [] for matrix in owners}
+    returns: dict[Matrix, list[Transfer]] = {matrix: [] for matrix in owners}
+    for number, ((matrix, _, _), same) in enumerate(_boxes(pieces)):
+        owner = owners[matrix]
+        own = [piece for piece in same if piece.rank == owner]
+        # holders of the same piece take turns
+        source = own[0] if own else same[number % len(same)]
+        gathers[matrix].append(Transfer(source, owner))
+        returns[matrix] += [Transfer(piece, owner) for piece in same]
+    rounds = []
+    for group in _batches(owners, gathers, returns, world=world, limit=limit):
+        there = [transfer for matrix in group for transfer in gathers[matrix]]
+        back = [transfer for matrix in group for transfer in returns[matrix]]
+        rounds.append(
+            Round(
+                own=tuple(matrix for matrix in group if owners[matrix] == rank),
+                gather=_exchange(there, rank=rank, world=world, to_owner=True),
+                give_back=_exchange(back, rank=rank, world=world, to_owner=False),
+            )
+        )
+    return rounds
+
+
+def _boxes(pieces: Sequence[Piece]):
+    """Return ((matrix, offsets, sizes), the pieces that are this box) in ascending order."""
+    return [
+        (key, list(same))
+        for key, same in itertools.groupby(
+            sorted(pieces), key=lambda piece: (piece.matrix, piece.offsets, piece.sizes)
+        )
+    ]
+
+
+def _batches(
+    owners: Mapping[Matrix, int],
+    gathers: Mapping[Matrix, Sequence[Transfer]],
+    returns: Mapping[Matrix, Sequence[Transfer]],
+    *,
+    world: int,
+    limit: int,
+) -> list[list[Matrix]]:
+    """Split matrices into rounds within the limit, each with work for all ranks."""
+    queues: list[list[Matrix]] = [[] for _ in range(world)]
+    for matrix in sorted(owners, key=lambda m: (-m.cost, m)):
+        queues[owners[matrix]].append(matrix)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+    batches: list[list[Matrix]] = []
+    filled = [0] * world
+    for matrix in turns:
+        if matrix is None:
+            continue
+        needs = _needs(matrix, owners[matrix], gathers[matrix], returns[matrix])
+        full = any(filled[rank] + size > limit for rank, size in needs.items())
+        if not batches or full:
+            batches.append([])
+            filled = [0] * world
+        batches[-1].append(matrix)
+        for rank, size in needs.items():
+            filled[rank] += size
+    return batches
+
+
+def _needs(
+    matrix: Matrix, owner: int, there: Sequence[Transfer], back: Sequence[Transfer]
+) -> dict[int, int]:
+    """Return the elements of the buffers that a matrix needs, by rank."""
+    needs = {owner: matrix.numel}
+    for transfer in (*there, *back):
+        for rank in (transfer.piece.rank, transfer.owner):
+            needs[rank] = needs.get(rank, 0) + transfer.piece.numel
+    return needs
+
+
+def _exchange(transfers: Sequence[Transfer], *, rank: int, world: int, to_owner: bool) -> Exchange:
+    """Return what one rank sends and receives, each sorted by the other rank, and for one other
+    rank in the order of `transfers` on both sides."""
+
+    def ends(transfer: Transfer) -> tuple[int, int]:
+        both = transfer.piece.rank, transfer.owner
+        return both if to_owner else (both[1], both[0])
+
+    sends = sorted((t for t in transfers if ends(t)[0] == rank), key=lambda t: ends(t)[1])
+    receives = sorted((t for t in transfers if ends(t)[1] == rank), key=lambda t: ends(t)[0])
+    send_counts, receive_counts = [0] * world, [0] * world
+    for transfer in sends:
+        send_counts[ends(transfer)[1]] += transfer.piece.numel
+    for transfer in receives:
+        receive_counts[ends(transfer)[0]] += transfer.piece.numel
+    return Exchange(
+        tuple(sends),
+        tuple(receives),
+        tuple(send_counts),
+        tuple(receive_counts),
+        local=all(t.piece.rank == t.owner for t in transfers),
+    )
+
+
+#: a, b, c: the largest slope at 0 for which all singular values stay near 1.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+#: The least norm that is divided by, so that a gradient of zeros gives an update of zeros. A bound
+#: and no addend: the scale of the gradient then does not matter at all.
+LEAST_NORM = 1e-20
+#: The root mean square of AdamW's updates, that mode "rms" matches (Liu et al. 2025, "Muon is
+#: scalable for LLM training", arXiv 2502.16982, section 2.2).
+ADAMW_RMS = 0.2
+
+
+def orthogonalize(x: torch.Tensor, *, steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the orthogonal matrix nearest to `x` [rows, cols], nearly, in `dtype`.
+
+    Args:
+        x: any dtype; its scale does not matter.
+        dtype: of the products, bf16 as published or fp32.
+    """
+    a, b, c = COEFFICIENTS
+    tall = x.shape[0] > x.shape[1]
+    norm = torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=LEAST_NORM)
+    u = (x / norm).to(dtype)
+    u = u.mT if tall else u  # [m, n] with m <= n: the products of [m, m] are the small ones
+    for _ in range(steps):
+        gram = u @ u.mT  # [m, m]
+        u = torch.addmm(u, torch.addmm(gram, gram, gram, beta=b, alpha=c), u, beta=a)
+    return u.mT if tall else u
+
+
+def update_scale(mode: str, rows: int, cols: int) -> float:
+    """Return the factor of an orthogonal update of a weight [rows, cols] = [out, in].
+
+    spectral        sqrt(max(rows, cols)): elements have root mean square 1
+    shape_scaling   sqrt(max(1, rows / cols)): Jordan et al. 2024
+    unit_rms_norm   sqrt(rows / cols): root mean squares of outputs move as those of inputs
+    rms             0.2 sqrt(max(rows, cols)): elements have AdamW's root mean square, so that its
+                    learning rates fit (arXiv 2502.16982, equation 4)
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    match mode:
+        case "spectral":
+            return math.sqrt(max(rows, cols))
+        case "shape_scaling":
+            return math.sqrt(max(1.0, rows / cols))
+        case "unit_rms_norm":
+            return math.sqrt(rows / cols)
+        case "rms":
+            return ADAMW_RMS * math.sqrt(max(rows, cols))
+    raise ValueError(f"unknown scale mode {mode!r} of muon")
+
 
 #: Columns of a piece's description: key, matrix rows and cols, row, col, rows, cols.
 _COLUMNS = 7

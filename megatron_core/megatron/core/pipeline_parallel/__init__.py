@@ -13,7 +13,6 @@ The first four are pure: torch is imported when a name of the last two is asked 
 
 from typing import TYPE_CHECKING
 
-from megatron.core.pipeline_parallel.check import check
 from megatron.core.pipeline_parallel.schedule import (
     AHEAD,
     COMPUTES,
@@ -31,13 +30,13 @@ from megatron.core.pipeline_parallel.simulate import (
     Event,
     Timeline,
     Times,
+    check,
     simulate,
 )
 from megatron.core.pipeline_parallel.transfers import with_transfers, with_weight_traffic
 
 if TYPE_CHECKING:
-    from megatron.core.pipeline_parallel.runtime import Executor, Worker
-    from megatron.core.pipeline_parallel.stage import AutogradWorker, program
+    from megatron.core.pipeline_parallel.runtime import AutogradWorker, Executor, Worker, program
 
 __all__ = [
     "AHEAD",
@@ -67,10 +66,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Return a name of the modules that import torch."""
-    if name in ("Executor", "Worker"):
+    if name in ("Executor", "Worker") or name in ("AutogradWorker", "program"):
         import megatron.core.pipeline_parallel.runtime as module
-    elif name in ("AutogradWorker", "program"):
-        import megatron.core.pipeline_parallel.stage as module
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return vars(module)[name]

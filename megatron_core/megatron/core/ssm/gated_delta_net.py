@@ -18,12 +18,11 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
-from megatron.core.ops.recurrence_decode import OutputNorm
+from megatron.core.ops.recurrence_decode.reference import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitParts
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.config import GatedDeltaNetConfig
-from megatron.core.ssm.mixer import Part, RecurrentMixer
-from megatron.core.ssm.state import RecurrentCache
+from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import WeightSharding

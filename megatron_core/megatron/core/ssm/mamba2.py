@@ -24,13 +24,12 @@ from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
 from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.recurrence_decode import OutputNorm
+from megatron.core.ops.recurrence_decode.reference import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitParts
 from megatron.core.ops.state_space_dual import add_skip, state_space_recurrence
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.config import Mamba2Config
-from megatron.core.ssm.mixer import Part, RecurrentMixer
-from megatron.core.ssm.state import RecurrentCache
+from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import Cut, WeightSharding

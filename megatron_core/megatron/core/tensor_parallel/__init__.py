@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose weights are cut over the tensor-parallel group, sequence parallel or not."""
 
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
-from megatron.core.tensor_parallel.head import VocabParallelHead
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.region import TensorParallelRegion
-from megatron.core.tensor_parallel.replicated import ReplicatedLinear
+from megatron.core.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    TensorParallelRegion,
+)
+from megatron.core.tensor_parallel.vocab_parallel import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_parallel_cross_entropy,
+)
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3).
+"""Column-parallel, row-parallel and replicated linear layers.
+
+Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3).
 
 | layer | weight | forward | dgrad | wgrad |
 |---|---|---|---|---|
@@ -10,12 +12,22 @@ Without sequence parallelism gather is the identity and reduce an all-reduce; wi
 all-gather of the sequence and reduce a reduce-scatter. The column layer saves its input as it came
 in, [s/tp, b, h], and gathers it again in backward; its dgrad's reduction runs while the wgrad is
 computed. In a split backward the wgrad gathers it, which is then kept cut in between.
+
+TensorParallelRegion: the tp group, and whether the sequence is cut over it between blocks.
+
+ReplicatedLinear: a linear layer outside the tensor-parallel blocks, whole on every tp rank.
+
+forward y = x Wᵀ; dgrad dx = dy W; wgrad dW = dyᵀ x. No communication: under sequence parallelism
+every rank has tokens of its own, whose weight gradients the gradient plan sums; without it all
+ranks compute the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -28,11 +40,72 @@ from megatron.core.comm.collectives import (
 )
 from megatron.core.comm.conjugates import reduce_from_group, reduce_scatter_to_group
 from megatron.core.initialize import InitSpec
-from megatron.core.tensor_parallel.region import TensorParallelRegion
+from megatron.core.process_groups import Group
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.handle import put_linear_gradients
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+
+
+@dataclass(frozen=True)
+class TensorParallelRegion:
+    """How activations look outside a tensor-parallel block.
+
+    Args:
+        group: the tp group.
+        sequence_parallel: outside, each rank holds s/tp of the sequence (Korthikanti et al. 2022)
+            instead of all of it. Entering a block gathers the sequence, leaving it reduce-scatters.
+    """
+
+    group: Group
+    sequence_parallel: bool = False
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the sequence is really cut (sequence parallelism on more than one rank)."""
+        return self.sequence_parallel and self.group.size > 1
+
+    @property
+    def replicated_gradient(self) -> Literal["identical", "partial"]:
+        """How the gradient of a weight used outside the blocks, whole on every tp rank, arrives."""
+        return "partial" if self.scatters else "identical"
+
+
+class ReplicatedLinear(nn.Module):
+    """y = x Wᵀ; several logical weights may be fused into one product.
+
+    Args:
+        name: the fused weight's name.
+        outputs: (logical name, output features) of each fused part.
+        input_size: h.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Sequence[tuple[str, int]],
+        *,
+        input_size: int,
+        store: WeightStore,
+        region: TensorParallelRegion,
+        init: InitSpec,
+    ) -> None:
+        super().__init__()
+        segments = tuple(
+            Segment(name=f"{part}.weight", shape=(size, input_size)) for part, size in outputs
+        )
+        self.weight = store.declare(
+            WeightSharding(
+                name=f"{name}.weight",
+                segments=segments,
+                gradient={"tp": region.replicated_gradient},
+            ),
+            init,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., o] from x [..., h], the features of all parts one after the other."""
+        return self.weight.linear(x)
 
 
 class ColumnParallelLinear(nn.Module):

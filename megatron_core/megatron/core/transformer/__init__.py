@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a transformer: norm, attention, MLP."""
 
-from megatron.core.transformer.attention import AttentionConfig, KeyValueCache, SelfAttention
+from megatron.core.transformer.attention import (
+    AttentionConfig,
+    KeyValueCache,
+    RopeConfig,
+    RopeTable,
+    SelfAttention,
+)
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.latent_attention import LatentAttention, LatentAttentionConfig
 from megatron.core.transformer.mlp import MLP, MLPConfig
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.transformer.recompute import Recompute
-from megatron.core.transformer.rope import RopeConfig, RopeTable
 
 __all__ = [
     "MLP",

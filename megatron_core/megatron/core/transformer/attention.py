@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SelfAttention: multi-head, grouped-query or multi-query attention, heads cut over tp.
+"""Self-attention: multi-head, grouped-query or multi-query, heads sharded over tp.
+
+SelfAttention: multi-head, grouped-query or multi-query attention, heads cut over tp.
 
 hidden [s, b, h] → q|k|v [s, b, (n + 2g)·d/tp] → norm, rotate → attention → [s, b, n·d/tp] → output
 [s, b, h]. With an output gate, q|k|v|gate is one product, and attention's result is multiplied by
@@ -9,26 +11,193 @@ With context parallelism s is s/cp everywhere, and attention alone sees the toke
 
 With fewer kv heads than tp ranks each kv head is held by tp/g consecutive ranks, whose query heads
 all use it; their gradients of it are addends, which the gradient plan sums (`weight_sharding`).
+
+CoreAttention: softmax attention of a rank's heads, the part that all attention layers share.
+
+RopeTable: the cosines and sines of a microbatch's positions, shared by all layers.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from megatron.core.backend import Backend
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.setting import context_problems
+from megatron.core.context_parallel.attention import Attend, context_attention
+from megatron.core.context_parallel.layout import ContextParallel, context_problems
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.rope import apply_rope
+from megatron.core.ops.dropout import AttentionDropout, dropout_key
+from megatron.core.ops.rope import RopeScaling, apply_rope, rotary_table
 from megatron.core.transformer.build import LayerBuild
-from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.norm import Norm, NormConfig
-from megatron.core.transformer.rope import RopeTable
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Cut, WeightSharding
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CoreAttention:
+    """Attention of projected queries to keys and values, over this rank's tokens or those of all cp
+    ranks. It has no weights.
+
+    Args:
+        backend: whose attention it is.
+        context: the ranks that share the tokens of a row.
+        scale: factor on the logits.
+        window: tokens that a query sees, itself and those before it; None is all of them.
+        rate: probability of dropping an attention weight in training.
+        dropout_key: of the layer, from `ops.dropout.dropout_key`.
+        head_offset: number of this rank's first query head among those of all tp ranks.
+    """
+
+    backend: Backend
+    context: ContextParallel
+    scale: float
+    window: int | None
+    rate: float
+    dropout_key: int
+    head_offset: int
+
+    @staticmethod
+    def of(
+        name: str,
+        build: LayerBuild,
+        *,
+        heads: int,
+        channels: int,
+        rate: float,
+        window: int | None = None,
+        scale_factor: float = 1.0,
+    ) -> CoreAttention:
+        """Make that of the layer `name`.
+
+        Args:
+            heads: query heads of this rank, n/tp.
+            channels: features d of a query; the scale is scale_factor / sqrt(d).
+            rate, window: see the class.
+        """
+        return CoreAttention(
+            backend=build.backend,
+            context=build.context,
+            scale=scale_factor / math.sqrt(channels),
+            window=window,
+            rate=rate,
+            dropout_key=dropout_key(build.seed, name, "attention"),
+            head_offset=build.region.group.rank * heads,
+        )
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        sinks: torch.Tensor | None = None,
+        implementation: str | None = None,
+    ) -> torch.Tensor:
+        """Return [s, b, n/tp, d]; with a cache there are more keys than queries.
+
+        Args:
+            query: [s, b, n/tp, d].
+            key, value: [s_k, b, g/tp, d].
+            sinks: [n/tp], learned logits.
+            implementation: of the op, "reference", "triton" or None (by device); not for tokens
+                that are cut over ranks.
+        """
+        dropout = self._dropout(layout)
+        if self.context.joins(layout):
+            attend = Attend(
+                layout=layout,
+                group=self.context.group,
+                scale=self.scale,
+                window=self.window,
+                dropout=dropout,
+                cpu_dtype=self.context.cpu_dtype,
+            )
+            engine = self.context.engine
+            return context_attention(query, key, value, attend=attend, engine=engine, sinks=sinks)
+        return self.backend.attention(
+            query,
+            key,
+            value,
+            causal=True,
+            scale=self.scale,
+            window=self.window,
+            sinks=sinks,
+            document_ids=layout.document_ids,
+            dropout=dropout,
+            implementation=implementation,
+        )[0]
+
+    def _dropout(self, layout: SequenceLayout) -> AttentionDropout | None:
+        if layout.sample_ids is None or self.rate == 0.0:
+            return None
+        return AttentionDropout(
+            rate=self.rate,
+            key=self.dropout_key,
+            sample_ids=layout.sample_ids,
+            head_offset=self.head_offset,
+            sample_length=layout.sample_length,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021).
+
+    Args:
+        base: the longest wavelength is about 2π·base tokens.
+        percent: share of each head's features that rotate (partial rotary).
+        interleaved: pair neighbouring features instead of halves.
+        scaling: stretch of the wavelengths for longer contexts; None leaves them.
+    """
+
+    base: float = 10000.0
+    percent: float = 1.0
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.base > 1.0 and 0.0 < self.percent <= 1.0):
+            raise ValueError(
+                f"rotary base {self.base} must be above 1 and rotary percent "
+                f"{self.percent} in (0, 1]"
+            )
+
+    def rotary_features(self, head_size: int) -> int:
+        """Return how many of a head's features rotate. Raises ValueError if that is odd."""
+        features = int(head_size * self.percent)
+        if features < 2 or features % 2:
+            raise ValueError(
+                f"{self.percent} of {head_size} features per head is {features}: rotary position "
+                "embedding needs an even number of them"
+            )
+        return features
+
+
+@dataclass(frozen=True, eq=False)
+class RopeTable:
+    """cos and sin, fp32 [s, r/2] or [s, b, r/2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
+
+    @staticmethod
+    def of(config: RopeConfig, positions: torch.Tensor, head_size: int) -> RopeTable:
+        """Make the table for positions int64 [s] or [s, b]."""
+        cos, sin = rotary_table(
+            positions,
+            dim=config.rotary_features(head_size),
+            base=config.base,
+            scaling=config.scaling,
+        )
+        return RopeTable(cos, sin, config.interleaved)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.core.backend import Backend
-from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.weight_gather import WeightStore

@@ -27,14 +27,12 @@ from torch import nn
 
 from megatron.core.comm.conjugates import copy_to_group, gather_from_group
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.setting import context_problems
+from megatron.core.context_parallel.layout import context_problems
 from megatron.core.ops.rope import apply_rope
 from megatron.core.tensor_parallel import ReplicatedLinear
-from megatron.core.transformer.attention import KeyValueCache
+from megatron.core.transformer.attention import CoreAttention, KeyValueCache, RopeTable
 from megatron.core.transformer.build import LayerBuild
-from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.norm import Norm, NormConfig
-from megatron.core.transformer.rope import RopeTable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,30 +12,34 @@ model is built, by whoever materialises the store, and model code never changes 
     plan, arena, gatherer    cut weights made whole just before use: when, where, and by whom
 """
 
-from megatron.core.weight_gather.arena import Arena
-from megatron.core.weight_gather.bucket import Bucket
 from megatron.core.weight_gather.gatherer import (
     BACKWARD,
     EVALUATION,
     FORWARD,
+    Arena,
     Gatherer,
     segment_name,
 )
 from megatron.core.weight_gather.grouped import RowRuns, grouped_linear
-from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.layout import GRANULARITIES, Storage
+from megatron.core.weight_gather.handle import (
+    GRANULARITIES,
+    Bucket,
+    Deferral,
+    Storage,
+    WeightHandle,
+    WgradQueue,
+)
 from megatron.core.weight_gather.module import StoreModule
-from megatron.core.weight_gather.owned import (
+from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
+from megatron.core.weight_gather.store import (
     NORM_GROUPS,
     HeldBox,
     OwnedRange,
     PlacedBox,
+    WeightStore,
     empty_range,
     owned_range,
 )
-from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
-from megatron.core.weight_gather.queue import Deferral, WgradQueue
-from megatron.core.weight_gather.store import WeightStore
 
 __all__ = [
     "BACKWARD",

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WeightHandle: how a layer computes with a weight, and how its gradient reaches its slot.
+"""Weight handles and the buckets that their weights lie in.
+
+WeightHandle: how a layer computes with a weight, and how its gradient reaches its slot.
 
 The functional ops take the handle's parameter as an *anchor*: it makes the output require a
 gradient, its backward returns None for it, and `.grad` stays None. The gradient goes straight into
@@ -9,23 +11,237 @@ parameters.
 The whole local weight may always be there, or be gathered when an op asks for it and taken away
 afterwards; only `get()` knows. An op's weights must lie in one bucket: asking for another may end
 the life of the first.
+
+Weight gradients put off: the W half of a split backward.
+
+While a queue is open on a store, backward computes input gradients only and leaves one item per
+weight use here; a schedule drains them when it likes, first in first out. Gradients that are
+already computed (norms, biases) go through the queue as well: put early, they would hold a whole
+bucket open from I to W, and the summation order of a tied weight would change.
+
+Bucket: weights that lie, are gathered, and whose gradients are reduced, together.
+
+A bucket is one flat buffer. It is stored whole, or one shard of it on each of the ranks that share
+it; then the whole exists only while the gatherer holds it (`bind` … `unbind`). Handles see views
+of whatever is bound.
+
+Storage: how the weights of a store are divided into buckets and over the ranks that share them.
+
+strategy             stored            a bucket is
+no_shard, optim,     whole             about `bucket_bytes` of fp32 gradients, in reverse order
+optim_grads                            of declaration (backward's order: early ones fill first)
+optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit; by
+                                       weight: a matrix and the vectors declared behind it
+
+Dense weights and experts have lanes of their own, and weights of another dtype buckets. A bucket
+whose lanes are one rank is stored whole under every strategy, and neither gathered nor reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, Member, ShardedBuffer
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
-from megatron.core.weight_gather.queue import Deferral
-from megatron.core.weight_sharding import WeightSharding
+from megatron.core.weight_sharding import (
+    DENSE_LANES,
+    EXPERT_LANES,
+    OUTER_LANES,
+    GradientPlan,
+    Placement,
+    WeightSharding,
+    placement,
+)
 
-if TYPE_CHECKING:
-    from megatron.core.weight_gather.bucket import Bucket
+
+@dataclass
+class Deferral:
+    """What all handles of a store know about split backward.
+
+    Args:
+        queue: where puts wait at the moment; None runs them at once.
+        splits: backward will be split: what an op could compute for a weight gradient before
+            backward belongs behind it, with all that is put off.
+    """
+
+    queue: WgradQueue | None = None
+    splits: bool = False
+
+
+class WgradQueue:
+    """First-in-first-out list of deferred gradient puts."""
+
+    def __init__(self) -> None:
+        self._items: deque[Callable[[], None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def push(self, put: Callable[[], None]) -> None:
+        """Append a put; it must not keep an autograd graph alive (detach what it holds)."""
+        self._items.append(put)
+
+    def drain(self) -> None:
+        """Carry out all puts in the order in which they were pushed."""
+        while self._items:
+            self._items.popleft()()
+
+
+class WeightSource(Protocol):
+    """Who makes a bucket's weights whole when an op needs them."""
+
+    def consume(self, bucket: Bucket) -> None:
+        """Make the bucket current: bound, complete, and kept until another is."""
+
+    def is_late(self, bucket: Bucket) -> bool:
+        """Return whether updates by other ranks of what this rank stores have not arrived."""
+
+
+class Bucket:
+    """Weights in one flat buffer.
+
+    Args:
+        index: its number in the store.
+        plan: which weights it holds.
+        handles: they, in the order in which they lie.
+        groups: who shares it.
+        weights: the whole or this rank's shard.
+        placement: which axes cut what; none if this rank is alone on the bucket's lanes.
+
+    Attributes:
+        name: of its unit, or of its first and last weight.
+        root: its weights belong to no unit.
+        part: of the model that its weights belong to.
+        owned_range: the elements that this rank's optimizer updates.
+        outer_shards: the outer ranks own different parts of the same shard.
+        group: the ranks that share it; each owns one of `group.size` ranges of it.
+        outer: the ranks that hold the same range, under hybrid sharding; one rank otherwise.
+        current: handles may read what is bound without asking anybody.
+        source: whom to ask otherwise.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        plan: BucketPlan,
+        *,
+        handles: list[WeightHandle],
+        layout: BufferLayout,
+        groups: BucketGroups,
+        weights: ShardedBuffer,
+        placement: Placement,
+    ) -> None:
+        self.index, self.handles = index, handles
+        self.name, self.root, self.part = plan.name, plan.root, plan.part
+        self.layout, self.groups, self.weights = layout, groups, weights
+        self.placement = placement
+        start, stop = weights.shard_range if placement.optimizer else (0, layout.numel)
+        self.outer_shards = groups.outer.size > 1 and any(
+            axis in placement.optimizer for axis in OUTER_LANES
+        )
+        if self.outer_shards:
+            part = (stop - start) // groups.outer.size
+            start += part * groups.outer.rank
+            stop = start + part
+        self.owned_range = start, stop
+        self.current = not self.sharded
+        self.source: WeightSource | None = None
+        for handle in handles:
+            handle.bucket = self
+        if not self.sharded:
+            self.bind(weights.data)
+
+    @property
+    def group(self) -> Group:
+        return self.groups.shared
+
+    @property
+    def outer(self) -> Group:
+        return self.groups.outer
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else has it: it is stored whole, and neither gathered nor reduced."""
+        return self.group.size * self.outer.size == 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank stores one shard only."""
+        return self.weights.placement is BufferPlacement.SHARDED
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """The weights that this rank's optimizer updates, a view of what it stores."""
+        low, _ = self.weights.stored_range
+        start, stop = self.owned_range
+        return self.weights.data[start - low : stop - low]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole bucket."""
+        return self.layout.numel * self.weights.data.element_size()
+
+    def members(self) -> Iterator[tuple[WeightHandle, Member]]:
+        """Pair every handle with its place in the flat buffer."""
+        return zip(self.handles, self.layout.members, strict=True)
+
+    def bind(self, whole: torch.Tensor) -> None:
+        """Show the handles their weights in `whole` [numel]."""
+        for handle, member in self.members():
+            handle.whole = whole[member.start : member.stop].view(member.shape)
+
+    def unbind(self) -> None:
+        """Take away what was bound: its memory may be used for something else."""
+        self.current = False
+        for handle in self.handles:
+            handle.whole = None
+
+    def need(self) -> None:
+        """Have the whole weights made ready.
+
+        Raises:
+            ValueError: nobody was asked to gather them.
+        """
+        if self.source is None:
+            raise ValueError(
+                f"{self.name} is stored in shards: build DataParallel over its store to use it"
+            )
+        self.source.consume(self)
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The element ranges that belong to no weight that is trained: padding and frozen ones."""
+        found, at = [], 0
+        for handle, member in self.members():
+            if not handle.trainable:
+                continue
+            if member.start > at:
+                found.append((at, member.start))
+            at = member.stop
+        return found + ([(at, self.layout.numel)] if at < self.layout.numel else [])
+
+
+def bytes_of_units(buckets: Iterable[Bucket]) -> tuple[int, int]:
+    """Return the bytes of the buckets outside units, and of the largest unit, of those that ranks
+    share: its dense weights and its experts, which it needs in turn."""
+    root = 0
+    largest = {False: 0, True: 0}
+    for bucket in buckets:
+        expert = bucket.handles[0].sharding.expert
+        if bucket.root and not bucket.alone:
+            root += bucket.whole_bytes
+        elif not bucket.alone:
+            largest[expert] = max(largest[expert], bucket.whole_bytes)
+    return root, sum(largest.values())
 
 
 class GradientSink(Protocol):
@@ -375,3 +591,144 @@ class _Use(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.handle.add_gradient(grad)
         return None, None, None
+
+
+GRANULARITIES = ("unit", "weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How weights are stored.
+
+    Args:
+        strategy: the strategy of the data-parallel engine that will be built over the store.
+        outer: what hybrid sharding does over the outer data axis: "no_shard" or "optim".
+        bucket_bytes: fp32 gradient bytes after which a bucket closes, where weights are stored
+            whole; a weight is never split.
+        granularity: of weights that are stored in shards: a bucket is a "unit" or a "weight".
+        initialize: write initial values; otherwise zeros.
+
+    Raises:
+        ValueError: an unknown granularity.
+    """
+
+    strategy: str = "no_shard"
+    outer: str = "no_shard"
+    bucket_bytes: int = 160_000_000
+    granularity: str = "unit"
+    initialize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
+
+    @property
+    def placement(self) -> Placement:
+        return placement(self.strategy, self.outer)
+
+    def effective(self, groups: ProcessGroupCollection) -> Placement:
+        """Return the placement on these ranks: none where each is alone on its lanes, those of
+        dense weights and those of experts.
+
+        Where it is alone on one of them only, buckets of these have no placement of their own.
+        """
+        lanes = (DENSE_LANES, EXPERT_LANES)
+        sizes = [groups.grid.size(axis) for axes in lanes for axis in axes]
+        return Placement() if max(sizes) == 1 else self.placement
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The weights of a bucket to be, before anything is allocated.
+
+    Args:
+        name: of its unit, or of its first and last weight.
+        handles: in the order in which backward fills them.
+        root: they belong to no unit.
+        part: of the model that they belong to.
+    """
+
+    name: str
+    handles: list[WeightHandle]
+    root: bool
+    part: int = 0
+
+
+def bucket_plans(
+    handles: Iterable[WeightHandle],
+    plans: Mapping[str, GradientPlan],
+    *,
+    units: Mapping[str, str | None],
+    parts: Mapping[str, int],
+    storage: Storage,
+    cut: bool,
+) -> list[BucketPlan]:
+    """Divide weights into buckets, each of one lane group, one dtype and one part.
+
+    A weight of several pipeline stages has a bucket to itself: its owners then lay it out alike,
+    and hold the same ranges of it, whatever else they have.
+
+    Args:
+        handles: in order of declaration.
+        plans: by weight name.
+        units: the unit of each weight by name; None if it is in none.
+        parts: the part of each weight by name.
+        cut: weights are stored in shards; else buckets are filled by bytes.
+
+    Returns:
+        In the order in which backward fills them.
+    """
+    found: list[BucketPlan] = []
+    opened: dict[tuple[str, torch.dtype], list[WeightHandle]] = {}
+    unit: str | None = None
+    part = 0
+
+    def close(kind: tuple[str, torch.dtype]) -> None:
+        members = opened.pop(kind)
+        first, last = members[-1].name, members[0].name
+        name = unit or (first if first == last else f"{first} ... {last}")
+        found.append(BucketPlan(name, members, unit is None, part))
+
+    # Backward goes through the last part first, in whatever order the parts were declared.
+    for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
+        kind = plans[handle.name].lanes, handle.dtype
+        shared = len(set(handle.sharding.stages)) > 1
+        if shared or parts[handle.name] != part:
+            for other in list(opened):
+                close(other)
+            part = parts[handle.name]
+        if cut and units[handle.name] != unit:
+            for other in list(opened):
+                close(other)
+            unit = units[handle.name]
+        opened.setdefault(kind, []).append(handle)
+        if cut:
+            full = storage.granularity == "weight" and len(handle.shape) > 1
+        else:
+            size = sum(4 * math.prod(h.shape) for h in opened[kind])
+            full = size >= storage.bucket_bytes
+        if full or shared:
+            close(kind)
+    for kind in list(opened):
+        close(kind)
+    return found
+
+
+@dataclass(frozen=True)
+class BucketGroups:
+    """Who shares a bucket: its owners, the ranks that hold the same range, and who gathers it."""
+
+    shared: Group
+    outer: Group
+    gather: Group
+
+    @staticmethod
+    def of(groups: ProcessGroupCollection, lanes: str, placement: Placement) -> BucketGroups:
+        """Choose the groups for the lanes ("lanes" or "expert_lanes") of a placement."""
+        alone = Group.single("outer", groups.rank)
+        hybrid = groups.grid.instances > 1 and bool(placement.optimizer)
+        shared = groups[lanes.replace("lanes", "inner_lanes") if hybrid else lanes]
+        outer = groups[lanes.replace("lanes", "outer_lanes")] if hybrid else alone
+        # Gathers have a communicator of their own: they never queue behind gradients.
+        gather = groups[lanes.replace("lanes", "gather_lanes")] if placement.weight else shared
+        return BucketGroups(shared, outer, gather)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from megatron.core.weight_gather.layout import Storage
+from megatron.core.weight_gather.handle import Storage
 from megatron.core.weight_gather.store import WeightStore
 
 

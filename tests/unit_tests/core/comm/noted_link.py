@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.comm.transfer import Transfer, Underway
+from megatron.core.comm.collectives import Transfer, Underway
 
 
 class Noting:

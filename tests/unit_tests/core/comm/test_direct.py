@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.comm import direct
+from megatron.core.comm import collectives
 from megatron.core.comm.collectives import all_gather_async, reduce_scatter_async
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
@@ -29,7 +29,7 @@ def exchanges(rank: int, world: int) -> int:
     for dtype in (torch.float32, torch.bfloat16):
         whole = [[content(r, world, n, dtype) for n in range(2)] for r in range(world)]
         own = slice(rank * ROWS, (rank + 1) * ROWS)
-        started += 3 * direct.goes_directly(whole[0][0], lanes)
+        started += 3 * collectives.goes_directly(whole[0][0], lanes)
         mine = [w.clone() for w in whole[rank]]
         apart = reduce_scatter_async(mine[0], lanes)
         inside = reduce_scatter_async(mine[1], lanes, out=mine[1][own])
@@ -66,10 +66,10 @@ def test_exchanges_equal_sums_and_concatenations(world: int):
 
 
 def test_small_large_and_lonely_groups_keep_gloos_own():
-    few = torch.zeros(direct.LEAST_BYTES // 4 - 1)
+    few = torch.zeros(collectives.LEAST_BYTES // 4 - 1)
     group = Group("lanes", (0,), 0)
-    assert not direct.goes_directly(few, group)
-    assert direct.goes_directly(torch.zeros(direct.LEAST_BYTES // 4), group)
-    many = tuple(range(direct.MOST_RANKS + 1))
+    assert not collectives.goes_directly(few, group)
+    assert collectives.goes_directly(torch.zeros(collectives.LEAST_BYTES // 4), group)
+    many = tuple(range(collectives.MOST_RANKS + 1))
     crowd = Group("lanes", many, 0, handle=object())  # type: ignore[arg-type]
-    assert not direct.goes_directly(torch.zeros(direct.LEAST_BYTES), crowd)
+    assert not collectives.goes_directly(torch.zeros(collectives.LEAST_BYTES), crowd)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.comm import all_to_all, gather_from_group, reduce_scatter_to_group, trace
-from megatron.core.comm.flight import Flight, arrive, depart, direct, exchange, gather, scatter
+from megatron.core.comm.conjugates import Flight, arrive, depart, direct, exchange, gather, scatter
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory

@@ -11,15 +11,15 @@ import torch
 
 from megatron.core.comm import all_gather, all_reduce, all_to_all, reduce_scatter
 from megatron.core.comm.collectives import (
+    Transfer,
     all_gather_async,
     all_reduce_async,
     all_to_all_async,
     reduce_scatter_async,
     reduce_scatter_wide_async,
 )
-from megatron.core.comm.transfer import Transfer
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather.arena import Arena
+from megatron.core.weight_gather.gatherer import Arena
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, Latency, Link, simulated

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron.core.comm import CollectiveRecord, trace
-from megatron.core.comm.collectives import reduce_scatter_wide_async
-from megatron.core.comm.transfer import Pending
+from megatron.core.comm.collectives import Pending, reduce_scatter_wide_async
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.core.context_parallel.blocks import Block
+from megatron.core.context_parallel.blockwise import Block
 
 
 def pair_count(blocks: Iterable[Block], *, window: int | None = None) -> int:

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.balance import (
+from megatron.core.context_parallel.blockwise import attention_blocks
+from megatron.core.context_parallel.cut import (
+    PADDING,
     Costs,
     Work,
     cut_documents,
     joined_documents,
     work_of,
 )
-from megatron.core.context_parallel.blocks import attention_blocks
-from megatron.core.context_parallel.cut import PADDING
 from tests.unit_tests.core.context_parallel.pair_count import pair_count
 
 

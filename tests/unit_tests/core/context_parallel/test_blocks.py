@@ -13,11 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.core.context_parallel import SequenceCut
-from megatron.core.context_parallel.blocks import (
-    Block,
-    Blocks,
-    attention_blocks,
-)
+from megatron.core.context_parallel.blockwise import Block, Blocks, attention_blocks
 from megatron.core.context_parallel.cut import Run
 from tests.unit_tests.core.context_parallel.pair_count import pair_count
 from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_case

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import blockwise
-from megatron.core.context_parallel.blocks import Block, Blocks, attention_blocks
+from megatron.core.context_parallel.blockwise import Block, Blocks, attention_blocks
 from megatron.core.context_parallel.cut import SequenceCut
 from megatron.core.ops.attention import attention, reference
 from megatron.core.ops.dropout import AttentionDropout

@@ -10,10 +10,9 @@ import torch
 
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.attend import Attend
-from megatron.core.context_parallel.choice import AttentionShape, choose, explain, moved_bytes
+from megatron.core.context_parallel.attention import Attend, context_attention
+from megatron.core.context_parallel.comm_type import AttentionShape, choose, explain, moved_bytes
 from megatron.core.context_parallel.cut import SequenceCut
-from megatron.core.context_parallel.engines import context_attention
 from megatron.core.ops.attention import attention
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.attend import Attend
-from megatron.core.context_parallel.engines import context_attention
+from megatron.core.context_parallel.attention import Attend, context_attention
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks

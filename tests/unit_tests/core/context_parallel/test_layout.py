@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.blocks import attention_blocks
+from megatron.core.context_parallel.blockwise import attention_blocks
 from megatron.core.context_parallel.cut import Run
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.pieces import OwnPieces
+from megatron.core.context_parallel.layout import OwnPieces
 from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_case
 
 ROWS = 3

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.token_rows import TokenRows
+from megatron.core.context_parallel.layout import TokenRows
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
 
 CASES = [random_case(random.Random(seed)) for seed in range(2000, 2080)]

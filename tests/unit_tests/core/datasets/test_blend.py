@@ -11,8 +11,7 @@ from megatron.core.datasets.blend import (
     check_weights,
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 WEIGHTS = [[1.0], [0.3, 0.7], [0.5, 0.5], [0.2, 0.0, 0.5, 0.3], (np.ones(7) / 7).tolist()]
 

@@ -9,8 +9,7 @@ import pytest
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.chat_dataset import ChatDataset, mask_prefix
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.token_rows import cumulative_lengths, positions_within
 
 LENGTH, END = 24, 1

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.samplers import GPTBatches
 
 CONFIG = GPTDatasetConfig(sequence_length=7, seed=5)

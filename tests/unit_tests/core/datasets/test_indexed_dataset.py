@@ -13,11 +13,11 @@ from megatron.core.datasets.atomic_file import publish
 from megatron.core.datasets.indexed_dataset import (
     TOKEN_TYPES,
     IndexedDataset,
+    IndexedDatasetWriter,
     bin_path,
     idx_path,
     token_type_for,
 )
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
 
 DOCUMENTS_A = [[[1, 2, 3], [4, 5]]]
 DOCUMENTS_B = [[[6, 7], [8, 9]]]
@@ -136,7 +136,7 @@ def test_overwriting_removes_the_old_index_before_the_new_tokens_come(tmp_path, 
         seen.append((target.name, idx_path(prefix).exists()))
         publish(temporary, target)
 
-    monkeypatch.setattr("megatron.core.datasets.indexed_writer.publish", watch)
+    monkeypatch.setattr("megatron.core.datasets.indexed_dataset.publish", watch)
     write(prefix, DOCUMENTS_B)
     assert seen == [("data.bin", False), ("data.idx", False)]
     assert IndexedDataset(prefix).get(0).tolist() == [6, 7]

@@ -6,8 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.mock_dataset import MockDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockDataset
 
 CONFIG = GPTDatasetConfig(
     sequence_length=40, seed=3, vocab_size=50, eod_token=49, reset_attention_mask=True

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.datasets.packing import pack_epoch
+from megatron.core.datasets.chat_dataset import pack_epoch
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=200), st.integers(0, 3))

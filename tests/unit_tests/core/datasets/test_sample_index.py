@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from megatron.core.datasets.sample_index import (
+from megatron.core.datasets.gpt_dataset import (
     build_document_index,
     build_sample_index,
     build_shuffle_index,
@@ -89,7 +89,7 @@ CASES = [
 def test_arrays_equal_the_slow_construction(
     monkeypatch, _name, lengths, documents, seq, seed, samples, block
 ):
-    monkeypatch.setattr("megatron.core.datasets.sample_index._POSITIONS_AT_ONCE", block)
+    monkeypatch.setattr("megatron.core.datasets.gpt_dataset._POSITIONS_AT_ONCE", block)
     lengths = np.array(lengths, dtype=np.int32)
     line, starts, order, epochs, separate = slow_indices(
         lengths, list(documents), seq=seq, seed=seed, num_samples=samples

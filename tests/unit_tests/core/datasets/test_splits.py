@@ -6,11 +6,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blend import BlendedDataset
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed_writer import IndexedDatasetWriter
-from megatron.core.datasets.splits import (
+from megatron.core.datasets.blend import (
+    BlendedDataset,
     DataPath,
     build_split,
     has_split,
@@ -18,6 +15,8 @@ from megatron.core.datasets.splits import (
     parse_split,
     split_ranges,
 )
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 CONFIG = GPTDatasetConfig(sequence_length=4, seed=1)
 

@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.commit import TRACKER_NAME
-from megatron.core.dist_checkpointing.staging import LARGE_BYTES
+from megatron.core.dist_checkpointing.async_save import LARGE_BYTES
+from megatron.core.dist_checkpointing.run_folder import TRACKER_NAME
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import on_threads, same_bits, whole
 

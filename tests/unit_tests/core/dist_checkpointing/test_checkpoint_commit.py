@@ -25,9 +25,9 @@ from megatron.core.dist_checkpointing import (
     read_extra,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing import claim as claim_module
-from megatron.core.dist_checkpointing import commit as commit_module
 from megatron.core.dist_checkpointing import manifest as manifest_module
+from megatron.core.dist_checkpointing import run_folder as claim_module
+from megatron.core.dist_checkpointing import run_folder as commit_module
 from megatron.core.dist_checkpointing import save as save_module
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import whole

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.digests import digest
+from megatron.core.dist_checkpointing.shard_format import digest
 from tests.unit_tests.core.dist_checkpointing.layouts import empty_like, whole
 
 SHARD = "shard-00000.safetensors"

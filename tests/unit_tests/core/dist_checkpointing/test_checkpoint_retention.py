@@ -195,10 +195,11 @@ def test_a_writer_that_survives_the_sweep_cannot_commit(tmp_path):
 def test_finding_verifying_and_removing_need_no_torch(tmp_path):
     folders = save(tmp_path, 1, 2)
     code = (
-        "import sys; from megatron.core.dist_checkpointing import claim, inventory, retention, "
-        f"verify; root = {str(tmp_path)!r}; found = inventory.latest_checkpoint(root); "
-        "print(verify.verify_checkpoint(found).bytes_verified); "
-        "print(len(retention.prune_checkpoints(root, keep_last=1))); "
+        "import sys; from megatron.core.dist_checkpointing import latest_checkpoint, "
+        "prune_checkpoints, SaveFolderClaim, verify_checkpoint; "
+        f"root = {str(tmp_path)!r}; found = latest_checkpoint(root); "
+        "print(verify_checkpoint(found).bytes_verified); "
+        "print(len(prune_checkpoints(root, keep_last=1))); "
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -277,7 +277,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
     ),
     "a bucket spans parts": (
         (
-            "megatron.core.weight_gather.layout",
+            "megatron.core.weight_gather.handle",
             "bucket_plans",
             "if shared or parts[handle.name] != part:",
             "if shared:",
@@ -295,7 +295,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
     ),
     "cut gradients of a microbatch stay open": (
         (
-            "megatron.core.distributed.gradients",
+            "megatron.core.distributed.data_parallel",
             "GradientBucket.put_done",
             "self.waiting == 0",
             "self.waiting < 0",

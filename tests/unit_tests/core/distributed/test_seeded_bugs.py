@@ -25,8 +25,8 @@ from tests.unit_tests.core.distributed.engine_steps import (
 )
 from tests.unit_tests.core.distributed.small_model import tokens
 
-GATHERER, GRADIENTS = "megatron.core.weight_gather.gatherer", "megatron.core.distributed.gradients"
-ENGINE = "megatron.core.distributed.data_parallel"
+GATHERER = "megatron.core.weight_gather.gatherer"
+ENGINE = GRADIENTS = "megatron.core.distributed.data_parallel"
 ZERO3 = {"strategy": "optim_grads_params", "overlap_param_gather": True}
 ZERO2 = {"strategy": "optim_grads", "overlap_param_gather": True}
 ONE_BUCKET = {"strategy": "optim_grads", "bucket_bytes": 10**9}
@@ -111,7 +111,7 @@ BUGS = {
         GATHERER, "Gatherer.consume", "gathered.pending.wait()", "gathered.pending", ZERO2
     ),
     "weights are read from a buffer that was given back": bug(
-        "megatron.core.weight_gather.bucket",
+        "megatron.core.weight_gather.handle",
         "Bucket.unbind",
         "self.current = False",
         "self.current = True",

@@ -186,19 +186,19 @@ def test_shared_weights_under_hybrid_sharding(outer: str):
 #: Faults of shared weights.
 TIED_BUGS = {
     "a shared weight lies among others": (
-        "megatron.core.weight_gather.layout",
+        "megatron.core.weight_gather.handle",
         "bucket_plans",
         "shared = len(set(handle.sharding.stages)) > 1",
         "shared = False",
     ),
     "shared weights are summed in the order of declaration": (
-        "megatron.core.distributed.model_sums",
+        "megatron.core.distributed.data_parallel",
         "ModelSums.__init__",
         "sorted(found, key=lambda one: one[0])",
         "found",
     ),
     "a shared weight is summed twice": (
-        "megatron.core.distributed.model_sums",
+        "megatron.core.distributed.data_parallel",
         "ModelSums.run",
         "all_reduce(flat, group, out=flat)",
         "all_reduce(flat, group, out=flat)\n            all_reduce(flat, group, out=flat)",

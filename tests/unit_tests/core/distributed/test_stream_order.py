@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.distributed.gradients import GradientBucket
+from megatron.core.distributed.data_parallel import GradientBucket
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Arena, Gatherer
 from tests.support.simulated_links import simulated

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.inference.cache import KVCache
 from megatron.core.inference.engine import Request, check_requests, stream
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import SamplingParams
 from tests.support.one_batch import generate
 

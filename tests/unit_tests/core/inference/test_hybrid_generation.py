@@ -12,10 +12,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.batch_cache import BatchCache
+from megatron.core.inference.cache import BatchCache, StateCache
 from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.sampling import SamplingParams
-from megatron.core.inference.state_cache import StateCache
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.state_space_dual import state_space_recurrence

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron.core.inference.kv_cache import KVCache
+from megatron.core.inference.cache import KVCache
 
 
 def test_extend_returns_all_tokens_so_far_without_moving_the_buffers() -> None:

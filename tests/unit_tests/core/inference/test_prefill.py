@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.batch_cache import BatchCache
+from megatron.core.inference.cache import BatchCache, StateCache
 from megatron.core.inference.engine import Request, stream
 from megatron.core.inference.sampling import SamplingParams
-from megatron.core.inference.state_cache import StateCache
-from megatron.core.ssm.state import carried, keep
+from megatron.core.ssm.mixer import carried, keep
 from tests.support.one_batch import generate
 
 GREEDY = SamplingParams(temperature=0)

@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from megatron.core.inference.batch_cache import BatchCache
-from megatron.core.inference.state_cache import StateCache
-from megatron.core.ssm.state import carried, keep
+from megatron.core.inference.cache import BatchCache, StateCache
+from megatron.core.ssm.mixer import carried, keep
 
 CPU = torch.device("cpu")
 

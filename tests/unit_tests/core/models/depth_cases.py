@@ -7,8 +7,7 @@ import dataclasses
 
 import torch
 
-from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.multi_token import shifted
+from megatron.core.models.gpt import GPTConfig, shifted
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from tests.support.inputs import microbatch
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.stages import StageSplit
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import one_thread

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.models.gpt import GPTModel, logical_weights
-from megatron.core.models.stages import StageSplit
+from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import Recompute
 from megatron.core.weight_gather import WeightStore

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
-from megatron.core.models.multi_token import shifted, take_mean_losses
+from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights, shifted, take_mean_losses
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close, assert_close_by_metric, relative_error

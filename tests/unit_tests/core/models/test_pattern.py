@@ -9,14 +9,16 @@ import json
 import pytest
 
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
-from megatron.core.models.pattern import (
+from megatron.core.models.layer_pattern import (
     Pattern,
+    StageSplit,
+    even_problems,
     ffn_of,
     layer_blocks,
+    pattern_problems,
     symbol_problems,
     written_problems,
 )
-from megatron.core.models.stages import StageSplit, even_problems, pattern_problems
 from megatron.core.moe import MoEConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config

@@ -7,12 +7,13 @@ import itertools
 
 import pytest
 
-from megatron.core.models.pattern import layer_blocks, symbols_of
-from megatron.core.models.stages import (
+from megatron.core.models.layer_pattern import (
     StageSplit,
     even_problems,
+    layer_blocks,
     layout_problems,
     pattern_problems,
+    symbols_of,
 )
 
 EVEN = [

@@ -16,7 +16,7 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.moe import MoE, MoEConfig
-from megatron.core.moe.share import Share
+from megatron.core.moe.router import Share
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.moe.choice import chosen_experts, within_capacity
 from megatron.core.moe.config import RouterConfig
+from megatron.core.moe.router import chosen_experts, within_capacity
 from tests.support.inputs import generator
 
 TOKENS, EXPERTS = 23, 12

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.moe.losses import balance_loss, carry, tokens_of_experts, z_loss
+from megatron.core.moe.router import balance_loss, carry, tokens_of_experts, z_loss
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator
 

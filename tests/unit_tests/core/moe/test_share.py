@@ -13,8 +13,7 @@ from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
-from megatron.core.moe.router import MEASURES
-from megatron.core.moe.share import Share
+from megatron.core.moe.router import MEASURES, Share
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import AttentionConfig, MLPConfig

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.ops.attention import attention
 from megatron.core.ops.attention import reference as attention_reference
 from megatron.core.ops.attention import triton as attention_triton
-from megatron.core.ops.attention.masking import Mask
+from megatron.core.ops.attention.reference import Mask
 from megatron.core.ops.dropout import dropout
 from megatron.core.ops.dropout import triton as dropout_triton
 from megatron.core.ops.launches import Launches

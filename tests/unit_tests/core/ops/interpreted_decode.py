@@ -14,16 +14,16 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.inference.batch_cache import BatchCache
-from megatron.core.inference.state_cache import StateCache
+from megatron.core.inference.cache import BatchCache, StateCache
 from megatron.core.initialize import InitSpec
 from megatron.core.ops import recurrence_decode as recurrence_decode_op
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
+from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config

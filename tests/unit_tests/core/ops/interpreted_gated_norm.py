@@ -12,7 +12,7 @@ import torch
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
 from megatron.core.ops.gated_rms_norm import triton as kernels
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.row_steps import RowSteps, row_tile
+from megatron.core.ops.rows import RowSteps, row_tile
 from tests.support.gpu_agreement import agree
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory

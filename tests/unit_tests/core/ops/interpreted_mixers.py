@@ -16,7 +16,7 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.ops import gated_rms_norm, recurrence_by_device, recurrence_prologue

@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.ops import recurrence_by_device
 from megatron.core.ops.chunked_recurrence import triton as kernels
-from megatron.core.ops.chunked_recurrence.tiles import Tiles
+from megatron.core.ops.chunked_recurrence.kernels import Tiles
 from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rule
 from megatron.core.ops.gated_delta_rule.triton import solve
 from megatron.core.ops.launches import Launches
@@ -20,7 +20,7 @@ from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import add_skip, state_space_dual, state_space_recurrence
 from megatron.core.ops.state_space_dual import triton as skips
-from megatron.core.ssm.segments import recur_split
+from megatron.core.ssm.state_passing import recur_split
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import agree
 from tests.support.nan_memory import nan_memory

@@ -6,7 +6,7 @@ import torch
 
 from megatron.core.ops import dispatch
 from megatron.core.ops.attention import attention
-from megatron.core.ops.attention import chunked as attention_chunked
+from megatron.core.ops.attention import reference as attention_chunked
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import chunk_statistics, linear_cross_entropy
 from megatron.core.ops.rmsnorm import rms_norm

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.gated_delta_rule import (
-    block,
     delta_recurrence,
     gated_delta_rule,
     gated_delta_step,
@@ -161,7 +160,7 @@ def test_nothing_is_denormal_however_strong_decays_are():
     for rate in (-1.0, -3.0, -30.0):
         grids = RecurrenceInputs(*(x.detach()[None] for x in inputs))
         grids = grids._replace(decay=torch.full_like(grids.decay, rate))
-        found = block.Block(grids, scale=1.0, dtype=torch.float32)
+        found = reference.Block(grids, scale=1.0, dtype=torch.float32)
         for name in ("falls", "growth", "left", "faded_inverse", "transition", "readers", "added"):
             sizes = getattr(found, name).abs()
             assert not ((sizes > 0) & (sizes < torch.finfo(torch.float32).tiny)).any(), (rate, name)

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.ops.attention import attention
 from megatron.core.ops.paged_attention import PagedBatch, paged_attention, write_to_pages
-from megatron.core.ops.paged_attention.splitting import (
+from megatron.core.ops.paged_attention.triton import (
     LONGEST_PIECE,
     MOST_PIECES,
     SHORTEST_PIECE,

@@ -11,7 +11,8 @@ import torch
 
 from megatron.core.ops.gated_delta_rule import gated_delta_rule
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
-from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm, recurrence_decode
+from megatron.core.ops.recurrence_decode import recurrence_decode
+from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import (
     PrologueWeights,
     UnitParts,

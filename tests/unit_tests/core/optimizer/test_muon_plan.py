@@ -9,13 +9,7 @@ import random
 import pytest
 import torch
 
-from megatron.core.optimizer.muon_plan import (
-    Matrix,
-    Piece,
-    assign_owners,
-    matrices_of,
-    plan_rounds,
-)
+from megatron.core.optimizer.muon import Matrix, Piece, assign_owners, matrices_of, plan_rounds
 
 UNLIMITED = 10**9
 

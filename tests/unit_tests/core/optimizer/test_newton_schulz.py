@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
+from megatron.core.optimizer.muon import orthogonalize, update_scale
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.optimizer import OptimizerConfig, elementwise
+from megatron.core.optimizer import OptimizerConfig, range_state
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close, assert_piece_close
 from tests.support.nan_memory import nan_memory
@@ -99,7 +99,7 @@ def test_ranges_share_the_kernel_unless_they_are_widened(dtype: torch.dtype):
     assert len(training.optimizer.ranges) == 4
     assert len(wanted) > len(set(wanted)) == 2
     forbidden = mock.patch.object(torch, "tensor", side_effect=AssertionError("a copy"))
-    with mock.patch.object(elementwise, "adamw", wraps=elementwise.adamw) as kernel, forbidden:
+    with mock.patch.object(range_state, "adamw", wraps=range_state.adamw) as kernel, forbidden:
         training.step(drawn(0), lr=0.1, weight_decay=1.0)
     decays = [call.kwargs["weight_decay"] for call in kernel.call_args_list]
     assert sorted(decays) == sorted(set(wanted) if dtype is torch.float32 else wanted)

@@ -13,7 +13,7 @@ from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
-from megatron.core.ssm.exchange import to_heads, to_tokens
+from megatron.core.ssm.mixer import to_heads, to_tokens
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.context_parallel.test_host import reads

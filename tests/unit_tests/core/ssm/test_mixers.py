@@ -13,7 +13,7 @@ import torch
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.setting import ContextParallel
+from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
@@ -23,7 +23,7 @@ from megatron.core.ssm import mixer
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
-from megatron.core.ssm.segments import recur_split
+from megatron.core.ssm.state_passing import recur_split
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore

@@ -20,7 +20,7 @@ from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import state_space_recurrence
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm.choice import LinearShape, sent_bytes
-from megatron.core.ssm.segments import halo_rows, recur_in_segments, recur_split
+from megatron.core.ssm.state_passing import halo_rows, recur_in_segments, recur_split
 from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.context_parallel.random_cuts import random_case

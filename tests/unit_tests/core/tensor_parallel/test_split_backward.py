@@ -16,7 +16,7 @@ from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.tensor_parallel import vocab_parallel
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather import WgradQueue
 from megatron.core.weight_sharding import STRATEGIES
@@ -141,7 +141,7 @@ def assert_same_bits(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
 @pytest.mark.parametrize("config", [PLAIN, BIASED], ids=["tied", "biased"])
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_halves_have_the_bits_of_the_whole(config, recompute, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "tokens_per_chunk", lambda *_: CHUNK_TOKENS)
+    monkeypatch.setattr(vocab_parallel, "tokens_per_chunk", lambda *_: CHUNK_TOKENS)
     single = ProcessGroupCollection.single()
     dtypes = ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2)
     for dtype, grad_dtype in dtypes:
@@ -157,7 +157,7 @@ def over_tp(rank: int, world: int, fault: Mutation | None) -> None:
     """Split backward over tp, with and without sequence parallelism."""
     if fault is not None:
         apply(fault)
-    cross_entropy.tokens_per_chunk = lambda *_: CHUNK_TOKENS  # type: ignore[assignment]
+    vocab_parallel.tokens_per_chunk = lambda *_: CHUNK_TOKENS  # type: ignore[assignment]
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     cases = (
         (PLAIN, True, "all kept"),
@@ -321,13 +321,13 @@ BUGS = {
         "x if enter is None else x.repeat(2, 1, 1)",
     ),
     "the head forgets the incoming factor": (
-        "megatron.core.tensor_parallel.cross_entropy",
+        "megatron.core.tensor_parallel.vocab_parallel",
         "_CrossEntropy.backward",
         "scale = grad.detach() if scaled else None",
         "scale = None",
     ),
     "the head's chunks overwrite each other": (
-        "megatron.core.tensor_parallel.cross_entropy",
+        "megatron.core.tensor_parallel.vocab_parallel",
         "_product",
         "start += len(logits)",
         "start += 0",

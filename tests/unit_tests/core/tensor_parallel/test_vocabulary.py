@@ -11,7 +11,7 @@ from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import VocabParallelEmbedding, VocabParallelHead
-from megatron.core.tensor_parallel.embedding import vocabulary_sharding
+from megatron.core.tensor_parallel.vocab_parallel import vocabulary_sharding
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from megatron.core.comm.poison import poison_
-from megatron.core.weight_gather.arena import Arena, size_class
+from megatron.core.comm.collectives import poison_
+from megatron.core.weight_gather.gatherer import Arena, size_class
 
 
 def spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import math
 import torch
 
 from megatron.core.ops.attention import reference
-from megatron.core.ops.attention.masking import Mask
+from megatron.core.ops.attention.reference import Mask
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.dropout import AttentionDropout
 

@@ -7,8 +7,7 @@ import torch
 
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.dropout import reference
-from megatron.core.ops.dropout.hashing import dropout_key
-from megatron.core.ops.dropout.reference import AttentionDropout
+from megatron.core.ops.dropout.reference import AttentionDropout, dropout_key
 
 __all__ = ["AttentionDropout", "dropout", "dropout_key"]
 

@@ -7,13 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.dropout.hashing import MIX, hash_index, signed
 from megatron.core.ops.dropout.reference import (
     COLUMNS_PER_HASH,
+    MIX,
     column_key,
     drop_levels,
+    hash_index,
     keep_scale,
     row_hashes,
+    signed,
 )
 from megatron.core.ops.launches import Launches
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.gated_delta_rule.reference import DeltaRecurrence, Prepared
-from megatron.core.ops.gated_delta_rule.step import step
-from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.gated_delta_rule.reference import DeltaRecurrence, Prepared, step
+from megatron.core.ops.recurrence import (
+    Recurrence,
+    RecurrenceInputs,
+    check_initial,
+    check_inputs,
+    check_slots,
+    recur,
+)
 from megatron.core.ops.recurrence_by_device import ByDevice
-from megatron.core.ops.recurrence_checks import check_initial, check_inputs, check_slots
 from megatron.core.ops.sequences import Sequences, require_sequences
 
 __all__ = ["delta_recurrence", "gated_delta_rule", "gated_delta_step"]

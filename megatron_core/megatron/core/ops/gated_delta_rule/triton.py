@@ -7,11 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.sweep_kernels import decays_between, within
-from megatron.core.ops.chunked_recurrence.tiles import Tiles
-from megatron.core.ops.decay import LOWEST_DECAY
+from megatron.core.ops.chunked_recurrence.kernels import Tiles, decays_between, within
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence import LOWEST_DECAY, RecurrenceInputs
 
 SOLVE = Launches(
     "delta_rule_solve",

@@ -5,6 +5,8 @@ A group of features is a row here. All rows of a program have the same weights. 
 goes through many tiles of rows and adds up its part of the weights' gradient; parts are added up
 behind it, always in the same order. Where x has its own order of rows, `places` says which row
 belongs to one of the gate, -1 that none does.
+
+What Triton kernels over `RowSteps` share.
 """
 
 from __future__ import annotations
@@ -16,8 +18,16 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.row_steps import RowSteps, row_tile
-from megatron.core.ops.row_steps_kernels import row_starts
+from megatron.core.ops.rows import RowSteps, row_tile
+
+
+@triton.jit
+def row_starts(row, inner, offset, outer_steps, inner_steps, STEP: tl.constexpr):
+    """Return where rows begin, int64, of numbers int32: division of wider ones is slow."""
+    outer = row // inner
+    within = (row - outer * inner).to(tl.int64)
+    return (offset + outer.to(tl.int64) * outer_steps + within * inner_steps) * STEP
+
 
 #: A program has ELEMENTS of rows at a time, which are padded to powers of two.
 FORWARD = Launches(

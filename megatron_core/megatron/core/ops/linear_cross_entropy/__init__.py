@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.dispatch import choose
-from megatron.core.ops.linear_cross_entropy import fused, reference
+from megatron.core.ops.linear_cross_entropy import reference
 
 __all__ = [
     "chunk_gradient_",
@@ -125,7 +125,7 @@ def fused_gradient_(
 
 def tokens_per_chunk(vocabulary: int, device: torch.device) -> int:
     """Give how many tokens' fp32 logits make one chunk, a multiple of 64."""
-    size = fused.GPU_CHUNK_BYTES if device.type == "cuda" else fused.CHUNK_BYTES
+    size = reference.GPU_CHUNK_BYTES if device.type == "cuda" else reference.CHUNK_BYTES
     tokens = size // (4 * max(vocabulary, 1))
     return max(64, tokens // 64 * 64)
 
@@ -183,7 +183,7 @@ def linear_cross_entropy(
         from megatron.core.ops.linear_cross_entropy import triton as kernels
 
         gradient_ = kernels.fused_gradient_
-    return fused.LinearCrossEntropy.apply(
+    return reference.LinearCrossEntropy.apply(
         hidden, weight, targets, weights, chunk_tokens, valid_columns, gradient_
     )
 

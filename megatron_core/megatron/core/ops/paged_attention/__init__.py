@@ -15,7 +15,7 @@ import torch
 
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.paged_attention import reference
-from megatron.core.ops.paged_attention.batch import PagedBatch
+from megatron.core.ops.paged_attention.reference import PagedBatch
 
 __all__ = ["PagedBatch", "paged_attention", "write_to_pages"]
 

@@ -16,56 +16,18 @@ the heads of several ranks is the caller's, who gives no norm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.recurrence_decode import reference
+from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
 
 __all__ = ["DecodeMemory", "OutputNorm", "counts_programs", "recurrence_decode"]
 
 #: What a program of the kernel holds of a state in registers.
 MOST_STATE = 1 << 15
-
-
-@dataclass(frozen=True)
-class DecodeMemory:
-    """What a mixer keeps of each sequence, changed in place, and where the rows have theirs.
-
-    Args:
-        conv: [slots, W-1, u, c], the rows before the convolution.
-        state: [slots, H, K, V]; fp32, or a dtype with fewer bits, to which it is rounded.
-        slots: int64 [b], each row's, none twice; -1 is a padding row.
-        arrived: int32 [slots, u], zeros that programs of a GPU kernel count themselves in, zeros
-            again behind it; None: it has one program for all heads of a unit.
-    """
-
-    conv: torch.Tensor
-    state: torch.Tensor
-    slots: torch.Tensor
-    arrived: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class OutputNorm:
-    """The norm and the gate behind a recurrence, see `gated_rms_norm`.
-
-    Args:
-        gate: [b, u, r V]; may be a slice of the last dimension.
-        weight: [V], the same of all heads, or [H V].
-        eps: added to the mean square.
-        order: "norm_first" or "gate_first".
-        group_size: features that are normalised together; None is as many as there are weights.
-    """
-
-    gate: torch.Tensor
-    weight: torch.Tensor
-    eps: float
-    order: str = NORM_FIRST
-    group_size: int | None = None
 
 
 @torch.no_grad()

@@ -3,18 +3,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.ops.causal_conv1d import causal_conv1d_step
 from megatron.core.ops.gated_delta_rule import gated_delta_step
-from megatron.core.ops.gated_rms_norm import gated_rms_norm
+from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_inputs
 from megatron.core.ops.state_space_dual import add_skip, state_space_step
 
+
+@dataclass(frozen=True)
+class DecodeMemory:
+    """What a mixer keeps of each sequence, changed in place, and where the rows have theirs.
+
+    Args:
+        conv: [slots, W-1, u, c], the rows before the convolution.
+        state: [slots, H, K, V]; fp32, or a dtype with fewer bits, to which it is rounded.
+        slots: int64 [b], each row's, none twice; -1 is a padding row.
+        arrived: int32 [slots, u], zeros that programs of a GPU kernel count themselves in, zeros
+            again behind it; None: it has one program for all heads of a unit.
+    """
+
+    conv: torch.Tensor
+    state: torch.Tensor
+    slots: torch.Tensor
+    arrived: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OutputNorm:
+    """The norm and the gate behind a recurrence, see `gated_rms_norm`.
+
+    Args:
+        gate: [b, u, r V]; may be a slice of the last dimension.
+        weight: [V], the same of all heads, or [H V].
+        eps: added to the mean square.
+        order: "norm_first" or "gate_first".
+        group_size: features that are normalised together; None is as many as there are weights.
+    """
+
+    gate: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    order: str = NORM_FIRST
+    group_size: int | None = None
+
+
 if TYPE_CHECKING:
-    from megatron.core.ops.recurrence_decode import DecodeMemory, OutputNorm
+    pass
 
 
 def decode(

@@ -23,8 +23,11 @@ from megatron.core.ops.dispatch import choose
 from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue import reference
-from megatron.core.ops.recurrence_prologue.parts import PrologueWeights, UnitParts
-from megatron.core.ops.recurrence_prologue.reference import recurrence_inputs
+from megatron.core.ops.recurrence_prologue.reference import (
+    PrologueWeights,
+    UnitParts,
+    recurrence_inputs,
+)
 from megatron.core.ops.sequences import Sequences, require_sequences
 
 __all__ = ["PrologueWeights", "UnitParts", "recurrence_inputs", "recurrence_prologue"]

@@ -1,23 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prologue of recurrences in Triton: one kernel forward, one backward."""
+"""The prologue of recurrences in Triton: one kernel forward, one backward.
+
+Marks: what a kernel asks of one packed token about the sequence that it is in.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 
-from megatron.core.ops.causal_conv1d.borders import Borders
+from megatron.core.ops.causal_conv1d.reference import Borders
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.marks import Marks
 from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.recurrence_prologue.backward_kernels import prologue_backward_kernel
-from megatron.core.ops.recurrence_prologue.forward_kernels import prologue_forward_kernel
-from megatron.core.ops.recurrence_prologue.parts import PrologueWeights, UnitParts
+from megatron.core.ops.recurrence_prologue.kernels import (
+    prologue_backward_kernel,
+    prologue_forward_kernel,
+)
+from megatron.core.ops.recurrence_prologue.reference import PrologueWeights, UnitParts
 from megatron.core.ops.sequences import Sequences
+
+
+class Marks:
+    """Tables on the device, worked out there from the bounds; the host does not wait.
+
+    Args:
+        sequences: of the packed tokens.
+
+    Attributes:
+        after: int32 [t], how many tokens of its sequence are before a token.
+        number: int32 [t], which sequence it is in.
+        bounds: int64 [N+1].
+    """
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.bounds = sequences.moved(np.asarray(sequences.bounds))
+        lengths, device = self.bounds.diff(), self.bounds.device
+        number = torch.repeat_interleave(lengths, output_size=sequences.tokens)
+        place = torch.arange(sequences.tokens, device=device)
+        self.after = (place - self.bounds.index_select(0, number)).int()
+        self.number = number.int()
+
+    @staticmethod
+    def of(sequences: Sequences) -> Marks:
+        """Return those of these sequences, made once."""
+        return sequences.made("marks", lambda: Marks(sequences))
+
 
 #: Added to the sum of squares of a query or a key, as `l2norm` does.
 EPSILON = 1e-6

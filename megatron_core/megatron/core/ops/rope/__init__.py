@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.rope import reference
-from megatron.core.ops.rope.frequencies import RopeScaling, inverse_frequencies, rotary_table
+from megatron.core.ops.rope.reference import RopeScaling, inverse_frequencies, rotary_table
 
 __all__ = ["RopeScaling", "apply_rope", "inverse_frequencies", "rotary_table"]
 

@@ -6,13 +6,17 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.dispatch import choose
-from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.recurrence import (
+    Recurrence,
+    RecurrenceInputs,
+    check_initial,
+    check_inputs,
+    check_slots,
+    recur,
+)
 from megatron.core.ops.recurrence_by_device import ByDevice
-from megatron.core.ops.recurrence_checks import check_initial, check_inputs, check_slots
 from megatron.core.ops.sequences import Sequences, require_sequences
-from megatron.core.ops.state_space_dual.reference import Prepared, StateSpaceDual
-from megatron.core.ops.state_space_dual.skip import AddSkip
-from megatron.core.ops.state_space_dual.step import step
+from megatron.core.ops.state_space_dual.reference import AddSkip, Prepared, StateSpaceDual, step
 
 __all__ = ["add_skip", "state_space_dual", "state_space_recurrence", "state_space_step"]
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron.core.ops.attention import kernels
+from megatron.core.ops.attention import triton
 from megatron.core.ops.attention.triton import BACKWARD_WARPS, FORWARD_WARPS, tile_shape
 from tests.unit_tests.core.ops.aot.description import Description
 
@@ -34,12 +34,12 @@ KERNELS = tuple(
     described(kernel, features, quick, **launch)
     for kernel, launch, quicks in (
         (
-            kernels.attention_forward_kernel,
+            triton.attention_forward_kernel,
             {"HAS_SINKS": True, "num_warps": FORWARD_WARPS},
             ((100,), ()),
         ),
-        (kernels.query_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90,), ())),
-        (kernels.key_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90, 100), ())),
+        (triton.query_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90,), ())),
+        (triton.key_gradient_kernel, {"num_warps": BACKWARD_WARPS}, ((90, 100), ())),
     )
     for features, quick in zip((128, 256), quicks, strict=True)
 )

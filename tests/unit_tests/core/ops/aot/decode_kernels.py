@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from megatron.core.ops.recurrence_decode.kernels import recurrence_decode_kernel
-from megatron.core.ops.recurrence_decode.triton import DECODE, NORM_BLOCK, constants_of
+from megatron.core.ops.recurrence_decode.triton import (
+    DECODE,
+    NORM_BLOCK,
+    constants_of,
+    recurrence_decode_kernel,
+)
 from megatron.core.ops.recurrence_prologue import UnitParts
 from tests.unit_tests.core.ops.aot.description import Description
 

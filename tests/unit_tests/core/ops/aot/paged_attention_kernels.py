@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.paged_attention import kernels
+from megatron.core.ops.paged_attention import triton
 from megatron.core.ops.paged_attention.triton import MERGE, WRITE, tile_shape
 from tests.unit_tests.core.ops.aot.description import Description
 
@@ -21,7 +21,7 @@ def attention(
     query = torch.empty((1, RATIO, features), dtype=torch.bfloat16, device="meta")
     split = max_query == 1
     return Description(
-        kernel=kernels.paged_attention_kernel,
+        kernel=triton.paged_attention_kernel,
         launch={
             "HAS_SINKS": window,
             "HAS_WINDOW": window,
@@ -45,13 +45,13 @@ KERNELS = (
     attention("prefill of small pages", 128, 4096, 16, (), True),
     attention("prefill", 256, 4096, 256, (), False),
     Description(
-        kernel=kernels.merge_pieces_kernel,
+        kernel=triton.merge_pieces_kernel,
         launch={"FEATURES": 128, **MERGE.default},
         types={"piece_ptr": "*fp32", "piece_lse_ptr": "*fp32", "lse_ptr": "*fp32"},
         divisible=("features",),
     ),
     Description(
-        kernel=kernels.write_to_pages_kernel,
+        kernel=triton.write_to_pages_kernel,
         launch={"PAGE": 256, **WRITE.default},
         types={"slots_ptr": "*i64"},
         divisible=("width", "features"),

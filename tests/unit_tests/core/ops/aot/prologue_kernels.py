@@ -3,8 +3,10 @@
 Mamba-2 with every flag."""
 
 from megatron.core.ops.recurrence_prologue import UnitParts, triton
-from megatron.core.ops.recurrence_prologue.backward_kernels import prologue_backward_kernel
-from megatron.core.ops.recurrence_prologue.forward_kernels import prologue_forward_kernel
+from megatron.core.ops.recurrence_prologue.kernels import (
+    prologue_backward_kernel,
+    prologue_forward_kernel,
+)
 from tests.unit_tests.core.ops.aot.description import Description
 
 MAPS = {"places_ptr": "*i64", "ages_ptr": "*i32", "numbers_ptr": "*i32"}

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from megatron.core.ops.chunked_recurrence import triton as recurrence
-from megatron.core.ops.chunked_recurrence.gradient_kernels import (
+from megatron.core.ops.chunked_recurrence.kernels import (
     recurrence_gradients_kernel,
+    reverse_sweep_kernel,
     sum_units_kernel,
 )
-from megatron.core.ops.chunked_recurrence.reverse_kernels import reverse_sweep_kernel
 from tests.unit_tests.core.ops.aot.description import Description
 from tests.unit_tests.core.ops.aot.recurrence_kernels import DELTA, DUAL, SUMMED, TALL, strides
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.chunked_recurrence import triton as recurrence
-from megatron.core.ops.chunked_recurrence.sweep_kernels import sweep_kernel
+from megatron.core.ops.chunked_recurrence.kernels import sweep_kernel
 from megatron.core.ops.gated_delta_rule.triton import SOLVE, solve_kernel
-from megatron.core.ops.row_steps import row_tile
-from megatron.core.ops.state_space_dual.skip_kernels import (
+from megatron.core.ops.rows import row_tile
+from megatron.core.ops.state_space_dual.triton import (
+    SKIP,
+    SKIP_BACKWARD,
+    SUMS,
     add_skip_backward_kernel,
     add_skip_kernel,
+    decay_sums_kernel,
 )
-from megatron.core.ops.state_space_dual.triton import SKIP, SKIP_BACKWARD, SUMS, decay_sums_kernel
 from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
 
 #: The delta rule of Qwen3-Next, SSD of Nemotron-H, and of the tallest states.

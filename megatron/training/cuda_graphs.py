@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FullIterationGraph: forward and backward of all microbatches of a step, replayed as one graph.
+
+    steps 1 … n     eager: kernels are compiled, communicators opened, the gather plan is made
+    step n + 1      recorded, then replayed
+    from there on   inputs are copied to the addresses that were recorded, and one call launches all
+
+Inside are every gather and reduction between `begin_step` and `finish`; outside, with all that
+needs a number on the host, the loss factors, the sum of the loss and the votes over the ranks, the
+optimizer, evaluation, checkpoints and logs. Dropout has no state: its masks follow from the sample
+numbers, which are inputs. The loss scale is a factor of the inputs too, so it may change.
+
+CudaRecorder: record GPU work once as a CUDA graph, launch all of it again in one call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from megatron.core.distributed.capture import StepRecording, unforeseen_needs
+from megatron.training.step import ForwardBackward, Microbatch
+
+
+class Recorder(Protocol):
+    """What records work and carries it out again, on the same addresses."""
+
+    def capture(self, run: Callable[[], None]) -> None:
+        """Record what `run` puts on the device, without carrying it out."""
+
+    def replay(self) -> None:
+        """Carry out what was recorded, behind what was put on the current stream."""
+
+
+class CudaRecorder:
+    """Record on a stream and with memory of its own.
+
+    Threads that read data or watch NCCL go on calling the driver, so only this thread is held to
+    what a recording allows. A graph that has failed to record cannot be used again.
+
+    Args:
+        device: a GPU.
+
+    Raises:
+        ValueError: the device is no GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(
+                "--cuda-graph-impl full_iteration needs a GPU, and this run computes on the "
+                f"{device.type}: choose none"
+            )
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, run: Callable[[], None]) -> None:
+        """Record what `run` puts on the device, without carrying it out."""
+        failures: list[BaseException] = []
+        context = torch.cuda.graph(
+            self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        try:
+            with context:
+                try:
+                    run()
+                except BaseException as error:
+                    failures.append(error)
+                    raise
+        except Exception as error:
+            # Ending a recording that has failed raises once more, and says less.
+            if failures and failures[0] is not error:
+                raise failures[0] from error
+            raise
+
+    def replay(self) -> None:
+        """Carry out what was recorded, behind what was put on the current stream."""
+        self._graph.replay()
+
+
+#: Eager steps behind the warm-up in which the needs of weights may still differ from the plan.
+PATIENCE = 4
+
+
+class StepInputs:
+    """Copies of a step's inputs whose addresses stay.
+
+    Args:
+        microbatches, factors: of the step that is recorded.
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
+        self.microbatches = [_copied(batch) for batch in microbatches]
+        self.factors = factors.clone(memory_format=torch.contiguous_format)
+
+    def fit(self, microbatches: Sequence[Microbatch]) -> bool:
+        """Return whether a step has as many microbatches, of the same shapes and dtypes."""
+        return [_form(batch) for batch in self.microbatches] == [_form(b) for b in microbatches]
+
+    def take(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
+        """Copy a step's inputs here."""
+        self.factors.copy_(factors)
+        for mine, batch in zip(self.microbatches, microbatches, strict=True):
+            given = _inputs(batch)
+            for name, kept in _inputs(mine).items():
+                kept.copy_(given[name])
+
+
+class FullIterationGraph:
+    """Carry out `ForwardBackward` eagerly at first, then by replays of one recording.
+
+    A step of another form than the recorded one runs eagerly, and is counted.
+
+    Args:
+        run: what is recorded.
+        recorder: of the device on which it runs.
+        warmup_steps: eager steps before the recording; more follow, up to `PATIENCE`, while
+            weights are needed that the gather plan does not foresee.
+        say: shows one line.
+
+    Raises:
+        ValueError: the engine's settings keep a step from being recorded.
+
+    Attributes:
+        replays, eager_steps: how many steps ran in which way.
+    """
+
+    def __init__(
+        self,
+        run: ForwardBackward,
+        *,
+        recorder: Recorder,
+        warmup_steps: int,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.run, self.recorder, self.warmup_steps, self.say = run, recorder, warmup_steps, say
+        self.recording = StepRecording(run.engine)
+        self.replays, self.eager_steps = 0, 0
+        self._planned = True
+        self._inputs: StepInputs | None = None
+        self._total: torch.Tensor | None = None
+
+    def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
+        """Return what `ForwardBackward` does.
+
+        Raises:
+            ValueError: weights are needed in an order that keeps changing.
+        """
+        if self._inputs is None and self._warm():
+            self._record(microbatches, factors)
+        if self._inputs is None or not self._inputs.fit(microbatches):
+            return self._eagerly(microbatches, factors)
+        self._inputs.take(microbatches, factors)
+        self.recorder.replay()
+        self.recording.replayed()
+        self.replays += 1
+        assert self._total is not None
+        return self._total.clone()  # the next replay overwrites it
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return what `ForwardBackward` does, eagerly."""
+        return self.run.evaluate(microbatches)
+
+    def _warm(self) -> bool:
+        """Return whether it is time to record: the last step needed only what its plan foresaw."""
+        if self.eager_steps < self.warmup_steps:
+            return False
+        if not self._planned and self.eager_steps >= self.warmup_steps + PATIENCE:
+            raise ValueError(
+                f"after {self.eager_steps} steps layers still need weights in another order than "
+                "in the step before, so no step can be recorded: drop --cuda-graph-impl"
+            )
+        return self._planned
+
+    def _eagerly(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
+        before = unforeseen_needs(self.run.engine)
+        total = self.run(microbatches, factors)
+        self._planned = unforeseen_needs(self.run.engine) == before
+        self.eager_steps += 1
+        return total
+
+    def _record(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> None:
+        # Allocated here and not inside: what a recording allocates it may use again for others.
+        inputs = StepInputs(microbatches, factors)
+
+        def run() -> None:
+            with self.recording.inside():
+                self._total = self.run(inputs.microbatches, inputs.factors)
+
+        self.recording.prepare()
+        self.recorder.capture(run)
+        self.recording.close()
+        self._inputs = inputs
+        self.say(
+            f"recorded forward and backward of {len(microbatches)} microbatches as one CUDA graph "
+            f"after {self.eager_steps} eager steps"
+        )
+
+
+#: What of a layout differs between steps of one form: all else follows from its cut.
+_OF_LAYOUT = ("positions", "document_ids", "sample_ids")
+
+
+def _tensors(of: object) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in vars(of).items() if isinstance(x, torch.Tensor)}
+
+
+def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
+    """Return the inputs of a microbatch, those in its layout too, by name."""
+    found = _tensors(batch)
+    if batch.ahead is not None:
+        found |= {f"ahead.{name}": x for name, x in _tensors(batch.ahead).items()}
+    if batch.layout is not None:
+        inside = _tensors(batch.layout)
+        found |= {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
+    return found
+
+
+def _copied(batch: Microbatch) -> Microbatch:
+    """Return a microbatch of copies of its inputs."""
+
+    def copies(of: object) -> dict[str, torch.Tensor]:
+        kept = {n: x for n, x in _tensors(of).items() if of is not batch.layout or n in _OF_LAYOUT}
+        return {n: x.clone(memory_format=torch.contiguous_format) for n, x in kept.items()}
+
+    layout, ahead = batch.layout, batch.ahead
+    if layout is not None:
+        layout = dataclasses.replace(layout, **copies(layout))
+    if ahead is not None:
+        ahead = dataclasses.replace(ahead, **copies(ahead))
+    return dataclasses.replace(batch, layout=layout, ahead=ahead, **copies(batch))
+
+
+def _form(batch: Microbatch) -> tuple[object, ...]:
+    """Return what of a microbatch must be as it was recorded."""
+    shapes = {name: (x.shape, x.dtype) for name, x in _inputs(batch).items()}
+    layout = batch.layout
+    if layout is None:
+        return shapes, None
+    # Blocks are recorded as they were, and follow from where documents begin.
+    documents = layout.documents if layout.document_ids is None else None
+    form = (layout.cut, layout.rank, layout.rows, layout.sample_length)
+    return shapes, (*form, documents, layout.filler)

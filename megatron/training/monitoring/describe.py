@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says of itself at its start, a line for each kind of parallelism.
+
+The lines of a run's log on context parallelism: how attention and recurrences meet the tokens of
+other ranks, how packed rows are cut, and why.
+
+The line of a run's log on a global batch that its ranks do not share evenly, and what that
+costs.
+
+The line of a run's log that says what data parallelism cuts, and what is left on each rank.
+
+The line of a run's log on dropout, which Megatron's defaults turn on, and on what it costs.
+
+The line of a run's log on its experts: where they are, how tokens come there, what a token
+uses.
+
+The line of a run's log on its pipeline: stages, order of work, and how long they wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron.core.comm import all_reduce
+from megatron.core.context_parallel.comm_type import explain
+from megatron.core.context_parallel.cut import Work
+from megatron.core.context_parallel.layout import documents_of
+from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
+from megatron.core.models.gpt import GPTConfig, logical_weights
+from megatron.core.models.layer_pattern import EXPERTS
+from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
+from megatron.core.optimizer import Optimizer
+from megatron.core.pipeline_parallel.schedule import make_schedule
+from megatron.core.pipeline_parallel.simulate import Times, simulate
+from megatron.core.ssm.choice import explain as explain_linear
+from megatron.core.ssm.choice import linear_shape
+from megatron.training.config import Config
+from megatron.training.config.layer_pattern import has_attention
+from megatron.training.config.model_table import recurrent_shapes
+from megatron.training.config.resolve import Run
+from megatron.training.gpt_options import attention_shape, pipeline_order, split, weight_dtype
+from megatron.training.layouts import PackedCuts
+from megatron.training.run_groups import rank_grid
+
+
+def batch_words(run: Run) -> str:
+    """Return how a step's samples are divided, for a line about all kinds of parallelism."""
+    made = run.division
+    if made.is_even:
+        return (
+            f"global batch {made.samples} = {made.lanes} x {made.micro_batch_size} x "
+            f"{made.rounds} microbatches"
+        )
+    return f"global batch {made.samples} in {made.blocks} microbatches of {made.micro_batch_size}"
+
+
+def batch_line(run: Run) -> str | None:
+    """Return how many fillers each lane computes in a step, and the share of time that they and a
+    smaller last microbatch waste; None where the batch is divided evenly."""
+    made = run.division
+    if made.is_even:
+        return None
+    which = "none has a filler"
+    lanes_compute = (
+        "1 lane that computes" if made.lanes == 1 else f"{made.lanes} lanes that compute"
+    )
+    if made.fillers:
+        first = made.lanes - made.fillers
+        lanes = f"lane {first}" if made.fillers == 1 else f"each of lanes {first}-{made.lanes - 1}"
+        which = f"{lanes} has 1 filler a step"
+    rest = made.samples % made.micro_batch_size
+    last = f", the last one of {rest}" if rest else ""
+    return (
+        f"uneven batch: {made.blocks} microbatches of {made.micro_batch_size}{last}, on "
+        f"{lanes_compute} {made.rounds} each: {which}; "
+        f"{100.0 * made.wasted:.1f} % of the lanes' time is wasted"
+    )
+
+
+def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
+    """Return the strategy in effect, its buckets, and the bytes of one rank by role.
+
+    With several pipeline stages, each number is the largest of all of them; every rank calls this.
+    Bytes of weights and gradients are the formula's; those of optimizer state are counted, in
+    device and host memory, since weights may have states of different kinds.
+
+    Raises:
+        ValueError: another strategy is in effect than the one that was asked for.
+    """
+    config = engine.config
+    if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:
+        scope = "one rank"
+        if idle := _idle_flags(config):
+            verb = "has" if len(idle) == 1 else "have"
+            scope += f", so that {', '.join(idle)} {verb} nothing to do"
+    elif engine.placement != config.placement:
+        raise ValueError(
+            f"data parallelism cuts {engine.placement} but {config.strategy} was asked for, which "
+            f"is {config.placement}"
+        )
+    else:
+        scope = f"{config.strategy} over {_scope(engine)}"
+    buckets = [BucketSize.of(bucket) for bucket in engine.store.buckets]
+    of = ElementBytes(
+        weight=engine.store.dtype.itemsize,
+        gradient=config.grad_dtype.itemsize,
+        optimizer=0,
+        wide_sum=config.fp32_accumulation and engine.sharded,
+    )
+    rank = bytes_per_rank(
+        buckets,
+        engine.placement,
+        of=of,
+        prefetch=config.overlap_param_gather,
+        ahead=config.prefetch_bytes,
+        overlap=config.overlap_grad_reduce,
+    )
+    most = of.weight * max((bucket.numel for bucket in buckets), default=0)
+    states = [optimizer.state_bytes(on_host=host) for host in (False, True)]
+    count, largest, weights, gradients, state, on_host, gathered, reducing = _most_of_stages(
+        engine,
+        [len(buckets), most, rank.weights, rank.gradients, *states]
+        + [rank.gathered, rank.reducing],
+    )
+    stages = engine.groups["pp"].size
+    line = (
+        f"data parallel: {scope}; {count} bucket{'s' * (count != 1)} of up to {_size(largest)}; "
+        f"per rank {'at most ' if stages > 1 else ''}{_size(weights)} of weights, "
+        f"{_size(gradients)} of gradients, {_size(state)} of optimizer state"
+    )
+    if on_host:
+        line += f" on the device and {_size(on_host)} in host memory"
+    if gathered:
+        line += f", at most {_size(gathered)} of gathered weights"
+    if reducing:
+        line += f", at most {_size(reducing)} of gradients that are being reduced"
+    return line
+
+
+def _most_of_stages(engine: DataParallel, numbers: Sequence[int]) -> list[int]:
+    """Return for each number the largest of all pipeline stages."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=engine.store.device)
+    return [int(number) for number in all_reduce(own, engine.groups["pp"], op="max").tolist()]
+
+
+def _idle_flags(config: DataParallelConfig) -> list[str]:
+    """Return the flags that say how lanes share, of those that are set."""
+    flags = {
+        f"--data-parallel-sharding-strategy {config.strategy}": config.strategy != "no_shard",
+        "--overlap-grad-reduce": config.overlap_grad_reduce,
+        "--overlap-param-gather": config.overlap_param_gather,
+        f"--param-gather-prefetch-bytes {config.prefetch_bytes}": config.prefetch_bytes > 0,
+        f"--param-gather-granularity {config.granularity}": config.granularity != "unit",
+        "--reduce-scatter-with-fp32-accumulation": config.fp32_accumulation,
+        "--check-weight-gather": config.debug,
+    }
+    return [flag for flag, given in flags.items() if given]
+
+
+def _scope(engine: DataParallel) -> str:
+    """Return over how many lanes the strategy cuts; experts may have other lanes."""
+    groups, instances = engine.groups, engine.groups.grid.instances
+    lanes, experts = (groups[name].size // instances for name in ("lanes", "expert_lanes"))
+    text = f"{lanes} rank{'s' if lanes > 1 else ''}"
+    if experts != lanes:
+        text += f" of dense weights and {experts} of experts"
+    if instances == 1:
+        return text
+    text = f"the {text} in each" if experts != lanes else f"the {text} of each"
+    text += f" of {instances} instances"
+    if engine.config.outer == "optim":
+        text += ", optimizer state over all of them"
+    return text
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
+
+
+def dropout_line(config: Config, device: torch.device) -> str | None:
+    """Return which dropout is on, what it costs and how to turn it off; None where all is off."""
+    rates = {
+        "attention": config.attention.attention_dropout if has_attention(config) else 0.0,
+        "hidden": config.model.hidden_dropout,
+    }
+    on = {name: rate for name, rate in rates.items() if rate}
+    if not on:
+        return None
+    costs = ["a mask for every value in forward and backward"]
+    if "attention" in on and device.type == "cuda" and config.parallel.attention_backend == "auto":
+        length, cp = config.training.seq_length, config.parallel.context_parallel_size
+        costs.append(
+            "attention in plain torch instead of its kernel, which has no dropout, with scores of "
+            f"{length // cp:,} x {length:,} for each head"
+        )
+    return (
+        f"dropout: {', '.join(f'{name} {rate:g}' for name, rate in on.items())} (Megatron's "
+        f"default is 0.1); costs {'; '.join(costs)}; most models are pretrained without: "
+        f"{' '.join(f'--{name}-dropout 0' for name in on)}"
+    )
+
+
+def expert_line(run: Run, model: GPTConfig) -> str | None:
+    """Return what is so of a run's experts and why; None where there are none."""
+    moe = model.moe
+    if moe is None:
+        return None
+    grid = rank_grid(run)
+    layers, noun = model.blocks.count(EXPERTS), "blocks" if model.pattern else "layers"
+    total, active = (f"{count:,}" for count in parameters(model))
+    scores = moe.router.score_function
+    scores += ", weights that sum to 1" if moe.router.normalize else ", weights as they are"
+    shared = "" if moe.shared_ffn_hidden_size is None else " and a shared one"
+    return (
+        f"experts: {moe.num_experts} in {layers} of {model.num_layers} {noun}, a token goes to "
+        f"{moe.router.topk}{shared} by {scores}; expert parallel {grid.ep}, expert tensor parallel "
+        f"{grid.size('etp')}, expert data parallel {grid.edp}; {_dispatcher(run, model)}; a token "
+        f"uses {active} of {total} parameters"
+    )
+
+
+def _dispatcher(run: Run, model: GPTConfig) -> str:
+    """Say how tokens come to their experts, and what that moves."""
+    grid, moe, parallel = rank_grid(run), model.moe, run.config.parallel
+    etp = grid.size("etp")
+    if etp * grid.ep == 1:
+        return "all experts are on every rank, no token travels"
+    assert moe is not None
+    wanted, topk = parallel.moe_token_dispatcher_type, moe.router.topk
+    chosen = choose_dispatcher(wanted, topk=topk, ep=grid.ep)
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    tokens = run.config.training.micro_batch_size * run.config.training.seq_length
+    share = math.ceil(tokens / ranks)
+    rows = {
+        kind: dispatched_rows(kind, tokens=share, topk=topk, etp=etp, ep=grid.ep)
+        for kind in ("alltoall", "allgather")
+    }
+    shown = ", ".join(f"{kind} {rows[kind]:,}" for kind in sorted(rows, key=rows.__getitem__))
+    why = "least rows" if wanted == "auto" else "asked for; rows"
+    return f"tokens by {chosen}: {why} of a rank, there and back: {shown}"
+
+
+def parameters(model: GPTConfig) -> tuple[int, int]:
+    """Return the parameters of a model, and those that a token uses: of its own experts alone."""
+    total = active = 0.0
+    share = 0.0 if model.moe is None else model.moe.router.topk / model.moe.num_experts
+    for name, shape in logical_weights(model).items():
+        count = math.prod(shape)
+        total += count
+        active += count * share if ".moe.experts." in name else count
+    return round(total), round(active)
+
+
+def pipeline_words(config: Config) -> str:
+    """Return the pipeline for a line about all kinds of parallelism; nothing for one stage."""
+    if (stages := split(config)) is None:
+        return ""
+    order = pipeline_order(config)["schedule"]
+    return f"pipeline parallel {stages.stages} ({order}), {stages.describe()}, "
+
+
+def pipeline_line(run: Run) -> str | None:
+    """Return how the stages work and the share of time that they wait; None where there is one.
+
+    The share is that of a simulation in which each block takes as long forward as for its input's
+    and for its weights' gradients; transfers and the model's ends take no time there.
+    """
+    if (stages := split(run.config)) is None:
+        return None
+    order = pipeline_order(run.config)
+    made = make_schedule(
+        order["schedule"],
+        stages=stages.stages,
+        microbatches=run.num_microbatches,
+        chunks=stages.chunks,
+        group_size=order["group_size"],
+        weight_delay=order["weight_delay"],
+    )
+    blocks = tuple(float(last - first) for first, last in stages.ranges)
+    found = simulate(made, Times(forward=blocks, input_gradient=blocks, weight_gradient=blocks))
+    bubble = 100.0 * found.bubble_fraction
+    return (
+        f"pipeline: {made.name}, {made.stages} stages of {stages.describe()}, {made.microbatches} "
+        f"microbatches, bubble {bubble:.1f} % if a layer's input and weight gradients take as long "
+        "as its forward"
+    )
+
+
+def context_words(config: Config) -> str:
+    """Return context parallelism for a line about all kinds; nothing for one rank."""
+    cp = config.parallel.context_parallel_size
+    return f"context parallel {cp}, " if cp > 1 else ""
+
+
+def context_line(run: Run) -> str | None:
+    """Return how attention meets the tokens of other ranks and why; None where there are none."""
+    parallel, training = run.config.parallel, run.config.training
+    cp, shape = parallel.context_parallel_size, attention_shape(run)
+    if cp == 1 or shape is None:
+        return None
+    return (
+        f"{explain(parallel.cp_comm_type, shape, cp)}; each rank has {shape.tokens:,} of the "
+        f"{training.seq_length:,} tokens of a sample"
+    )
+
+
+def linear_lines(run: Run) -> list[str]:
+    """Return how each kind of recurrent block meets the tokens of other ranks and why; none where
+    there are no others."""
+    parallel, training = run.config.parallel, run.config.training
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if cp == 1:
+        return []
+    tokens = {
+        "tokens": training.seq_length // cp,
+        "rows": training.micro_batch_size,
+        "element_bytes": weight_dtype(run.config).itemsize,
+    }
+    found = []
+    for name, config in recurrent_shapes(run.config).items():
+        shape = replace(linear_shape(config, tp), **tokens)
+        found.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
+    return found
+
+
+def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
+    """Return how evenly attention is shared out by either cut of packed rows, and which is chosen;
+    None without any.
+
+    Args:
+        batches: some of the run's, the first ones.
+    """
+    given = (batch.document_ids for batch in batches)
+    found = [cuts.choice(documents_of(ids.numpy())) for ids in given if ids is not None]
+    if not found:
+        return None
+    apart, number = [choice.apart for choice in found], len(found)
+    padding = sum(work.padding for work in apart)
+    tokens = sum(work.tokens for work in apart) * cuts.size - padding
+    count = sum(choice.cut is not None for choice in found)
+    which = f"{count} of them are cut by documents"
+    if count in (0, number):
+        which = "documents" if count else "row"
+    reason = "auto" if cuts.kind == "auto" else "by --context-parallel-cut"
+    return (
+        f"context parallel cut: in the first {number} microbatches the slowest rank has "
+        f"{_imbalance([choice.row for choice in found]):.2f} x the mean attention pairs by row, "
+        f"{_imbalance(apart):.2f} x by documents, with {padding / tokens:.1%} padding; "
+        f"{reason}: {which}"
+    )
+
+
+def _imbalance(works: list[Work]) -> float:
+    """Return the pairs of the slowest rank of each microbatch over the mean; 1 is even."""
+    mean = sum(sum(work.pairs) / len(work.pairs) for work in works)
+    return sum(max(work.pairs) for work in works) / max(mean, 1.0)

@@ -1,0 +1,657 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State passing: recurrences over sequences whose segments lie on several ranks.
+
+Recurrences over sequences in segments: those of several ranks, or side by side on one.
+
+Each segment is first worked out as if it began from zero, as far as its last state needs, and so is
+M, what its first state is multiplied by. From [S_ext | M] of all segments follow all first states
+(`chains`), and with these the segments run as sequences of their own. Backward: the gradients of
+first states as if nothing read the last ones, then the same chains back with Mᵀ, then each segment
+with the gradient of its last state. M itself needs no gradient: what it depends on gets its own
+from the run with the true first state.
+
+Source: the affine form of a chunk (Yang et al. 2024, arXiv 2412.06464, section 3.3), and of SSD
+(Dao & Gu 2024, arXiv 2405.21060, section 6), used for segments.
+
+Chains of segments: states handed from one to the next, all chains side by side.
+
+A segment is affine in its first state, S_last = M · S_first + S_ext. So the states between segments
+follow from their (S_ext, M) alone, as small products, and the segments themselves need not wait for
+each other. Gradients of states go the same way back, with Mᵀ.
+
+Links: which states own pieces give to other ranks and get from them, and in which order.
+
+Split: sequences cut into segments of whole chunks, that one device works on side by side.
+
+A sweep over states goes from chunk to chunk. Long sequences, few of them, leave most of a device
+idle; cut in n, there are n times as many sweeps of an nth of the length, for the price of working
+out M of each segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from megatron.core.comm.collectives import all_gather, all_to_all
+from megatron.core.context_parallel.layout import OwnPieces, PieceHalo
+from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.places import Places
+from megatron.core.ops.recurrence import (
+    Recurrence,
+    RecurrenceInputs,
+    emptied,
+    filled,
+    passed,
+    recur,
+)
+from megatron.core.ops.sequences import Sequences
+from megatron.core.process_groups import Group
+from megatron.core.ssm.config import SPLIT_CHUNK
+
+NOBODY = -1
+"""The taker of a state that nobody here needs."""
+
+
+class Step(NamedTuple):
+    """One step of a chain: state ← M · state + addend, 0 before the first.
+
+    Args:
+        addend: slot of what is added.
+        transition: slot of M; of a first step none is read.
+        taker: the segment that takes the state, or `NOBODY`.
+    """
+
+    addend: int
+    transition: int
+    taker: int
+
+
+class Fold:
+    """What follows chains step by step and hands out the states.
+
+    Steps behind the last that has a taker are left out.
+
+    Args:
+        chains: of steps.
+        sequences: the segments that take states; it keeps the maps.
+    """
+
+    def __init__(self, chains: Sequence[Sequence[Step]], sequences: Sequences) -> None:
+        kept = sorted((_needed(chain) for chain in chains), key=len, reverse=True)
+        kept = [chain for chain in kept if chain]
+        most = len(kept[0]) if kept else 0
+        steps = [[chain[i] for chain in kept if len(chain) > i] for i in range(most)]
+        self._counts = [len(step) for step in steps]
+        flat = [one for step in steps for one in step]
+        moved = sequences.moved
+        self._addends = moved(np.array([one.addend for one in flat], dtype=np.int64))
+        later = flat[len(kept) :]
+        #: int64 [n], the slots of M in the order in which they are read.
+        self.transitions = moved(np.array([one.transition for one in later], dtype=np.int64))
+        take = np.full(sequences.count, len(flat), dtype=np.int64)
+        for number, one in enumerate(flat):
+            if one.taker != NOBODY:
+                take[one.taker] = number
+        self._take, self._total = moved(take), len(flat)
+
+    @property
+    def hands_out(self) -> bool:
+        """Return whether any segment takes a state."""
+        return self._total > 0
+
+    def states(
+        self, addends: torch.Tensor, transitions: torch.Tensor, *, transposed: bool = False
+    ) -> torch.Tensor:
+        """Return the state of each segment, [N, H, K, V], zero of those that take none.
+
+        Args:
+            addends: [slots, H, K, V].
+            transitions: [n, H, K, K] or [n, H, 1, 1], taken by `self.transitions`.
+            transposed: use Mᵀ.
+        """
+        found = addends.new_empty((self._total + 1, *addends.shape[1:]))
+        torch.index_select(addends, 0, self._addends, out=found[:-1])
+        found[-1].zero_()
+        ends = list(accumulate(self._counts))
+        used = 0
+        for count, first, before in zip(self._counts[1:], ends, [0, *ends], strict=False):
+            step = transitions[used : used + count]
+            state = found[before : before + count]
+            found[first : first + count] += passed(step, state, transposed=transposed)
+            used += count
+        return found.index_select(0, self._take)
+
+
+def _needed(chain: Sequence[Step]) -> Sequence[Step]:
+    """Return a chain up to the last step that has a taker."""
+    ends = [number for number, step in enumerate(chain, start=1) if step.taker != NOBODY]
+    return chain[: max(ends, default=0)]
+
+
+class Selected:
+    """Some of the segments, to be worked on without the others.
+
+    That means to prepare them once more. Unless they are few it is cheaper to use what is prepared
+    for all segments, and to leave the others' results alone.
+
+    Args:
+        numbers: which.
+        sequences: all segments.
+    """
+
+    def __init__(self, numbers: Sequence[int], sequences: Sequences) -> None:
+        self.count = len(numbers)
+        lengths, starts = sequences.lengths, sequences.bounds
+        own = [lengths[number] for number in numbers]
+        self.is_apart = 4 * sum(own) <= sequences.tokens
+        self.is_all = tuple(numbers) == tuple(range(sequences.count))
+        self._numbers = sequences.moved(np.array(numbers, dtype=np.int64))
+        self.sequences = Sequences(
+            [0, *accumulate(own)] if own else (0, 0), device=sequences.device
+        )
+        if self.is_apart:
+            parts = [np.arange(starts[n], starts[n] + lengths[n]) for n in numbers]
+            self._tokens = sequences.moved(np.concatenate([np.zeros(0, np.int64), *parts]))
+
+    def inputs(self, inputs: RecurrenceInputs) -> RecurrenceInputs:
+        """Return the selected segments' tokens of inputs, where they are worked on apart."""
+        return RecurrenceInputs(*(self.tokens(x) for x in inputs))
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the selected segments' tokens of x [t, ...]."""
+        return x.index_select(0, self._tokens)
+
+    def results(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the selected ones of all segments' results [N, ...]."""
+        return x if self.is_all else x.index_select(0, self._numbers)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Links:
+    """How own pieces hang together with those of other ranks.
+
+    Args:
+        group: cp.
+        exports: pieces whose summaries others need, filled up to `export_slots`.
+        entries: pieces whose first states come from others, filled up to `entry_slots`.
+        first: gives first states from summaries.
+        last: gives gradients of last states from those of first ones.
+        chained: whether any M is needed.
+    """
+
+    group: Group
+    exports: Selected
+    entries: Selected
+    export_slots: int
+    entry_slots: int
+    first: Fold
+    last: Fold
+    chained: bool
+
+    @staticmethod
+    def of(pieces: OwnPieces, group: Group) -> Links:
+        """Return how own pieces hang together with those of other ranks."""
+        sequences, rank = pieces.sequences, pieces.rank
+        exports, entries = pieces.export_slots, pieces.entry_slots
+        first, last = [], []
+        for chain in pieces.chains:
+            steps = []
+            for link in chain:
+                slot = link.source * exports + link.export
+                taker = pieces.entries[link.entry] if link.target == rank else NOBODY
+                steps.append(Step(slot, slot, taker))
+            first.append(steps)
+            steps, behind = [], NOBODY
+            for link in reversed(chain):
+                slot = link.target * entries + link.entry
+                taker = pieces.exports[link.export] if link.source == rank else NOBODY
+                # The piece behind this link is the one before the next, which exported its M.
+                steps.append(Step(slot, behind, taker))
+                behind = link.source * exports + link.export
+            last.append(steps)
+        return Links(
+            group=group,
+            exports=Selected(pieces.exports, sequences),
+            entries=Selected(pieces.entries, sequences),
+            export_slots=exports,
+            entry_slots=entries,
+            first=Fold(first, sequences),
+            last=Fold(last, sequences),
+            chained=pieces.chained,
+        )
+
+
+def filled_up(x: torch.Tensor, slots: int) -> torch.Tensor:
+    """Return x [n, ...] with rows of zeros behind, [slots, ...]."""
+    if x.shape[0] == slots:
+        return x
+    return functional.pad(x, (0, 0) * (x.ndim - 1) + (0, slots - x.shape[0]))
+
+
+class Split:
+    """Segments of each sequence; those of one sequence follow each other.
+
+    Args:
+        sequences: what is cut.
+        splits: segments of a sequence, fewer where it is short.
+        chunk: tokens that are not cut.
+
+    Attributes:
+        segments: of the same packed tokens.
+    """
+
+    def __init__(self, sequences: Sequences, splits: int, *, chunk: int) -> None:
+        bounds, firsts, lasts = [0], [], []
+        for start, length in zip(sequences.bounds, sequences.lengths, strict=False):
+            size = max(1, -(-length // (splits * chunk))) * chunk
+            firsts.append(len(bounds) - 1)
+            bounds += [*range(start + size, start + length, size), start + length]
+            lasts.append(len(bounds) - 2)
+        self.segments = Sequences(bounds, device=sequences.device)
+        self._ends = list(zip(firsts, lasts, strict=True))
+        self._firsts, self._lasts = (sequences.moved(np.array(x)) for x in (firsts, lasts))
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether any sequence is cut."""
+        return any(first != last for first, last in self._ends)
+
+    def firsts(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [segments, ...] of the first segment of each sequence, [N, ...]."""
+        return x.index_select(0, self._firsts)
+
+    def lasts(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [segments, ...] of the last segment of each sequence, [N, ...]."""
+        return x.index_select(0, self._lasts)
+
+    def first_states(
+        self, states: torch.Tensor, transitions: torch.Tensor, given: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the first state of each segment.
+
+        Args:
+            states, transitions: S_ext and M of each.
+            given: the first states of sequences [N, ...]; None is zeros.
+        """
+        return self._folded(states, transitions, given, back=False)
+
+    def last_gradients(
+        self, gradients: torch.Tensor, transitions: torch.Tensor, given: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the gradient of the last state of each segment.
+
+        Args:
+            gradients: of their first states, as if nothing read the last ones.
+            transitions: M of each.
+            given: the gradients of the last states of sequences [N, ...]; None is zeros.
+        """
+        return self._folded(gradients, transitions, given, back=True)
+
+    def summaries(
+        self, states: torch.Tensor, transitions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (S_ext, M) of each sequence from those of its segments."""
+        last, step = self.first_states(states, transitions, None), self.lasts(transitions)
+        whole = passed(step, self.lasts(last)) + self.lasts(states)
+        one = torch.eye(step.shape[-1], dtype=step.dtype, device=step.device)
+        nothing = torch.zeros_like(transitions)
+        products = self.first_states(nothing, transitions, one.expand(step.shape))
+        return whole, passed(step, self.lasts(products))
+
+    def first_gradients(self, gradients: torch.Tensor, transitions: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of each sequence's first state, as if nothing read its last one."""
+        last = self.firsts(self.last_gradients(gradients, transitions, None))
+        return self.firsts(gradients) + passed(self.firsts(transitions), last, transposed=True)
+
+    def _folded(
+        self,
+        addends: torch.Tensor,
+        transitions: torch.Tensor,
+        given: torch.Tensor | None,
+        *,
+        back: bool,
+    ) -> torch.Tensor:
+        fold = self.segments.made(
+            ("fold", back, given is None), lambda: self._fold(back, given is not None)
+        )
+        if given is not None:
+            addends = torch.cat([addends, given])
+        taken = transitions.index_select(0, fold.transitions)
+        return fold.states(addends, taken, transposed=back)
+
+    def _fold(self, back: bool, given: bool) -> Fold:
+        """Return the fold; slots are the segments, then what is given for each sequence."""
+        chains = []
+        for number, (first, last) in enumerate(self._ends):
+            order = list(range(first, last + 1))
+            if back:
+                order.reverse()
+            steps = [Step(one, one, taker) for one, taker in pairwise(order)]
+            if given:
+                steps.insert(0, Step(self.segments.count + number, NOBODY, order[0]))
+            chains.append(steps)
+        return Fold(chains, self.segments)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Call:
+    """What the autograd function is told beside tensors.
+
+    Args:
+        recurrence: which.
+        sequences: of the packed tokens.
+        links: to other ranks; None where all say that there are none.
+        split: into segments; None where nothing is cut.
+    """
+
+    recurrence: Recurrence
+    sequences: Sequences
+    links: Links | None = None
+    split: Split | None = None
+
+
+def recur_in_segments(
+    recurrence: Recurrence,
+    inputs: RecurrenceInputs,
+    pieces: OwnPieces,
+    group: Group,
+    *,
+    splits: int = 1,
+    chunk: int = SPLIT_CHUNK,
+) -> torch.Tensor:
+    """Run a recurrence over documents of which each rank has pieces.
+
+    One all-gather forward, of a state and what it is multiplied by for each piece that is continued
+    elsewhere; one backward, of a state. None where no document goes on from one rank to another.
+
+    Args:
+        recurrence: which.
+        inputs: of own tokens, packed as `pieces` do.
+        pieces: own ones, of the layout of all ranks.
+        group: cp.
+        splits, chunk: of own pieces, see `recur_split`.
+
+    Returns:
+        out [t, H, V] in value's dtype.
+
+    Raises:
+        ValueError: pieces of another rank or cut, tokens of another number, less than one split.
+    """
+    _check(pieces, group)
+    sequences = pieces.sequences
+    sequences.check("recur_in_segments", **inputs._asdict())
+    links = None
+    if pieces.crossed:
+        links = sequences.made("links", lambda: Links.of(pieces, group))
+    call = _Call(
+        recurrence=recurrence,
+        sequences=sequences,
+        links=links,
+        split=_split(sequences, splits, chunk),
+    )
+    return _Segments.apply(call, None, *inputs)[0]
+
+
+def recur_split(
+    recurrence: Recurrence,
+    inputs: RecurrenceInputs,
+    sequences: Sequences,
+    *,
+    splits: int,
+    initial: torch.Tensor | None = None,
+    chunk: int = SPLIT_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a recurrence over every sequence by itself, each in segments side by side.
+
+    Args:
+        recurrence: which.
+        inputs: of all tokens.
+        sequences: where they begin and end.
+        splits: segments of a sequence; of a short one fewer, each of at least a chunk.
+        initial: [N, H, K, V], the first states; None is zeros.
+        chunk: tokens that are not cut; a multiple of the recurrence's chunks wastes none.
+
+    Returns:
+        (out [t, H, V] in value's dtype, last states [N, H, K, V]), as `recur` does.
+
+    Raises:
+        ValueError: tokens of another number, less than one split.
+    """
+    sequences.check("recur_split", **inputs._asdict())
+    split = _split(sequences, splits, chunk)
+    if split is None:
+        return recur(recurrence, inputs, sequences, initial=initial)
+    call = _Call(recurrence=recurrence, sequences=sequences, split=split)
+    return _Segments.apply(call, initial, *inputs)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What backward needs of one rank's run.
+
+    Args:
+        inputs: of own tokens.
+        prepared: what the recurrence keeps; None of no tokens.
+        steps: M of segments, None where nothing is split.
+        between: the gathered M between own pieces and the ends of their documents.
+    """
+
+    inputs: RecurrenceInputs
+    prepared: Any = None
+    steps: torch.Tensor | None = None
+    between: torch.Tensor | None = None
+
+
+class _Segments(torch.autograd.Function):
+    """forward: summaries, gathered; first states; the sweep. dgrad and wgrad: gradients of first
+    states, gathered; those of last states; the recurrence's own. Saves what the recurrence keeps,
+    M of segments, and the gathered M between own pieces and the ends of their documents."""
+
+    @staticmethod
+    def forward(ctx, call: _Call, first, *inputs):
+        kept, split, states = _Kept(RecurrenceInputs(*inputs)), call.split, None
+        ctx.call, ctx.has_first = call, first is not None
+        ctx.set_materialize_grads(False)
+        if call.sequences.tokens:
+            segments = call.sequences if split is None else split.segments
+            kept.prepared = call.recurrence.prepare(kept.inputs, segments)
+        if split is not None:
+            states, kept.steps = call.recurrence.summary(kept.prepared)
+        if call.links is not None:
+            first = _first_states(call, kept, states)
+        if split is not None:
+            first = split.first_states(states, kept.steps, first)
+        out, last = torch.zeros_like(kept.inputs.value), None
+        if kept.prepared is not None:
+            out, last = call.recurrence.sweep(kept.prepared, first)
+        ctx.shell, tensors = (kept.inputs, ()) if last is None else emptied(kept.prepared)
+        ctx.save_for_backward(kept.steps, kept.between, *tensors)
+        return out, last if split is None else split.lasts(last)
+
+    @staticmethod
+    def backward(ctx, grad, last):
+        call, split, first = ctx.call, ctx.call.split, None
+        steps, between, *tensors = ctx.saved_tensors
+        prepared = filled(ctx.shell, tuple(tensors)) if tensors else None
+        inputs = ctx.shell if prepared is None else prepared.inputs
+        kept = _Kept(inputs, prepared, steps, between)
+        grad = torch.zeros_like(inputs.value) if grad is None else grad
+        if split is not None:
+            first = call.recurrence.state_gradient(prepared, grad)
+        if call.links is not None:
+            last = _last_gradients(call, kept, grad, first)
+        if prepared is None:
+            return None, None, *(torch.zeros_like(x) for x in inputs)
+        if split is not None:
+            last = split.last_gradients(first, steps, last)
+        grads, first = call.recurrence.backward(prepared, grad, last)
+        if split is not None:
+            first = split.firsts(first)
+        return None, first if ctx.has_first else None, *grads
+
+
+def _first_states(call: _Call, kept: _Kept, states: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the first states of pieces [N, H, K, V], None if all are zero; keep M for backward.
+
+    Args:
+        call: what runs.
+        kept: of own tokens.
+        states: S_ext of segments, None where nothing is split.
+    """
+    links, recurrence = call.links, call.recurrence
+    assert links is not None
+    exports = links.exports
+    if not exports.count:
+        states, steps = _no_summaries(call, kept.inputs)
+    elif states is not None:
+        found = call.split.summaries(states, kept.steps)
+        states, steps = (exports.results(x) for x in found)
+    elif exports.is_apart:
+        own = recurrence.prepare(exports.inputs(kept.inputs), exports.sequences)
+        states, steps = recurrence.summary(own)
+    else:
+        states, steps = (exports.results(x) for x in recurrence.summary(kept.prepared))
+    size = states.shape[1:]  # [H, K, V]
+    parts = [states, steps] if links.chained else [states]
+    message = torch.cat([part.flatten(2) for part in parts], dim=2)  # [n, H, K · V + M]
+    gathered = all_gather(filled_up(message, links.export_slots), links.group)
+    states, rest = gathered.tensor_split([size[1:].numel()], dim=2)
+    states = states.unflatten(2, size[1:])  # [cp · E, H, K, V]
+    steps = rest.unflatten(2, steps.shape[2:]) if links.chained else steps
+    kept.between = steps.index_select(0, links.last.transitions)
+    if not links.first.hands_out:
+        return None
+    return links.first.states(states, steps.index_select(0, links.first.transitions))
+
+
+def _no_summaries(call: _Call, inputs: RecurrenceInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return no (S_ext, M), of the shapes that other ranks send; a token of zeros tells them."""
+    one = RecurrenceInputs(*(x.new_zeros((1, *x.shape[1:])) for x in inputs))
+    sequences = Sequences((0, 1), device=one.key.device)
+    states, steps = call.recurrence.summary(call.recurrence.prepare(one, sequences))
+    return states[:0], steps[:0]
+
+
+def _last_gradients(
+    call: _Call, kept: _Kept, grad: torch.Tensor, first: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the gradients of the last states of pieces [N, H, K, V], None if all are zero.
+
+    Args:
+        call: what runs.
+        kept: of own tokens.
+        grad: of out.
+        first: of the first states of segments by themselves, None where nothing is split.
+    """
+    links, recurrence = call.links, call.recurrence
+    assert links is not None
+    entries = links.entries
+    if not entries.count:
+        value, key = kept.inputs.value, kept.inputs.key
+        shape = (0, value.shape[1], key.shape[2], value.shape[2])
+        own = value.new_zeros(shape, dtype=accumulation_dtype(value.dtype))
+    elif first is not None:
+        own = entries.results(call.split.first_gradients(first, kept.steps))
+    elif entries.is_apart:
+        prepared = recurrence.prepare(entries.inputs(kept.inputs), entries.sequences)
+        own = recurrence.state_gradient(prepared, entries.tokens(grad))
+    else:
+        own = entries.results(recurrence.state_gradient(kept.prepared, grad))
+    gathered = all_gather(filled_up(own, links.entry_slots), links.group)
+    if not links.last.hands_out:
+        return None
+    return links.last.states(gathered, kept.between, transposed=True)
+
+
+def _split(sequences: Sequences, splits: int, chunk: int) -> Split | None:
+    """Return how sequences are cut, made once; None where none is."""
+    if splits < 1:
+        raise ValueError(f"linear-recurrence-splits {splits}: use 1 or more")
+    if splits == 1:
+        return None
+    split = sequences.made(("split", splits, chunk), lambda: Split(sequences, splits, chunk=chunk))
+    return split if split.cuts else None
+
+
+def _check(pieces: OwnPieces, group: Group) -> None:
+    """Raise ValueError where pieces are not those of this rank of the group."""
+    if pieces.cut.size != group.size or pieces.rank != group.rank:
+        raise ValueError(
+            f"the pieces are those of rank {pieces.rank} of {pieces.cut.size}, group {group.name} "
+            f"is rank {group.rank} of {group.size}: make the layout for this group"
+        )
+
+
+def halo_rows(
+    x: torch.Tensor,
+    pieces: OwnPieces,
+    group: Group,
+    *,
+    width: int,
+    channels: int | None = None,
+    places: Places | None = None,
+) -> torch.Tensor | None:
+    """Return the `width` tokens before each piece, zero before the first of a document.
+
+    One exchange forward of the tokens that are needed, one backward of their gradients.
+
+    Args:
+        x: [t, ...], own tokens, packed as `pieces` do; with `places` [n, ...], as they lie.
+        pieces: own ones, of the layout of all ranks.
+        group: cp.
+        width: of a convolution, less 1.
+        channels: so many of the last dimension, the first; None is all.
+        places: the row of x that each token is.
+
+    Returns:
+        [N, width, ...]; None, which is zeros, where no document goes on from one rank to another.
+
+    Raises:
+        ValueError: pieces of another rank or cut, or tokens of another number.
+    """
+    _check(pieces, group)
+    if places is None:
+        pieces.sequences.check("halo_rows", x=x)
+    if width == 0 or not pieces.crossed:
+        return None
+    halo = pieces.halo(width)
+    if places is not None:
+        halo = replace(halo, send_index=places.rows.index_select(0, halo.send_index))
+    return _Halo.apply(x, halo, group, width, x.shape[-1] if channels is None else channels)
+
+
+class _Halo(torch.autograd.Function):
+    """forward: the rows that others need, exchanged; dgrad: theirs back, added up. Saves none."""
+
+    @staticmethod
+    def forward(ctx, x, halo: PieceHalo, group: Group, width: int, channels: int):
+        ctx.halo, ctx.group, ctx.shape, ctx.channels = halo, group, x.shape, channels
+        received = all_to_all(
+            x[..., :channels].index_select(0, halo.send_index),
+            group,
+            send_counts=halo.send_counts,
+            receive_counts=halo.receive_counts,
+        )
+        known = filled_up(received, received.shape[0] + 1)
+        return known.index_select(0, halo.take).unflatten(0, (-1, width))  # [N, width, ...]
+
+    @staticmethod
+    def backward(ctx, grad):
+        halo: PieceHalo = ctx.halo
+        back = all_to_all(
+            grad.flatten(0, 1).index_select(0, halo.place),
+            ctx.group,
+            send_counts=halo.receive_counts,
+            receive_counts=halo.send_counts,
+        )
+        found = back.new_zeros(ctx.shape)
+        # A token may be lent to several pieces, where runs are shorter than the halo.
+        found[..., : ctx.channels].index_add_(0, halo.send_index, back)
+        return found, None, None, None, None

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabulary-parallel embedding, output projection and cross entropy.
+
+VocabParallelEmbedding: token embeddings cut by vocabulary rows, any vocabulary size.
+
+Cross entropy of a vocabulary-parallel projection, a chunk of tokens at a time.
+
+Each chunk's logits [t, V/tp] exist only while that chunk is worked on: its softmax statistics are
+combined over tp (one all-reduce of the maximum, one of the sums), and both gradients are made on
+the spot, since the weight of every token's loss is known in forward. Backward only multiplies by
+the incoming gradient. Where one rank has the whole vocabulary there is nothing to combine, and a
+CPU goes through a chunk once, a few rows in its cache at a time.
+
+A split backward costs the memory of all logits from forward to the weight gradient: dlogits wait
+for it, in the dtype of the products.
+
+VocabParallelHead: hidden states to logits or to the loss, over a vocabulary cut by tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import nn
+
+from megatron.core.comm.collectives import all_gather, all_reduce
+from megatron.core.comm.conjugates import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_to_group,
+)
+from megatron.core.initialize import InitSpec
+from megatron.core.ops.dispatch import matmul_dtype
+from megatron.core.ops.linear_cross_entropy import (
+    chunk_gradient_,
+    chunk_statistics,
+    fused_gradient_,
+    tokens_per_chunk,
+)
+from megatron.core.process_groups import Group
+from megatron.core.tensor_parallel.linear import TensorParallelRegion
+from megatron.core.weight_gather import WeightHandle, WeightStore
+from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
+from megatron.core.weight_sharding import Cut, WeightSharding
+
+
+def vocab_parallel_cross_entropy(
+    hidden: torch.Tensor,
+    weight: WeightHandle,
+    targets: torch.Tensor,
+    token_weights: torch.Tensor,
+    *,
+    group: Group,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (sum of token_weights · nll, nll) of hidden Wᵀ.
+
+    Args:
+        hidden: [t, h], whole on every tp rank; its gradient is partial(tp).
+        weight: handle of the local [V/tp, h] rows, padding last.
+        targets: int64 [t], in [0, V).
+        token_weights: fp32 [t], the factor of each token's loss; no gradient.
+        group: tp.
+        vocab_size: V without padding.
+
+    Returns:
+        (loss fp32 scalar, nll fp32 [t] without gradient).
+    """
+    training = torch.is_grad_enabled()  # always off inside a Function's forward
+    return _CrossEntropy.apply(
+        hidden, weight.anchor, weight, targets, token_weights, group, vocab_size, training
+    )
+
+
+def combine_statistics(
+    maximum: torch.Tensor, sum_exp: torch.Tensor, target_logit: torch.Tensor, group: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (log-sum-exp, target logit), fp32 [t], of the whole vocabulary from its slices."""
+    top = all_reduce(maximum, group, op="max")
+    sums = torch.stack([sum_exp * torch.exp(maximum - top), target_logit])  # [2, t]
+    all_reduce(sums, group, out=sums)
+    return top + torch.log(sums[0]), sums[1]
+
+
+def _chunk_gradient_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    token_weights: torch.Tensor,
+    *,
+    group: Group,
+    columns: Mapping[str, int],
+    wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a chunk's nll [t] and, if `wanted`, overwrite its logits by their gradient.
+
+    Also returned: the factor [t, 1] by which that gradient must still be multiplied, or None.
+    """
+    if group.size == 1 and logits.device.type == "cpu":
+        nll, factor = fused_gradient_(
+            logits, targets, valid_columns=columns["valid_columns"], gradient=wanted
+        )
+        return nll, None if factor is None else factor.mul_(token_weights)[:, None]
+    lse, target_logit = combine_statistics(*chunk_statistics(logits, targets, **columns), group)
+    if wanted:
+        chunk_gradient_(logits, targets, lse, token_weights, **columns)
+    return lse - target_logit, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """forward loss, and both gradients if wanted; backward scales them. Saves d_hidden and dW.
+
+    Where backward will be split, forward leaves the weight gradient out and saves what it is made
+    of, hidden and dlogits; the product is then put off with the others.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, anchor, handle, targets, token_weights, group, vocab_size, training):
+        weight = handle.get()
+        rows = weight.shape[0]
+        first = group.rank * rows
+        columns = {
+            "vocab_start": first,
+            "valid_columns": max(0, min(rows, vocab_size - first)),
+        }
+        want_hidden = training and ctx.needs_input_grad[0]
+        want_weight = training and ctx.needs_input_grad[1]
+        d_hidden = torch.empty_like(hidden) if want_hidden else None
+        d_weight = None
+        later: list[torch.Tensor | None] = []  # dlogits and the factor of every chunk, in turn
+        splits = want_weight and handle.deferral.splits
+        if want_weight and not splits:
+            d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        # Where the device multiplies in a wider dtype: once, not once a chunk, and the logits stay
+        # in it, unrounded.
+        matrix = weight.to(matmul_dtype(hidden, handle.cpu_dtype))
+        step = tokens_per_chunk(rows, weight.device)
+        for start in range(0, targets.shape[0], step):
+            part = slice(start, start + step)
+            chunk = hidden[part].to(matrix.dtype)  # [t, h]
+            # [t, V/tp], then their gradient
+            logits = linear_forward(chunk, matrix, cpu_dtype=matrix.dtype)
+            nll[part], factor = _chunk_gradient_(
+                logits,
+                targets[part],
+                token_weights[part],
+                group=group,
+                columns=columns,
+                wanted=want_hidden or want_weight,
+            )
+            if d_hidden is not None:
+                product = linear_dgrad(logits, matrix, cpu_dtype=matrix.dtype)
+                d_hidden[part] = product if factor is None else product.mul_(factor)
+            if d_weight is not None:
+                _add_chunk_(d_weight, chunk, logits, factor, first=start == 0)
+            if splits:
+                later += [logits, factor]
+        ctx.handle = handle
+        kept = (hidden, *later) if splits else ()
+        ctx.save_for_backward(d_hidden, d_weight, *kept)
+        ctx.mark_non_differentiable(nll)
+        return torch.dot(nll, token_weights), nll
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        d_hidden, d_weight, *kept = ctx.saved_tensors
+        # On a CPU reading the factor costs nothing, and it is 1 in training: no pass over the
+        # gradients.
+        scaled = grad.device.type != "cpu" or float(grad) != 1.0
+        if d_hidden is not None and scaled:
+            d_hidden = d_hidden * grad
+        if d_weight is not None:
+            ctx.handle.add_gradient(d_weight * grad if scaled else d_weight)
+        if kept:
+            scale = grad.detach() if scaled else None
+            ctx.handle.made_gradient(_product(ctx.handle.shape, kept[0].detach(), kept[1:], scale))
+        return d_hidden, None, None, None, None, None, None, None
+
+
+def _product(
+    shape: tuple[int, ...],
+    hidden: torch.Tensor,
+    later: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+) -> Callable[[], torch.Tensor]:
+    """Return what computes the weight gradient, as forward would have, of what forward has kept.
+
+    Args:
+        shape: of the weight, (V/tp, h).
+        hidden: [t, h].
+        later: dlogits [t, V/tp] and its factor [t, 1] or None, for every chunk of t in turn.
+        scale: the incoming gradient, a scalar; None is 1.
+    """
+
+    def make() -> torch.Tensor:
+        d_weight = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        start = 0
+        for logits, factor in zip(later[::2], later[1::2], strict=True):
+            assert logits is not None
+            chunk = hidden[start : start + len(logits)].to(logits.dtype)  # [t, h]
+            _add_chunk_(d_weight, chunk, logits, factor, first=start == 0)
+            start += len(logits)
+        return d_weight if scale is None else d_weight * scale
+
+    return make
+
+
+def _add_chunk_(
+    d_weight: torch.Tensor,
+    chunk: torch.Tensor,
+    logits: torch.Tensor,
+    factor: torch.Tensor | None,
+    *,
+    first: bool,
+) -> None:
+    """Add a chunk's dlogitsᵀ hidden to the weight gradient [V/tp, h]; the first one overwrites.
+
+    Args:
+        chunk: hidden [t, h], in the dtype of the product.
+        logits: dlogits [t, V/tp], up to `factor`.
+        factor: [t, 1], which dlogits must be multiplied by; None is 1.
+    """
+    rows = chunk if factor is None else (chunk * factor).to(chunk.dtype)
+    linear_wgrad_(d_weight, logits, rows, overwrite=first, cpu_dtype=chunk.dtype)
+
+
+def vocabulary_sharding(
+    name: str,
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    row_multiple: int = 1,
+    stages: tuple[int, ...] = (),
+) -> WeightSharding:
+    """Describe a [V, h] weight cut by rows over tp, each rank's rows padded to a multiple.
+
+    Args:
+        stages: the pipeline stages that own it, if more than the one that declares it.
+    """
+    return WeightSharding.of(
+        name,
+        (vocab_size, hidden_size),
+        Cut(axis="tp", dim=0),
+        row_multiple=row_multiple,
+        stages=stages,
+    )
+
+
+#: What to do about an id that is none.
+_FIX = MappingProxyType(
+    {
+        "token": "use the tokenizer of this model, or a model of a larger vocabulary",
+        "label": "leave a token out by its weight 0, with any id of the vocabulary as its label",
+    }
+)
+
+
+def check_ids(ids: torch.Tensor, vocab_size: int, what: Literal["token", "label"]) -> None:
+    """Raise ValueError for an id that is not in the vocabulary; ids on a GPU are not looked at.
+
+    Args:
+        ids: int64, of any shape.
+        what: they are, for the message.
+    """
+    if ids.is_floating_point():
+        raise ValueError(f"{what} ids are {ids.dtype}: give integers, such as {what}s.long()")
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    low, high = ids.aminmax()
+    if low < 0 or high >= vocab_size:
+        wrong = int(low if low < 0 else high)
+        raise ValueError(
+            f"{what} id {wrong} is not in the vocabulary of {vocab_size} ids, 0 to "
+            f"{vocab_size - 1}: {_FIX[what]}"
+        )
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Look up token ids in a [V, h] table of which each rank holds V/tp rows (padded).
+
+    Raises:
+        ValueError: a token id outside [0, V), on a CPU; a GPU is not waited for to look.
+    """
+
+    def __init__(
+        self,
+        sharding: WeightSharding,
+        *,
+        store: WeightStore,
+        region: TensorParallelRegion,
+        init: InitSpec,
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self.vocab_size = sharding.segments[0].shape[0]
+        self.weight = store.declare(sharding, init)
+        self.first = region.group.rank * self.weight.shape[0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, h] ([s/tp, b, h] under sequence parallelism) from ids int64 [s, b]."""
+        check_ids(ids, self.vocab_size, "token")
+        if self.region.group.size == 1:
+            return self.weight.embedding(ids)
+        local = ids - self.first
+        valid = (local >= 0) & (local < self.weight.shape[0])
+        rows = self.weight.embedding(local.where(valid, 0), valid)  # [s, b, h] partial(tp)
+        if self.region.scatters:
+            return reduce_scatter_to_group(rows, self.region.group)  # [s/tp, b, h]
+        return reduce_from_group(rows, self.region.group)
+
+
+class VocabParallelHead(nn.Module):
+    """Project to the vocabulary. Declared with the embedding's sharding it is tied to it."""
+
+    def __init__(
+        self,
+        sharding: WeightSharding,
+        *,
+        store: WeightStore,
+        region: TensorParallelRegion,
+        init: InitSpec,
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self.vocab_size = sharding.segments[0].shape[0]
+        self.weight = store.declare(sharding, init)
+
+    def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden [s, b, h] whole on every rank; its gradient comes back partial(tp)."""
+        if self.region.scatters:
+            return gather_from_group(hidden, self.region.group, partial_gradient=True)
+        return copy_to_group(hidden, self.region.group)
+
+    def loss(
+        self, hidden: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum of token_weights · nll, nll [s, b]).
+
+        Args:
+            hidden: [s, b, h] ([s/tp, b, h] under sequence parallelism).
+            targets: int64 [s, b].
+            token_weights: fp32 [s, b].
+
+        Raises:
+            ValueError: targets or weights of another shape, or a target that is no id.
+        """
+        hidden = self._enter(hidden)
+        for what, tensor in (("labels", targets), ("token_weights", token_weights)):
+            if tensor.shape != hidden.shape[:-1]:
+                raise ValueError(
+                    f"{what} {list(tensor.t().shape)} for {list(hidden.shape[1::-1])} tokens: give "
+                    "one for each token, [b, s] to the model"
+                )
+        check_ids(targets, self.vocab_size, "label")
+        loss, nll = vocab_parallel_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.weight,
+            targets.reshape(-1),
+            token_weights.reshape(-1),
+            group=self.region.group,
+            vocab_size=self.vocab_size,
+        )
+        return loss, nll.view(targets.shape)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return local logits [s, b, V/tp], padding columns included."""
+        return self.weight.linear(self._enter(hidden))
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding
+        columns."""
+        group = self.region.group
+        parts = all_gather(logits.unsqueeze(0), group)  # [tp, s, b, V/tp]
+        whole = parts.permute(1, 2, 0, 3).flatten(2)  # [s, b, V + padding]
+        return whole[..., : self.vocab_size].float()

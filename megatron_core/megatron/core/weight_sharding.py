@@ -1,0 +1,617 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a weight, its gradient and its optimizer state lie over the grid, and what follows from it.
+
+A `WeightSharding` is a description, never a tensor. From it and a `RankGrid` alone are derived: the
+local shape with its padding, the boxes of the logical tensors that a rank holds (initial values,
+checkpoint chunks and Hugging Face slices are loops over these), which ranks hold replicas of them,
+who counts them in the gradient norm, the bytes they take, and the gradient plan with its one
+factor.
+
+Vocabulary of this package:
+
+- A *logical tensor* is what a checkpoint names: unfused, unpadded, whole. A fused weight (q|k|v,
+  gate|up, the projections of a state-space layer) is one weight with several logical tensors, its
+  *segments*.
+- The *local tensor* is what one rank multiplies with: the `stay` cuts applied, padded so that it
+  has one shape on every rank. Its elements in row-major order are the flat space that buckets and
+  shards cut further.
+- A `gather` cut (generalized tensor parallelism, ZeRO-3) and a placement (ZeRO-1/2) are ranges of
+  that flat space; a row-aligned range is the same thing with a larger quantum.
+
+WeightSharding: the description of one weight over the grid. Never a tensor.
+
+Which boxes of logical tensors lie where in a rank's local tensor, and in any range of it.
+
+The sums that make a weight's gradient whole, and the one loss factor that goes with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+from megatron.core.process_groups import DENSE_AXES, EXPERT_AXES, TIED, RankGrid
+
+GradientKind = Literal["identical", "partial"]
+
+#: The data axes: ranks along them see different tokens. Hybrid sharding cuts over the inner ones.
+INNER_LANES = ("gtp", "cp", "dp_inner")
+OUTER_LANES = ("dp_outer",)
+DENSE_LANES = INNER_LANES + OUTER_LANES
+EXPERT_LANES = ("egtp", "edp_inner", "edp_outer")
+
+#: The strategies of data parallelism: ZeRO 0, 1, 2 and 3.
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+#: What hybrid sharding does with the optimizer state over the outer axis.
+OUTER_STRATEGIES = ("no_shard", "optim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """One cut of a logical tensor along `dim` over a grid axis.
+
+    Args:
+        axis: the axis, for instance "tp" or "ep".
+        dim: the dimension of the logical tensor; only dimension 0 may be uneven (it is then
+            padded).
+        mode: "stay" is computed on as it lies (tensor or expert parallel); "gather" is storage only
+            and put together again just before use.
+        parts: number of pieces; None means one per rank of the axis. Fewer pieces than ranks (kv
+            heads < tp) leave axis / parts consecutive ranks with the same piece: the replica
+            sub-group.
+    """
+
+    axis: str
+    dim: int
+    mode: Literal["stay", "gather"] = "stay"
+    parts: int | None = None
+
+    def pieces(self, grid: RankGrid) -> int:
+        """Return the number of pieces on this grid."""
+        return grid.size(self.axis) if self.parts is None else self.parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One logical tensor.
+
+    Args:
+        name: as a checkpoint spells it.
+        shape: whole and unpadded.
+        cuts: in order, the outer one first.
+        row_multiple: local rows are padded to a multiple of this.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    row_multiple: int = 1
+
+    @property
+    def stay_cuts(self) -> tuple[Cut, ...]:
+        return tuple(c for c in self.cuts if c.mode == "stay")
+
+    def pieces(self, axis: str, grid: RankGrid) -> int:
+        """Return into how many pieces the `stay` cuts over one axis divide it."""
+        return math.prod(c.pieces(grid) for c in self.stay_cuts if c.axis == axis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The data axes that shard each role of a weight; an empty tuple means replicated over data."""
+
+    weight: tuple[str, ...] = ()
+    gradient: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+
+
+def placement(strategy: str, outer: str = "no_shard") -> Placement:
+    """Return which data axes shard weight, gradient and optimizer state.
+
+    ZeRO stages 0 to 3 (Rajbhandari et al. 2020, section 5) over the inner lanes, which are all
+    lanes unless the grid has `instances`. Over the outer lanes everything is repeated (hybrid
+    sharding, Zhao et al. 2023, section 3.2), except the optimizer state if `outer` says so.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        outer: one of `OUTER_STRATEGIES`; "optim" only with "optim_grads_params".
+
+    Raises:
+        ValueError: an unknown name, or an outer strategy that this strategy cannot have.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"data-parallel sharding strategy {strategy!r}: use one of {', '.join(STRATEGIES)}"
+        )
+    if outer not in OUTER_STRATEGIES:
+        raise ValueError(
+            f"outer data-parallel sharding strategy {outer!r}: "
+            f"use one of {', '.join(OUTER_STRATEGIES)}"
+        )
+    if outer == "optim" and strategy != "optim_grads_params":
+        raise ValueError(
+            f"outer sharding strategy 'optim' with {strategy!r} would be plain sharding over all "
+            "lanes: use 'optim_grads_params', or one optimizer instance without an outer strategy"
+        )
+    stage = STRATEGIES.index(strategy)
+    sharded_outside = OUTER_LANES if outer == "optim" else ()
+    return Placement(
+        weight=INNER_LANES if stage >= 3 else (),
+        gradient=INNER_LANES if stage >= 2 else (),
+        optimizer=INNER_LANES + sharded_outside if stage >= 1 else (),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSharding:
+    """Describe one weight as a model multiplies with it.
+
+    Args:
+        name: the weight's own name (a fused one differs from its segments' names).
+        segments: its logical tensors, concatenated along dimension 0 of the local tensor.
+        interleave: number of logical units (kv groups, for instance) that the segments interleave
+            by: the local tensor is unit after unit, each holding its share of every segment. 1 is
+            plain concatenation.
+        gradient: for every axis of size > 1 that does not cut it and sees different inputs or
+            heads: "identical" (each rank computes the whole gradient) or "partial" (each computes
+                an addend).
+        stages: the pipeline stages that own it; a tied weight is one name with several owners.
+            Empty is the one stage that declares it.
+        expert: it lies on the expert grid (etp, ep, egtp, edp) instead of the dense one.
+        weight_decay: whether decoupled weight decay applies.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    interleave: int = 1
+    gradient: Mapping[str, GradientKind] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
+    expert: bool = False
+    weight_decay: bool = True
+
+    @staticmethod
+    def of(
+        name: str, shape: tuple[int, ...], *cuts: Cut, row_multiple: int = 1, **more: object
+    ) -> WeightSharding:
+        """Describe a weight of one logical tensor, which has the weight's own name."""
+        segment = Segment(name=name, shape=shape, cuts=cuts, row_multiple=row_multiple)
+        return WeightSharding(name=name, segments=(segment,), **more)  # type: ignore[arg-type]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return EXPERT_AXES if self.expert else DENSE_AXES
+
+    @property
+    def lane_axes(self) -> tuple[str, ...]:
+        return EXPERT_LANES if self.expert else DENSE_LANES
+
+    def lanes_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the data axes of a placement as axes of this weight's own grid."""
+        if not self.expert:
+            return axes
+        # The expert grid has no cp: its ranks are among those of edp_inner.
+        own = {"gtp": "egtp", "dp_outer": "edp_outer"}
+        wanted = {own.get(axis, "edp_inner") for axis in axes}
+        return tuple(axis for axis in EXPERT_LANES if axis in wanted)
+
+
+Coordinates = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of one logical tensor that lies contiguously in a rank's local tensor.
+
+    Args:
+        name, shape: the logical tensor.
+        offsets, sizes: the box in logical coordinates.
+        start: first element in the flat local tensor; it runs for `numel` elements.
+        counted: this rank is the one among the model-parallel replicas that counts it (norms,
+            zeros).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    counted: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
+    """List what is wrong with a description on this grid; empty if nothing is."""
+    found = []
+    for segment in sharding.segments:
+        found += _cut_problems(sharding, segment, grid)
+        first = sharding.segments[0]
+        if segment.shape[1:] != first.shape[1:] or _inner_cuts(segment) != _inner_cuts(first):
+            found.append(f"{segment.name}: shape {segment.shape} does not stack in {sharding.name}")
+    for axis, kind in sharding.gradient.items():
+        if kind not in ("identical", "partial"):
+            found.append(f"{sharding.name}: gradient on {axis} is {kind!r}")
+    if sharding.interleave > 1 and not found:
+        for segment in sharding.segments:
+            rows, pieces = _local_rows(segment, grid), _row_pieces(segment, grid)
+            split = sharding.interleave % pieces and pieces % sharding.interleave
+            uneven = rows * pieces != segment.shape[0] or rows % _units(sharding, grid)
+            if split or uneven:
+                found.append(
+                    f"{segment.name}: {segment.shape[0]} rows in {pieces} pieces do not interleave "
+                    f"by {sharding.interleave} units evenly"
+                )
+    return found
+
+
+def _cut_problems(sharding: WeightSharding, segment: Segment, grid: RankGrid) -> list[str]:
+    found = []
+    for cut in segment.cuts:
+        if cut.axis not in sharding.axes:
+            found.append(f"{segment.name}: axis {cut.axis!r} is not one of {sharding.axes}")
+            continue
+        size, parts = grid.size(cut.axis), cut.pieces(grid)
+        if not 0 <= cut.dim < len(segment.shape):
+            found.append(f"{segment.name}: no dimension {cut.dim} in shape {segment.shape}")
+        elif parts < 1 or size % parts:
+            found.append(
+                f"{segment.name}: {parts} pieces do not divide the {size} ranks of {cut.axis}"
+            )
+        elif cut.mode == "stay" and cut.dim and segment.shape[cut.dim] % parts:
+            found.append(
+                f"{segment.name}: dimension {cut.dim} of {segment.shape[cut.dim]} does not "
+                f"divide by {cut.axis}={parts}"
+            )
+    axes = [cut.axis for cut in segment.stay_cuts]
+    for axis in sorted(set(axes)):
+        if axes.count(axis) > 1:
+            found.append(f"{segment.name}: cut {axes.count(axis)} times over {axis}")
+    return found
+
+
+def _inner_cuts(segment: Segment) -> list[Cut]:
+    return [cut for cut in segment.stay_cuts if cut.dim]
+
+
+def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
+    """Return the shape of the local tensor, the same on every rank (padding included)."""
+    rows = sum(_local_rows(s, grid) for s in sharding.segments)
+    first = sharding.segments[0]
+    inner = list(first.shape[1:])
+    for cut in first.stay_cuts:
+        if cut.dim:
+            inner[cut.dim - 1] //= cut.pieces(grid)
+    return (rows, *inner)
+
+
+def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> list[Box]:
+    """List the boxes of logical tensors in the local tensor of the rank at coordinates `at`.
+
+    Ascending by `start`. Elements of the local tensor in no box are padding.
+    """
+    units = _units(sharding, grid)
+    width = math.prod(local_shape(sharding, grid)[1:])
+    boxes, row = [], 0
+    for unit in range(units):
+        for segment in sharding.segments:
+            rows = _local_rows(segment, grid) // units
+            first, inner_offsets, inner_sizes = _origin(segment, grid, at)
+            first += unit * rows
+            kept = min(rows, segment.shape[0] - first)
+            if kept > 0:
+                boxes.append(
+                    Box(
+                        name=segment.name,
+                        shape=segment.shape,
+                        offsets=(first, *inner_offsets),
+                        sizes=(kept, *inner_sizes),
+                        start=row * width,
+                        counted=_replica_index(sharding, segment, grid, at) == 0,
+                    )
+                )
+            row += rows
+    return boxes
+
+
+def range_boxes(boxes: Sequence[Box], start: int, stop: int) -> list[Box]:
+    """Cut local boxes down to the elements [start, stop) of the flat local tensor.
+
+    An element range of a row-major n-d box is at most 2n - 1 boxes: the tail of a row, whole rows,
+    the head of a row, and so on inwards. `start` of the results is relative to the range's own
+    start.
+    """
+    found = []
+    for box in boxes:
+        low, high = max(start, box.start), min(stop, box.start + box.numel)
+        if low < high:
+            for offsets, sizes, at in _rectangles(box.sizes, low - box.start, high - box.start):
+                found.append(
+                    Box(
+                        name=box.name,
+                        shape=box.shape,
+                        offsets=tuple(o + d for o, d in zip(box.offsets, offsets, strict=True)),
+                        sizes=sizes,
+                        start=box.start + at - start,
+                        counted=box.counted,
+                    )
+                )
+    return found
+
+
+def shard_range(numel: int, parts: int, index: int, *, quantum: int = 1) -> tuple[int, int]:
+    """Return the element range [start, stop) of shard `index` of `parts` equal ones.
+
+    Each is a multiple of `quantum`. The last ones may reach past `numel`: that is padding, and the
+    caller allocates parts × shard elements.
+    """
+    part = -(-numel // (parts * quantum)) * quantum
+    return index * part, (index + 1) * part
+
+
+def replica_ranks(
+    sharding: WeightSharding,
+    segment_name: str,
+    *,
+    grid: RankGrid,
+    rank: int,
+    sharded: tuple[str, ...] = (),
+) -> tuple[int, ...]:
+    """List the global ranks that hold the same boxes of a segment as `rank`, itself included.
+
+    Args:
+        sharded: axes of the placement over which the role in question is cut (ranks along them hold
+            different elements).
+
+    Returns:
+        Global ranks, ascending.
+    """
+    segment = next(s for s in sharding.segments if s.name == segment_name)
+    at = grid.coordinates(rank)
+    cut_lanes = sharding.lanes_of(sharded)
+    choices = []
+    for axis in sharding.axes:
+        size = grid.size(axis)
+        parts = segment.pieces(axis, grid)
+        if axis == "pp":
+            choices.append(tuple(sorted(set(sharding.stages))) or (at[axis],))
+        elif axis in cut_lanes or parts == size:
+            choices.append((at[axis],))
+        else:
+            replicas = size // parts
+            first = at[axis] // replicas * replicas
+            choices.append(tuple(range(first, first + replicas)))
+    points = itertools.product(*choices)
+    return tuple(sorted(grid.rank_of(**dict(zip(sharding.axes, p, strict=True))) for p in points))
+
+
+def memory_bytes(
+    sharding: WeightSharding,
+    grid: RankGrid,
+    placement: Placement,
+    *,
+    weight_bytes: int,
+    gradient_bytes: int = 4,
+    optimizer_bytes: int = 12,
+) -> Fraction:
+    """Return the bytes one rank keeps for a weight, its gradient and its optimizer state.
+
+    Args:
+        weight_bytes, gradient_bytes, optimizer_bytes: per element of the local tensor; the
+            optimizer's include the fp32 master.
+    """
+    numel = math.prod(local_shape(sharding, grid))
+    total = Fraction(0)
+    for axes, size in (
+        (placement.weight, weight_bytes),
+        (placement.gradient, gradient_bytes),
+        (placement.optimizer, optimizer_bytes),
+    ):
+        total += Fraction(numel * size, math.prod(grid.size(a) for a in sharding.lanes_of(axes)))
+    return total
+
+
+def _piece(cut: Cut, grid: RankGrid, at: Coordinates) -> int:
+    return at[cut.axis] * cut.pieces(grid) // grid.size(cut.axis)
+
+
+def _row_pieces(segment: Segment, grid: RankGrid) -> int:
+    return math.prod(c.pieces(grid) for c in segment.stay_cuts if c.dim == 0)
+
+
+def _local_rows(segment: Segment, grid: RankGrid) -> int:
+    return shard_range(
+        segment.shape[0], _row_pieces(segment, grid), 0, quantum=segment.row_multiple
+    )[1]
+
+
+def _units(sharding: WeightSharding, grid: RankGrid) -> int:
+    """Return the number of units in one local tensor (1 where a rank holds part of a unit)."""
+    return max(1, sharding.interleave // _row_pieces(sharding.segments[0], grid))
+
+
+def _origin(
+    segment: Segment, grid: RankGrid, at: Coordinates
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return the first logical row of a rank's piece, and its inner offsets and sizes."""
+    index = 0
+    offsets, sizes = [0] * (len(segment.shape) - 1), list(segment.shape[1:])
+    for cut in segment.stay_cuts:  # ordered: an earlier cut is the outer one
+        if cut.dim == 0:
+            index = index * cut.pieces(grid) + _piece(cut, grid, at)
+        else:
+            sizes[cut.dim - 1] //= cut.pieces(grid)
+            offsets[cut.dim - 1] += _piece(cut, grid, at) * sizes[cut.dim - 1]
+    return index * _local_rows(segment, grid), tuple(offsets), tuple(sizes)
+
+
+def _replica_index(
+    sharding: WeightSharding, segment: Segment, grid: RankGrid, at: Coordinates
+) -> int:
+    """Return this rank's number among the model-parallel replicas of a segment (0 counts it)."""
+    index = 0
+    for axis in sharding.axes:
+        if axis in sharding.lane_axes:
+            continue
+        if axis == "pp":
+            owners = sharding.stages or (at[axis],)
+            index = index * len(owners) + (owners.index(at[axis]) if at[axis] in owners else 0)
+            continue
+        replicas = grid.size(axis) // segment.pieces(axis, grid)
+        index = index * replicas + at[axis] % replicas
+    return index
+
+
+def _rectangles(
+    sizes: tuple[int, ...], low: int, high: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Split elements [low, high) of a row-major array into (offsets, sizes, first element)."""
+    if low >= high:
+        return []
+    if len(sizes) == 1:
+        return [((low,), (high - low,), low)]
+    row = math.prod(sizes[1:])
+    first, last = -(-low // row), high // row
+    if first > last:  # inside one row
+        inner = _rectangles(sizes[1:], low - last * row, high - last * row)
+        return [((last, *o), (1, *s), last * row + at) for o, s, at in inner]
+    found = []
+    if low < first * row:
+        inner = _rectangles(sizes[1:], low - (first - 1) * row, row)
+        found += [((first - 1, *o), (1, *s), (first - 1) * row + at) for o, s, at in inner]
+    if first < last:
+        zeros = (0,) * (len(sizes) - 1)
+        found.append(((first, *zeros), (last - first, *sizes[1:]), first * row))
+    if last * row < high:
+        inner = _rectangles(sizes[1:], 0, high - last * row)
+        found += [((last, *o), (1, *s), last * row + at) for o, s, at in inner]
+    return found
+
+
+@dataclass(frozen=True)
+class GradientStep:
+    """Sum the gradient of some logical tensors of a weight over a group.
+
+    Args:
+        group: a name of `GROUP_NAMES`, or "tp/2": 2 consecutive tp ranks.
+        segments: the logical tensors concerned.
+    """
+
+    group: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """All that happens to a weight's gradient after backward.
+
+    Args:
+        lanes: the group that its buckets are reduced over ("lanes" or "expert_lanes").
+        steps: sums over model axes, in order, after that.
+        lanes_reached: the number of data lanes whose tokens the result holds; the loss factor
+            assumes all.
+    """
+
+    lanes: str
+    steps: tuple[GradientStep, ...]
+    lanes_reached: Fraction
+
+
+def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
+    """Derive the sums that make a weight's gradient whole.
+
+    Raises:
+        ValueError: an axis of size > 1 neither cuts the weight nor has a declared gradient kind, it
+            is tied between other stages than the first and the last, or the sums would not reach
+            every data lane exactly once (the silent factor of ep or etp/tp in experts).
+    """
+    names = tuple(s.name for s in sharding.segments)
+    steps = []
+    for axis in sharding.axes:
+        if axis in sharding.lane_axes or axis == "pp" or grid.size(axis) == 1:
+            continue
+        whole, size = [], grid.size(axis)
+        for segment in sharding.segments:
+            parts = segment.pieces(axis, grid)
+            if parts == 1 and not any(c.axis == axis for c in segment.stay_cuts):
+                whole.append(segment.name)
+            elif parts < size:
+                # Replicas of a piece feed different consumers (other query heads): addends of one
+                # gradient.
+                steps.append(GradientStep(f"{axis}/{size // parts}", (segment.name,)))
+        if whole and axis not in sharding.gradient:
+            raise ValueError(
+                f"{sharding.name}: nothing cuts it over {axis}={size} and its gradient there "
+                'is not declared "identical" or "partial"'
+            )
+        if whole and sharding.gradient[axis] == "partial":
+            steps.append(GradientStep(axis, tuple(whole)))
+    if len(set(sharding.stages)) > 1:
+        if set(sharding.stages) != {0, grid.pp - 1}:
+            raise ValueError(
+                f"{sharding.name}: owned by stages {sharding.stages} of {grid.pp}; only the first "
+                "and the last share weights"
+            )
+        steps.append(GradientStep(TIED, names))
+    lanes = "expert_lanes" if sharding.expert else "lanes"
+    reached = Fraction(math.prod(grid.size(a) for a in sharding.lane_axes))
+    if sharding.expert:  # dispatch brings the tokens of etp·ep ranks, which are etp·ep/tp lanes
+        reached *= Fraction(grid.size("etp") * grid.ep, grid.tp)
+    every = math.prod(grid.size(a) for a in DENSE_LANES)
+    if reached != every:
+        raise ValueError(
+            f"{sharding.name}: its gradient would hold {reached} of {every} data lanes; the expert "
+            "grid does not cover the dense one"
+        )
+    return GradientPlan(lanes, tuple(_merge(steps)), reached)
+
+
+def loss_factor(grid: RankGrid, num_microbatches: int) -> float:
+    """Return the factor of a microbatch's mean loss in the step's mean loss: 1 / (dp · gtp ·
+    microbatches).
+
+    The microbatch's own mean is over its tokens on all cp ranks. With it in the loss every gradient
+    sum is a plain sum, for dense and expert weights alike.
+    """
+    return 1.0 / (grid.dp * grid.gtp * num_microbatches)
+
+
+def _merge(steps: list[GradientStep]) -> list[GradientStep]:
+    merged: dict[str, tuple[str, ...]] = {}
+    for step in steps:
+        merged[step.group] = merged.get(step.group, ()) + step.segments
+    return [GradientStep(group, segments) for group, segments in merged.items()]
+
+
+__all__ = [
+    "DENSE_LANES",
+    "EXPERT_LANES",
+    "INNER_LANES",
+    "OUTER_LANES",
+    "OUTER_STRATEGIES",
+    "STRATEGIES",
+    "Box",
+    "Cut",
+    "GradientKind",
+    "GradientPlan",
+    "GradientStep",
+    "Placement",
+    "Segment",
+    "WeightSharding",
+    "check",
+    "gradient_plan",
+    "local_boxes",
+    "local_shape",
+    "loss_factor",
+    "memory_bytes",
+    "placement",
+    "range_boxes",
+    "replica_ranks",
+    "shard_range",
+]

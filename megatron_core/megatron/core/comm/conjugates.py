@@ -49,6 +49,7 @@ from megatron.core.comm.collectives import (
     reduce_scatter,
     reduce_scatter_async,
 )
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.process_groups import Group
 
 Start = Callable[[torch.Tensor], Pending]
@@ -109,12 +110,12 @@ def scatter(group: Group) -> Flight:
 
 def depart(x: torch.Tensor, flight: Flight) -> torch.Tensor:
     """Start a flight with x [n, ...]; what is returned must not be read before `arrive`."""
-    return _Depart.apply(x, flight)
+    return apply_function(_Depart, x, flight)
 
 
 def arrive(buffer: torch.Tensor, flight: Flight) -> torch.Tensor:
     """Return the rows of a flight that `depart` has started."""
-    return _Arrive.apply(buffer, flight)
+    return apply_function(_Arrive, buffer, flight)
 
 
 def direct(x: torch.Tensor, flight: Flight) -> torch.Tensor:
@@ -147,17 +148,17 @@ class _Arrive(torch.autograd.Function):
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return `x`, whose gradient is the sum of the gradients of all ranks."""
-    return x if group.size == 1 else _Copy.apply(x, group)
+    return x if group.size == 1 else apply_function(_Copy, x, group)
 
 
 def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum of `x` over the group; the gradient passes unchanged."""
-    return x if group.size == 1 else _Reduce.apply(x, group)
+    return x if group.size == 1 else apply_function(_Reduce, x, group)
 
 
 def scatter_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return this rank's share of the rows of `x` [n, ...]: [n/size, ...]."""
-    return x if group.size == 1 else _Scatter.apply(x, group)
+    return x if group.size == 1 else apply_function(_Scatter, x, group)
 
 
 def gather_from_group(
@@ -170,12 +171,12 @@ def gather_from_group(
             differs by rank): backward is then a reduce-scatter; False where it is already whole on
             every rank.
     """
-    return x if group.size == 1 else _Gather.apply(x, group, partial_gradient)
+    return x if group.size == 1 else apply_function(_Gather, x, group, partial_gradient)
 
 
 def reduce_scatter_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return this rank's rows of the sum of `x` [n, ...] over the group: [n/size, ...]."""
-    return x if group.size == 1 else _ReduceScatter.apply(x, group)
+    return x if group.size == 1 else apply_function(_ReduceScatter, x, group)
 
 
 def own_rows(x: torch.Tensor, group: Group) -> torch.Tensor:

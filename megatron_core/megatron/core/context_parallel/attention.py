@@ -56,7 +56,7 @@ from megatron.core.context_parallel.comm_type import (
 )
 from megatron.core.context_parallel.layout import SequenceLayout
 from megatron.core.ops.attention.reference import sink_gradient
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.process_groups import Group
 
@@ -386,7 +386,7 @@ def context_attention(
     name = ALL_GATHER  # of one rank: no collective
     if group.size > 1:
         name = choose(engine, attention_shape(query, key), group.size).engine
-    return _FUNCTIONS[name].apply(query, key, value, sinks, attend)
+    return apply_function(_FUNCTIONS[name], query, key, value, sinks, attend)
 
 
 def attention_shape(query: torch.Tensor, key: torch.Tensor) -> AttentionShape:

@@ -41,6 +41,7 @@ from megatron.core.initialize import InitSpec
 from megatron.core.models.decoder import Decoder, HiddenDropout
 from megatron.core.models.gpt_config import GPTConfig
 from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     TensorParallelRegion,
@@ -689,7 +690,7 @@ class PredictionDepth(nn.Module):
 
 def carrying(loss: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
     """Return the loss, a scalar; what differentiates it differentiates loss + extra."""
-    return _Carrying.apply(loss, extra)
+    return apply_function(_Carrying, loss, extra)
 
 
 class _Carrying(torch.autograd.Function):

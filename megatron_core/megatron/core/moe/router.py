@@ -43,6 +43,7 @@ from megatron.core.comm import all_reduce
 from megatron.core.comm.conjugates import gather_from_group, scatter_to_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe.config import MoEConfig, RouterConfig
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.dropout import dropout_key
 from megatron.core.ops.dropout.reference import hash_index, mix_rows_and_columns
 from megatron.core.tensor_parallel import TensorParallelRegion
@@ -186,7 +187,7 @@ def z_loss(
 
 def carry(x: torch.Tensor, loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return x, through which factor · loss takes part in whatever is differentiated."""
-    return _Carry.apply(x, loss, factor)
+    return apply_function(_Carry, x, loss, factor)
 
 
 class _Carry(torch.autograd.Function):
@@ -360,7 +361,7 @@ class Router(nn.Module):
         if config.jitter > 0.0 and share.samples is not None:
             where = share.samples, share.places
             rows = jittered(rows, *where, rate=config.jitter, key=self.jitter_key)
-        logits = _Logits.apply(rows, self.weight.anchor, self.weight)  # [t, E]
+        logits = apply_function(_Logits, rows, self.weight.anchor, self.weight)  # [t, E]
         softmax = config.score_function == "softmax"
         scores = logits.softmax(-1) if softmax else logits.sigmoid()
         experts = chosen_experts(scores.detach(), config, bias=self.expert_bias)  # [t, k]

@@ -4,16 +4,9 @@
 import functools
 import importlib.util
 import time
+from typing import Any
 
 import torch
-
-
-def uses_tensor_memory(x: torch.Tensor) -> bool:
-    """Say whether products of x accumulate in tensor memory: from Blackwell on, in 16 bits."""
-    if x.device.type != "cuda" or x.dtype == torch.float32:
-        return False
-    return torch.cuda.get_device_capability(x.device)[0] > 9
-
 
 IMPLEMENTATIONS = ("reference", "triton")
 
@@ -102,6 +95,40 @@ def _require_current(tensor: torch.Tensor, op: str) -> None:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Give the dtype in which statistics of `dtype` are computed: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def uses_tensor_memory(x: torch.Tensor) -> bool:
+    """Say whether products of x accumulate in tensor memory: from Blackwell on, in 16 bits."""
+    if x.device.type != "cuda" or x.dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] > 9
+
+
+class ForwardOnly:
+    """The context of an autograd Function of which only the forward runs: keeps nothing."""
+
+    needs_input_grad = (False,) * 16
+
+    def save_for_backward(self, *_: torch.Tensor | None) -> None:
+        """Save nothing."""
+
+    def mark_non_differentiable(self, *_: torch.Tensor) -> None:
+        """Do nothing: no output is differentiable."""
+
+    def set_materialize_grads(self, _: bool) -> None:
+        """Do nothing: there will be no gradients."""
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Run an autograd Function; where gradients are off, only its forward, outside of autograd.
+
+    Args:
+        function: its `forward` takes a context and the arguments.
+        args: as for `function.apply`.
+    """
+    if torch.is_grad_enabled():
+        return function.apply(*args)
+    return function.forward(ForwardOnly(), *args)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 
 
 class L2Norm(torch.autograd.Function):
@@ -56,4 +56,4 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
         raise ValueError(f"l2norm: x {tuple(x.shape)} {x.dtype}: give vectors of floats")
     if eps < 0:
         raise ValueError(f"l2norm: eps={eps} must not be negative")
-    return L2Norm.apply(x, eps)
+    return apply_function(L2Norm, x, eps)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron.core.ops.dispatch import apply_function
+
 
 @dataclass(frozen=True, eq=False)
 class Places:
@@ -48,11 +50,11 @@ class Places:
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tokens [t, ...] of rows [n, ...]."""
-        return _Pack.apply(x, self)
+        return apply_function(_Pack, x, self)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
         """Return rows [n, ...] of tokens [t, ...], zero where a row has none."""
-        return _Unpack.apply(x, self)
+        return apply_function(_Unpack, x, self)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Return what `pack` does, for ops that have a backward of their own."""

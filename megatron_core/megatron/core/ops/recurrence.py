@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 from megatron.core.ops.sequences import Sequences
 
 
@@ -130,7 +130,7 @@ def recur(
     Returns:
         (out [t, H, V] in value's dtype, last states [N, H, K, V]).
     """
-    return _Recur.apply(_Call(recurrence, sequences), initial, *inputs)
+    return apply_function(_Recur, _Call(recurrence, sequences), initial, *inputs)
 
 
 class _Recur(torch.autograd.Function):

@@ -58,7 +58,7 @@ from megatron.core.comm.collectives import all_to_all
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import TokenRows
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
 from megatron.core.ops.recurrence_decode import counts_programs, recurrence_decode
@@ -178,7 +178,7 @@ def to_heads(
             f"{x.shape[2]} heads do not divide over {group.size} context parallel ranks: use "
             "linear-cp-mode segments"
         )
-    return x.flatten(0, 1) if group.size == 1 else _ToHeads.apply(x, group), rows.places
+    return x.flatten(0, 1) if group.size == 1 else apply_function(_ToHeads, x, group), rows.places
 
 
 def to_tokens(y: torch.Tensor, layout: SequenceLayout, group: Group) -> Placed:
@@ -199,7 +199,9 @@ def to_tokens(y: torch.Tensor, layout: SequenceLayout, group: Group) -> Placed:
     rows = _rows(length, _batch(y, layout), layout, group)
     if group.size == 1:
         return Placed(y, rows.places)
-    return Placed(_ToTokens.apply(y, rows, group), _received(rows, group.size), group.size)
+    return Placed(
+        apply_function(_ToTokens, y, rows, group), _received(rows, group.size), group.size
+    )
 
 
 def _received(rows: TokenRows, ranks: int) -> Places | None:

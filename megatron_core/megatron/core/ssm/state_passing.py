@@ -41,7 +41,7 @@ from torch.nn import functional
 
 from megatron.core.comm.collectives import all_gather, all_to_all
 from megatron.core.context_parallel.layout import OwnPieces, PieceHalo
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import (
     Recurrence,
@@ -396,7 +396,7 @@ def recur_in_segments(
         links=links,
         split=_split(sequences, splits, chunk),
     )
-    return _Segments.apply(call, None, *inputs)[0]
+    return apply_function(_Segments, call, None, *inputs)[0]
 
 
 def recur_split(
@@ -429,7 +429,7 @@ def recur_split(
     if split is None:
         return recur(recurrence, inputs, sequences, initial=initial)
     call = _Call(recurrence=recurrence, sequences=sequences, split=split)
-    return _Segments.apply(call, initial, *inputs)
+    return apply_function(_Segments, call, initial, *inputs)
 
 
 @dataclass(eq=False)
@@ -624,7 +624,9 @@ def halo_rows(
     halo = pieces.halo(width)
     if places is not None:
         halo = replace(halo, send_index=places.rows.index_select(0, halo.send_index))
-    return _Halo.apply(x, halo, group, width, x.shape[-1] if channels is None else channels)
+    return apply_function(
+        _Halo, x, halo, group, width, x.shape[-1] if channels is None else channels
+    )
 
 
 class _Halo(torch.autograd.Function):

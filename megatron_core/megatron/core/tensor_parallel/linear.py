@@ -40,6 +40,7 @@ from megatron.core.comm.collectives import (
 )
 from megatron.core.comm.conjugates import reduce_from_group, reduce_scatter_to_group
 from megatron.core.initialize import InitSpec
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.handle import put_linear_gradients
@@ -162,8 +163,8 @@ class ColumnParallelLinear(nn.Module):
         if self.region.group.size == 1:
             return self.weight.linear(x, self.bias)
         bias_anchor = None if self.bias is None else self.bias.anchor
-        return _ColumnLinear.apply(
-            x, self.weight.anchor, bias_anchor, self.weight, self.bias, self.region
+        return apply_function(
+            _ColumnLinear, x, self.weight.anchor, bias_anchor, self.weight, self.bias, self.region
         )
 
 

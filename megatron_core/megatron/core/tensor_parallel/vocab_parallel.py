@@ -34,7 +34,7 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
 )
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import matmul_dtype
+from megatron.core.ops.dispatch import apply_function, matmul_dtype
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
@@ -71,8 +71,16 @@ def vocab_parallel_cross_entropy(
         (loss fp32 scalar, nll fp32 [t] without gradient).
     """
     training = torch.is_grad_enabled()  # always off inside a Function's forward
-    return _CrossEntropy.apply(
-        hidden, weight.anchor, weight, targets, token_weights, group, vocab_size, training
+    return apply_function(
+        _CrossEntropy,
+        hidden,
+        weight.anchor,
+        weight,
+        targets,
+        token_weights,
+        group,
+        vocab_size,
+        training,
     )
 
 

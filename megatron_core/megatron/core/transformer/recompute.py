@@ -24,6 +24,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.core.ops.dispatch import apply_function
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -96,7 +98,7 @@ def recomputed(
             even if no input does, as behind a frozen embedding.
     """
     anchor = next((anchor for anchor in anchors if anchor.requires_grad), None)
-    return _Recompute.apply(delta, stream, anchor, run)
+    return apply_function(_Recompute, delta, stream, anchor, run)
 
 
 class _Recompute(torch.autograd.Function):

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import matmul_dtype
+from megatron.core.ops.dispatch import apply_function, matmul_dtype
 from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_gather.handle import WeightHandle
 
@@ -59,7 +59,7 @@ def grouped_linear(handle: WeightHandle, x: torch.Tensor, runs: RowRuns) -> torc
             f"{handle.name} {list(shape)} must be [{count} · c, o/c, {x.shape[1]}], a matrix for "
             f"each of {count} runs"
         )
-    return _GroupedLinear.apply(x, handle.anchor, handle, runs)
+    return apply_function(_GroupedLinear, x, handle.anchor, handle, runs)
 
 
 class _GroupedLinear(torch.autograd.Function):

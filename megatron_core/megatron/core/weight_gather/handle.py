@@ -49,6 +49,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, Member, ShardedBuffer
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
@@ -369,6 +370,9 @@ class WeightHandle:
 
     def linear(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
         """Return x [..., h] Wᵀ + bias, [..., o]. Saves x only."""
+        if not torch.is_grad_enabled():
+            added = None if bias is None else bias.get()
+            return linear_forward(x, self.get(), bias=added, cpu_dtype=self.cpu_dtype)
         if bias is None:
             return _apply_linear(x, self.anchor, self)
         return _apply_linear(x, self.anchor, self, bias, bias.anchor)
@@ -376,15 +380,21 @@ class WeightHandle:
     def embedding(self, ids: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows `ids` [...] of the weight, [..., h]; zero where `valid` is False. Saves
         ids only."""
-        return _Embedding.apply(ids, valid, self.anchor, self)
+        return apply_function(_Embedding, ids, valid, self.anchor, self)
 
     def use(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a private copy of a small weight (norm, bias, router) that any op may save.
+        """Return a small weight (norm, bias, router) as a private copy that any op may save.
+
+        Where gradients are off and one rank has the whole weight, it is the weight itself: not to
+        be written to.
 
         Args:
             dtype: of the copy; None is the weight's own. In fp32 its gradient arrives unrounded.
         """
-        return _Use.apply(self.anchor, self, dtype)
+        if torch.is_grad_enabled():
+            return _Use.apply(self.anchor, self, dtype)
+        stays = self.bucket is not None and self.bucket.alone
+        return self.get().to(dtype or self.dtype, copy=not stays)
 
     # --- gradients --------------------------------------------------------------------------------
 

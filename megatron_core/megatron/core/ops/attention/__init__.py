@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.ops.attention import reference
 from megatron.core.ops.attention.reference import Mask
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.dropout import AttentionDropout
 
 __all__ = ["Mask", "attention"]
@@ -78,8 +78,10 @@ def attention(
     if choose(implementation, query, "attention", has_triton=dropout is None) == "triton":
         from megatron.core.ops.attention import triton as kernels
 
-        return kernels.Attention.apply(query, key, value, sinks, scale, mask)
-    return reference.Attention.apply(query, key, value, sinks, scale, mask, dropout, cpu_dtype)
+        return apply_function(kernels.Attention, query, key, value, sinks, scale, mask)
+    return apply_function(
+        reference.Attention, query, key, value, sinks, scale, mask, dropout, cpu_dtype
+    )
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> None:

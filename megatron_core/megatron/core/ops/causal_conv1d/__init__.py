@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.causal_conv1d import reference
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.sequences import Sequences, require_sequences
 
 __all__ = ["causal_conv1d", "causal_conv1d_step"]
@@ -60,7 +61,9 @@ def causal_conv1d(
             f"causal_conv1d: initial {tuple(initial.shape)} must be {wanted}: the W-1 rows before "
             "each sequence"
         )
-    return reference.CausalConv1d.apply(x, weight, bias, initial, sequences, activation == "silu")
+    return apply_function(
+        reference.CausalConv1d, x, weight, bias, initial, sequences, activation == "silu"
+    )
 
 
 def causal_conv1d_step(

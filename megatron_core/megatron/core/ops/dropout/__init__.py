@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.dropout import reference
 from megatron.core.ops.dropout.reference import AttentionDropout, dropout_key
 
@@ -59,8 +59,10 @@ def dropout(
     if choose(implementation, x, "dropout") == "triton":
         from megatron.core.ops.dropout import triton as kernels
 
-        return kernels.Dropout.apply(x, rate, key, sample_ids, position_ids, feature_offset)
-    return reference.Dropout.apply(x, rate, key, sample_ids, position_ids, feature_offset)
+        return apply_function(
+            kernels.Dropout, x, rate, key, sample_ids, position_ids, feature_offset
+        )
+    return apply_function(reference.Dropout, x, rate, key, sample_ids, position_ids, feature_offset)
 
 
 def _check_rate(op: str, rate: float) -> None:

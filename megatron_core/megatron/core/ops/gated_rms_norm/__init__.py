@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.gated_rms_norm import reference
 
 #: Whether the norm or the gate comes first.
@@ -65,7 +65,9 @@ def gated_rms_norm(
     if choose(implementation, x, op) == "triton":
         from megatron.core.ops.gated_rms_norm import triton as kernels
 
-        return kernels.GatedRmsNorm.apply(x, gate, weight, eps, order == GATE_FIRST, size, places)
+        return apply_function(
+            kernels.GatedRmsNorm, x, gate, weight, eps, order == GATE_FIRST, size, places
+        )
     options = {"eps": eps, "gate_first": order == GATE_FIRST, "size": size}
     return reference.gated_rms_norm(x, gate, weight, places=places, **options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.layernorm import reference
 from megatron.core.ops.rmsnorm import check_norm
 
@@ -52,5 +52,5 @@ def layer_norm(
         function = kernels.LayerNorm
     else:
         function = reference.LayerNorm
-    y, total = function.apply(x, residual, weight, bias, eps, zero_centered)
+    y, total = apply_function(function, x, residual, weight, bias, eps, zero_centered)
     return y if residual is None else (y, total)

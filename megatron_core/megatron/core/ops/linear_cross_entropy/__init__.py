@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.linear_cross_entropy import reference
 
 __all__ = [
@@ -183,8 +183,15 @@ def linear_cross_entropy(
         from megatron.core.ops.linear_cross_entropy import triton as kernels
 
         gradient_ = kernels.fused_gradient_
-    return reference.LinearCrossEntropy.apply(
-        hidden, weight, targets, weights, chunk_tokens, valid_columns, gradient_
+    return apply_function(
+        reference.LinearCrossEntropy,
+        hidden,
+        weight,
+        targets,
+        weights,
+        chunk_tokens,
+        valid_columns,
+        gradient_,
     )
 
 

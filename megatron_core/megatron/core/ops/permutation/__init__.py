@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.ops.dispatch import accumulation_dtype, choose
+from megatron.core.ops.dispatch import accumulation_dtype, apply_function, choose
 from megatron.core.ops.permutation import reference
 
 __all__ = ["Permutation", "sum_rows", "take_rows"]
@@ -75,8 +75,8 @@ def take_rows(
     if choose(implementation, x, "take_rows") == "triton":
         from megatron.core.ops.permutation import triton as kernels
 
-        return kernels.Take.apply(x, places, slots)
-    return reference.Take.apply(x, places, slots)
+        return apply_function(kernels.Take, x, places, slots)
+    return apply_function(reference.Take, x, places, slots)
 
 
 def sum_rows(
@@ -111,5 +111,5 @@ def sum_rows(
     if choose(implementation, y, "sum_rows") == "triton":
         from megatron.core.ops.permutation import triton as kernels
 
-        return kernels.Total.apply(y, weights, places, slots)
-    return reference.Total.apply(y, weights, places, slots)
+        return apply_function(kernels.Total, y, weights, places, slots)
+    return apply_function(reference.Total, y, weights, places, slots)

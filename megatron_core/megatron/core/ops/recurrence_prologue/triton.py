@@ -14,6 +14,7 @@ import torch
 import triton
 
 from megatron.core.ops.causal_conv1d.reference import Borders
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.places import Places
 from megatron.core.ops.recurrence import RecurrenceInputs
@@ -96,7 +97,7 @@ def prologue(
 ) -> tuple[RecurrenceInputs, torch.Tensor | None]:
     """Return (inputs, last) of packed tokens, as `recurrence_prologue` does."""
     call = _Call(parts, sequences, places, weights.weight.shape[-1])
-    inputs = RecurrenceInputs(*_Prologue.apply(call, source, initial, *weights))
+    inputs = RecurrenceInputs(*apply_function(_Prologue, call, source, initial, *weights))
     return inputs, call.last_rows(source.detach(), initial) if keeps_last else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.rmsnorm import reference
 
 
@@ -44,7 +44,7 @@ def rms_norm(
         function = kernels.RmsNorm
     else:
         function = reference.RmsNorm
-    y, total = function.apply(x, residual, weight, eps, zero_centered)
+    y, total = apply_function(function, x, residual, weight, eps, zero_centered)
     return y if residual is None else (y, total)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.rope import reference
 from megatron.core.ops.rope.reference import RopeScaling, inverse_frequencies, rotary_table
 
@@ -43,8 +43,8 @@ def apply_rope(
     if choose(implementation, x, "apply_rope") == "triton":
         from megatron.core.ops.rope import triton as kernels
 
-        return kernels.Rope.apply(x, cos, sin, interleaved)
-    return reference.Rope.apply(x, cos, sin, interleaved)
+        return apply_function(kernels.Rope, x, cos, sin, interleaved)
+    return apply_function(reference.Rope, x, cos, sin, interleaved)
 
 
 def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.recurrence import (
     Recurrence,
     RecurrenceInputs,
@@ -151,5 +151,5 @@ def add_skip(
     if choose(implementation, x, "add_skip") == "triton":
         from megatron.core.ops.state_space_dual.triton import AddSkip as Kernels
 
-        return Kernels.apply(out, x, skip)
-    return AddSkip.apply(out, x, skip)
+        return apply_function(Kernels, out, x, skip)
+    return apply_function(AddSkip, out, x, skip)

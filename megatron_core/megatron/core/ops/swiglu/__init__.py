@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import choose
+from megatron.core.ops.dispatch import apply_function, choose
 from megatron.core.ops.swiglu import reference
 from megatron.core.ops.swiglu.reference import ACTIVATIONS, GATES
 
@@ -51,8 +51,8 @@ def gated(
     if choose(implementation, gate_up, "gated") == "triton":
         from megatron.core.ops.swiglu import triton as kernels
 
-        return kernels.Gated.apply(gate_up, activation)
-    return reference.Gated.apply(gate_up, activation)
+        return apply_function(kernels.Gated, gate_up, activation)
+    return apply_function(reference.Gated, gate_up, activation)
 
 
 def activate(x: torch.Tensor, kind: str) -> torch.Tensor:

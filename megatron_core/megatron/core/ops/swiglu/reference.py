@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron.core.ops.dispatch import apply_function
+
 GATES = ("silu", "gelu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu")
 
@@ -75,4 +77,4 @@ def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
         return F.relu(x)
     if kind == "silu":
         return F.silu(x)
-    return SquaredRelu.apply(x)
+    return apply_function(SquaredRelu, x)

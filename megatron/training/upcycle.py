@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.training.config.expert_layers import read_frequency, write_frequency
+from megatron.training.config.layer_pattern import read_frequency, write_frequency
 from megatron.training.config.values import not_negative, positive, require, require_all
 from megatron.training.errors import run_entry_point
 from megatron.training.options.flags import parse_command_line

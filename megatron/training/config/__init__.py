@@ -12,22 +12,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.attention import AttentionOptions
-from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.config.data import DataConfig
-from megatron.training.config.data_parallel import DataParallelConfig
-from megatron.training.config.execution import ExecutionConfig
-from megatron.training.config.experts import ExpertConfig
-from megatron.training.config.failures import FailureConfig
-from megatron.training.config.hybrid import HybridConfig
-from megatron.training.config.logging import LoggingConfig
-from megatron.training.config.model import ModelConfig, PositionConfig, TokenizerConfig
-from megatron.training.config.muon import MuonConfig
-from megatron.training.config.optimization import LossScaleConfig, OptimizerConfig, ScheduleConfig
-from megatron.training.config.parallel import ParallelConfig
-from megatron.training.config.pipeline import PipelineConfig
-from megatron.training.config.profiling import ProfilingConfig
-from megatron.training.config.training import TrainingConfig
+from megatron.training.config.model_options import (
+    AttentionOptions,
+    ExpertConfig,
+    HybridConfig,
+    ModelConfig,
+    PositionConfig,
+    TokenizerConfig,
+)
+from megatron.training.config.output_options import (
+    CheckpointConfig,
+    FailureConfig,
+    LoggingConfig,
+    ProfilingConfig,
+)
+from megatron.training.config.parallel_options import (
+    DataParallelConfig,
+    ExecutionConfig,
+    ParallelConfig,
+    PipelineConfig,
+)
+from megatron.training.config.training_options import (
+    DataConfig,
+    LossScaleConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 
 __all__ = [
     "AttentionOptions",

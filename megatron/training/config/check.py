@@ -12,17 +12,11 @@ from collections.abc import Iterator
 from megatron.core.datasets.division import Division
 from megatron.training.config import (
     Config,
-    attention,
-    context,
-    cuda_graphs,
-    data_parallel,
-    experts,
-    hybrid,
     layer_pattern,
-    missing_blocks,
-    optimization,
+    option_checks,
+    parallel_options,
     stages,
-    switches,
+    training_options,
 )
 from megatron.training.data import data_paths
 
@@ -33,29 +27,29 @@ def check(config: Config, world_size: int) -> list[str]:
     return list(
         itertools.chain(
             _layout(config, world_size),
-            context.problems(config),
+            option_checks.context_problems(config),
             _batch(config, world_size),
             _data_parallel(config, world_size),
             layer_pattern.problems(config),
-            missing_blocks.problems(config),
-            hybrid.problems(config),
+            option_checks.missing_block_problems(config),
+            option_checks.hybrid_problems(config),
             _heads(config),
             _inner_features(config),
-            attention.problems(config),
-            experts.problems(config, world_size),
+            option_checks.attention_problems(config),
+            option_checks.expert_problems(config, world_size),
             _rope_scaling(config),
             _kernels(config),
             _recompute(config),
             stages.problems(config, world_size),
-            cuda_graphs.problems(config),
+            option_checks.cuda_graph_problems(config),
             _length(config, world_size),
             _schedule(config),
             _weight_decay(config),
-            optimization.problems(config.optimizer),
+            training_options.optimizer_problems(config.optimizer),
             _vocabulary(config),
             _failures(config, world_size),
-            switches.without_switch(config),
-            switches.beyond_the_run(config, world_size),
+            option_checks.without_switch(config),
+            option_checks.beyond_the_run(config, world_size),
             data_paths.problems(config.data),
         )
     )
@@ -119,7 +113,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
 def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
     ranks = config.model_parallel_size
     size = world_size // ranks if world_size % ranks == 0 else 1
-    yield from data_parallel.problems(
+    yield from parallel_options.data_parallel_problems(
         config.data_parallel,
         data_parallel_size=size,
         bf16=config.training.bf16,

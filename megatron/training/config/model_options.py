@@ -1,12 +1,186 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model and its vocabulary."""
+"""The options of a model: its shape, attention, experts, recurrent mixers and vocabulary.
+
+The model and its vocabulary.
+
+What a token attends to, latent attention, and what that is not to be combined with.
+
+Mixtures of experts: their shape, how tokens find them, and what is wrong with that.
+
+Layer patterns, and the shapes of the recurrent mixers that a pattern may have.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron.training.config.values import fraction, positive, require, require_all
+from megatron.training.config.values import fraction, not_negative, positive, require, require_all
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """What a token attends to and how; multi-head latent attention."""
+
+    attention_dropout: float = 0.1
+    """Dropout rate of attention probabilities."""
+    qk_layernorm: bool = False
+    """Normalise each query and key head before the rotary embedding."""
+    attention_output_gate: bool = False
+    """Multiply what each head gives by the sigmoid of a learned product with the token."""
+    window_size: int | None = None
+    """Tokens that a token attends to, itself and those right before it; derived: all of them."""
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """learnable gives each query head a learned logit that takes attention and has no value, a
+    sink."""
+    multi_latent_attention: bool = False
+    """Pass queries, and keys with values, through vectors of low rank; a cache keeps those of keys
+    and values alone, for all heads together."""
+    q_lora_rank: int | None = None
+    """Features of a token's low-rank query vector; none computes queries directly."""
+    kv_lora_rank: int = 32
+    """Features of a token's low-rank vector of keys and values."""
+    qk_head_dim: int = 128
+    """Features of a head's query and key that do not rotate."""
+    qk_pos_emb_head_dim: int = 64
+    """Features of a head's query and key that rotate; those of keys are the same for all heads."""
+    v_head_dim: int = 128
+    """Features of a head's value."""
+    mscale: float = 1.0
+    """With yarn, what rotates of queries and keys grows by 0.1 x this x ln(scaling factor) + 1."""
+    mscale_all_dim: float = 0.0
+    """With yarn, all features of queries and keys grow by 0.1 x this x ln(scaling factor) + 1, by
+    way of the softmax scale; of what rotates --mscale says all."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: fraction(self, "attention_dropout"),
+            lambda: positive(self, "window_size"),
+            lambda: positive(self, "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
+            lambda: positive(self, "qk_pos_emb_head_dim", "v_head_dim"),
+            lambda: not_negative(self, "mscale", "mscale_all_dim"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Mixture of experts: each expert sees the tokens that a router, in fp32, sends to it."""
+
+    num_experts: int | None = None
+    """Experts of each layer that has some."""
+    moe_layer_freq: str | None = None
+    """Which layers have experts: N for every N-th from the first on, or a 1 or 0 for each layer as
+    0,1,1 or [0]*1+[1]*2; derived: what --hybrid-layer-pattern says, else all layers."""
+    moe_ffn_hidden_size: int | None = None
+    """Inner width of each expert, in features; derived: --ffn-hidden-size."""
+    moe_expert_capacity_factor: float | None = None
+    """An expert takes at most this times the even share of a rank's tokens of a microbatch, the
+    rest are dropped there; none drops none."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens an expert at its capacity keeps: those of the highest weight, or the first."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Inner width, in features, of an MLP that every token goes through as well."""
+    moe_shared_expert_gate: bool = False
+    """Multiply that MLP's output by the sigmoid of a learned product with the token."""
+    moe_router_topk: int = 2
+    """Experts of a token."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits: softmax over all experts, or sigmoid of each."""
+    moe_router_pre_softmax: bool = False
+    """Weigh the chosen experts by their scores as they are, of softmax over all experts or of
+    sigmoid, instead of dividing these by their sum."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts; a token finds its experts within some of them only."""
+    moe_router_group_topk: int | None = None
+    """Groups of a token: those whose best experts, topk / this many, have the highest sum."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor of the chosen experts' weights, after they sum to 1; derived: none."""
+    moe_router_enable_expert_bias: bool = False
+    """Give each expert a bias that is added to its score where experts are chosen; every step moves
+    it towards even load, without a loss."""
+    moe_router_bias_update_rate: float = 1e-3
+    """What a step adds to the bias of an expert with fewer tokens than the mean, and takes from one
+    with more."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss"
+    """What the auxiliary loss balances: the load over all tokens of a microbatch, or over those of
+    each sequence; it has the coefficient --moe-aux-loss-coeff."""
+    moe_aux_loss_coeff: float = 0.0
+    """Coefficient of the auxiliary loss that balances load; 0 leaves it out."""
+    moe_z_loss_coeff: float = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router's logits; 0 leaves it out."""
+    moe_input_jitter_eps: float = 0.0
+    """Multiply what the router reads by random numbers in [1 - eps, 1 + eps] in training."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: positive(self, "num_experts", "moe_ffn_hidden_size"),
+            lambda: positive(
+                self, "moe_expert_capacity_factor", "moe_shared_expert_intermediate_size"
+            ),
+            lambda: positive(self, "moe_router_topk", "moe_router_topk_scaling_factor"),
+            lambda: positive(self, "moe_router_num_groups", "moe_router_group_topk"),
+            lambda: positive(self, "moe_router_bias_update_rate"),
+            lambda: not_negative(
+                self, "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig:
+    """The layer pattern, and its gated delta nets (G) and Mamba-2 blocks (M)."""
+
+    hybrid_layer_pattern: str | None = None
+    """One symbol a block: * attention, + latent attention, G gated delta net, M Mamba-2, - MLP, E
+    experts; | where pipeline stages are cut; behind each / the blocks of one depth of multi-token
+    prediction. *- or *E for each layer is a GPT; any other pattern is for pretrain_hybrid."""
+    linear_num_key_heads: int = 16
+    """Heads of queries and keys of a gated delta net."""
+    linear_num_value_heads: int = 32
+    """Heads of values, states and gates of a gated delta net; several share a key head."""
+    linear_key_head_dim: int = 128
+    """Features of each of its query and key heads."""
+    linear_value_head_dim: int = 128
+    """Features of each of its value heads."""
+    linear_conv_kernel_dim: int = 4
+    """Tokens that its causal convolution sees."""
+    mamba_num_heads: int | None = None
+    """Heads of a Mamba-2 block; derived: 2 x hidden size / --mamba-head-dim."""
+    mamba_head_dim: int = 64
+    """Features of each of its heads."""
+    mamba_state_dim: int = 128
+    """Rows of each head's state, which has a column for every feature of the head."""
+    mamba_num_groups: int = 8
+    """Groups of its heads; those of a group share what they write to their states and read by."""
+    mamba_norm_groups: int | None = None
+    """Groups of features that are normalised together behind the gate; derived: --mamba-num-groups.
+    """
+    mamba_conv_kernel_dim: int = 4
+    """Tokens that its causal convolution sees."""
+    mamba_conv_bias: bool = True
+    """Give that convolution a bias."""
+    add_mamba_bias: bool = False
+    """Give both projections of a Mamba-2 block a bias."""
+    mamba_dt_limit: tuple[float, ...] | None = None
+    """LEAST [MOST]: bounds of the step dt of a token; derived: 0 and none."""
+
+    def __post_init__(self) -> None:
+        limits = self.mamba_dt_limit or (0.0,)
+        require_all(
+            lambda: positive(self, "linear_num_key_heads", "linear_num_value_heads"),
+            lambda: positive(self, "linear_key_head_dim", "linear_value_head_dim"),
+            lambda: positive(self, "linear_conv_kernel_dim", "mamba_conv_kernel_dim"),
+            lambda: positive(self, "mamba_num_heads", "mamba_head_dim", "mamba_state_dim"),
+            lambda: positive(self, "mamba_num_groups", "mamba_norm_groups"),
+            lambda: require(
+                len(limits) <= 2 and 0.0 <= limits[0] <= limits[-1],
+                f"--mamba-dt-limit {' '.join(map(str, limits))}: give the least dt, from 0 up, and "
+                "the most or nothing",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.layer_pattern import DELTA_NET, DENSE, EXPERTS, FURTHER, MAMBA
-from megatron.training.config.expert_layers import expert_layers
-from megatron.training.config.hybrid import mamba_heads
-from megatron.training.config.layer_pattern import depths, has, has_attention, is_hybrid, written
+from megatron.training.config.layer_pattern import (
+    depths,
+    expert_layers,
+    has,
+    has_attention,
+    is_hybrid,
+    mamba_heads,
+    written,
+)
 from megatron.training.config.table import (
     LEFT_OUT,
     Part,

@@ -1,18 +1,442 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong between the options of context parallelism and the rest of a config."""
+"""What is wrong between the options of a kind and the rest of a config.
+
+What is wrong between the options of context parallelism and the rest of a config.
+
+Recording the work of a step on a GPU once and replaying it.
+
+Options of blocks that a layer pattern does not have: given all the same, they are an error.
+
+Options that only mean something beside another one: given without it, they are an error.
+
+What is wrong between the options of attention and the rest of a config.
+
+What is wrong between the options of experts and the rest of a config.
+
+What is wrong between the options of recurrent mixers and the rest of a config.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron.training.config.layer_pattern import has_attention
+from megatron.core.models.layer_pattern import ATTENTIONS, DENSE, EXPERTS, FEED_FORWARD
+from megatron.training.config.layer_pattern import (
+    FLAG,
+    blocks,
+    depth_blocks,
+    depths,
+    expert_layers,
+    has,
+    has_attention,
+    is_hybrid,
+    is_recurrent,
+    written,
+)
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
 
+DOCUMENTS = "--reset-attention-mask"
 
-def problems(config: Config) -> Iterator[str]:
+
+def cuda_graph_problems(config: Config) -> Iterator[str]:
+    """Name what does not go together with recorded steps, each with its mend."""
+    chosen = config.execution
+    if chosen.cuda_graph_impl == "none":
+        return
+    flag = f"--cuda-graph-impl {chosen.cuda_graph_impl}"
+    cp = config.parallel.context_parallel_size
+    packed = config.data.sft or config.data.reset_attention_mask
+    if config.training.device == "cpu":
+        yield f"{flag} needs a GPU: drop it or --device cpu"
+    size = config.pipeline.pipeline_model_parallel_size
+    for other, on, reason in (
+        (
+            f"--pipeline-model-parallel-size {size}",
+            size > 1,
+            "sends and receives between stages, which is not recorded",
+        ),
+        (
+            f"--context-parallel-size {cp} with {'--sft' if config.data.sft else DOCUMENTS}",
+            cp > 1 and packed,
+            "attends block by block where documents meet, other blocks in every step",
+        ),
+        (
+            f"recurrent blocks with {'--sft' if config.data.sft else DOCUMENTS}",
+            is_recurrent(config) and packed,
+            "work on sequences of other lengths in every step",
+        ),
+        (
+            "--check-weight-gather",
+            config.data_parallel.check_weight_gather,
+            "compares orders on the host in every step",
+        ),
+        (
+            "--check-collectives",
+            config.failures.check_collectives,
+            "does not see the collectives of a replayed step",
+        ),
+        (
+            "--log-straggler",
+            config.failures.log_straggler,
+            "does not see how long a replayed step waits",
+        ),
+    ):
+        if on:
+            yield f"{other} {reason}: drop it or {flag}"
+    steps, iterations = chosen.cuda_graph_warmup_steps, config.training.train_iters
+    if iterations is not None and steps >= iterations:
+        yield (
+            f"--cuda-graph-warmup-steps {steps} is not below --train-iters {iterations}, so that "
+            "nothing is recorded: lower it"
+        )
+
+
+#: Fields by section; no names are all of a section but how positions enter, of which
+#: `layer_pattern.problems` speaks.
+_OF_ATTENTION: dict[str, tuple[str, ...]] = {
+    "model": (
+        "num_attention_heads",
+        "group_query_attention",
+        "num_query_groups",
+        "kv_channels",
+        "add_qkv_bias",
+        "add_attention_output_bias",
+    ),
+    "attention": (),
+    "position": (),
+    "parallel": ("cp_comm_type", "context_parallel_cut", "attention_backend"),
+}
+
+#: (symbols of which a pattern has one, what they are called, fields by section).
+_BLOCKS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
+    (ATTENTIONS, "attention", _OF_ATTENTION),
+    (FEED_FORWARD, "MLP", {"model": ("swiglu", "squared_relu", "add_mlp_bias")}),
+)
+
+
+def missing_block_problems(config: Config) -> Iterator[str]:
+    """Name every option that is not as without it and has no block to act on, with its mend."""
+    pattern = written(config)
+    if pattern is None or not is_hybrid(config):
+        return
+    for symbols, noun, fields in _BLOCKS:
+        if not any(has(config, symbol) for symbol in symbols):
+            for flag in _given(config, fields):
+                yield f"{flag} has no effect: {FLAG} {pattern.main} has no {noun}: drop it"
+    width, experts = config.model.ffn_hidden_size, config.experts
+    derived = dataclasses.replace(config.model, ffn_hidden_size=None).inner_features
+    # Those that a resolved run has are not the user's.
+    if not has(config, DENSE) and width not in (None, derived, experts.moe_ffn_hidden_size):
+        if experts.num_experts is None:
+            reason = f"{FLAG} {pattern.main} has no MLP"
+        elif experts.moe_ffn_hidden_size is not None:
+            reason = f"{FLAG} {pattern.main} has no MLP, and experts their --moe-ffn-hidden-size"
+        else:
+            return
+        yield f"--ffn-hidden-size {width} has no effect: {reason}: drop it"
+
+
+def _given(config: Config, fields: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Return, as they are written, options of these fields that ask for something."""
+    for section, names in fields.items():
+        holder: Any = vars(config)[section]
+        for field in dataclasses.fields(holder):
+            value = vars(holder)[field.name]
+            if (names and field.name not in names) or value == field.default:
+                continue
+            if field.name == "position_embedding_type" or (
+                field.name == "attention_dropout" and value == 0.0
+            ):
+                continue
+            flag = f"--{field.name.replace('_', '-')}"
+            yield flag if value is True else f"{flag} {value}"
+
+
+def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield (section, beginning of its fields' names, whether the switch is on, the switch)."""
+    failures, checkpoint, profiling = config.failures, config.checkpoint, config.profiling
+    if has_attention(config):  # else `missing_blocks` says more
+        yield from _of_attention(config)
+    yield from _of_experts(config)
+    yield from _of_recurrent(config)
+    graphs = config.execution.cuda_graph_impl != "none"
+    yield config.execution, "cuda_graph_warmup_", graphs, "--cuda-graph-impl full_iteration"
+    narrow = config.training.bf16 or config.training.fp16
+    yield config.execution, "cpu_matmul_", narrow, "--bf16 or --fp16"
+    spikes = failures.loss_spike_factor is not None
+    yield failures, "loss_spike_window", spikes, "--loss-spike-factor"
+    stats = failures.rerun_mode == "report_determinism_stats"
+    yield failures, "rerun_interval", stats, "--rerun-mode report_determinism_stats"
+    yield failures, "straggler_factor", failures.log_straggler, "--log-straggler"
+    optimizer = config.optimizer
+    yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"
+    offloads = optimizer.optimizer_cpu_offload
+    yield optimizer, "optimizer_offload_fraction", offloads, "--optimizer-cpu-offload"
+    further = depths(config) > 0
+    yield config.training, "mtp_loss_", further, "--mtp-num-layers"
+    loads = checkpoint.load is not None
+    yield config.data, "allow_data_change", loads, "--load"
+    some = loads or checkpoint.pretrained_checkpoint is not None
+    yield checkpoint, "finetune", some, "--load or --pretrained-checkpoint"
+    yield profiling, "profile_step_", profiling.profile, "--profile"
+    watched = profiling.profile or profiling.record_memory_history
+    yield profiling, "profile_ranks", watched, "--profile or --record-memory-history"
+
+
+def _of_attention(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield what `_dependents` does for the options of attention."""
+    position = config.position
+    yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
+    yarn = position.position_embedding_type == "yarn"
+    yield position, "yarn_", yarn, "--position-embedding-type yarn"
+    turns = position.position_embedding_type != "none"
+    for start in ("rotary_", "use_rope_"):
+        yield position, start, turns, "--position-embedding-type rope or yarn"
+    latent = config.attention.multi_latent_attention
+    for start in ("q_", "kv_", "qk_head_", "qk_pos_", "v_"):
+        yield config.attention, start, latent, "--multi-latent-attention"
+    both = "--multi-latent-attention with --position-embedding-type yarn"
+    yield config.attention, "mscale", latent and yarn, both
+    cuts = config.parallel.context_parallel_size > 1
+    yield config.parallel, "cp_comm_type", cuts, "--context-parallel-size above 1"
+    packed = config.data.sft or config.data.reset_attention_mask
+    documents = "--reset-attention-mask or --sft" if cuts else "--context-parallel-size above 1"
+    yield config.parallel, "context_parallel_cut", cuts and packed, documents
+
+
+def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield what `_dependents` does for the options of experts."""
+    experts, parallel = config.experts, config.parallel
+    on = experts.num_experts is not None
+    for section, start in ((experts, "moe_"), (parallel, "moe_"), (parallel, "expert_model_")):
+        yield section, start, on, "--num-experts"
+    if parallel.expert_tensor_parallel_size != 1:  # which is so without experts
+        yield parallel, "expert_tensor_", on, "--num-experts"
+    if on:
+        shares = experts.moe_shared_expert_intermediate_size is not None
+        switch = "--moe-shared-expert-intermediate-size"
+        yield parallel, "moe_shared_expert_overlap", shares, switch
+        drops = experts.moe_expert_capacity_factor is not None
+        yield experts, "moe_token_drop_policy", drops, "--moe-expert-capacity-factor"
+        biased = experts.moe_router_enable_expert_bias
+        yield experts, "moe_router_bias_", biased, "--moe-router-enable-expert-bias"
+
+
+def _of_recurrent(config: Config) -> Iterator[tuple[object, str, bool, str]]:
+    """Yield what `_dependents` does for the options of recurrent blocks."""
+    hybrid, parallel, flag = config.hybrid, config.parallel, "--hybrid-layer-pattern"
+    some, cuts = is_recurrent(config), parallel.context_parallel_size > 1
+    delta_nets, mamba = (symbol in (hybrid.hybrid_layer_pattern or "") for symbol in "GM")
+    yield hybrid, "linear_", delta_nets, f"G in {flag}"
+    for start in ("mamba_", "add_mamba_"):
+        yield hybrid, start, mamba, f"M in {flag}"
+    yield parallel, "linear_recurrence_", some, f"G or M in {flag}"
+    yield parallel, "linear_cp_", some, f"G or M in {flag}"
+    if some:
+        yield parallel, "linear_cp_", cuts, "--context-parallel-size above 1"
+
+
+def without_switch(config: Config) -> Iterator[str]:
+    """Name every option that has another value than its default and no effect."""
+    for section, start, on, switch in _dependents(config):
+        for field in () if on else dataclasses.fields(section):  # type: ignore[arg-type]
+            if field.name.startswith(start) and vars(section)[field.name] != field.default:
+                off = "no-" if field.default is True else ""
+                flag = off + field.name.replace("_", "-")
+                yield f"--{flag} has no effect without {switch}: add that"
+
+
+def beyond_the_run(config: Config, world_size: int) -> Iterator[str]:
+    """Name what profiling asks for and the run does not have."""
+    profiling, iterations = config.profiling, config.training.train_iters
+    watched = profiling.profile or profiling.record_memory_history
+    far = [rank for rank in profiling.profile_ranks if rank >= world_size]
+    if watched and far:
+        yield f"--profile-ranks {far[0]}: there are ranks 0 to {world_size - 1}: name one of them"
+    start = profiling.profile_step_start
+    if profiling.profile and iterations is not None and start >= iterations:
+        yield f"--profile-step-start {start} is not below --train-iters {iterations}: lower it"
+
+
+def attention_problems(config: Config) -> Iterator[str]:
+    """Name what does not go with latent attention, each with its mend; nothing without it."""
+    flag, model = "--multi-latent-attention", config.model
+    if not config.attention.multi_latent_attention or model.num_attention_heads is None:
+        return
+    refused = {
+        "--group-query-attention": (model.group_query_attention, "all heads have their own keys"),
+        "--kv-channels": (model.kv_channels, "heads are as --qk-head-dim and --v-head-dim say"),
+        "--qk-layernorm": (
+            config.attention.qk_layernorm,
+            "its low-rank vectors are always normalised",
+        ),
+        "--attention-output-gate": (config.attention.attention_output_gate, "it has no gate"),
+        "--add-qkv-bias": (model.add_qkv_bias, "it has no biases"),
+        "--add-attention-output-bias": (model.add_attention_output_bias, "it has no biases"),
+        "--window-size": (config.attention.window_size, "it sees all tokens before"),
+        "--softmax-type learnable": (
+            config.attention.softmax_type == "learnable",
+            "it has no sinks",
+        ),
+    }
+    for other, (given, reason) in refused.items():
+        if given:
+            yield f"{other} does not go with {flag}: {reason}: drop one"
+    if not model.disable_bias_linear:
+        yield f"{flag} has no biases: add --disable-bias-linear (MLPs: --add-mlp-bias)"
+    if config.position.position_embedding_type == "none":
+        yield f"--position-embedding-type none does not go with {flag}: use rope or yarn"
+    # Not above: the options of other models must not wait for torch.
+    from megatron.training.config.model_table import part_config
+
+    parallel = config.parallel
+    latent = part_config(config, "attention")
+    for problem in latent.problems(
+        parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        engine=parallel.cp_comm_type,
+    ):
+        yield f"{flag}: {problem}"
+
+
+def expert_problems(config: Config, world_size: int) -> Iterator[str]:
+    """Name what is wrong with experts on `world_size` processes, each with its mend."""
+    yield from _layers(config)
+    if config.experts.num_experts is None:
+        return
+    yield from _layout(config, world_size)
+    yield from _switches(config)
+    # Not above: the options of a model without experts must not wait for torch.
+    from megatron.training.config.model_table import part_config
+
+    parallel = config.parallel
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    moe = part_config(config, "moe")
+    source = config.checkpoint
+    # A run that starts from weights takes their router as it is.
+    given = source.load_hf or source.pretrained_checkpoint or source.use_checkpoint_args
+    if moe.router.topk == 1 and moe.router.normalize and not given:
+        yield (
+            "--moe-router-topk 1 with normalised scores gives the weight 1 whatever the router "
+            "says, which then learns nothing: give --moe-router-pre-softmax"
+        )
+    for problem in moe.problems(tp=tp, etp=parallel.expert_tensor_parallel_size or tp, ep=ep):
+        yield f"mixture of experts: {problem}"
+
+
+def _layers(config: Config) -> Iterator[str]:
+    """Compare what says which layers have experts, and that there are some."""
+    experts, pattern = config.experts, config.hybrid.hybrid_layer_pattern
+    if experts.num_experts is None:
+        if EXPERTS in (pattern or ""):
+            yield f"{FLAG} {pattern} has layers with experts: give --num-experts"
+        return
+    try:
+        expert_layers(config)
+    except ValueError as error:
+        yield str(error)
+        return
+    kinds = set(blocks(config) + depth_blocks(config))
+    if EXPERTS not in kinds:
+        yield f"--num-experts {experts.num_experts}: no layer has experts: change which layers do"
+    elif config.model.add_mlp_bias and config.model.disable_bias_linear and DENSE not in kinds:
+        yield "--add-mlp-bias has no effect where all layers have experts: drop it"
+
+
+def _layout(config: Config, world_size: int) -> Iterator[str]:
+    """Name degrees that do not go into the world."""
+    parallel, pp = config.parallel, config.pipeline.pipeline_model_parallel_size
+    ep = parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    total = etp * ep * pp
+    shown = (
+        f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} x "
+        f"--pipeline-model-parallel-size {pp} = {total}"
+    )
+    if world_size % total:
+        yield (
+            f"{shown} does not divide the world of {world_size} processes: start a multiple of "
+            f"{total} processes or lower it"
+        )
+        return
+    instances, edp = config.data_parallel.num_distributed_optimizer_instances, world_size // total
+    if edp % instances:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not divide the expert data "
+            f"parallel size {world_size} / ({shown}) = {edp}: use a divisor of {edp}"
+        )
+
+
+def _switches(config: Config) -> Iterator[str]:
+    """Name options that do not go with experts, or with each other."""
+    chosen, graphs = config.experts, config.execution.cuda_graph_impl
+    if not config.model.disable_bias_linear:
+        yield (
+            "experts have no biases: add --disable-bias-linear (attention keeps its own with "
+            "--add-qkv-bias and --add-attention-output-bias, other MLPs with --add-mlp-bias)"
+        )
+    if graphs != "none":
+        yield (
+            f"--num-experts with --cuda-graph-impl {graphs}: the host reads how many tokens each "
+            "expert has, which is not recorded: drop the latter"
+        )
+    kind, coefficient = chosen.moe_router_load_balancing_type, chosen.moe_aux_loss_coeff
+    if kind == "none" and coefficient:
+        yield (
+            f"--moe-aux-loss-coeff {coefficient} has no effect with "
+            "--moe-router-load-balancing-type none: drop one"
+        )
+    if kind == "seq_aux_loss" and not coefficient:
+        yield (
+            f"--moe-router-load-balancing-type {kind} has no effect without --moe-aux-loss-coeff "
+            "above 0: give that"
+        )
+
+
+def hybrid_problems(config: Config) -> Iterator[str]:
+    """Name what is wrong with the shapes of recurrent blocks, each with its mend."""
+    # Not above: they are made of a whole config.
+    from megatron.training.config.model_table import recurrent_shapes
+
+    hybrid, parallel, width = config.hybrid, config.parallel, 2 * config.model.hidden_size
+    yield from _splits(config)
+    shapes = recurrent_shapes(config)
+    if "Mamba-2" in shapes and hybrid.mamba_num_heads is None and width % hybrid.mamba_head_dim:
+        yield (
+            f"--mamba-head-dim {hybrid.mamba_head_dim} does not divide 2 x --hidden-size = "
+            f"{width}: change one or give --mamba-num-heads"
+        )
+        return
+    for name, shape in shapes.items():
+        for problem in shape.problems(
+            parallel.tensor_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            mode=parallel.linear_cp_mode,
+        ):
+            yield f"{name}: {problem}"
+
+
+def _splits(config: Config) -> Iterator[str]:
+    """Name splits of sequences of which none is long enough."""
+    from megatron.core.ssm.config import SEGMENTS, SPLIT_CHUNK
+
+    parallel, length = config.parallel, config.training.seq_length
+    splits, own = parallel.linear_recurrence_splits, length
+    if parallel.linear_cp_mode == SEGMENTS:
+        own //= parallel.context_parallel_size
+    if is_recurrent(config) and splits > 1 and own <= SPLIT_CHUNK:
+        each = "" if own == length else f", of which a rank runs on {own} tokens at once"
+        yield (
+            f"--linear-recurrence-splits {splits} has no effect with --seq-length {length}{each}: "
+            f"sequences are cut at multiples of {SPLIT_CHUNK} tokens: drop it"
+        )
+
+
+def context_problems(config: Config) -> Iterator[str]:
     """Name what cannot be cut over the context parallel ranks, each with its mend."""
     parallel, length = config.parallel, config.training.seq_length
     cp, kernel = parallel.context_parallel_size, parallel.attention_backend

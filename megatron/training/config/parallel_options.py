@@ -1,12 +1,278 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run is spread over processes."""
+"""The options of parallelism, and of how a step is carried out.
+
+How a run is spread over processes.
+
+How the layers are cut into pipeline stages, and in which order the stages work.
+
+What is cut over the data parallel ranks, and when they talk.
+
+How a step is carried out: recomputed activations, CUDA graphs, products on a CPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from megatron.training.config.values import positive
+from megatron.training.config.values import not_negative, positive, require, require_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """Pipeline parallelism."""
+
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages: ranks that each have a part of the layers and pass on what comes out."""
+    pipeline_schedule: Literal["auto", "1f1b", "interleaved", "zb-h1"] = "auto"
+    """In which order a stage works: 1f1b; interleaved, which needs several virtual stages per
+    rank; zb-h1, which cuts backward in two and fills waiting with weight gradients. auto is
+    interleaved with virtual stages, else 1f1b."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of each virtual stage; a rank has as many as its layers make."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Virtual stages of each rank, the chunks of layers that it takes turns on."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Microbatches in a row that a virtual stage works on before the rank's next one; derived: the
+    number of stages."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first stage; the others share the rest evenly."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last stage; the others share the rest evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer when layers are split evenly."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the head and the loss as a layer when layers are split evenly."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each virtual stage has, in the model's order: E the embedding, t a layer, L the loss, |
+    between stages, as in Et*3|(tt|)*2tL."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: positive(
+                self,
+                "pipeline_model_parallel_size",
+                "num_layers_per_virtual_pipeline_stage",
+                "num_virtual_stages_per_pipeline_rank",
+                "microbatch_group_size_per_virtual_pipeline_stage",
+            ),
+            lambda: not_negative(
+                self, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+            ),
+        )
+
+    def given(self, *names: str) -> list[str]:
+        """Return those of the named options that have another value than their default, as flags
+        with their values."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        found = {name: vars(self)[name] for name in names}
+        return [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            for name, value in found.items()
+            if value != defaults[name]
+        ]
+
+
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
+    """Name what does not go together here, each with its mend.
+
+    Args:
+        cut_pattern: the layer pattern if it says where stages begin, else None.
+    """
+    shown = [] if cut_pattern is None else [f"--hybrid-layer-pattern {cut_pattern}"]
+    if config.pipeline_model_parallel_size == 1:
+        idle = config.given(*(field.name for field in dataclasses.fields(config)))
+        for flag in idle + shown:
+            yield f"{flag} has no effect without --pipeline-model-parallel-size above 1: raise that"
+        return
+    ways = config.given("pipeline_model_parallel_layout") + shown
+    if len(ways) > 1:
+        yield f"{' and '.join(ways)} exclude each other: keep one"
+    for flag in config.given(*_VIRTUAL, *_UNEVEN) if ways else ():
+        yield f"{flag} has no effect with {ways[0]}, which says where each layer is: drop one"
+    if len(virtual := config.given(*_VIRTUAL)) > 1:
+        yield f"{' and '.join(virtual)} exclude each other: keep one"
+
+
+ShardingStrategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """Data parallelism."""
+
+    use_distributed_optimizer: bool = False
+    """Cut optimizer state over the data parallel ranks; means --data-parallel-sharding-strategy
+    optim where none is given."""
+    data_parallel_sharding_strategy: ShardingStrategy | None = None
+    """What is cut over the data parallel ranks: nothing, optimizer state, also gradients, also
+    weights; derived: no_shard, or optim with --use-distributed-optimizer."""
+    num_distributed_optimizer_instances: int = 1
+    """Hybrid sharding: cut over the ranks of one instance, repeat over so many instances."""
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
+    """What is cut once more over the instances: nothing, or with optim_grads_params the optimizer
+    state."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradient buckets while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather weights just before they are needed, while the ones before them are computed with."""
+    fsdp_all_gather_in_start_param_sync: bool = True
+    """With --overlap-param-gather, start the first gathers at the end of the optimizer step; off,
+    nothing is gathered before the next forward pass."""
+    param_gather_prefetch_bytes: int = 0
+    """With --overlap-param-gather, bytes of weights that are gathered ahead beyond the next
+    unit."""
+    param_gather_granularity: Literal["unit", "weight"] = "unit"
+    """What is gathered at a time with optim_grads_params: a layer, or one weight matrix after the
+    other, which takes less memory and more messages."""
+    grad_reduce_in_bf16: bool = False
+    """With --bf16, keep and reduce gradients in bf16 instead of fp32."""
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """With --grad-reduce-in-bf16, send gradients in bf16 and sum them in fp32."""
+    check_weight_gather: bool = False
+    """Search for faults of gathering: fill buffers that nobody holds with NaN, and compare what
+    the ranks gather."""
+    ddp_bucket_size: int | None = None
+    """Elements per gradient bucket; derived: 40,000,000 or 1,000,000 per data parallel rank,
+    whichever is more; none with optim_grads_params, where a bucket is a layer."""
+
+    def __post_init__(self) -> None:
+        contradiction = self.data_parallel_sharding_strategy == "no_shard"
+        require_all(
+            lambda: positive(self, "num_distributed_optimizer_instances", "ddp_bucket_size"),
+            lambda: not_negative(self, "param_gather_prefetch_bytes"),
+            lambda: require(
+                not (self.use_distributed_optimizer and contradiction),
+                "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy "
+                "no_shard: keep one",
+            ),
+        )
+
+    @property
+    def strategy(self) -> ShardingStrategy:
+        """The strategy, given or derived."""
+        if self.data_parallel_sharding_strategy is not None:
+            return self.data_parallel_sharding_strategy
+        return "optim" if self.use_distributed_optimizer else "no_shard"
+
+
+def data_parallel_problems(
+    config: DataParallelConfig, *, data_parallel_size: int, bf16: bool, context_size: int = 1
+) -> Iterator[str]:
+    """Name what does not go together, each with its mend."""
+    yield from _instances(config, data_parallel_size, context_size)
+    strategy = config.strategy
+    if strategy == "optim_grads_params" and config.ddp_bucket_size is not None:
+        yield (
+            f"--ddp-bucket-size {config.ddp_bucket_size} has no effect with "
+            "--data-parallel-sharding-strategy optim_grads_params, where a bucket is a layer: drop "
+            "it"
+        )
+    if strategy == "no_shard":
+        for flag, on in (
+            ("--overlap-param-gather", config.overlap_param_gather),
+            ("--check-weight-gather", config.check_weight_gather),
+        ):
+            if on:
+                yield (
+                    f"{flag} has no effect with --data-parallel-sharding-strategy no_shard, where "
+                    "no weight is gathered: drop it or choose optim"
+                )
+    if config.param_gather_granularity != "unit" and strategy != "optim_grads_params":
+        yield (
+            f"--param-gather-granularity {config.param_gather_granularity} has no effect with "
+            f"--data-parallel-sharding-strategy {strategy}, which cuts no weight: drop it or "
+            "choose optim_grads_params"
+        )
+    if config.param_gather_prefetch_bytes and not config.overlap_param_gather:
+        yield (
+            f"--param-gather-prefetch-bytes {config.param_gather_prefetch_bytes} has no effect "
+            "without --overlap-param-gather: add that"
+        )
+    if config.grad_reduce_in_bf16 and not bf16:
+        yield "--grad-reduce-in-bf16 needs --bf16: gradients are not kept narrower than weights"
+    if config.reduce_scatter_with_fp32_accumulation:
+        name = "--reduce-scatter-with-fp32-accumulation"
+        if not config.grad_reduce_in_bf16:
+            yield f"{name} needs --grad-reduce-in-bf16: sums of fp32 gradients are fp32 already"
+        if strategy == "no_shard":
+            yield (
+                f"{name} needs gradients that are reduce-scattered: choose "
+                "--data-parallel-sharding-strategy optim"
+            )
+
+
+def _instances(config: DataParallelConfig, size: int, context_size: int) -> Iterator[str]:
+    """Name what is wrong with hybrid sharding on `size` data parallel ranks, each of so many
+    context parallel ones, over which an instance cuts as well."""
+    instances, strategy = config.num_distributed_optimizer_instances, config.strategy
+    flag = f"--num-distributed-optimizer-instances {instances}"
+    if instances > 1:
+        if size % instances:
+            fitting = [str(n) for n in range(2, size) if size % n == 0]
+            mend = f"use {' or '.join(fitting)}, or drop it" if fitting else "drop it"
+            yield f"{flag} does not divide the data parallel size of {size}: {mend}"
+        elif size == instances and context_size == 1:
+            yield (
+                f"{flag} leaves each instance one of the {size} data parallel ranks, so that "
+                "nothing is cut: lower it"
+            )
+        if strategy == "no_shard":
+            yield (
+                f"{flag} has no effect with --data-parallel-sharding-strategy no_shard: drop it or "
+                "choose what an instance cuts"
+            )
+    if config.outer_dp_sharding_strategy == "optim":
+        outer = "--outer-dp-sharding-strategy optim"
+        if instances == 1:
+            yield f"{outer} needs --num-distributed-optimizer-instances above 1: raise that"
+        if strategy != "optim_grads_params":
+            yield (
+                f"{outer} with --data-parallel-sharding-strategy {strategy} is the same as one "
+                "instance: drop both options of instances, or choose optim_grads_params"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """Activation recompute (losses and gradients keep every bit), CUDA graphs, CPU products."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """full keeps the inputs of layers alone and computes them twice; selective computes again what
+    is cheap: norms and MLP activations."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full: uniform cuts all layers into runs of --recompute-num-layers and keeps the inputs
+    of each run; block does so for each of the first --recompute-num-layers layers."""
+    recompute_num_layers: int | None = None
+    """Layers of --recompute-method, in each chunk of layers of a pipeline stage by itself; an
+    attention or recurrent block and what follows it are a layer."""
+    cuda_graph_impl: Literal["none", "full_iteration"] = "none"
+    """full_iteration records forward and backward of all microbatches of a step as one CUDA graph
+    and replays it; nothing is gathered between steps then (as with
+    --no-fsdp-all-gather-in-start-param-sync)."""
+    cuda_graph_warmup_steps: int = 3
+    """Steps that run without a graph before one is recorded."""
+    cpu_matmul_dtype: Literal["auto", "weights", "fp32"] = "auto"
+    """What a CPU multiplies matrices in with --bf16 or --fp16: the dtype of the weights, or fp32;
+    auto is what the first rank measures to be faster (fp32 with --fp16). A resumed run keeps every
+    bit only with the same choice, and says so where it is another."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: positive(self, "recompute_num_layers"),
+            lambda: positive(self, "cuda_graph_warmup_steps"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

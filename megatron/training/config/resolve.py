@@ -26,9 +26,13 @@ from megatron.training.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from megatron.training.config.expert_layers import expert_layers, write_frequency
-from megatron.training.config.hybrid import mamba_heads
-from megatron.training.config.layer_pattern import has, with_layers
+from megatron.training.config.layer_pattern import (
+    expert_layers,
+    has,
+    mamba_heads,
+    with_layers,
+    write_frequency,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from megatron.core.models.layer_pattern import (
     written_problems,
 )
 from megatron.core.pipeline_parallel import schedule
-from megatron.training.config import Config, layer_pattern, pipeline
+from megatron.training.config import Config, layer_pattern, parallel_options
 from megatron.training.config.layer_pattern import FLAG, is_hybrid
 
 
@@ -48,7 +48,7 @@ def schedule_name(config: Config) -> str:
 def problems(config: Config, world_size: int) -> Iterator[str]:
     """Name what is wrong with the stages on `world_size` processes, each with its mend."""
     chosen = config.pipeline
-    found = [*pipeline.problems(chosen, _cut_pattern(config)), *_pattern(config)]
+    found = [*parallel_options.problems(chosen, _cut_pattern(config)), *_pattern(config)]
     stages, cut = chosen.pipeline_model_parallel_size, _cut_pattern(config)
     if stages > 1 and _is_broken(config) and cut is not None:
         found += part_problems(f"{FLAG} {cut}", cut, stages)

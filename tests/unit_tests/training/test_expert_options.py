@@ -14,7 +14,7 @@ from megatron.core.process_groups import RankGrid
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.check import check
-from megatron.training.config.expert_layers import read_frequency, write_frequency
+from megatron.training.config.layer_pattern import read_frequency, write_frequency
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import backend

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports inside core only point down, and import-linter would see one that does not."""
+"""Imports inside core only point down, no modules of the wheels import each other, and a planted
+import that breaks either rule is seen."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tools.code_figures import circles, import_graph, read_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = '# SPDX-License-Identifier: Apache-2.0\n"""Planted."""\n'
@@ -74,3 +77,27 @@ def test_a_planted_import_is_seen(copy: Path, path: str, line: str) -> None:
     assert status == 1
     assert "BROKEN" in output or "not listed as layers" in output, output
     assert file.stem in output
+
+
+def test_no_modules_import_each_other() -> None:
+    modules = read_modules(ROOT)
+    assert len(modules) > 100
+    assert circles(import_graph(modules)) == []
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        "def late():\n    from megatron.training import one",
+        "if TYPE:\n    import megatron.training.one",
+    ],
+    ids=["inside a function", "for types"],
+)
+def test_a_planted_circle_is_seen(tmp_path: Path, late: str) -> None:
+    folder = tmp_path / "megatron/training"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(HEAD)
+    (folder / "one.py").write_text(f"{HEAD}from megatron.training.two import late\n")
+    (folder / "two.py").write_text(f"{HEAD}{late}\n")
+    found = circles(import_graph(read_modules(tmp_path)))
+    assert found == [["megatron.training.one", "megatron.training.two"]]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation runs the forward of ops alone: no autograd Function, the logits of training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+import torch
+
+from megatron.core.inference.engine import Request, stream
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.ops.dispatch import ForwardOnly
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.transformer import AttentionConfig, MLPConfig
+
+CONFIG = GPTConfig(
+    num_layers=5,
+    pattern="G-*EM",
+    hidden_size=24,
+    vocab_size=61,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
+    mlp=MLPConfig(ffn_hidden_size=32),
+    moe=MoEConfig(router=RouterConfig(topk=2), num_experts=4, ffn_hidden_size=16),
+    delta_net=GatedDeltaNetConfig(
+        num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
+    ),
+    mamba=Mamba2Config(num_heads=4, head_channels=7, state_channels=3),
+)
+
+
+def contexts(run: Callable[[], object]) -> list[type]:
+    """Return the types of the contexts that forwards of autograd Functions get while `run` runs."""
+    found: list[type] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "forward" and "ctx" in frame.f_locals:
+            found.append(type(frame.f_locals["ctx"]))
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTModel:
+    return GPTModel(CONFIG, ProcessGroupCollection.single(), seed=3)
+
+
+def test_training_enters_autograd_functions(model: GPTModel):
+    tokens = torch.arange(8).view(1, 8)
+    found = contexts(lambda: model.loss(tokens, tokens, torch.full(tokens.shape, 0.125)))
+    assert len(found) > 20
+    assert ForwardOnly not in found
+
+
+def test_prefill_and_decode_enter_none(model: GPTModel):
+    steps = stream(
+        model,
+        [Request(prompt=(1, 2, 3)), Request(prompt=(4,))],
+        max_new_tokens=3,
+        sampling=SamplingParams(temperature=0),
+    )
+    prefill, decode = (contexts(lambda: next(steps)) for _ in range(2))
+    for found in (prefill, decode):
+        assert found
+        assert set(found) == {ForwardOnly}
+
+
+def test_logits_without_gradients_are_those_with(model: GPTModel):
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        alone = model.full_logits(tokens)
+    assert torch.equal(alone, model.full_logits(tokens))
+    assert not alone.requires_grad

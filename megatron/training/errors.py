@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an entry point ends: exit codes, and one line for an error a user can fix.
 
-How an entry point ends: its exit code, and one line for an error a user can mend.
-
 User errors are ValueErrors with one clear line. They reach the terminal once, from the first rank
 that knows; `claim` decides which one that is. Anything else is a fault of this software and keeps
 its traceback.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a model: its shape, attention, experts, recurrent mixers and vocabulary.
 
-The model and its vocabulary.
-
 What a token attends to, latent attention, and what that is not to be combined with.
 
 Mixtures of experts: their shape, how tokens find them, and what is wrong with that.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of checkpoints, failures, logs and profiles.
 
-Checkpoints.
-
 When a run ends early, and what it does about steps and ranks that go wrong.
 
 What a run prints and records.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups of a parallel run, and the grid of its ranks that they are made from.
 
-The process groups of a parallel run, built once from its `RankGrid`.
-
 `ProcessGroupCollection` is the one object that calls `torch.distributed.new_group`; an entry script
 builds it and passes it (or single `Group`s of it) down. There is no other way to find a group.
 

@@ -14,7 +14,7 @@ from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
 from megatron.core.context_parallel.cut import Costs
 from megatron.core.datasets.samplers import GPTBatches
-from megatron.core.datasets.token_rows import TokenRows, positions_within
+from megatron.core.datasets.token_rows import SampleRows, positions_within
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
 from megatron.core.models.layer_pattern import StageSplit
@@ -78,7 +78,7 @@ class Rows:
     def __len__(self) -> int:
         return 100
 
-    def read(self, indices: np.ndarray) -> TokenRows:
+    def read(self, indices: np.ndarray) -> SampleRows:
         """Return tokens, a mask that is uneven, and documents."""
         shape = (len(indices), SEQUENCE)
         tokens, masks = [], []
@@ -89,7 +89,7 @@ class Rows:
             masks.append(torch.rand(SEQUENCE, generator=source) < 0.4 + 0.1 * (index % 4))
             for start in STARTS[index % len(STARTS)][1:]:
                 documents[row, start:] += 1
-        return TokenRows(
+        return SampleRows(
             tokens=torch.stack(tokens).numpy(),
             loss_mask=torch.stack(masks).float().numpy(),
             positions=positions_within(documents),

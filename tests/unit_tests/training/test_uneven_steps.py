@@ -14,7 +14,7 @@ import torch
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets.division import Division
 from megatron.core.datasets.samplers import GPTBatches
-from megatron.core.datasets.token_rows import TokenRows
+from megatron.core.datasets.token_rows import SampleRows
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.layer_pattern import StageSplit
@@ -76,7 +76,7 @@ class Rows:
     def __len__(self) -> int:
         return 1000
 
-    def read(self, indices: np.ndarray) -> TokenRows:
+    def read(self, indices: np.ndarray) -> SampleRows:
         """Return tokens, and a mask that counts another number of them in every sample."""
         found, masks = [], []
         for index in indices.tolist():
@@ -84,7 +84,7 @@ class Rows:
             found.append(torch.randint(0, VOCABULARY, (SEQUENCE + 1,), generator=source))
             masks.append(torch.rand(SEQUENCE, generator=source) < 0.3 + 0.06 * (index % 11))
         tokens, mask = torch.stack(found).numpy(), torch.stack(masks).float().numpy()
-        return TokenRows(tokens=tokens, loss_mask=mask)
+        return SampleRows(tokens=tokens, loss_mask=mask)
 
 
 class Seen(Optimizer):

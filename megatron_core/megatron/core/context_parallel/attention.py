@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a sequence sharded over cp ranks: ring, all-gather and all-to-all.
 
-Attention over a sequence that is cut over the context-parallel ranks: three engines.
-
 Every rank has the queries, keys and values of its own tokens, and its queries must see keys of
 others. The engines bring them together; blocks of queries and keys that see each other are then
 attended one by one and merged by their log-sum-exp (`blockwise`), the same way in all of them.
@@ -44,7 +42,7 @@ import torch
 from megatron.core.comm.collectives import Pending, all_gather, all_to_all, reduce_scatter
 from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.context_parallel import blockwise
-from megatron.core.context_parallel.blockwise import Block
+from megatron.core.context_parallel.blockwise import AttentionBlock
 from megatron.core.context_parallel.comm_type import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -83,7 +81,7 @@ class Attend:
     dropout: AttentionDropout | None = None
     cpu_dtype: torch.dtype | None = None
 
-    def blocks(self, key_rank: int | None) -> tuple[Block, ...]:
+    def blocks(self, key_rank: int | None) -> tuple[AttentionBlock, ...]:
         """Return the blocks of this rank's queries and one rank's keys, of whole rows' if None."""
         joined = self.window is None and self.dropout is None
         return self.layout.blocks(key_rank, self.window, joined=joined)
@@ -93,7 +91,7 @@ class Attend:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        blocks: tuple[Block, ...],
+        blocks: tuple[AttentionBlock, ...],
         *,
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +114,7 @@ class Attend:
         qkv: Tensors,
         result: tuple[torch.Tensor, torch.Tensor],
         *,
-        blocks: tuple[Block, ...],
+        blocks: tuple[AttentionBlock, ...],
         wide: bool = False,
     ) -> Tensors:
         """Return (dq, dk, dv) of these blocks, as sums of fp32 if `wide`; `result` is the complete
@@ -167,7 +165,7 @@ class AllGatherAttention(torch.autograd.Function):
         return d_query, d_key.contiguous(), d_value.contiguous(), d_sinks, None
 
 
-def _blocks(attend: Attend) -> tuple[Block, ...]:
+def _blocks(attend: Attend) -> tuple[AttentionBlock, ...]:
     """Return the blocks of own queries and what `_gathered` returns."""
     return attend.blocks(None if attend.group.size > 1 else 0)
 

@@ -34,7 +34,7 @@ from megatron.core.ops.dropout import AttentionDropout
 
 
 @dataclass(frozen=True, order=True)
-class Block:
+class AttentionBlock:
     """Rows, queries and keys of which every pair is visible, but for order and window.
 
     Args:
@@ -71,21 +71,21 @@ class Visits(NamedTuple):
     covers: bool
 
 
-class Blocks(tuple[Block, ...]):
+class Blocks(tuple[AttentionBlock, ...]):
     """Blocks of one attention, and what all layers need to know of them, found once.
 
     Args:
         blocks: in the order in which they are attended.
     """
 
-    def __init__(self, blocks: Iterable[Block] = ()) -> None:
+    def __init__(self, blocks: Iterable[AttentionBlock] = ()) -> None:
         del blocks  # the tuple has them already
         #: How often visits were worked out.
         self.visits_made = 0
         self._visits: dict[tuple[str, int, int], Visits] = {}
 
     @staticmethod
-    def of(blocks: Sequence[Block]) -> Blocks:
+    def of(blocks: Sequence[AttentionBlock]) -> Blocks:
         """Return the blocks themselves where they are Blocks already."""
         return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
 
@@ -135,7 +135,7 @@ def attention_blocks(
     _check(rows, documents, window, joined)
     queries, keys = _merged(queries), _merged(keys)
     end = max((run.end for run in (*queries, *keys)), default=0)
-    found: list[Block] = []
+    found: list[AttentionBlock] = []
     first = 0
     for bounds, same in groupby(_borders(rows, documents, end)):
         last = first + len(list(same))
@@ -230,8 +230,8 @@ def _reached(query: _Part, key: _Part, window: int) -> tuple[_Part, _Part]:
     return query, key.between(query.place - window + 1, key.end)
 
 
-def _block(rows: tuple[int, int], query: _Part, key: _Part, causal: bool) -> Block:
-    return Block(
+def _block(rows: tuple[int, int], query: _Part, key: _Part, causal: bool) -> AttentionBlock:
+    return AttentionBlock(
         *rows,
         query.start,
         query.start + query.length,
@@ -243,16 +243,16 @@ def _block(rows: tuple[int, int], query: _Part, key: _Part, causal: bool) -> Blo
     )
 
 
-def _join(blocks: list[Block], low: str, high: str) -> list[Block]:
+def _join(blocks: list[AttentionBlock], low: str, high: str) -> list[AttentionBlock]:
     """Let blocks grow over those that go on where they end in [low, high) and agree in the rest.
 
     Squares only grow over rows: no two share queries or keys. Places are not compared along the
     range that grows.
     """
     loose = {"k0": "k_place", "q0": "q_place"}.get(low)
-    names = [n for n in Block.__dataclass_fields__ if n not in (low, high, loose)]
-    found: dict[tuple, Block] = {}
-    done: list[Block] = []
+    names = [n for n in AttentionBlock.__dataclass_fields__ if n not in (low, high, loose)]
+    found: dict[tuple, AttentionBlock] = {}
+    done: list[AttentionBlock] = []
     for block in sorted(blocks, key=lambda b: vars(b)[low]):
         rest = tuple(vars(block)[name] for name in names)
         last = found.get(rest)
@@ -347,7 +347,7 @@ def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    blocks: Sequence[Block],
+    blocks: Sequence[AttentionBlock],
     *,
     scale: float,
     window: int | None = None,
@@ -406,7 +406,7 @@ def backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    blocks: Sequence[Block],
+    blocks: Sequence[AttentionBlock],
     *,
     scale: float,
     window: int | None = None,
@@ -494,7 +494,7 @@ def _block_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    block: Block,
+    block: AttentionBlock,
     rule: _Rule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of one block, fp32 or fp64."""
@@ -520,7 +520,7 @@ def _block_forward(
 def _block_backward(
     tensors: Sequence[torch.Tensor],
     lse: torch.Tensor,
-    block: Block,
+    block: AttentionBlock,
     rule: _Rule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of one block from all of (grad_out, query, key, value, out) and lse."""
@@ -544,7 +544,7 @@ def _block_backward(
     )
 
 
-def _mask(block: Block, rule: _Rule) -> Mask:
+def _mask(block: AttentionBlock, rule: _Rule) -> Mask:
     """Return the op's rule of one block, without a window that hides none of its pairs.
 
     Dropout counts in places of a sample, which has all documents of a block, and so all its tokens.
@@ -562,7 +562,7 @@ def _mask(block: Block, rule: _Rule) -> Mask:
     )
 
 
-def _of_block(dropout: AttentionDropout | None, block: Block) -> AttentionDropout | None:
+def _of_block(dropout: AttentionDropout | None, block: AttentionBlock) -> AttentionDropout | None:
     """Return the dropout of a block's rows of the batch, or of the sample that it is of."""
     if dropout is None:
         return None
@@ -572,13 +572,15 @@ def _of_block(dropout: AttentionDropout | None, block: Block) -> AttentionDropou
     return replace(dropout, sample_ids=dropout.sample_ids[samples], sample_length=None)
 
 
-def _sample(dropout: AttentionDropout, block: Block) -> int:
+def _sample(dropout: AttentionDropout, block: AttentionBlock) -> int:
     """Return the number of the sample in its row that a block is of."""
     return 0 if dropout.sample_length is None else block.q_place // dropout.sample_length
 
 
-def _holds_all(block: Block, query: torch.Tensor, key: torch.Tensor | None = None) -> bool:
+def _holds_all(block: AttentionBlock, query: torch.Tensor, key: torch.Tensor | None = None) -> bool:
     """Say whether a block holds all queries [s_q, b, ...] and, if given, all keys [s_k, b, ...]."""
     keys = (block.k0, block.k1) if key is None else (0, key.shape[0])
-    whole = Block(0, query.shape[1], 0, query.shape[0], *keys, block.q_place, block.k_place, False)
+    whole = AttentionBlock(
+        0, query.shape[1], 0, query.shape[0], *keys, block.q_place, block.k_place, False
+    )
     return replace(block, causal=False) == whole

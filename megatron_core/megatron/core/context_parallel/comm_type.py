@@ -48,7 +48,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CommTypeChoice:
     """An engine, and why.
 
     Args:
@@ -92,7 +92,7 @@ def moved_bytes(engine: str, shape: AttentionShape, cp: int) -> int:
     raise ValueError(f"context-parallel engine {engine!r}: use {', '.join((AUTO, *ENGINES))}")
 
 
-def choose(engine: str, shape: AttentionShape, cp: int) -> Choice:
+def choose(engine: str, shape: AttentionShape, cp: int) -> CommTypeChoice:
     """Return the engine that is asked for, or with "auto" the one that moves least.
 
     Raises:
@@ -103,7 +103,7 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> Choice:
         moved_bytes(engine, shape, cp)
         if engine == ALL_TO_ALL and reason is not None:
             raise ValueError(f"context-parallel engine a2a: {reason}")
-        return Choice(engine, f"{engine} was asked for")
+        return CommTypeChoice(engine, f"{engine} was asked for")
     fitting = [e for e in ENGINES if e != ALL_TO_ALL or reason is None]
     moved = {e: moved_bytes(e, shape, cp) for e in fitting}
     best = min(fitting, key=lambda e: moved[e])
@@ -115,7 +115,7 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> Choice:
             f"; it holds {cp * pair:,.2f} MB of keys and values at a time, p2p {2 * pair:,.2f} MB: "
             "take that where rows are long"
         )
-    return Choice(best, why if reason is None else f"{why}; not a2a: {reason}")
+    return CommTypeChoice(best, why if reason is None else f"{why}; not a2a: {reason}")
 
 
 def explain(engine: str, shape: AttentionShape, cp: int) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SequenceLayout: how the tokens of a microbatch lie over context-parallel ranks.
 
-SequenceLayout: positions, documents, samples and cut of a microbatch, shared by all layers.
-
 `make` works everything out on the host, once per microbatch: index maps both ways, where each row's
 documents begin, and on first use the blocks of attention. What layers need on the device is copied
 there without waiting for it; nothing is ever read back.
@@ -11,7 +9,7 @@ Index maps between whole rows and what each rank holds of them, on the host.
 
 NumPy, for what torch does with several threads takes far longer where they must share a core.
 
-TokenRows: the tokens of rows packed for a recurrence, document after document, and the way back.
+PackedTokens: the tokens of rows packed for a recurrence, document after document, and the way back.
 
 One gather does all of it: it undoes the cut over ranks, leaves padding out, and turns columns of
 rows into rows of columns. The map of the way back is known, so backward gathers too: nothing is
@@ -387,7 +385,7 @@ class SequenceLayout:
         """Return how often maps of tokens were made; however many layers ask, once each kind."""
         return len(self._plans.maps)
 
-    def whole_rows(self, batch: int) -> TokenRows:
+    def whole_rows(self, batch: int) -> PackedTokens:
         """Return how the tokens of whole rows are packed for a recurrence, made once.
 
         Args:
@@ -558,7 +556,7 @@ def _check_sequences(documents: Sequence[Sequence[int]], cut: SequenceCut) -> No
             )
 
 
-class TokenRows:
+class PackedTokens:
     """Which tokens of [n, b, ...] are packed, in which order, and which sequences they make.
 
     Made on the host, once; the maps are copied to the device without waiting.
@@ -627,7 +625,7 @@ class TokenRows:
             raise ValueError(f"{what}: {tuple(x.shape)} must begin with {wanted}")
 
 
-def whole_rows(layout: SequenceLayout, batch: int) -> TokenRows:
+def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
     """Return the tokens of whole rows among what is gathered from all ranks, [cp · s/cp, b].
 
     Row follows row, and in each its tokens in the order of places; padding is left out. Documents
@@ -649,7 +647,7 @@ def whole_rows(layout: SequenceLayout, batch: int) -> TokenRows:
     bounds = [0]
     for row, ends in enumerate(documents):
         bounds += [row * length + end for end in ends[1:]]
-    return TokenRows(
+    return PackedTokens(
         places.reshape(-1), bounds, length=gathered, batch=batch, device=layout.positions.device
     )
 
@@ -732,7 +730,7 @@ class _Lent:
         return self.row, self.run, self.first
 
 
-class OwnPieces(TokenRows):
+class OwnPieces(PackedTokens):
     """The pieces of a rank, made once for a microbatch; they are packed as its sequences.
 
     Args:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended data sets: samples drawn in given proportions, from the words of a command line.
 
-One stream of samples drawn from several data sets in given proportions.
-
 From the words of a command line to data sets: data paths, blend weights and split shares.
 """
 
@@ -20,7 +18,7 @@ from megatron.core.datasets.chat_dataset import ChatDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.token_rows import TokenRows
+from megatron.core.datasets.token_rows import SampleRows
 
 _STEPS_AT_ONCE = 1 << 16
 
@@ -191,7 +189,7 @@ class BlendedDataset:
         """
         return self.read(indices).tokens
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> TokenRows:
+    def read(self, indices: Sequence[int] | np.ndarray) -> SampleRows:
         """Read several samples with all that training needs of them.
 
         Args:
@@ -212,7 +210,7 @@ class BlendedDataset:
         for part in np.unique(parts).tolist():
             places = np.flatnonzero(parts == part)
             pieces.append((places, self.datasets[part].read(samples[places])))
-        return TokenRows.merge(len(indices), pieces)
+        return SampleRows.merge(len(indices), pieces)
 
 
 # Spare samples of each part of a blend: rounding must not leave one short.

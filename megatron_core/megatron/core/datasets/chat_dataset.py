@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning samples: conversations packed into rows of s + 1 tokens.
 
-Fine-tuning samples: conversations packed into rows of s + 1 tokens, learnt where a mask says.
-
 Two `.bin/.idx` pairs hold the same sequences: PREFIX the token ids, PREFIX.mask a 1 for each token
 that is learnt. A conversation sees only itself, with positions from 0; padding is a document of its
 own without loss. A conversation of more than s + 1 tokens keeps its first s + 1; one of which
@@ -27,7 +25,7 @@ import numpy as np
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.token_rows import TokenRows, positions_within
+from megatron.core.datasets.token_rows import SampleRows, positions_within
 
 # More open rows fill better: with lengths spread evenly up to the capacity, 16 leave 5 % of the
 # places empty, 64 leave 2.4 %, 256 leave 1.6 %.
@@ -216,7 +214,7 @@ class ChatDataset:
         """Return the number of rows; at least as many as requested."""
         return len(self.row_starts) - 1
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> TokenRows:
+    def read(self, indices: Sequence[int] | np.ndarray) -> SampleRows:
         """Read several rows.
 
         Args:
@@ -250,7 +248,7 @@ class ChatDataset:
                 at = end
             documents[row, at:] = stop - start
         documents = documents[:, :-1]
-        return TokenRows(
+        return SampleRows(
             tokens=tokens,
             loss_mask=learnt[:, 1:],
             positions=positions_within(documents),

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT samples: s + 1 consecutive tokens of shuffled documents, or made up.
 
-Samples of s + 1 consecutive tokens, joined across documents, in a shuffled order.
-
 Which tokens make up sample i: three index arrays, pure functions of lengths, size and seed.
 
 The sequences of a split are repeated for some epochs, shuffled, and read as one endless line of
@@ -32,7 +30,7 @@ import numpy as np
 
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.token_rows import TokenRows, documents_between, positions_within
+from megatron.core.datasets.token_rows import SampleRows, documents_between, positions_within
 
 # The last epoch is shuffled by itself when less than this share of its samples is used: mixed with
 # the others, its unused documents would be drawn from all epochs alike and some never be seen.
@@ -227,7 +225,7 @@ class GPTSample(NamedTuple):
     loss_mask: np.ndarray
 
 
-def rows_of(tokens: np.ndarray, config: GPTDatasetConfig) -> TokenRows:
+def rows_of(tokens: np.ndarray, config: GPTDatasetConfig) -> SampleRows:
     """Say what `config` makes of the end-of-document tokens in some rows.
 
     Args:
@@ -243,7 +241,7 @@ def rows_of(tokens: np.ndarray, config: GPTDatasetConfig) -> TokenRows:
         assert config.eod_token is not None  # checked by the config
         documents = documents_between(inputs, config.eod_token)
         positions = positions_within(documents) if config.reset_position_ids else None
-    return TokenRows(
+    return SampleRows(
         tokens=tokens,
         loss_mask=mask,
         positions=positions,
@@ -415,7 +413,7 @@ class GPTDataset:
         """
         return rows_of(rows, self.config).loss_mask
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> TokenRows:
+    def read(self, indices: Sequence[int] | np.ndarray) -> SampleRows:
         """Read several samples with all that training needs of them.
 
         Args:
@@ -488,7 +486,7 @@ class MockDataset:
         """Return the number of samples."""
         return self._num_samples
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> TokenRows:
+    def read(self, indices: Sequence[int] | np.ndarray) -> SampleRows:
         """Make several samples.
 
         Args:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from megatron.core.datasets.division import Division
-from megatron.core.datasets.token_rows import TokenRows, cumulative_lengths
+from megatron.core.datasets.token_rows import SampleRows, cumulative_lengths
 
 
 class SampleOrder(Protocol):
@@ -102,7 +102,7 @@ class TokenSource(Protocol):
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def read(self, indices: np.ndarray) -> TokenRows:
+    def read(self, indices: np.ndarray) -> SampleRows:
         """Return samples [b]."""
 
 
@@ -115,7 +115,7 @@ class GPTBatch:
         loss_mask: float32 [b, s].
         sample_ids: int64 [b], places in the order of consumption: what dropout is a function of.
         positions: int64 [b, s], or None for 0 .. s - 1.
-        document_ids: int32 [b, s], or None for one document a row; see `TokenRows`.
+        document_ids: int32 [b, s], or None for one document a row; see `SampleRows`.
         filler: whether it counts for nothing: its rows repeat a sample of the same step, which
             some other microbatch has, and its loss mask is zero.
     """

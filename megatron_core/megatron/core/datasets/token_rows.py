@@ -11,7 +11,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TokenRows:
+class SampleRows:
     """Several samples of one length.
 
     Args:
@@ -28,7 +28,7 @@ class TokenRows:
     document_ids: np.ndarray | None = None
 
     @staticmethod
-    def merge(size: int, parts: Sequence[tuple[np.ndarray, TokenRows]]) -> TokenRows:
+    def merge(size: int, parts: Sequence[tuple[np.ndarray, SampleRows]]) -> SampleRows:
         """Put rows from several sources into one order.
 
         Args:
@@ -37,7 +37,7 @@ class TokenRows:
                 fields.
         """
         merged = {}
-        for field in fields(TokenRows):
+        for field in fields(SampleRows):
             values = [(places, vars(rows)[field.name]) for places, rows in parts]
             first = values[0][1]
             if first is None:
@@ -45,7 +45,7 @@ class TokenRows:
             merged[field.name] = np.empty((size, *first.shape[1:]), dtype=first.dtype)
             for places, value in values:
                 merged[field.name][places] = value
-        return TokenRows(**merged)
+        return SampleRows(**merged)
 
 
 def documents_between(tokens: np.ndarray, end: int) -> np.ndarray:

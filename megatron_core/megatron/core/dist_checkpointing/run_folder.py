@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a run's checkpoints: commit protocol, lock, list, verification, retention.
 
-The folder of a run's checkpoints: which there are, which to resume from, what is rubbish.
-
 The commit protocol: a checkpoint appears under its name complete and on disk, or not at all.
 
     iter_0000100.tmp-<random>/   shards written and synced by their ranks, then manifest.json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data-parallel engine: ZeRO 0 to 3 and hybrid sharding.
 
-DataParallel: one engine for ZeRO 0 to 3 and hybrid sharding.
-
 A step, as its caller sees it:
 
     engine.begin_step(microbatches)

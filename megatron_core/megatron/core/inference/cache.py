@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.layout import TokenRows
+from megatron.core.context_parallel.layout import PackedTokens
 from megatron.core.device import pin
 
 
@@ -217,7 +217,7 @@ class BatchCache(KVCache):
         self._counts: tuple[int, ...] = ()
         self._told = (-1,) * rows
         self.slots = torch.full((rows,), -1, dtype=torch.int64, device=self._device)
-        self._new: dict[int, TokenRows] = {}
+        self._new: dict[int, PackedTokens] = {}
         self.begin([0] * rows)
 
     def begin(self, counts: Sequence[int]) -> None:
@@ -251,7 +251,7 @@ class BatchCache(KVCache):
         for row in range(len(self._taken)):
             self.end(row)
 
-    def new_tokens(self, length: int) -> TokenRows:
+    def new_tokens(self, length: int) -> PackedTokens:
         """Return the real ones of the [length, b] tokens of this call, made once.
 
         Raises:
@@ -273,10 +273,10 @@ class BatchCache(KVCache):
         return self.states.buffer(name, shape, dtype=dtype, device=device)
 
 
-def last_tokens(length: int, counts: Sequence[int], *, device: torch.device) -> TokenRows:
+def last_tokens(length: int, counts: Sequence[int], *, device: torch.device) -> PackedTokens:
     """Return the last tokens of each row of [length, b], so many as `counts` say; host work."""
     batch = len(counts)
     columns = [np.arange(length - count, length) for count in counts]
     places = [column * batch + row for row, column in enumerate(columns)]
     bounds = [0, *np.cumsum(counts).tolist()]
-    return TokenRows(np.concatenate(places), bounds, length=length, batch=batch, device=device)
+    return PackedTokens(np.concatenate(places), bounds, length=length, batch=batch, device=device)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate continuations for a batch of prompts: prefill, then one decode step a token.
 
-Generate continuations for a batch of prompts: prefill, then one decode pass per token.
-
 Prompts of different lengths share a batch (`padded_batch`). A sequence's output is a function of
 its own prompt, seed and identity, up to the rounding of matrix products of another batch size.
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT: token embedding, a decoder of the blocks of a pattern, vocabulary head, MTP layers.
 
-GPT: token embedding, a decoder of the blocks of a pattern, a tied or own vocabulary head.
-
 The layout of the tokens that a rank was given: chosen, and whether it is theirs.
 
 Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).

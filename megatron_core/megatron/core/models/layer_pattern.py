@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer patterns: one symbol a block, and how blocks are split over pipeline stages.
 
-Layer patterns: one symbol a block, `|` between pipeline stages, `/` before further prediction.
-
     symbol  block
     *       attention
     +       latent attention

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoE layer: the mixture-of-experts mixer of one block and its experts.
-
-MoE: the mixture-of-experts mixer of one block (Shazeer et al. 2017; Fedus et al. 2021).
+"""MoE: router, dispatch and experts of one block (Shazeer et al. 2017; Fedus et al. 2021).
 
 hidden [s, b, h] → rows [t, h] of this rank → router → dispatch → experts → weighted sums [t, h] →
 [s, b, h], plus the shared expert's. The shared expert is computed while rows are under way.

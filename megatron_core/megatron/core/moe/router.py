@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router: which experts a token goes to and with what weight, in fp32.
 
-Router: which experts a token goes to and what each of them counts for, in fp32.
-
     logits = W x
     scores = softmax(logits) or sigmoid(logits)
     the k experts with the highest score + bias, within the best groups if those are limited

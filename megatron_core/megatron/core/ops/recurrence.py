@@ -105,7 +105,7 @@ class _Taken:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RecurrenceCall:
     """What `recur` is told beside tensors."""
 
     recurrence: Recurrence
@@ -130,7 +130,7 @@ def recur(
     Returns:
         (out [t, H, V] in value's dtype, last states [N, H, K, V]).
     """
-    return apply_function(_Recur, _Call(recurrence, sequences), initial, *inputs)
+    return apply_function(_Recur, _RecurrenceCall(recurrence, sequences), initial, *inputs)
 
 
 class _Recur(torch.autograd.Function):
@@ -138,7 +138,7 @@ class _Recur(torch.autograd.Function):
     by autograd, so that they go when the graph goes and recomputation can do without them."""
 
     @staticmethod
-    def forward(ctx, call: _Call, initial, *inputs):
+    def forward(ctx, call: _RecurrenceCall, initial, *inputs):
         prepared = call.recurrence.prepare(RecurrenceInputs(*inputs), call.sequences)
         out, last = call.recurrence.sweep(prepared, initial)
         ctx.call, ctx.has_initial = call, initial is not None

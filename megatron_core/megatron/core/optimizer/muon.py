@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon: momentum, orthogonalised matrix by matrix (Jordan et al. 2024).
 
-Muon: momentum, orthogonalised matrix by matrix (Jordan et al. 2024).
-
     M <- mu M + G,   U = G + mu M (Nesterov),   W <- (1 - lr decay) W - lr scale NS(U)
 
 Momentum lies like the gradients, in flat shards cut anywhere. Every matrix has an owner among the
@@ -97,7 +95,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class MomentumTransfer:
     """A piece on its way between its holder (`piece.rank`) and the owner of its matrix."""
 
     piece: Piece
@@ -114,8 +112,8 @@ class Exchange:
         local: nothing leaves any rank: no collective is needed.
     """
 
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
+    sends: tuple[MomentumTransfer, ...]
+    receives: tuple[MomentumTransfer, ...]
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     local: bool
@@ -196,15 +194,15 @@ def plan_rounds(
         limit: elements that the buffers of a round may have on any rank, with its own matrices;
             a matrix that alone needs more makes a round of its own.
     """
-    gathers: dict[Matrix, list[Transfer]] = {matrix: [] for matrix in owners}
-    returns: dict[Matrix, list[Transfer]] = {matrix: [] for matrix in owners}
+    gathers: dict[Matrix, list[MomentumTransfer]] = {matrix: [] for matrix in owners}
+    returns: dict[Matrix, list[MomentumTransfer]] = {matrix: [] for matrix in owners}
     for number, ((matrix, _, _), same) in enumerate(_boxes(pieces)):
         owner = owners[matrix]
         own = [piece for piece in same if piece.rank == owner]
         # holders of the same piece take turns
         source = own[0] if own else same[number % len(same)]
-        gathers[matrix].append(Transfer(source, owner))
-        returns[matrix] += [Transfer(piece, owner) for piece in same]
+        gathers[matrix].append(MomentumTransfer(source, owner))
+        returns[matrix] += [MomentumTransfer(piece, owner) for piece in same]
     rounds = []
     for group in _batches(owners, gathers, returns, world=world, limit=limit):
         there = [transfer for matrix in group for transfer in gathers[matrix]]
@@ -231,8 +229,8 @@ def _boxes(pieces: Sequence[Piece]):
 
 def _batches(
     owners: Mapping[Matrix, int],
-    gathers: Mapping[Matrix, Sequence[Transfer]],
-    returns: Mapping[Matrix, Sequence[Transfer]],
+    gathers: Mapping[Matrix, Sequence[MomentumTransfer]],
+    returns: Mapping[Matrix, Sequence[MomentumTransfer]],
     *,
     world: int,
     limit: int,
@@ -259,7 +257,7 @@ def _batches(
 
 
 def _needs(
-    matrix: Matrix, owner: int, there: Sequence[Transfer], back: Sequence[Transfer]
+    matrix: Matrix, owner: int, there: Sequence[MomentumTransfer], back: Sequence[MomentumTransfer]
 ) -> dict[int, int]:
     """Return the elements of the buffers that a matrix needs, by rank."""
     needs = {owner: matrix.numel}
@@ -269,11 +267,13 @@ def _needs(
     return needs
 
 
-def _exchange(transfers: Sequence[Transfer], *, rank: int, world: int, to_owner: bool) -> Exchange:
+def _exchange(
+    transfers: Sequence[MomentumTransfer], *, rank: int, world: int, to_owner: bool
+) -> Exchange:
     """Return what one rank sends and receives, each sorted by the other rank, and for one other
     rank in the order of `transfers` on both sides."""
 
-    def ends(transfer: Transfer) -> tuple[int, int]:
+    def ends(transfer: MomentumTransfer) -> tuple[int, int]:
         both = transfer.piece.rank, transfer.owner
         return both if to_owner else (both[1], both[0])
 
@@ -492,7 +492,7 @@ class Muon:
         ]
 
 
-def _parts(transfers: Sequence[Transfer], flat: torch.Tensor):
+def _parts(transfers: Sequence[MomentumTransfer], flat: torch.Tensor):
     """Return every transfer with its part of a buffer, a view [rows, cols]."""
     pieces = flat.split([t.piece.numel for t in transfers]) if transfers else ()
     return [(t, part.view(t.piece.sizes)) for t, part in zip(transfers, pieces, strict=True)]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer: AdamW, SGD or Muon over flat ranges of weights, with fp32 main weights.
 
-Optimizer: AdamW, SGD or Muon over flat ranges of weights, with fp32 masters.
-
 A range is a few contiguous pieces (with and without weight decay, and what patterns of names set
 apart), so a step is a handful of fused kernels whatever the number of weights. Where weights are
 fp32 they are their own masters. Unscaling and clipping cost no pass of their own: they are one

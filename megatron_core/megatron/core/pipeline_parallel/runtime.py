@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running one rank's list of a pipeline schedule.
 
-The executor: carry out one rank's list of a schedule, action by action.
-
 It knows no model. A `Worker` computes; what forward computes and what backward computes go over two
 groups of the same ranks, so that neither waits for the other's turn. Transfers of one direction
 that stand next to each other start as one batch. A receive starts where it stands and is waited for

@@ -148,7 +148,7 @@ def linear_shape(config: GatedDeltaNetConfig | Mamba2Config, tp: int) -> LinearS
 
 
 @dataclass(frozen=True)
-class Choice:
+class LinearModeChoice:
     """A mode, and why.
 
     Args:
@@ -194,7 +194,7 @@ def sent_bytes(mode: str, shape: LinearShape, cp: int) -> int:
     raise ValueError(f"linear-cp-mode {mode!r}: use {', '.join(LINEAR_MODES)}")
 
 
-def choose_mode(mode: str, shape: LinearShape, cp: int) -> Choice:
+def choose_mode(mode: str, shape: LinearShape, cp: int) -> LinearModeChoice:
     """Return the mode that is asked for, or with "auto" the one that sends least.
 
     Raises:
@@ -205,13 +205,13 @@ def choose_mode(mode: str, shape: LinearShape, cp: int) -> Choice:
         sent_bytes(mode, shape, cp)
         if mode == HEADWISE and reason is not None:
             raise ValueError(f"linear-cp-mode headwise: {reason}")
-        return Choice(mode, f"{mode} was asked for")
+        return LinearModeChoice(mode, f"{mode} was asked for")
     fitting = [one for one in (HEADWISE, SEGMENTS) if one != HEADWISE or reason is None]
     sent = {one: sent_bytes(one, shape, cp) for one in fitting}
     best = min(fitting, key=lambda one: sent[one])  # headwise, where both send as much
     shown = ", ".join(f"{one} {sent[one] / 1e6:,.2f} MB" for one in sorted(fitting, key=sent.get))
     why = f"least of what leaves a rank per layer: {shown}"
-    return Choice(best, why if reason is None else f"{why}; not headwise: {reason}")
+    return LinearModeChoice(best, why if reason is None else f"{why}; not headwise: {reason}")
 
 
 def explain(mode: str, shape: LinearShape, cp: int) -> str:

@@ -56,7 +56,7 @@ from torch import nn
 
 from megatron.core.comm.collectives import all_to_all
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.layout import TokenRows
+from megatron.core.context_parallel.layout import PackedTokens
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype, apply_function
 from megatron.core.ops.places import Places
@@ -84,7 +84,7 @@ class RecurrentCache(Protocol):
 
     slots: torch.Tensor
 
-    def new_tokens(self, length: int) -> TokenRows:
+    def new_tokens(self, length: int) -> PackedTokens:
         """Return which of the [length, b] tokens of this call are real: one sequence a row, empty
         where it has none. Left padding is not real."""
         ...
@@ -204,7 +204,7 @@ def to_tokens(y: torch.Tensor, layout: SequenceLayout, group: Group) -> Placed:
     )
 
 
-def _received(rows: TokenRows, ranks: int) -> Places | None:
+def _received(rows: PackedTokens, ranks: int) -> Places | None:
     """Return where the parts of tokens are in what comes from all ranks, made once."""
     count = rows.length * rows.batch
     moved = rows.sequences.moved
@@ -227,7 +227,7 @@ def _batch(y: torch.Tensor, layout: SequenceLayout) -> int:
     return y.shape[0] // length
 
 
-def _rows(length: int, batch: int, layout: SequenceLayout, group: Group) -> TokenRows:
+def _rows(length: int, batch: int, layout: SequenceLayout, group: Group) -> PackedTokens:
     """Return how the tokens of whole rows are packed; they must be those of the group's ranks."""
     rows = layout.whole_rows(batch)
     if rows.length != length * group.size:
@@ -267,7 +267,7 @@ class _ToTokens(torch.autograd.Function):
     """forward: a gather, an all-to-all; dgrad: an all-to-all, a gather. Saves nothing."""
 
     @staticmethod
-    def forward(ctx, y, rows: TokenRows, group: Group):
+    def forward(ctx, y, rows: PackedTokens, group: Group):
         ctx.rows, ctx.group = rows, group
         return all_to_all(rows.put_back(y).flatten(0, 1), group)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """State passing: recurrences over sequences whose segments lie on several ranks.
 
-Recurrences over sequences in segments: those of several ranks, or side by side on one.
-
 Each segment is first worked out as if it began from zero, as far as its last state needs, and so is
 M, what its first state is multiplied by. From [S_ext | M] of all segments follow all first states
 (`chains`), and with these the segments run as sequences of their own. Backward: the gradients of
@@ -341,7 +339,7 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Call:
+class _SegmentCall:
     """What the autograd function is told beside tensors.
 
     Args:
@@ -390,7 +388,7 @@ def recur_in_segments(
     links = None
     if pieces.crossed:
         links = sequences.made("links", lambda: Links.of(pieces, group))
-    call = _Call(
+    call = _SegmentCall(
         recurrence=recurrence,
         sequences=sequences,
         links=links,
@@ -428,7 +426,7 @@ def recur_split(
     split = _split(sequences, splits, chunk)
     if split is None:
         return recur(recurrence, inputs, sequences, initial=initial)
-    call = _Call(recurrence=recurrence, sequences=sequences, split=split)
+    call = _SegmentCall(recurrence=recurrence, sequences=sequences, split=split)
     return apply_function(_Segments, call, initial, *inputs)
 
 
@@ -455,7 +453,7 @@ class _Segments(torch.autograd.Function):
     M of segments, and the gathered M between own pieces and the ends of their documents."""
 
     @staticmethod
-    def forward(ctx, call: _Call, first, *inputs):
+    def forward(ctx, call: _SegmentCall, first, *inputs):
         kept, split, states = _Kept(RecurrenceInputs(*inputs)), call.split, None
         ctx.call, ctx.has_first = call, first is not None
         ctx.set_materialize_grads(False)
@@ -497,7 +495,9 @@ class _Segments(torch.autograd.Function):
         return None, first if ctx.has_first else None, *grads
 
 
-def _first_states(call: _Call, kept: _Kept, states: torch.Tensor | None) -> torch.Tensor | None:
+def _first_states(
+    call: _SegmentCall, kept: _Kept, states: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return the first states of pieces [N, H, K, V], None if all are zero; keep M for backward.
 
     Args:
@@ -531,7 +531,9 @@ def _first_states(call: _Call, kept: _Kept, states: torch.Tensor | None) -> torc
     return links.first.states(states, steps.index_select(0, links.first.transitions))
 
 
-def _no_summaries(call: _Call, inputs: RecurrenceInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _no_summaries(
+    call: _SegmentCall, inputs: RecurrenceInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return no (S_ext, M), of the shapes that other ranks send; a token of zeros tells them."""
     one = RecurrenceInputs(*(x.new_zeros((1, *x.shape[1:])) for x in inputs))
     sequences = Sequences((0, 1), device=one.key.device)
@@ -540,7 +542,7 @@ def _no_summaries(call: _Call, inputs: RecurrenceInputs) -> tuple[torch.Tensor, 
 
 
 def _last_gradients(
-    call: _Call, kept: _Kept, grad: torch.Tensor, first: torch.Tensor | None
+    call: _SegmentCall, kept: _Kept, grad: torch.Tensor, first: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return the gradients of the last states of pieces [N, H, K, V], None if all are zero.
 

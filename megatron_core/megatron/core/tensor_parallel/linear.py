@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Column-parallel, row-parallel and replicated linear layers.
-
-Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3).
+"""Column-parallel, row-parallel and replicated linear layers (Shoeybi et al. 2019, section 3).
 
 | layer | weight | forward | dgrad | wgrad |
 |---|---|---|---|---|

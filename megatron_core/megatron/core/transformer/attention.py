@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Self-attention: multi-head, grouped-query or multi-query, heads sharded over tp.
 
-SelfAttention: multi-head, grouped-query or multi-query attention, heads cut over tp.
-
 hidden [s, b, h] → q|k|v [s, b, (n + 2g)·d/tp] → norm, rotate → attention → [s, b, n·d/tp] → output
 [s, b, h]. With an output gate, q|k|v|gate is one product, and attention's result is multiplied by
 sigmoid(gate) before the output projection (Qiu et al. 2025, arXiv 2505.06708; as in Qwen3-Next).

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gatherer: unshards the weights of buckets just before use, in buffers of an arena.
 
-Gatherer: makes the weights of buckets whole just before use, the next ones ahead of time.
-
 The first step runs on demand and leaves a trace of which bucket every segment (forward, backward)
 needs and when. From it the next step's plan is compiled (`plan`), and is followed as long as what
 is needed is what was planned; after a mismatch everything is gathered on demand until the step

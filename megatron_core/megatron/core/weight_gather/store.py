@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """WeightStore: all weights of a model in flat buckets, and what a rank's optimizer owns of them.
 
-WeightStore: all weights of a model, declared by its layers and laid out once into flat buckets.
-
 Building a model only declares. `materialize` then decides the layout (`layout`), allocates what
 this rank stores, binds every handle and writes the initial values, each a function of (seed, name,
 logical index).

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.core.context_parallel.blockwise import Block
+from megatron.core.context_parallel.blockwise import AttentionBlock
 
 
-def pair_count(blocks: Iterable[Block], *, window: int | None = None) -> int:
+def pair_count(blocks: Iterable[AttentionBlock], *, window: int | None = None) -> int:
     """Return how many (row, query, key) the blocks show: their part of attention's work.
 
     Args:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.core.context_parallel import SequenceCut
-from megatron.core.context_parallel.blockwise import Block, Blocks, attention_blocks
+from megatron.core.context_parallel.blockwise import AttentionBlock, Blocks, attention_blocks
 from megatron.core.context_parallel.cut import Run
 from tests.unit_tests.core.context_parallel.pair_count import pair_count
 from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_case
@@ -33,7 +33,7 @@ class Question:
     window: int | None
     joined: bool
 
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[AttentionBlock, ...]:
         """Return what is under test."""
         return attention_blocks(
             self.case.cut().runs(self.query_rank),
@@ -125,7 +125,7 @@ def random_question(rng: random.Random) -> Question:
 QUESTIONS = [random_question(random.Random(seed)) for seed in range(200)]
 
 
-def shown(question: Question, block: Block) -> np.ndarray:
+def shown(question: Question, block: AttentionBlock) -> np.ndarray:
     """Return which pairs [q, k] of a block it shows, as an op that gets nothing but the block."""
     queries, keys = block.q1 - block.q0, block.k1 - block.k0
     query = np.arange(queries)[:, None] + block.q_place
@@ -252,32 +252,34 @@ def test_keys_of_whole_rows_cost_two_blocks_a_run():
     cut = SequenceCut.of(16, 2)
     whole = (Run(0, 16, 0),)
     assert attention_blocks(cut.runs(0), whole, rows=1) == (
-        Block(0, 1, 0, 4, 0, 4, 0, 0, True),
-        Block(0, 1, 4, 8, 0, 12, 12, 0, False),
-        Block(0, 1, 4, 8, 12, 16, 12, 12, True),
+        AttentionBlock(0, 1, 0, 4, 0, 4, 0, 0, True),
+        AttentionBlock(0, 1, 4, 8, 0, 12, 12, 0, False),
+        AttentionBlock(0, 1, 4, 8, 12, 16, 12, 12, True),
     )
-    assert attention_blocks(whole, whole, rows=5) == (Block(0, 5, 0, 16, 0, 16, 0, 0, True),)
+    assert attention_blocks(whole, whole, rows=5) == (
+        AttentionBlock(0, 5, 0, 16, 0, 16, 0, 0, True),
+    )
     everything = attention_blocks(whole, whole, rows=5, causal=False)
-    assert everything == (Block(0, 5, 0, 16, 0, 16, 0, 0, False),)
+    assert everything == (AttentionBlock(0, 5, 0, 16, 0, 16, 0, 0, False),)
 
 
 def test_a_document_over_the_borders_of_runs():
     """Documents 0-5 and 6-15 of 16 tokens; rank 0 of 2 holds places 0-3 and 12-15."""
     cut = SequenceCut.of(16, 2)
     blocks = attention_blocks(cut.runs(0), cut.runs(1), rows=1, documents=[[0, 6, 6, 16]])
-    assert blocks == (Block(0, 1, 4, 8, 2, 8, 12, 6, False),)
+    assert blocks == (AttentionBlock(0, 1, 4, 8, 2, 8, 12, 6, False),)
     blocks = attention_blocks(cut.runs(1), cut.runs(0), rows=1, documents=[[0, 6, 6, 16]])
-    assert blocks == (Block(0, 1, 0, 2, 0, 4, 4, 0, False),)
+    assert blocks == (AttentionBlock(0, 1, 0, 2, 0, 4, 4, 0, False),)
 
 
 def test_sequences_that_follow_each_other_are_one_unless_documents_part_them():
     runs = SequenceCut.of(12, 1, cu_seqlens=[0, 5, 12]).runs(0)
     assert len(runs) == 2
-    assert attention_blocks(runs, runs, rows=1) == (Block(0, 1, 0, 12, 0, 12, 0, 0, True),)
+    assert attention_blocks(runs, runs, rows=1) == (AttentionBlock(0, 1, 0, 12, 0, 12, 0, 0, True),)
     parted = attention_blocks(runs, runs, rows=1, documents=[[0, 5, 12]])
     assert parted == (
-        Block(0, 1, 0, 5, 0, 5, 0, 0, True),
-        Block(0, 1, 5, 12, 5, 12, 5, 5, True),
+        AttentionBlock(0, 1, 0, 5, 0, 5, 0, 0, True),
+        AttentionBlock(0, 1, 5, 12, 5, 12, 5, 5, True),
     )
 
 
@@ -295,23 +297,27 @@ def test_rows_that_agree_share_blocks():
 def test_a_window_leaves_out_what_it_does_not_reach():
     cut = SequenceCut.of(64, 4)  # rank 0: 0-7 and 56-63, rank 1: 8-15 and 48-55
     keys = [attention_blocks(cut.runs(0), cut.runs(r), rows=1, window=4) for r in range(4)]
-    assert keys[1] == (Block(0, 1, 8, 11, 13, 16, 56, 53, False),)
+    assert keys[1] == (AttentionBlock(0, 1, 8, 11, 13, 16, 56, 53, False),)
     assert keys[2:] == [(), ()]
 
 
 def test_queries_that_begin_before_the_keys_and_end_behind_them():
     query, key = (Run(3, 10, 10),), (Run(0, 4, 12),)  # queries 10-19, keys 12-15
     assert attention_blocks(query, key, rows=1) == (
-        Block(0, 1, 5, 9, 0, 4, 12, 12, True),
-        Block(0, 1, 9, 13, 0, 4, 16, 12, False),
+        AttentionBlock(0, 1, 5, 9, 0, 4, 12, 12, True),
+        AttentionBlock(0, 1, 9, 13, 0, 4, 16, 12, False),
     )
     assert attention_blocks(key, query, rows=1) == (  # keys of places 16-19 are behind all
-        Block(0, 1, 0, 4, 3, 5, 12, 10, False),
-        Block(0, 1, 0, 4, 5, 9, 12, 12, True),
+        AttentionBlock(0, 1, 0, 4, 3, 5, 12, 10, False),
+        AttentionBlock(0, 1, 0, 4, 5, 9, 12, 12, True),
     )
     one = (Run(0, 1, 12),)
-    assert attention_blocks(one, query, rows=1) == (Block(0, 1, 0, 1, 3, 6, 12, 10, False),)
-    assert attention_blocks(query, one, rows=1) == (Block(0, 1, 5, 13, 0, 1, 12, 12, False),)
+    assert attention_blocks(one, query, rows=1) == (
+        AttentionBlock(0, 1, 0, 1, 3, 6, 12, 10, False),
+    )
+    assert attention_blocks(query, one, rows=1) == (
+        AttentionBlock(0, 1, 5, 13, 0, 1, 12, 12, False),
+    )
 
 
 def test_many_short_documents_take_one_block_each():
@@ -345,7 +351,12 @@ def test_options_that_do_not_fit_are_told(options, message):
 
 
 def test_visits_say_where_blocks_lie_and_which_is_first_there():
-    plan = Blocks([Block(0, 2, 0, 3, 0, 3, 0, 0, True), Block(1, 2, 2, 5, 3, 5, 2, 0, False)])
+    plan = Blocks(
+        [
+            AttentionBlock(0, 2, 0, 3, 0, 3, 0, 0, True),
+            AttentionBlock(1, 2, 2, 5, 3, 5, 2, 0, False),
+        ]
+    )
     assert plan == tuple(plan)
     assert Blocks.of(plan) is plan
     queries, keys = plan.visits("query", 2, 5), plan.visits("key", 2, 5)
@@ -353,5 +364,5 @@ def test_visits_say_where_blocks_lie_and_which_is_first_there():
     assert keys == (((0, 2, 0, 3), (1, 2, 3, 5)), (True, True), False)
     assert plan.visits("key", 2, 5) is keys
     assert plan.visits_made == 2
-    assert Blocks([*plan, Block(0, 1, 0, 5, 3, 5, 0, 0, False)]).visits("key", 2, 5).covers
+    assert Blocks([*plan, AttentionBlock(0, 1, 0, 5, 3, 5, 0, 0, False)]).visits("key", 2, 5).covers
     assert not Blocks().visits("query", 1, 1).covers

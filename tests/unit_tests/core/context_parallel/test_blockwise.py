@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import blockwise
-from megatron.core.context_parallel.blockwise import Block, Blocks, attention_blocks
+from megatron.core.context_parallel.blockwise import AttentionBlock, Blocks, attention_blocks
 from megatron.core.context_parallel.cut import SequenceCut
 from megatron.core.ops.attention import attention, reference
 from megatron.core.ops.dropout import AttentionDropout
@@ -209,7 +209,7 @@ def test_one_block_of_everything_is_the_op_itself(make, monkeypatch):
     parts = tensors(make, dtype=torch.float32)
     runs = CUTS["one rank"].runs(0)
     blocks = attention_blocks(runs, runs, rows=ROWS)
-    assert blocks == (Block(0, ROWS, 0, LENGTH, 0, LENGTH, 0, 0, True),)
+    assert blocks == (AttentionBlock(0, ROWS, 0, LENGTH, 0, LENGTH, 0, 0, True),)
     leaves = [x.requires_grad_() for x in parts[:3]]
     expected = attention(*leaves, scale=SCALE)
     found = blockwise.forward(*parts[:3], blocks, scale=SCALE)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.layout import TokenRows
+from megatron.core.context_parallel.layout import PackedTokens
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
 
 CASES = [random_case(random.Random(seed)) for seed in range(2000, 2080)]
@@ -114,7 +114,7 @@ def test_a_layout_without_a_cut_has_whole_rows_of_one_document():
     assert packed.whole_rows(2).sequences.bounds == (0, 5, 10)
 
 
-def gradients(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(rows: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of pack and unpack for random ones of what they return."""
     source = torch.Generator().manual_seed(3)
     x = torch.randn(rows.length, rows.batch, 2, generator=source, requires_grad=True)
@@ -159,12 +159,12 @@ def test_all_layers_share_one_map():
 
 def test_some_tokens_of_a_call_may_be_packed():
     # Rows that begin with padding, as a batch of prompts does: 2 of 3, and none.
-    rows = TokenRows(np.array([2, 4]), [0, 2, 2], length=3, batch=2)
+    rows = PackedTokens(np.array([2, 4]), [0, 2, 2], length=3, batch=2)
     x = torch.arange(1.0, 7.0).view(3, 2)
     assert rows.pack(x).tolist() == [3, 5]
     assert rows.unpack(rows.pack(x)).tolist() == [[0, 0], [3, 0], [5, 0]]
     assert rows.unpack(torch.full((2,), torch.nan))[0].tolist() == [0, 0]
-    none = TokenRows(np.array([], dtype=np.int64), [0, 0, 0], length=3, batch=2)
+    none = PackedTokens(np.array([], dtype=np.int64), [0, 0, 0], length=3, batch=2)
     assert none.pack(x).shape == (0,)
     assert none.unpack(none.pack(x)).tolist() == [[0, 0]] * 3
 
@@ -193,7 +193,7 @@ def test_tokens_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"unpack: \(8, 2\) must begin with \(16,\)"):
         rows.unpack(torch.ones(8, 2))
     with pytest.raises(ValueError, match="bounds end at 3, there are 2 tokens"):
-        TokenRows(np.arange(2), [0, 3], length=2, batch=1)
+        PackedTokens(np.arange(2), [0, 3], length=2, batch=1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, PrefetchedBatches
-from megatron.core.datasets.token_rows import TokenRows
+from megatron.core.datasets.token_rows import SampleRows
 
 
 class Slow:
@@ -22,14 +22,14 @@ class Slow:
     def __len__(self) -> int:
         return self.size
 
-    def read(self, indices: np.ndarray) -> TokenRows:
+    def read(self, indices: np.ndarray) -> SampleRows:
         self.threads.add(threading.current_thread().name)
         self.reads.append(int(indices[0]))
         time.sleep(0.004 if indices[0] % 4 == 0 else 0.0)
         if self.bad in indices:
             raise ValueError(f"sample {self.bad} is bad")
         rows = np.repeat(indices[:, None], 4, axis=1)
-        return TokenRows(tokens=rows, loss_mask=np.ones((len(rows), 3), np.float32))
+        return SampleRows(tokens=rows, loss_mask=np.ones((len(rows), 3), np.float32))
 
 
 def batches(data, *, consumed=0, lane=1, cyclic=False):

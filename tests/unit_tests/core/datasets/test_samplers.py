@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.datasets.division import Division
 from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, SingleOrder
-from megatron.core.datasets.token_rows import TokenRows
+from megatron.core.datasets.token_rows import SampleRows
 
 
 class Numbers:
@@ -21,11 +21,11 @@ class Numbers:
     def __len__(self) -> int:
         return self.size
 
-    def read(self, indices: np.ndarray) -> TokenRows:
+    def read(self, indices: np.ndarray) -> SampleRows:
         assert indices.dtype == np.int64
         assert ((indices >= 0) & (indices < self.size)).all()
         rows = np.repeat(indices[:, None], 3, axis=1)
-        return TokenRows(tokens=rows, loss_mask=(rows[:, :-1] % 2 == 0).astype(np.float32))
+        return SampleRows(tokens=rows, loss_mask=(rows[:, :-1] % 2 == 0).astype(np.float32))
 
 
 def order_of(kind: str, size: int):

@@ -160,7 +160,7 @@ def test_nothing_is_denormal_however_strong_decays_are():
     for rate in (-1.0, -3.0, -30.0):
         grids = RecurrenceInputs(*(x.detach()[None] for x in inputs))
         grids = grids._replace(decay=torch.full_like(grids.decay, rate))
-        found = reference.Block(grids, scale=1.0, dtype=torch.float32)
+        found = reference.DeltaRuleChunks(grids, scale=1.0, dtype=torch.float32)
         for name in ("falls", "growth", "left", "faded_inverse", "transition", "readers", "added"):
             sizes = getattr(found, name).abs()
             assert not ((sizes > 0) & (sizes < torch.finfo(torch.float32).tiny)).any(), (rate, name)

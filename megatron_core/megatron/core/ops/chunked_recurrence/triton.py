@@ -90,7 +90,7 @@ PROGRAMS = 512
 
 
 @dataclass
-class Prepared:
+class PreparedOnDevice:
     """What `TritonRecurrence` keeps from one operation to the next.
 
     Args:
@@ -180,7 +180,7 @@ class TritonRecurrence:
     scale: float | None
     chunk_size: int
 
-    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> Prepared:
+    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedOnDevice:
         """See `Recurrence`."""
         inputs = RecurrenceInputs(*map(dense, inputs[:3]), *inputs[3:])
         tiles = Tiles.of(sequences, self.chunk_size)
@@ -189,13 +189,13 @@ class TritonRecurrence:
             from megatron.core.ops.gated_delta_rule.triton import solve
 
             sums, solved, seen = solve(inputs, tiles, scale)
-            return Prepared(inputs, tiles, scale, sums, solved, seen)
+            return PreparedOnDevice(inputs, tiles, scale, sums, solved, seen)
         from megatron.core.ops.state_space_dual.triton import sum_decays
 
-        return Prepared(inputs, tiles, scale, sum_decays(inputs.decay, tiles))
+        return PreparedOnDevice(inputs, tiles, scale, sum_decays(inputs.decay, tiles))
 
     def sweep(
-        self, prepared: Prepared, initial: torch.Tensor | None
+        self, prepared: PreparedOnDevice, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
         prepared.initial = None if initial is None else initial.float().contiguous()
@@ -206,7 +206,7 @@ class TritonRecurrence:
         prepared.seen = None
         return out, last
 
-    def summary(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
+    def summary(self, prepared: PreparedOnDevice) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
         states = prepared.states()
         count, heads, keys, _ = states.shape
@@ -219,14 +219,14 @@ class TritonRecurrence:
             sweep(prepared, last=states, total=transition)
         return states, transition
 
-    def state_gradient(self, prepared: Prepared, grad: torch.Tensor) -> torch.Tensor:
+    def state_gradient(self, prepared: PreparedOnDevice, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
         initial = prepared.states()
         reverse_sweep(prepared, dense(grad), grad_initial=initial)
         return initial
 
     def backward(
-        self, prepared: Prepared, grad: torch.Tensor, grad_last: torch.Tensor | None
+        self, prepared: PreparedOnDevice, grad: torch.Tensor, grad_last: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
         grad, value = dense(grad), prepared.inputs.value
@@ -240,7 +240,7 @@ class TritonRecurrence:
 
 
 def sweep(
-    prepared: Prepared,
+    prepared: PreparedOnDevice,
     *,
     initial: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -282,7 +282,7 @@ def sweep(
 
 
 def reverse_sweep(
-    prepared: Prepared,
+    prepared: PreparedOnDevice,
     grad: torch.Tensor,
     *,
     grad_initial: torch.Tensor,
@@ -317,7 +317,7 @@ def reverse_sweep(
 
 
 def gradients(
-    prepared: Prepared,
+    prepared: PreparedOnDevice,
     grad: torch.Tensor,
     *,
     starts: torch.Tensor,
@@ -356,14 +356,14 @@ def gradients(
     return RecurrenceInputs(*pair, value, decay, strength)
 
 
-def gradients_launch(prepared: Prepared) -> dict[str, int]:
+def gradients_launch(prepared: PreparedOnDevice) -> dict[str, int]:
     """Return how to start the gradients kernel."""
     narrow = GRADIENTS if prepared.corrects else GRADIENTS_DUAL
     narrow = narrow if prepared.keys <= 128 else GRADIENTS_TALL
     return launch_of(narrow, GRADIENTS_WIDE, prepared, prepared.values)
 
 
-def heads_together(prepared: Prepared) -> int:
+def heads_together(prepared: PreparedOnDevice) -> int:
     """Return how many heads of a group one program of the gradients works on.
 
     As many as leave a large GPU enough programs. From Blackwell on it is one: tensor memory has no
@@ -391,7 +391,9 @@ def sum_units(parts: torch.Tensor, groups: int) -> torch.Tensor:
     return found
 
 
-def launch_of(narrow: Launches, wide: Launches, prepared: Prepared, columns: int) -> dict[str, int]:
+def launch_of(
+    narrow: Launches, wide: Launches, prepared: PreparedOnDevice, columns: int
+) -> dict[str, int]:
     """Return how to start a kernel with tiles of so many columns of values.
 
     Args:

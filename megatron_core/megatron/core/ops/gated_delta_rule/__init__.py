@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.gated_delta_rule.reference import DeltaRecurrence, Prepared, step
+from megatron.core.ops.gated_delta_rule.reference import DeltaRecurrence, PreparedDeltaRule, step
 from megatron.core.ops.recurrence import (
     Recurrence,
     RecurrenceInputs,
@@ -38,7 +38,7 @@ def delta_recurrence(
     return ByDevice(
         op="gated_delta_rule",
         reference=DeltaRecurrence(scale, chunk_size),
-        kept=Prepared,
+        kept=PreparedDeltaRule,
         corrects=True,
         scale=scale,
         chunk_size=chunk_size,

@@ -57,7 +57,7 @@ from megatron.core.ops.state_sweep import Sweep, SweepBack
 SMALLEST_EXPONENT = MappingProxyType({torch.float32: -40.0, torch.float64: -300.0})
 
 
-class Block:
+class DeltaRuleChunks:
     """m chunks of C tokens, each part made at first use; H = G · r heads of values.
 
     Args:
@@ -332,7 +332,7 @@ ELEMENTS_IN_CACHE = 1 << 20
 
 
 @dataclass
-class Prepared:
+class PreparedDeltaRule:
     """What `DeltaRecurrence` keeps from one operation to the next.
 
     Args:
@@ -363,12 +363,12 @@ class DeltaRecurrence:
     scale: float | None = None
     chunk_size: int = 64
 
-    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> Prepared:
+    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedDeltaRule:
         """See `Recurrence`; everything waits for the sweep, to go through a cache once."""
-        return Prepared(inputs, sequences)
+        return PreparedDeltaRule(inputs, sequences)
 
     def sweep(
-        self, prepared: Prepared, initial: torch.Tensor | None
+        self, prepared: PreparedDeltaRule, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
         work = _Work(self, prepared)
@@ -385,7 +385,7 @@ class DeltaRecurrence:
         prepared.inverse, prepared.starts = inverse, states.starts
         return work.chunks.put_back(out), states.last()
 
-    def summary(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
+    def summary(self, prepared: PreparedDeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
         work = _Work(self, prepared)
         added = Sweep(work.chunks, work.states_or_zeros(None))
@@ -399,7 +399,7 @@ class DeltaRecurrence:
             chained.through(where, block.transition, None)
         return added.last(), chained.last()
 
-    def state_gradient(self, prepared: Prepared, grad: torch.Tensor) -> torch.Tensor:
+    def state_gradient(self, prepared: PreparedDeltaRule, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
         work = _Work(self, prepared)
         grids = work.chunks.take(grad).transpose(1, 2)  # [n, H, C, V]
@@ -411,7 +411,7 @@ class DeltaRecurrence:
         return grads.first()
 
     def backward(
-        self, prepared: Prepared, grad: torch.Tensor, grad_last: torch.Tensor | None
+        self, prepared: PreparedDeltaRule, grad: torch.Tensor, grad_last: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
         work = _Work(self, prepared)
@@ -434,7 +434,7 @@ class DeltaRecurrence:
 class _Work:
     """The chunks of one operation, and how they are cut in blocks."""
 
-    def __init__(self, recurrence: DeltaRecurrence, prepared: Prepared) -> None:
+    def __init__(self, recurrence: DeltaRecurrence, prepared: PreparedDeltaRule) -> None:
         inputs = prepared.inputs
         self.chunks: Chunks = prepared.sequences.chunks(recurrence.chunk_size)
         self.grids = RecurrenceInputs(*map(self.chunks.take, inputs))
@@ -452,9 +452,9 @@ class _Work:
             step = max(1, count)
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
-    def block(self, where: slice, inverse: torch.Tensor | None = None) -> Block:
+    def block(self, where: slice, inverse: torch.Tensor | None = None) -> DeltaRuleChunks:
         """Return the block of some chunks; its T goes to `inverse`."""
-        return Block(
+        return DeltaRuleChunks(
             RecurrenceInputs(*(grid[where] for grid in self.grids)),
             scale=self.scale,
             dtype=self.dtype,

@@ -96,13 +96,13 @@ def prologue(
     keeps_last: bool,
 ) -> tuple[RecurrenceInputs, torch.Tensor | None]:
     """Return (inputs, last) of packed tokens, as `recurrence_prologue` does."""
-    call = _Call(parts, sequences, places, weights.weight.shape[-1])
+    call = _PrologueCall(parts, sequences, places, weights.weight.shape[-1])
     inputs = RecurrenceInputs(*apply_function(_Prologue, call, source, initial, *weights))
     return inputs, call.last_rows(source.detach(), initial) if keeps_last else None
 
 
 @dataclass(frozen=True)
-class _Call:
+class _PrologueCall:
     """What the autograd function is told beside tensors; `width` is W."""
 
     parts: UnitParts
@@ -206,7 +206,7 @@ class _Prologue(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call: _Call, source, initial, weight, bias, rates, step_bias):
+    def forward(ctx, call: _PrologueCall, source, initial, weight, bias, rates, step_bias):
         taps = weight.movedim(-1, 0)
         source, saved = _contiguous(source, initial, taps, bias, rates, step_bias)
         parts, units, tokens = call.parts, source.shape[1], call.sequences.tokens
@@ -249,7 +249,7 @@ class _Prologue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        call: _Call = ctx.call
+        call: _PrologueCall = ctx.call
         source, initial, *weights = ctx.saved_tensors
         taps, bias, rates, step_bias = weights
         units, tokens, parts = source.shape[1], call.sequences.tokens, call.parts

@@ -16,7 +16,12 @@ from megatron.core.ops.recurrence import (
 )
 from megatron.core.ops.recurrence_by_device import ByDevice
 from megatron.core.ops.sequences import Sequences, require_sequences
-from megatron.core.ops.state_space_dual.reference import AddSkip, Prepared, StateSpaceDual, step
+from megatron.core.ops.state_space_dual.reference import (
+    AddSkip,
+    PreparedStateSpace,
+    StateSpaceDual,
+    step,
+)
 
 __all__ = ["add_skip", "state_space_dual", "state_space_recurrence", "state_space_step"]
 
@@ -42,7 +47,7 @@ def state_space_recurrence(
     return ByDevice(
         op="state_space_dual",
         reference=StateSpaceDual(chunk_size),
-        kept=Prepared,
+        kept=PreparedStateSpace,
         corrects=False,
         scale=1.0,
         chunk_size=chunk_size,

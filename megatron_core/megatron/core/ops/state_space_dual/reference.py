@@ -69,7 +69,7 @@ def power(exponent: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     return torch.threshold_(found, 2 * math.exp(floor), 0.0)
 
 
-class Block(NamedTuple):
+class StateSpaceChunks(NamedTuple):
     """What a block reads.
 
     Args:
@@ -126,7 +126,7 @@ class Gradients(NamedTuple):
         return found
 
 
-class Scratch:
+class ChunkBuffers:
     """Buffers that blocks use one after another.
 
     Args:
@@ -160,7 +160,7 @@ def _elements(value: torch.Tensor) -> int:
 def blocks(
     buffers: int, dtype: torch.dtype, value: torch.Tensor, *others: torch.Tensor
 ) -> Iterator[tuple]:
-    """Yield where each block is, a `Scratch` that all share, and the block's parts.
+    """Yield where each block is, a `ChunkBuffers` that all share, and the block's parts.
 
     Args:
         buffers: that the scratch has.
@@ -170,13 +170,15 @@ def blocks(
     """
     most = ELEMENTS_IN_CACHE if value.device.type == "cpu" else ELEMENTS_ELSEWHERE
     size = max(1, most // max(1, _elements(value)))
-    scratch = Scratch(value[:size], buffers, dtype)
+    scratch = ChunkBuffers(value[:size], buffers, dtype)
     for first in range(0, value.shape[0], size):
         block = slice(first, min(first + size, value.shape[0]))
         yield block, scratch, *(x[block] for x in (value, *others))
 
 
-def by_group(x: torch.Tensor, scale: torch.Tensor, scratch: Scratch, buffer: int) -> torch.Tensor:
+def by_group(
+    x: torch.Tensor, scale: torch.Tensor, scratch: ChunkBuffers, buffer: int
+) -> torch.Tensor:
     """Return x [m, C, G, r, V] times scale [m, H, C] as [m, G, C, r, V], in a buffer."""
     m, size, groups, shared, width = x.shape
     scale = scale.view(m, groups, shared, size, 1).transpose(2, 3)
@@ -190,7 +192,7 @@ def written(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return found.view(*key.shape[:2], key.shape[-1], *x.shape[3:])
 
 
-def read(block: Block, scratch: Scratch, out: torch.Tensor) -> None:
+def read(block: StateSpaceChunks, scratch: ChunkBuffers, out: torch.Tensor) -> None:
     """Write P x' + exp(a) Q S to `out` [m, C, G, r, V]; `scratch` has three buffers."""
     m, size, groups, shared, width = block.value.shape
     heads = (m, groups, shared, size)
@@ -204,7 +206,12 @@ def read(block: Block, scratch: Scratch, out: torch.Tensor) -> None:
 
 
 def differentiate(
-    block: Block, scratch: Scratch, *, grad: torch.Tensor, ends: torch.Tensor, found: Gradients
+    block: StateSpaceChunks,
+    scratch: ChunkBuffers,
+    *,
+    grad: torch.Tensor,
+    ends: torch.Tensor,
+    found: Gradients,
 ) -> None:
     """Write the gradients of what a block reads.
 
@@ -226,7 +233,7 @@ def differentiate(
 
 
 def _differentiate_within(
-    block: Block, scratch: Scratch, grad: torch.Tensor, found: Gradients
+    block: StateSpaceChunks, scratch: ChunkBuffers, grad: torch.Tensor, found: Gradients
 ) -> torch.Tensor:
     """Pull back P x'; return its part of dx' [m, C, G, r, V], in buffer 3."""
     m, size, groups, shared, width = block.value.shape
@@ -249,8 +256,8 @@ def _differentiate_within(
 
 
 def _differentiate_behind(
-    block: Block,
-    scratch: Scratch,
+    block: StateSpaceChunks,
+    scratch: ChunkBuffers,
     *,
     ends: torch.Tensor,
     within: torch.Tensor,
@@ -271,14 +278,14 @@ def _differentiate_behind(
     _flat(found.key).baddbmm_(_columns(wrote), _columns(ends).mT)
 
 
-def _scores(block: Block) -> torch.Tensor:
+def _scores(block: StateSpaceChunks) -> torch.Tensor:
     """Return Q Kᵀ [m, G, 1, C, C], which the heads of a group share."""
     return torch.bmm(_flat(block.query), _flat(block.key).mT).unflatten(
         0, (-1, block.query.shape[1], 1)
     )
 
 
-def _falls(block: Block, scratch: Scratch, buffer: int) -> torch.Tensor:
+def _falls(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> torch.Tensor:
     """Return L [m, G, r, C, C]."""
     m, size, groups, shared, _ = block.value.shape
     falls = scratch.view(buffer, m, groups, shared, size, size)
@@ -287,7 +294,7 @@ def _falls(block: Block, scratch: Scratch, buffer: int) -> torch.Tensor:
     return power(falls, out=falls)
 
 
-def _written(block: Block, scratch: Scratch, buffer: int) -> torch.Tensor:
+def _written(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> torch.Tensor:
     """Return x' [m, G, r, C, V]."""
     m, size, groups, shared, width = block.value.shape
     out = scratch.view(buffer, m, groups, shared, size, width)
@@ -296,7 +303,7 @@ def _written(block: Block, scratch: Scratch, buffer: int) -> torch.Tensor:
 
 
 def _products(
-    rows: torch.Tensor, states: torch.Tensor, scratch: Scratch, buffer: int
+    rows: torch.Tensor, states: torch.Tensor, scratch: ChunkBuffers, buffer: int
 ) -> torch.Tensor:
     """Return rows [m, G, C, K] times states [m, G, K, r, V] as [m, G, C, r, V]."""
     out = scratch.view(buffer, *rows.shape[:3], *states.shape[3:])
@@ -384,7 +391,7 @@ def step(inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor) 
 
 
 @dataclass
-class Prepared:
+class PreparedStateSpace:
     """What `StateSpaceDual` keeps between its operations.
 
     Args:
@@ -445,7 +452,7 @@ class Prepared:
         return power(self.sums.to(self.dtype))
 
     def read(self) -> tuple[torch.Tensor, ...]:
-        """Return what all chunks read, as `Block` has it, without states."""
+        """Return what all chunks read, as `StateSpaceChunks` has it, without states."""
         query, key = self.by_group(self.inputs.query), self.by_group(self.inputs.key)
         gates = self.strength, self.growth, self.left, *in_two_parts(self.sums, self.dtype)
         return self.by_token(self.inputs.value), query, key, *gates
@@ -472,17 +479,17 @@ class StateSpaceDual:
 
     chunk_size: int
 
-    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> Prepared:
+    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedStateSpace:
         """See `Recurrence`."""
         chunks = sequences.chunks(min(self.chunk_size, max(1, *sequences.lengths)))
         dtype = accumulation_dtype(inputs.value.dtype)
         sums = decay_sums(chunks.take(inputs.decay).transpose(1, 2))
         strength = chunks.take(inputs.strength).transpose(1, 2)
         strength = strength.to(dtype, memory_format=torch.contiguous_format)
-        return Prepared(inputs, chunks, sums, strength)
+        return PreparedStateSpace(inputs, chunks, sums, strength)
 
     def sweep(
-        self, prepared: Prepared, initial: torch.Tensor | None
+        self, prepared: PreparedStateSpace, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
         chunks, gain = prepared.chunks, prepared.gain
@@ -497,11 +504,11 @@ class StateSpaceDual:
             else:
                 added = local[block]
             states.through(block, gain[block], added)
-            read(Block(*parts, states.starts[block]), scratch, target)
+            read(StateSpaceChunks(*parts, states.starts[block]), scratch, target)
         prepared.states, prepared.local = states.starts, None
         return chunks.put_back(out.flatten(2, 3)), _by_head(states.last())
 
-    def summary(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
+    def summary(self, prepared: PreparedStateSpace) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Recurrence`."""
         key, value = (
             prepared.by_group(prepared.inputs.key),
@@ -516,7 +523,7 @@ class StateSpaceDual:
         transition.through(slice(0, prepared.chunks.count), whole, None)
         return _by_head(states.last()), transition.last()
 
-    def state_gradient(self, prepared: Prepared, grad: torch.Tensor) -> torch.Tensor:
+    def state_gradient(self, prepared: PreparedStateSpace, grad: torch.Tensor) -> torch.Tensor:
         """See `Recurrence`."""
         query, prepared.grad = prepared.by_group(prepared.inputs.query), grad
         prepared.pulled = _added(query, prepared.by_token(grad), prepared.growth)
@@ -525,7 +532,7 @@ class StateSpaceDual:
         return _by_head(grads.first())
 
     def backward(
-        self, prepared: Prepared, grad: torch.Tensor, grad_last: torch.Tensor | None
+        self, prepared: PreparedStateSpace, grad: torch.Tensor, grad_last: torch.Tensor | None
     ) -> tuple[RecurrenceInputs, torch.Tensor]:
         """See `Recurrence`."""
         inputs, chunks, gain = prepared.inputs, prepared.chunks, prepared.gain
@@ -538,7 +545,7 @@ class StateSpaceDual:
         growth, pulls = given[4], prepared.by_token(grad)
         parts = blocks(5, growth.dtype, *given, states, pulls, *found)
         for block, scratch, *part in reversed(list(parts)):
-            read_by, pull, target = Block(*part[:9]), part[9], Gradients(*part[10:])
+            read_by, pull, target = StateSpaceChunks(*part[:9]), part[9], Gradients(*part[10:])
             scaled = by_group(pull, growth[block], scratch, 4)
             added = written(read_by.query, scaled) if pulled is None else pulled[block]
             grads.through(block, gain[block], added)

@@ -70,7 +70,6 @@ def backend(config: Config) -> Backend:
         LOCAL,
         context_engine=config.parallel.cp_comm_type,
         linear_mode=config.parallel.linear_cp_mode,
-        linear_splits=config.parallel.linear_recurrence_splits,
         dispatcher=config.parallel.moe_token_dispatcher_type,
         overlap_shared_expert=config.parallel.moe_shared_expert_overlap,
     )

@@ -292,16 +292,3 @@ def test_the_corpus_is_resumed_on_other_grids(corpus_run, tmp_path, world, layou
     run_on(world, argv(f"--save {save} --load {save} --save-interval 3 {layout}"), timeout=300)
     assert sorted(wanted) == [1, 2, 3, 4, 5, 6]
     assert losses(save / "metrics.jsonl") == pytest.approx(wanted, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_sequences_cut_in_parts_have_the_losses_of_whole_ones(prefix, tmp_path):
-    found = []
-    for splits in (1, 4):  # of 400 tokens: three of 128, and the rest
-        metrics = tmp_path / f"{splits}.jsonl"
-        more = f"{SHORT.replace(PACKED, '')} {MODEL} --seq-length 400 --global-batch-size 2"
-        more += f" --eval-interval 0 --metrics-file {metrics} --linear-recurrence-splits {splits}"
-        trained(1, flags(prefix, more))
-        found.append(losses(metrics))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[1] != found[0], "other sums, which round otherwise"

@@ -131,11 +131,9 @@ def model_paths(config: GPTConfig, engine: DataParallel, backend: Backend) -> It
     """Name which of several ways was chosen by name to share samples, and to reach experts."""
     if engine.groups["cp"].size > 1 and backend.context_engine in _ENGINES:
         yield _ENGINES[backend.context_engine]
-    if config.delta_net is not None or config.mamba is not None:
-        if engine.groups["cp"].size > 1 and backend.linear_mode in _MODES:
-            yield _MODES[backend.linear_mode]
-        if backend.linear_splits > 1:
-            yield "sequences side by side"
+    recurrent = config.delta_net is not None or config.mamba is not None
+    if recurrent and engine.groups["cp"].size > 1 and backend.linear_mode in _MODES:
+        yield _MODES[backend.linear_mode]
     spread = engine.groups.grid.ep > 1 or engine.groups.grid.size("etp") > 1
     if config.moe is not None and spread and backend.dispatcher in _DISPATCHERS:
         yield _DISPATCHERS[backend.dispatcher]

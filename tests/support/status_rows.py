@@ -134,7 +134,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     ),
     "recurrence": (
         "gated delta net", "Mamba-2", "fewer groups than tp", "norm over several ranks",
-        "recurrence by heads", "recurrence by segments", "sequences side by side",
+        "recurrence by heads", "recurrence by segments",
     ),
     "experts": (
         "softmax router", "sigmoid router", "losses of routers", "balance by biases",

@@ -234,7 +234,6 @@ def _of_recurrent(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield hybrid, "linear_", delta_nets, f"G in {flag}"
     for start in ("mamba_", "add_mamba_"):
         yield hybrid, start, mamba, f"M in {flag}"
-    yield parallel, "linear_recurrence_", some, f"G or M in {flag}"
     yield parallel, "linear_cp_", some, f"G or M in {flag}"
     if some:
         yield parallel, "linear_cp_", cuts, "--context-parallel-size above 1"
@@ -403,7 +402,6 @@ def hybrid_problems(config: Config) -> Iterator[str]:
     from megatron.training.config.model_table import recurrent_shapes
 
     hybrid, parallel, width = config.hybrid, config.parallel, 2 * config.model.hidden_size
-    yield from _splits(config)
     shapes = recurrent_shapes(config)
     if "Mamba-2" in shapes and hybrid.mamba_num_heads is None and width % hybrid.mamba_head_dim:
         yield (
@@ -418,22 +416,6 @@ def hybrid_problems(config: Config) -> Iterator[str]:
             mode=parallel.linear_cp_mode,
         ):
             yield f"{name}: {problem}"
-
-
-def _splits(config: Config) -> Iterator[str]:
-    """Name splits of sequences of which none is long enough."""
-    from megatron.core.ssm.config import SEGMENTS, SPLIT_CHUNK
-
-    parallel, length = config.parallel, config.training.seq_length
-    splits, own = parallel.linear_recurrence_splits, length
-    if parallel.linear_cp_mode == SEGMENTS:
-        own //= parallel.context_parallel_size
-    if is_recurrent(config) and splits > 1 and own <= SPLIT_CHUNK:
-        each = "" if own == length else f", of which a rank runs on {own} tokens at once"
-        yield (
-            f"--linear-recurrence-splits {splits} has no effect with --seq-length {length}{each}: "
-            f"sequences are cut at multiples of {SPLIT_CHUNK} tokens: drop it"
-        )
 
 
 def context_problems(config: Config) -> Iterator[str]:

@@ -297,9 +297,6 @@ class ParallelConfig:
     linear_cp_mode: Literal["auto", "headwise", "segments"] = "auto"
     """How a recurrence meets the tokens of other ranks: headwise cuts heads instead of tokens;
     segments passes states from each part of a document to the next; auto takes what moves least."""
-    linear_recurrence_splits: int = 1
-    """Parts of each sequence that a rank runs a recurrence on side by side, for few long sequences;
-    parts are cut at multiples of 128 tokens, so that a short sequence has fewer."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer, each with some of them."""
     expert_tensor_parallel_size: int | None = None
@@ -320,4 +317,4 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "context_parallel_size")
         positive(self, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        positive(self, "distributed_timeout_minutes", "linear_recurrence_splits")
+        positive(self, "distributed_timeout_minutes")

@@ -33,7 +33,6 @@ class Backend:
         context_engine: how attention over ranks that share the tokens of a row brings queries and
             keys together: "p2p", "all_gather", "a2a" or "auto".
         linear_mode: how recurrences over those ranks meet: "headwise", "segments" or "auto".
-        linear_splits: segments of a rank's own sequences that recurrences work on side by side.
         dispatcher: how tokens come to the ranks of their experts: "allgather", "alltoall", or
             "auto", which is what moves fewer bytes.
         overlap_shared_expert: compute the shared expert while tokens are under way.
@@ -49,7 +48,6 @@ class Backend:
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     context_engine: str = AUTO
     linear_mode: str = AUTO
-    linear_splits: int = 1
     dispatcher: str = AUTO
     overlap_shared_expert: bool = True
     cpu_dtype: torch.dtype | None = None

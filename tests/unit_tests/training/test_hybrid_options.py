@@ -135,19 +135,19 @@ def test_a_checkpoint_s_pattern_comes_without_the_cuts_of_its_layout(monkeypatch
     assert gpt_config(run.config, 61).mamba.state_channels == 10
 
 
-def test_modes_and_splits_reach_the_layers():
-    more = f"{PATTERN} G- {DELTA} {CP} 2 --linear-cp-mode segments --linear-recurrence-splits 2"
+def test_modes_reach_the_layers():
+    more = f"{PATTERN} G- {DELTA} {CP} 2 --linear-cp-mode segments"
     more = last_wins(f"{RUN} {more} --seq-length 260".split())
     made = backend(read_run(more, Launch(world_size=2), program=PRETRAIN_HYBRID).config)
-    assert (made.linear_mode, made.linear_splits) == ("segments", 2)
+    assert made.linear_mode == "segments"
     shape = gpt_config(hybrid_run(f"{PATTERN} G- {DELTA}").config, 61)
     model = GPTModel(
         shape,
         ProcessGroupCollection.single(),
-        backend=dataclasses.replace(LOCAL, linear_mode="segments", linear_splits=3),
+        backend=dataclasses.replace(LOCAL, linear_mode="segments"),
     )
     context = model.decoders[0].blocks[0].mixer.context
-    assert (context.linear_mode, context.linear_splits) == ("segments", 3)
+    assert context.linear_mode == "segments"
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -222,21 +222,6 @@ REFUSED = [
         f"{PATTERN} G- {DELTA} --linear-cp-mode segments",
         1,
         "without --context-parallel-size above 1",
-    ),
-    (
-        f"{PATTERN} *-*- {HEADS} 6 --linear-recurrence-splits 2",
-        1,
-        "--linear-recurrence-splits has no effect without G or M in",
-    ),
-    (
-        f"{PATTERN} G- {DELTA} --linear-recurrence-splits 2",
-        1,
-        "-splits 2 has no effect with --seq-length 20: sequences are cut at multiples of 128 tok",
-    ),
-    (
-        f"{PATTERN} G- {DELTA} {CP} 2 --linear-recurrence-splits 2 --linear-cp-mode segments",
-        2,
-        "--seq-length 20, of which a rank runs on 10 tokens at once: ",
     ),
     (
         f"{PATTERN} G-*- {DELTA} {HEADS} 6 --rotary-base 5000",

@@ -925,14 +925,12 @@ class ContextParallel:
         group: cp.
         engine: of attention, "p2p", "all_gather", "a2a", or "auto" for the one that moves least.
         linear_mode: of recurrent mixers, "headwise", "segments", or "auto" likewise.
-        linear_splits: segments of a rank's own sequences that recurrences work on side by side.
         cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.dispatch`.
     """
 
     group: Group = field(default_factory=lambda: Group.single("cp"))
     engine: str = AUTO
     linear_mode: str = AUTO
-    linear_splits: int = 1
     cpu_dtype: torch.dtype | None = None
 
     def joins(self, layout: SequenceLayout) -> bool:

@@ -487,7 +487,6 @@ def _context(groups: ProcessGroupCollection, backend: Backend) -> ContextParalle
         group=groups["cp"],
         engine=backend.context_engine,
         linear_mode=backend.linear_mode,
-        linear_splits=backend.linear_splits,
         cpu_dtype=backend.cpu_dtype,
     )
 

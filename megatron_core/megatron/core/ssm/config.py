@@ -11,9 +11,6 @@ HEADWISE, SEGMENTS, AUTO = "headwise", "segments", "auto"
 #: How a recurrence meets the tokens of other ranks.
 LINEAR_MODES = (HEADWISE, SEGMENTS, AUTO)
 
-#: Tokens that splits of a sequence keep together: whole chunks of the recurrences here.
-SPLIT_CHUNK = 128
-
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetConfig:

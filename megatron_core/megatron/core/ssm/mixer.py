@@ -68,7 +68,7 @@ from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.config import SEGMENTS
-from megatron.core.ssm.state_passing import halo_rows, recur_in_segments, recur_split
+from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
@@ -412,12 +412,7 @@ class RecurrentMixer(nn.Module, ABC):
         source, places = to_heads(units, layout, group)  # [rows, u/cp, w]
         sequences = layout.whole_rows(rows).sequences
         inputs, _ = self._read(source, part, sequences=sequences, places=places)
-        if self.context.linear_splits > 1:
-            out, _ = recur_split(
-                self.recurrence, inputs, sequences, splits=self.context.linear_splits
-            )
-        else:
-            out, _ = recur(self.recurrence, inputs, sequences)
+        out, _ = recur(self.recurrence, inputs, sequences)
         out = self.added(out, inputs, part).unflatten(1, (source.shape[1], -1))
         return to_tokens(out, layout, group)  # from [t, u/cp, r, V]
 
@@ -462,8 +457,7 @@ class RecurrentMixer(nn.Module, ABC):
         inputs, _ = self._read(
             source, part, sequences=pieces.sequences, places=places, initial=before
         )
-        splits = self.context.linear_splits
-        out = recur_in_segments(self.recurrence, inputs, pieces, group, splits=splits)
+        out = recur_in_segments(self.recurrence, inputs, pieces, group)
         out = self.added(out, inputs, part).unflatten(1, (self.units, -1))
         return Placed(out, places)
 

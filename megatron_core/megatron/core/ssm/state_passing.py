@@ -18,19 +18,13 @@ follow from their (S_ext, M) alone, as small products, and the segments themselv
 each other. Gradients of states go the same way back, with Mᵀ.
 
 Links: which states own pieces give to other ranks and get from them, and in which order.
-
-Split: sequences cut into segments of whole chunks, that one device works on side by side.
-
-A sweep over states goes from chunk to chunk. Long sequences, few of them, leave most of a device
-idle; cut in n, there are n times as many sweeps of an nth of the length, for the price of working
-out M of each segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,11 +41,9 @@ from megatron.core.ops.recurrence import (
     emptied,
     filled,
     passed,
-    recur,
 )
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
-from megatron.core.ssm.config import SPLIT_CHUNK
 
 NOBODY = -1
 """The taker of a state that nobody here needs."""
@@ -233,111 +225,6 @@ def filled_up(x: torch.Tensor, slots: int) -> torch.Tensor:
     return functional.pad(x, (0, 0) * (x.ndim - 1) + (0, slots - x.shape[0]))
 
 
-class Split:
-    """Segments of each sequence; those of one sequence follow each other.
-
-    Args:
-        sequences: what is cut.
-        splits: segments of a sequence, fewer where it is short.
-        chunk: tokens that are not cut.
-
-    Attributes:
-        segments: of the same packed tokens.
-    """
-
-    def __init__(self, sequences: Sequences, splits: int, *, chunk: int) -> None:
-        bounds, firsts, lasts = [0], [], []
-        for start, length in zip(sequences.bounds, sequences.lengths, strict=False):
-            size = max(1, -(-length // (splits * chunk))) * chunk
-            firsts.append(len(bounds) - 1)
-            bounds += [*range(start + size, start + length, size), start + length]
-            lasts.append(len(bounds) - 2)
-        self.segments = Sequences(bounds, device=sequences.device)
-        self._ends = list(zip(firsts, lasts, strict=True))
-        self._firsts, self._lasts = (sequences.moved(np.array(x)) for x in (firsts, lasts))
-
-    @property
-    def cuts(self) -> bool:
-        """Return whether any sequence is cut."""
-        return any(first != last for first, last in self._ends)
-
-    def firsts(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [segments, ...] of the first segment of each sequence, [N, ...]."""
-        return x.index_select(0, self._firsts)
-
-    def lasts(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [segments, ...] of the last segment of each sequence, [N, ...]."""
-        return x.index_select(0, self._lasts)
-
-    def first_states(
-        self, states: torch.Tensor, transitions: torch.Tensor, given: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the first state of each segment.
-
-        Args:
-            states, transitions: S_ext and M of each.
-            given: the first states of sequences [N, ...]; None is zeros.
-        """
-        return self._folded(states, transitions, given, back=False)
-
-    def last_gradients(
-        self, gradients: torch.Tensor, transitions: torch.Tensor, given: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the gradient of the last state of each segment.
-
-        Args:
-            gradients: of their first states, as if nothing read the last ones.
-            transitions: M of each.
-            given: the gradients of the last states of sequences [N, ...]; None is zeros.
-        """
-        return self._folded(gradients, transitions, given, back=True)
-
-    def summaries(
-        self, states: torch.Tensor, transitions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (S_ext, M) of each sequence from those of its segments."""
-        last, step = self.first_states(states, transitions, None), self.lasts(transitions)
-        whole = passed(step, self.lasts(last)) + self.lasts(states)
-        one = torch.eye(step.shape[-1], dtype=step.dtype, device=step.device)
-        nothing = torch.zeros_like(transitions)
-        products = self.first_states(nothing, transitions, one.expand(step.shape))
-        return whole, passed(step, self.lasts(products))
-
-    def first_gradients(self, gradients: torch.Tensor, transitions: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of each sequence's first state, as if nothing read its last one."""
-        last = self.firsts(self.last_gradients(gradients, transitions, None))
-        return self.firsts(gradients) + passed(self.firsts(transitions), last, transposed=True)
-
-    def _folded(
-        self,
-        addends: torch.Tensor,
-        transitions: torch.Tensor,
-        given: torch.Tensor | None,
-        *,
-        back: bool,
-    ) -> torch.Tensor:
-        fold = self.segments.made(
-            ("fold", back, given is None), lambda: self._fold(back, given is not None)
-        )
-        if given is not None:
-            addends = torch.cat([addends, given])
-        taken = transitions.index_select(0, fold.transitions)
-        return fold.states(addends, taken, transposed=back)
-
-    def _fold(self, back: bool, given: bool) -> Fold:
-        """Return the fold; slots are the segments, then what is given for each sequence."""
-        chains = []
-        for number, (first, last) in enumerate(self._ends):
-            order = list(range(first, last + 1))
-            if back:
-                order.reverse()
-            steps = [Step(one, one, taker) for one, taker in pairwise(order)]
-            if given:
-                steps.insert(0, Step(self.segments.count + number, NOBODY, order[0]))
-            chains.append(steps)
-        return Fold(chains, self.segments)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _SegmentCall:
     """What the autograd function is told beside tensors.
@@ -346,13 +233,11 @@ class _SegmentCall:
         recurrence: which.
         sequences: of the packed tokens.
         links: to other ranks; None where all say that there are none.
-        split: into segments; None where nothing is cut.
     """
 
     recurrence: Recurrence
     sequences: Sequences
     links: Links | None = None
-    split: Split | None = None
 
 
 def recur_in_segments(
@@ -360,9 +245,6 @@ def recur_in_segments(
     inputs: RecurrenceInputs,
     pieces: OwnPieces,
     group: Group,
-    *,
-    splits: int = 1,
-    chunk: int = SPLIT_CHUNK,
 ) -> torch.Tensor:
     """Run a recurrence over documents of which each rank has pieces.
 
@@ -374,13 +256,12 @@ def recur_in_segments(
         inputs: of own tokens, packed as `pieces` do.
         pieces: own ones, of the layout of all ranks.
         group: cp.
-        splits, chunk: of own pieces, see `recur_split`.
 
     Returns:
         out [t, H, V] in value's dtype.
 
     Raises:
-        ValueError: pieces of another rank or cut, tokens of another number, less than one split.
+        ValueError: pieces of another rank or cut, tokens of another number.
     """
     _check(pieces, group)
     sequences = pieces.sequences
@@ -388,46 +269,8 @@ def recur_in_segments(
     links = None
     if pieces.crossed:
         links = sequences.made("links", lambda: Links.of(pieces, group))
-    call = _SegmentCall(
-        recurrence=recurrence,
-        sequences=sequences,
-        links=links,
-        split=_split(sequences, splits, chunk),
-    )
-    return apply_function(_Segments, call, None, *inputs)[0]
-
-
-def recur_split(
-    recurrence: Recurrence,
-    inputs: RecurrenceInputs,
-    sequences: Sequences,
-    *,
-    splits: int,
-    initial: torch.Tensor | None = None,
-    chunk: int = SPLIT_CHUNK,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a recurrence over every sequence by itself, each in segments side by side.
-
-    Args:
-        recurrence: which.
-        inputs: of all tokens.
-        sequences: where they begin and end.
-        splits: segments of a sequence; of a short one fewer, each of at least a chunk.
-        initial: [N, H, K, V], the first states; None is zeros.
-        chunk: tokens that are not cut; a multiple of the recurrence's chunks wastes none.
-
-    Returns:
-        (out [t, H, V] in value's dtype, last states [N, H, K, V]), as `recur` does.
-
-    Raises:
-        ValueError: tokens of another number, less than one split.
-    """
-    sequences.check("recur_split", **inputs._asdict())
-    split = _split(sequences, splits, chunk)
-    if split is None:
-        return recur(recurrence, inputs, sequences, initial=initial)
-    call = _SegmentCall(recurrence=recurrence, sequences=sequences, split=split)
-    return apply_function(_Segments, call, initial, *inputs)
+    call = _SegmentCall(recurrence=recurrence, sequences=sequences, links=links)
+    return apply_function(_Segments, call, *inputs)
 
 
 @dataclass(eq=False)
@@ -437,82 +280,60 @@ class _Kept:
     Args:
         inputs: of own tokens.
         prepared: what the recurrence keeps; None of no tokens.
-        steps: M of segments, None where nothing is split.
         between: the gathered M between own pieces and the ends of their documents.
     """
 
     inputs: RecurrenceInputs
     prepared: Any = None
-    steps: torch.Tensor | None = None
     between: torch.Tensor | None = None
 
 
 class _Segments(torch.autograd.Function):
     """forward: summaries, gathered; first states; the sweep. dgrad and wgrad: gradients of first
     states, gathered; those of last states; the recurrence's own. Saves what the recurrence keeps,
-    M of segments, and the gathered M between own pieces and the ends of their documents."""
+    and the gathered M between own pieces and the ends of their documents."""
 
     @staticmethod
-    def forward(ctx, call: _SegmentCall, first, *inputs):
-        kept, split, states = _Kept(RecurrenceInputs(*inputs)), call.split, None
-        ctx.call, ctx.has_first = call, first is not None
-        ctx.set_materialize_grads(False)
+    def forward(ctx, call: _SegmentCall, *inputs):
+        kept, first = _Kept(RecurrenceInputs(*inputs)), None
+        ctx.call = call
         if call.sequences.tokens:
-            segments = call.sequences if split is None else split.segments
-            kept.prepared = call.recurrence.prepare(kept.inputs, segments)
-        if split is not None:
-            states, kept.steps = call.recurrence.summary(kept.prepared)
+            kept.prepared = call.recurrence.prepare(kept.inputs, call.sequences)
         if call.links is not None:
-            first = _first_states(call, kept, states)
-        if split is not None:
-            first = split.first_states(states, kept.steps, first)
-        out, last = torch.zeros_like(kept.inputs.value), None
+            first = _first_states(call, kept)
+        out, ctx.shell, tensors = torch.zeros_like(kept.inputs.value), kept.inputs, ()
         if kept.prepared is not None:
-            out, last = call.recurrence.sweep(kept.prepared, first)
-        ctx.shell, tensors = (kept.inputs, ()) if last is None else emptied(kept.prepared)
-        ctx.save_for_backward(kept.steps, kept.between, *tensors)
-        return out, last if split is None else split.lasts(last)
+            out, _ = call.recurrence.sweep(kept.prepared, first)
+            ctx.shell, tensors = emptied(kept.prepared)
+        ctx.save_for_backward(kept.between, *tensors)
+        return out
 
     @staticmethod
-    def backward(ctx, grad, last):
-        call, split, first = ctx.call, ctx.call.split, None
-        steps, between, *tensors = ctx.saved_tensors
+    def backward(ctx, grad):
+        call, last = ctx.call, None
+        between, *tensors = ctx.saved_tensors
         prepared = filled(ctx.shell, tuple(tensors)) if tensors else None
         inputs = ctx.shell if prepared is None else prepared.inputs
-        kept = _Kept(inputs, prepared, steps, between)
-        grad = torch.zeros_like(inputs.value) if grad is None else grad
-        if split is not None:
-            first = call.recurrence.state_gradient(prepared, grad)
         if call.links is not None:
-            last = _last_gradients(call, kept, grad, first)
+            last = _last_gradients(call, _Kept(inputs, prepared, between), grad)
         if prepared is None:
-            return None, None, *(torch.zeros_like(x) for x in inputs)
-        if split is not None:
-            last = split.last_gradients(first, steps, last)
-        grads, first = call.recurrence.backward(prepared, grad, last)
-        if split is not None:
-            first = split.firsts(first)
-        return None, first if ctx.has_first else None, *grads
+            return None, *(torch.zeros_like(x) for x in inputs)
+        grads, _ = call.recurrence.backward(prepared, grad, last)
+        return None, *grads
 
 
-def _first_states(
-    call: _SegmentCall, kept: _Kept, states: torch.Tensor | None
-) -> torch.Tensor | None:
+def _first_states(call: _SegmentCall, kept: _Kept) -> torch.Tensor | None:
     """Return the first states of pieces [N, H, K, V], None if all are zero; keep M for backward.
 
     Args:
         call: what runs.
         kept: of own tokens.
-        states: S_ext of segments, None where nothing is split.
     """
     links, recurrence = call.links, call.recurrence
     assert links is not None
     exports = links.exports
     if not exports.count:
         states, steps = _no_summaries(call, kept.inputs)
-    elif states is not None:
-        found = call.split.summaries(states, kept.steps)
-        states, steps = (exports.results(x) for x in found)
     elif exports.is_apart:
         own = recurrence.prepare(exports.inputs(kept.inputs), exports.sequences)
         states, steps = recurrence.summary(own)
@@ -541,16 +362,13 @@ def _no_summaries(
     return states[:0], steps[:0]
 
 
-def _last_gradients(
-    call: _SegmentCall, kept: _Kept, grad: torch.Tensor, first: torch.Tensor | None
-) -> torch.Tensor | None:
+def _last_gradients(call: _SegmentCall, kept: _Kept, grad: torch.Tensor) -> torch.Tensor | None:
     """Return the gradients of the last states of pieces [N, H, K, V], None if all are zero.
 
     Args:
         call: what runs.
         kept: of own tokens.
         grad: of out.
-        first: of the first states of segments by themselves, None where nothing is split.
     """
     links, recurrence = call.links, call.recurrence
     assert links is not None
@@ -559,8 +377,6 @@ def _last_gradients(
         value, key = kept.inputs.value, kept.inputs.key
         shape = (0, value.shape[1], key.shape[2], value.shape[2])
         own = value.new_zeros(shape, dtype=accumulation_dtype(value.dtype))
-    elif first is not None:
-        own = entries.results(call.split.first_gradients(first, kept.steps))
     elif entries.is_apart:
         prepared = recurrence.prepare(entries.inputs(kept.inputs), entries.sequences)
         own = recurrence.state_gradient(prepared, entries.tokens(grad))
@@ -570,16 +386,6 @@ def _last_gradients(
     if not links.last.hands_out:
         return None
     return links.last.states(gathered, kept.between, transposed=True)
-
-
-def _split(sequences: Sequences, splits: int, chunk: int) -> Split | None:
-    """Return how sequences are cut, made once; None where none is."""
-    if splits < 1:
-        raise ValueError(f"linear-recurrence-splits {splits}: use 1 or more")
-    if splits == 1:
-        return None
-    split = sequences.made(("split", splits, chunk), lambda: Split(sequences, splits, chunk=chunk))
-    return split if split.cuts else None
 
 
 def _check(pieces: OwnPieces, group: Group) -> None:

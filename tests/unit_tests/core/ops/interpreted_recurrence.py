@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from experimental.recurrence_splits.splits import recur_split
 from megatron.core.ops import recurrence_by_device
 from megatron.core.ops.chunked_recurrence import triton as kernels
 from megatron.core.ops.chunked_recurrence.kernels import Tiles
@@ -20,7 +21,6 @@ from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import add_skip, state_space_dual, state_space_recurrence
 from megatron.core.ops.state_space_dual import triton as skips
-from megatron.core.ssm.state_passing import recur_split
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import agree
 from tests.support.nan_memory import nan_memory

@@ -19,11 +19,9 @@ from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.ssm import mixer
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
-from megatron.core.ssm.state_passing import recur_split
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore
@@ -93,33 +91,6 @@ def test_a_layer_sends_four_times_whatever_the_sequences(
 ) -> None:
     for sent in run_ranks(_sent, 2, kind, sequences, apart):
         assert sent == {"all_to_all": 4}
-
-
-@pytest.mark.parametrize("kind", MIXERS)
-def test_split_sequences_give_what_whole_ones_do(kind: str, monkeypatch) -> None:
-    segments = []
-
-    def cut(*args, **settings):
-        segments.append(settings["splits"])
-        return recur_split(*args, **settings)
-
-    monkeypatch.setattr(mixer, "recur_split", cut)
-    hidden = torch.randn(700, 1, HIDDEN, generator=generator(1))
-    layout = SequenceLayout.dense(700)
-    found = []
-    for splits in (1, 3):
-        layer, store = made(kind, linear_splits=splits)
-        engine = DataParallel(
-            store, ProcessGroupCollection.single(), config=DataParallelConfig(strategy="no_shard")
-        )
-        engine.begin_step()
-        x = hidden.clone().requires_grad_()
-        out = layer(x, layout)
-        (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
-        found.append((out.detach(), x.grad))
-    for whole, split in zip(*found, strict=True):
-        assert_close_by_metric("split", split, whole, bound=2e-5)
-    assert segments == [3]
 
 
 @pytest.mark.parametrize("kind", MIXERS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences in segments, of several ranks or of one, against documents token by token."""
+"""Recurrences in segments of several ranks against documents token by token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
 from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.ops.gated_delta_rule import delta_recurrence
-from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import state_space_recurrence
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm.choice import LinearShape, sent_bytes
-from megatron.core.ssm.state_passing import halo_rows, recur_in_segments, recur_split
+from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
 from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
@@ -62,7 +62,6 @@ class Case:
         documents: of each row, where its documents begin and end; None is one a row.
         bounds: of the sequences that are cut apart.
         padded: these with padding.
-        splits: segments of each piece.
     """
 
     kind: str
@@ -70,7 +69,6 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     bounds: tuple[int, ...] | None = None
     padded: tuple[int, ...] | None = None
-    splits: int = 1
     length: int = LENGTH
 
 
@@ -84,8 +82,6 @@ CASES = {
     "cut apart": {"bounds": (0, 8, 24)},
     "padded": {"bounds": (0, 5, 24), "padded": (0, 8, 32)},
     "tiny and padded": {"bounds": (0, 1, 8, 24), "padded": (0, 8, 16, 32)},
-    "split": {"documents": UNEVEN, "splits": 3},
-    "split, dense": {"splits": 2},
     "nothing crosses": {"documents": ((0, 3, 6, 9, 12, 15, 18, 21, 24),) * ROWS},
 }
 
@@ -165,7 +161,7 @@ def passed_on(groups: ProcessGroupCollection, case: Case):
         )
         inputs = inputs_of(mixed, packed[..., CHANNELS:])
         recurrence = Watched(recurrence_of(case.kind))
-        out = recur_in_segments(recurrence, inputs, pieces, group, splits=case.splits, chunk=2)
+        out = recur_in_segments(recurrence, inputs, pieces, group)
         out = pieces.unpack(out)
         forward = len(records)
         torch.autograd.backward((out,), (local(rows["grad"], places),))
@@ -262,7 +258,6 @@ def drawn(seed: int) -> Case:
         documents=tuple(tuple(sorted({*cut.bounds, *more})) for more in borders),
         bounds=cut.bounds,
         padded=cut.padded,
-        splits=rng.choice([1, 1, 2]),
         length=row.total,
     )
 
@@ -344,57 +339,9 @@ def test_the_host_never_waits_and_states_travel_in_fp32():
         assert sent == {("all_gather", "float32"), ("all_to_all", "bfloat16")}
 
 
-SPLITS = {"one long": (0, 29), "several": (0, 3, 3, 17, 18, 40)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SPLITS)
-def test_split_sequences_are_as_whole_ones(name, kind):
-    sequences = Sequences(SPLITS[name])
-    tokens, heads = sequences.tokens, GROUPS * SHARED
-    plain = inputs_of(
-        random(6, tokens, GROUPS, CHANNELS), random(7, tokens, GROUPS, FEATURES - CHANNELS)
-    )
-    first = random(8, sequences.count, heads, KEYS, VALUES)
-    grads = (random(9, tokens, heads, VALUES), random(10, *first.shape))
-
-    def found(run, initial: bool, last: bool) -> dict[str, torch.Tensor]:
-        leaves = {key: x.clone().requires_grad_() for key, x in plain._asdict().items()}
-        if initial:
-            leaves["initial"] = first.clone().requires_grad_()
-        inputs = RecurrenceInputs(*(leaves[key] for key in RecurrenceInputs._fields))
-        outputs = run(recurrence_of(kind), inputs, leaves.get("initial"))
-        parts = slice(0 if last != "alone" else 1, 2 if last else 1)
-        torch.autograd.backward(outputs[parts], grads[parts])
-        results = dict(zip(("out", "last"), outputs, strict=True))
-        grown = {
-            key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()
-        }
-        return {**results, **grown}
-
-    for initial, last in ((False, False), (True, False), (False, True), (True, True)):
-        whole = found(
-            lambda one, inputs, x: recur(one, inputs, sequences, initial=x), initial, last
-        )
-        for splits in (2, 3, 50):
-            split = found(
-                lambda one, inputs, x, n=splits: recur_split(
-                    one, inputs, sequences, splits=n, initial=x, chunk=4
-                ),
-                initial,
-                last,
-            )
-            assert_all_close(split, whole, bound=1e-12)
-
-
 def test_what_cannot_be_is_refused():
     layout = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=1)
     pieces = layout.own_pieces(1)
     x = torch.zeros(4, GROUPS, KEYS)
     with pytest.raises(ValueError, match="rank 1 of 2, group cp is rank 0 of 1"):
         halo_rows(x, pieces, Group.single("cp"), width=3)
-    inputs = RecurrenceInputs(x, x, x, x[..., 0], x[..., 0])
-    with pytest.raises(ValueError, match="linear-recurrence-splits 0: use 1 or more"):
-        recur_split(state_space_recurrence(), inputs, Sequences((0, 4)), splits=0)
-    with pytest.raises(ValueError, match=r"query .* has 4 tokens, the sequences 5"):
-        recur_split(state_space_recurrence(), inputs, Sequences((0, 5)), splits=2)

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from experimental.recurrence_splits.splits import Split
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ssm.state_passing import Split
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 50])

@@ -44,6 +44,9 @@ from megatron.training.data.template_process import (
 )
 from megatron.training.data.tokenizers import Tokenizer
 
+__all__ = ["ChatTemplate", "MalformedConversation", "encode_conversations", "read_chat_template"]
+
+
 #: Stands in a rendering for the end-of-document token of a tokenizer that has no text for it.
 END_MARK = "\ue0f0"
 

@@ -28,10 +28,24 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
+
+__all__ = [
+    "DENSE_AXES",
+    "EXPERT_AXES",
+    "GROUP_AXES",
+    "GROUP_NAMES",
+    "TIED",
+    "TRAFFIC",
+    "Group",
+    "ProcessGroupCollection",
+    "RankGrid",
+]
+
 
 DENSE_AXES = ("tp", "gtp", "cp", "dp_inner", "dp_outer", "pp")
 EXPERT_AXES = ("etp", "ep", "egtp", "edp_inner", "edp_outer", "pp")
@@ -142,15 +156,15 @@ class RankGrid:
                 )
         return found
 
-    @property
+    @cached_property
     def dp(self) -> int:
         return self.world_size // (self.tp * self.gtp * self.cp * self.pp)
 
-    @property
+    @cached_property
     def edp(self) -> int:
         return self.world_size // ((self.etp or self.tp) * self.ep * self.egtp * self.pp)
 
-    @property
+    @cached_property
     def dp_inner(self) -> int:
         return self.dp // self.instances
 
@@ -158,7 +172,7 @@ class RankGrid:
     def dp_outer(self) -> int:
         return self.instances
 
-    @property
+    @cached_property
     def edp_inner(self) -> int:
         return self.edp // self.instances
 
@@ -166,12 +180,17 @@ class RankGrid:
     def edp_outer(self) -> int:
         return self.instances
 
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The degree of every axis."""
+        names = (*DENSE_AXES, *EXPERT_AXES, *JOINED_AXES)
+        return {axis: int(getattr(self, axis)) for axis in names}
+
     def size(self, axis: str) -> int:
         """Return the degree of one axis. Raises ValueError for a name that is no axis."""
-        if axis not in DENSE_AXES and axis not in EXPERT_AXES and axis not in JOINED_AXES:
-            names = (*DENSE_AXES, *EXPERT_AXES, *JOINED_AXES)
-            raise ValueError(f"unknown axis {axis!r}: one of {', '.join(names)}")
-        return int(getattr(self, axis))
+        if (size := self.sizes.get(axis)) is None:
+            raise ValueError(f"unknown axis {axis!r}: one of {', '.join(self.sizes)}")
+        return size
 
     def _split(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return `axes` with the names for two axes replaced by these."""
@@ -197,26 +216,26 @@ class RankGrid:
         for order in (DENSE_AXES, EXPERT_AXES):
             rest = rank
             for axis in order:
-                rest, found[axis] = divmod(rest, self.size(axis))
+                rest, found[axis] = divmod(rest, self.sizes[axis])
         for joined, (inner, outer) in JOINED_AXES.items():
-            found[joined] = found[inner] + found[outer] * self.size(inner)
+            found[joined] = found[inner] + found[outer] * self.sizes[inner]
         return found
 
     def rank_of(self, **coordinates: int) -> int:
         """Return the global rank at coordinates of one factorisation; absent axes are 0."""
         at: dict[str, int] = {}
         for axis, index in coordinates.items():
-            if not 0 <= index < self.size(axis):
-                raise ValueError(f"{axis} coordinate {index} is outside 0..{self.size(axis) - 1}")
+            if not 0 <= index < (size := self.size(axis)):
+                raise ValueError(f"{axis} coordinate {index} is outside 0..{size - 1}")
             inner, outer = JOINED_AXES.get(axis, (axis, None))
-            rest, at[inner] = divmod(index, self.size(inner))
+            rest, at[inner] = divmod(index, self.sizes[inner])
             if outer is not None:
                 at[outer] = rest
         rank, stride = 0, 1
         for axis in self._order(tuple(at)):
             index = at.get(axis, 0)
             rank += index * stride
-            stride *= self.size(axis)
+            stride *= self.sizes[axis]
         return rank
 
     def ranks(self, axes: tuple[str, ...]) -> list[list[int]]:
@@ -269,7 +288,7 @@ class RankGrid:
 
     def _points(self, axes: list[str]) -> Iterator[dict[str, int]]:
         """Enumerate coordinates of `axes`, the first axis fastest."""
-        for values in itertools.product(*(range(self.size(a)) for a in reversed(axes))):
+        for values in itertools.product(*(range(self.sizes[a]) for a in reversed(axes))):
             yield dict(zip(reversed(axes), values, strict=True))
 
 

@@ -32,6 +32,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Literal
 
 from megatron.core.process_groups import DENSE_AXES, EXPERT_AXES, TIED, RankGrid
@@ -92,7 +93,7 @@ class Segment:
     cuts: tuple[Cut, ...] = ()
     row_multiple: int = 1
 
-    @property
+    @cached_property
     def stay_cuts(self) -> tuple[Cut, ...]:
         return tuple(c for c in self.cuts if c.mode == "stay")
 
@@ -182,11 +183,11 @@ class WeightSharding:
         segment = Segment(name=name, shape=shape, cuts=cuts, row_multiple=row_multiple)
         return WeightSharding(name=name, segments=(segment,), **more)  # type: ignore[arg-type]
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         return EXPERT_AXES if self.expert else DENSE_AXES
 
-    @property
+    @cached_property
     def lane_axes(self) -> tuple[str, ...]:
         return EXPERT_LANES if self.expert else DENSE_LANES
 

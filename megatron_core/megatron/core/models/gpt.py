@@ -51,6 +51,9 @@ from megatron.core.transformer import KeyValueCache, LayerBuild, Norm, Recompute
 from megatron.core.weight_gather import Storage, StoreModule, WeightStore
 from megatron.core.weight_sharding import WeightSharding
 
+__all__ = ["GPTConfig", "GPTModel", "logical_weights"]
+
+
 #: What `RowLayouts.of` makes a layout of.
 OF_ROWS = ("layout", "sample_ids", "positions", "document_ids")
 

@@ -41,6 +41,8 @@ from megatron.core.pipeline_parallel.schedule import (
     Schedule,
 )
 
+__all__ = ["DeadlockError", "Event", "PerStage", "Timeline", "Times", "check", "simulate"]
+
 
 class DeadlockError(ValueError):
     """Ranks wait for each other, or for what never comes."""

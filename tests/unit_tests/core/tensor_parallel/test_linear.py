@@ -81,7 +81,7 @@ def linear_case(rank: int, world: int, sequence_parallel: bool, bias: bool) -> N
     assert_close_by_metric("dx", x.grad, own_sequence(x_all.grad, parallel), bound=2e-6)
     assert_gradients_agree(parallel, whole)
     if sequence_parallel:
-        # column: gather in forward and again in backward; row: gather in backward
+        # The column layer gathers in forward and again in backward, the row layer in backward.
         assert_active(
             records, kind="all_gather", exactly=3, exactly_bytes=4 * S * B * (2 * H + OUT)
         )

@@ -1,19 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong between the options of a kind and the rest of a config.
+"""What is wrong between the options of one kind and the rest of a config.
 
-What is wrong between the options of context parallelism and the rest of a config.
-
-Recording the work of a step on a GPU once and replaying it.
-
-Options of blocks that a layer pattern does not have: given all the same, they are an error.
-
-Options that only mean something beside another one: given without it, they are an error.
-
-What is wrong between the options of attention and the rest of a config.
-
-What is wrong between the options of experts and the rest of a config.
-
-What is wrong between the options of recurrent mixers and the rest of a config.
+Of context parallelism, CUDA graphs, attention, experts and recurrent mixers; of blocks that the
+layer pattern does not have; and of options that have no effect without another one.
 """
 
 from __future__ import annotations

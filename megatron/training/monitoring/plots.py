@@ -9,7 +9,7 @@ The load of every expert of every layer as a heat map: SVG for a page, and on ma
 
 White is the mean of a layer, red more, blue less; the strongest colours are 0 and twice the mean.
 
-The text of the page that `plot_page.py` fills: style, and a script that draws SVG.
+The text of the page: style, and a script that draws SVG.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of a schema: flags, `--config`, `--print-config` and where help comes from.
 
-Values come from the schema's own parser (`schema.py`), so flags work wherever Python does. Help is
-in `help_pages.py`, shell completion in `completion.py`.
+Values come from the schema's own parser (`schema.py`), so flags work wherever Python does. Help
+pages and shell completion are made from it too.
 
 Order of precedence: what the caller derives < `--config file.yaml` < flags. A flag given twice with
 different values is an error that shows both. Flags of Megatron that are not in the schema are

@@ -3,7 +3,7 @@
 
 Each segment is first worked out as if it began from zero, as far as its last state needs, and so is
 M, what its first state is multiplied by. From [S_ext | M] of all segments follow all first states
-(`chains`), and with these the segments run as sequences of their own. Backward: the gradients of
+(`Fold`), and with these the segments run as sequences of their own. Backward: the gradients of
 first states as if nothing read the last ones, then the same chains back with Mᵀ, then each segment
 with the gradient of its last state. M itself needs no gradient: what it depends on gets its own
 from the run with the true first state.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """WeightStore: all weights of a model in flat buckets, and what a rank's optimizer owns of them.
 
-Building a model only declares. `materialize` then decides the layout (`layout`), allocates what
-this rank stores, binds every handle and writes the initial values, each a function of (seed, name,
-logical index).
+Building a model only declares. `materialize` then decides the layout (`bucket_plans`), allocates
+what this rank stores, binds every handle and writes the initial values, each a function of (seed,
+name, logical index).
 
 What one rank owns of a bucket: the range of weights and gradients that its optimizer updates.
 

@@ -40,7 +40,7 @@ def paged_attention(
     prompt, or the next part of one (chunked prefill). A token sees the tokens of its row up to
     itself; `window` and `sinks` are as in `ops.attention`. The host waits for nothing, and grids
     come from `batch`'s upper bounds and the shapes alone. Where the rows are few, contexts are cut
-    and merged (`splitting`), so the order of sums depends on the bounds, not on the lengths.
+    and merged, so the order of sums depends on the bounds, not on the lengths.
 
     Args:
         query: [t, n, d], the new tokens of all rows one after the other.

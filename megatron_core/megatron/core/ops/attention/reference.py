@@ -104,7 +104,7 @@ class Mask:
 QUERIES_PER_CHUNK = 128
 
 
-def forward(
+def chunked_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -150,7 +150,7 @@ def forward(
     return out, lse
 
 
-def backward(
+def chunked_backward(
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -161,7 +161,7 @@ def backward(
     mask: Mask,
     dropout: AttentionDropout | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute (dq, dk, dv) shaped and typed like query, key and value; see `forward`.
+    """Compute (dq, dk, dv) shaped and typed like query, key and value; see `chunked_forward`.
 
     Args:
         grad_out: [s_q, b, n, d].
@@ -327,7 +327,7 @@ def attention_forward(
         out = _sequence_first(out)
         lse = lse.to(accumulation_dtype(query.dtype))
     else:
-        out, lse = forward(query, key, value, scale, mask, dropout)
+        out, lse = chunked_forward(query, key, value, scale, mask, dropout)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out.to(query.dtype if dtype is None else dtype).contiguous(), lse.contiguous()
@@ -384,7 +384,7 @@ def attention_backward(
     if dropout is not None and dropout.rate == 0:
         dropout = None
     if not _has_flash(query, key, mask, dropout):
-        return backward(grad_out, query, key, value, out, lse, scale, mask, dropout)
+        return chunked_backward(grad_out, query, key, value, out, lse, scale, mask, dropout)
     fast = backward_dtype(query, query.shape[0], cpu_dtype)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(_heads_first(x, fast) for x in (grad_out, query)),

@@ -46,6 +46,7 @@ WHEELS = {
     "megatron/training": ".",
     "megatron/inference": ".",
     "megatron/hf": ".",
+    "megatron/cli": ".",
 }
 #: Folders whose mentions count as use.
 USERS = ("tools", "experimental")

@@ -10,6 +10,9 @@ import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron.cli.flags import Invocation, default_text, value_text
+from megatron.cli.megatron_names import VALUE_NAMES, answered, answered_prefixes
+from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
 from megatron.inference.config import GenerateConfig
 from megatron.training.checkpoints.options import (
@@ -22,9 +25,6 @@ from megatron.training.checkpoints.options import (
 from megatron.training.config import Config
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.inspect_data import InspectConfig as InspectDataConfig
-from megatron.training.options.flags import Invocation, default_text, value_text
-from megatron.training.options.megatron_names import VALUE_NAMES, answered, answered_prefixes
-from megatron.training.options.schema import Option, option_docs, options, section_titles
 from megatron.training.train_tokenizer import TrainTokenizerConfig
 from megatron.training.upcycle import UpcycleConfig
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from megatron.cli.two_way_table import describe
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -28,8 +29,9 @@ from megatron.hf.block_types import blocks_fields
 from megatron.hf.config_table import TABLES
 from megatron.hf.entries import Architecture
 from megatron.hf.model_config import DTYPES, HuggingFaceModel, read_model
-from megatron.training.config.model_table import model_options
-from megatron.training.config.table import describe
+
+#: Returns the flags of training that describe a model, by name.
+FlagsOf = Callable[[GPTConfig], Mapping[str, Any]]
 
 #: Fields of somebody's config.json that say nothing about the function and may be kept.
 _KEPT = (
@@ -138,9 +140,14 @@ def _experts_of(config: GPTConfig) -> MoEConfig | None:
     )
 
 
-def check_exportable(config: GPTConfig) -> None:
-    """Raise ValueError, naming the fields, if no architecture of the tables is this model."""
-    write_config(config, max_length=None, dtype=torch.float32, end_tokens=())
+def check_exportable(config: GPTConfig, *, flags_of: FlagsOf | None = None) -> None:
+    """Raise ValueError, naming the fields, if no architecture of the tables is this model.
+
+    Args:
+        config: the model.
+        flags_of: as for `write_config`.
+    """
+    write_config(config, max_length=None, dtype=torch.float32, end_tokens=(), flags_of=flags_of)
 
 
 def write_config(
@@ -150,6 +157,7 @@ def write_config(
     dtype: torch.dtype,
     end_tokens: Sequence[int],
     base: Mapping[str, Any] | None = None,
+    flags_of: FlagsOf | None = None,
 ) -> dict[str, Any]:
     """Return the fields of config.json for a model.
 
@@ -159,6 +167,8 @@ def write_config(
         dtype: of the weights.
         end_tokens: ids that end a text, if `base` does not say.
         base: config.json that the model came from; kept as it is where it still holds.
+        flags_of: returns the flags of training that describe a model; the error then names those
+            to change.
 
     Raises:
         ValueError: no architecture of the tables computes what this model does; names the fields.
@@ -182,7 +192,9 @@ def write_config(
         del fields["max_position_embeddings"]
     try:
         theirs = read_model(fields, where="config.json", further=config.mtp_num_layers > 0)
-        found, fix = differences(theirs.config, config), _flags_of_other(theirs, config)
+        found, fix = differences(theirs.config, config), ""
+        if flags_of is not None:
+            fix = _flags_of_other(theirs, config, flags_of)
     except ValueError as error:
         found, fix = [str(error)], ""
     if found:
@@ -192,9 +204,9 @@ def write_config(
     return fields
 
 
-def _flags_of_other(theirs: HuggingFaceModel, config: GPTConfig) -> str:
+def _flags_of_other(theirs: HuggingFaceModel, config: GPTConfig, flags_of: FlagsOf) -> str:
     """Return which flags of training make the model that an architecture is, for an error."""
-    wanted, ours = (model_options(function_of(model)) for model in (theirs.config, config))
+    wanted, ours = (flags_of(function_of(model)) for model in (theirs.config, config))
     flags = []
     for name in dict.fromkeys([*wanted, *ours]):
         value = wanted.get(name)

@@ -13,6 +13,16 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megatron.cli.two_way_table import (
+    LEFT_OUT,
+    Part,
+    Row,
+    Table,
+    constant,
+    unless,
+    yarn_magnitude,
+    yarn_weight,
+)
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, LATENT, MAMBA
 from megatron.hf.architectures import (
@@ -34,8 +44,6 @@ from megatron.hf.block_types import (
 )
 from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
-from megatron.training.config.model_table import yarn_magnitude, yarn_weight
-from megatron.training.config.table import LEFT_OUT, Part, Row, Table, constant, unless
 
 #: Layers of further prediction that no model has as many of.
 MAX_FURTHER = 64

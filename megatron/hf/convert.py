@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from megatron.training.errors import run_entry_point
-from megatron.training.options.flags import HelpRequested, parse_command_line
-from megatron.training.standard_streams import run_command
+from megatron.cli.errors import run_entry_point
+from megatron.cli.flags import HelpRequested, parse_command_line
+from megatron.cli.standard_streams import run_command
 
 if TYPE_CHECKING:
     import torch
@@ -83,9 +83,9 @@ def shard_bytes(text: str) -> int:
 def import_model(config: ImportConfig) -> None:
     """Write a checkpoint of a folder. Raises ValueError."""
     from megatron.hf.folder import open_folder
-    from megatron.hf.import_folder import import_folder
     from megatron.hf.model_config import DTYPES, read_folder
     from megatron.hf.read_weights import left_out
+    from megatron.training.checkpoints.hf_import import import_folder
 
     try:
         folder = open_folder(
@@ -108,8 +108,8 @@ def import_model(config: ImportConfig) -> None:
 def export_model(config: ExportConfig) -> None:
     """Write a folder of a checkpoint. Raises ValueError."""
     from megatron.core.dist_checkpointing import Solo
-    from megatron.hf.export_folder import Exported, export_folder
     from megatron.hf.model_config import DTYPES
+    from megatron.training.checkpoints.hf_export import Exported, export_folder
     from megatron.training.newest_checkpoint import load_newest
 
     dtype = None if config.dtype is None else DTYPES[config.dtype]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.cli.two_way_table import build
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.architectures import ARCHITECTURES, MIXTRAL, NEMOTRON_H
 from megatron.hf.config_table import TABLES, ModelFields
@@ -18,7 +19,6 @@ from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
 from megatron.hf.folder import CONFIG, HuggingFaceFolder
 from megatron.hf.tensor_map import holds_further
-from megatron.training.config.table import build
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.cli.launch import Launch
+from megatron.cli.tokenizers import SpecialTokens, Tokenizer, build_tokenizer, guess_type
 from megatron.core.backend import LOCAL, Backend, with_cpu_dtype
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
@@ -27,19 +29,12 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
-from megatron.hf.export_folder import carried_folder
 from megatron.hf.folder import end_tokens, is_folder
-from megatron.hf.folder_options import open_model
 from megatron.hf.read_weights import read_weights
 from megatron.inference.config import ModelSource
+from megatron.training.checkpoints.hf_export import carried_folder
+from megatron.training.checkpoints.hf_options import open_model
 from megatron.training.cpu_matmul import CpuMatmul
-from megatron.training.data.tokenizers import (
-    SpecialTokens,
-    Tokenizer,
-    build_tokenizer,
-    guess_type,
-)
-from megatron.training.launch import Launch
 from megatron.training.newest_checkpoint import load_newest, read_together
 from megatron.training.stored_model import stored_model
 

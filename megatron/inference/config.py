@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of text generation, one field of a frozen dataclass each, and how `--prompt` is read.
 
-The flags and their help are made from these classes by `megatron.training.options.flags`.
+The flags and their help are made from these classes by `megatron.cli.flags`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.cli.flags import HelpRequested, parse_command_line
+from megatron.cli.schema import flatten, options
+from megatron.cli.yaml_file import write_options
 from megatron.core.untrusted_files import read_named
-from megatron.training.options.flags import HelpRequested, parse_command_line
-from megatron.training.options.schema import flatten, options
-from megatron.training.options.yaml_file import write_options
 
 #: Of a file of prompts.
 MAX_PROMPT_BYTES = 64 << 20

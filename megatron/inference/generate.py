@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from megatron.cli.errors import run_entry_point
+from megatron.cli.launch import Launch
+from megatron.cli.standard_streams import run_command
+from megatron.cli.tokenizers import continuation
 from megatron.core.untrusted_files import replace_file
 from megatron.inference.config import GenerateConfig, Sampling, parse_arguments, read_prompts
-from megatron.training.data.tokenizers import continuation
-from megatron.training.errors import run_entry_point
-from megatron.training.launch import Launch
-from megatron.training.standard_streams import run_command
 
 if TYPE_CHECKING:
     from megatron.core.inference.engine import Completion, Request

@@ -21,6 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megatron.cli.errors import one_line, run_entry_point
+from megatron.cli.flags import HelpRequested, parse_command_line
+from megatron.cli.standard_streams import run_command
 from megatron.training.checkpoints.options import (
     CompareConfig,
     ConvertConfig,
@@ -29,9 +32,6 @@ from megatron.training.checkpoints.options import (
     ListConfig,
     VerifyConfig,
 )
-from megatron.training.errors import one_line, run_entry_point
-from megatron.training.options.flags import HelpRequested, parse_command_line
-from megatron.training.standard_streams import run_command
 
 PROG = "python -m megatron.training.checkpoint"
 

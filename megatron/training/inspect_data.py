@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset, bin_path
-from megatron.training.data.tokenizers import (
+from megatron.cli.errors import run_entry_point
+from megatron.cli.flags import parse_command_line
+from megatron.cli.standard_streams import run_command
+from megatron.cli.tokenizers import (
     SpecialTokens,
     Tokenizer,
     TokenizerType,
     build_tokenizer,
     guess_type,
 )
+from megatron.core.datasets.indexed_dataset import IndexedDataset, bin_path
 from megatron.training.data.vocabulary import describe_files
-from megatron.training.errors import run_entry_point
-from megatron.training.options.flags import parse_command_line
-from megatron.training.standard_streams import run_command
 
 PROG = "python -m megatron.training.inspect_data"
 _SCANNED_AT_ONCE = 1 << 22

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.errors import run_entry_point
+from megatron.cli.flags import parse_command_line
+from megatron.cli.standard_streams import run_command
 from megatron.core.untrusted_files import replace_file, replacing
-from megatron.training.errors import run_entry_point
 from megatron.training.monitoring.plots import (
     QUANTITIES,
     RecordedRun,
@@ -27,8 +29,6 @@ from megatron.training.monitoring.plots import (
     short_names,
     smooth,
 )
-from megatron.training.options.flags import parse_command_line
-from megatron.training.standard_streams import run_command
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.errors import run_entry_point
+from megatron.cli.flags import parse_command_line
+from megatron.cli.standard_streams import run_command
+from megatron.cli.tokenizers import Tokenizer
 from megatron.core.datasets.indexed_dataset import Written
 from megatron.training.data.documents import (
     BLOCK_BYTES,
@@ -32,10 +36,6 @@ from megatron.training.data.preprocessing.display import Report, show_progress, 
 from megatron.training.data.preprocessing.encoder import Encoder, WorkerLost, encode_in_order
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.data.preprocessing.output import COMMIT_BYTES, Output, journal_path
-from megatron.training.data.tokenizers import Tokenizer
-from megatron.training.errors import run_entry_point
-from megatron.training.options.flags import parse_command_line
-from megatron.training.standard_streams import run_command
 
 __all__ = ["PreprocessConfig", "PreprocessResult", "preprocess"]
 

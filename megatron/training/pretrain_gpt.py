@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron.cli.errors import run_entry_point
+from megatron.cli.flags import CommandLine, parse_command_line, show_config
+from megatron.cli.launch import Launch
+from megatron.cli.standard_streams import go_on_without_streams
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import checkpoint_defaults
 from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
 from megatron.training.config.resolve import Run, resolve
-from megatron.training.errors import run_entry_point
 from megatron.training.failures.launcher import LauncherWatch, launcher_of
 from megatron.training.failures.stopping import Listener, StopRequests, signals_to_thread
-from megatron.training.launch import Launch
-from megatron.training.options.flags import CommandLine, parse_command_line, show_config
-from megatron.training.standard_streams import go_on_without_streams
 
 if TYPE_CHECKING:
     from megatron.training.failures.peers import PeerWatch
@@ -108,7 +108,7 @@ def _defaults(given: Mapping[str, Any], program: Program) -> dict[str, Any]:
     given."""
     found: dict[str, Any] = {}
     if given.get("load-hf") is not None:
-        from megatron.hf.folder_options import folder_defaults
+        from megatron.training.checkpoints.hf_options import folder_defaults
 
         found = folder_defaults(given)
     found = {**checkpoint_defaults({**given, **found}), **found}

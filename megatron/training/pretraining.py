@@ -320,9 +320,10 @@ def _export_line(session: Session) -> str | None:
     if not session.run.config.checkpoint.hf_export_check:
         return None
     from megatron.hf.config_json import architecture_of, check_exportable
+    from megatron.training.config.model_table import model_options
 
     try:
-        check_exportable(session.model.config)
+        check_exportable(session.model.config, flags_of=model_options)
     except ValueError as error:
         return f"Hugging Face: {error}"
     name = architecture_of(session.model.config).class_name

@@ -30,6 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.errors import ExitCode, RunStopped, run_entry_point
+from megatron.cli.flags import parse_command_line
+from megatron.cli.standard_streams import run_command
 from megatron.core.datasets.atomic_file import atomic_write
 from megatron.core.untrusted_files import (
     MAX_JSON_BYTES,
@@ -38,9 +41,6 @@ from megatron.core.untrusted_files import (
     read_text,
     replace_file,
 )
-from megatron.training.errors import ExitCode, RunStopped, run_entry_point
-from megatron.training.options.flags import parse_command_line
-from megatron.training.standard_streams import run_command
 
 # Installed beside the standard library, but not part of it.
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
@@ -269,8 +269,8 @@ def make_corpus(folder: Folder) -> str:
 
 def make_tokenizer(folder: Folder) -> str:
     """Train the tokenizer on the corpus."""
+    from megatron.cli.tokenizers import train_bpe
     from megatron.training.data.documents import Tally, read_documents
-    from megatron.training.data.tokenizers import train_bpe
 
     texts = read_documents([folder.corpus], Tally())
     tokenizer = train_bpe(texts, VOCABULARY, folder.tokenizer)
@@ -349,9 +349,9 @@ def check_config(text: str, folder: Folder) -> None:
 
 def config_text(values: Mapping[str, Any]) -> str:
     """Return the options of the training run as YAML."""
+    from megatron.cli.schema import options as schema_options
+    from megatron.cli.yaml_file import write_options
     from megatron.training.config import Config
-    from megatron.training.options.schema import options as schema_options
-    from megatron.training.options.yaml_file import write_options
 
     chosen = [option for option in schema_options(Config) if option.name in values]
     return write_options(values, chosen)

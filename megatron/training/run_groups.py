@@ -13,19 +13,19 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron.cli.errors import PeerLost
+from megatron.cli.launch import Launch
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
 from megatron.core.models.layer_pattern import MAMBA
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.training.config.layer_pattern import has, has_attention
 from megatron.training.config.resolve import Run
-from megatron.training.errors import PeerLost
 from megatron.training.failures.collective_check import CollectiveCheck
 from megatron.training.failures.hang_files import ask_for_record
 from megatron.training.failures.peers import Diagnosis, PeerWatch
 from megatron.training.failures.restart import RestartNote
 from megatron.training.failures.stopping import StopRequests
-from megatron.training.launch import Launch
 
 #: How long ranks wait for one another at least in a save in the background, in seconds.
 BACKGROUND_SECONDS = 3600.0

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.cli.errors import ExitCode, PeerLost, RunStopped
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
@@ -27,7 +28,6 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.run_folder import see_claim
 from megatron.training.checkpoint_io import run_extra
-from megatron.training.errors import ExitCode, PeerLost, RunStopped
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session

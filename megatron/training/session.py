@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.cli.schema import flatten
 from megatron.core.backend import with_cpu_dtype
 from megatron.core.device import memory_bytes, peak_memory_bytes
 from megatron.core.dist_checkpointing import CheckpointError, compare_architecture, weight_chunks
@@ -19,9 +20,9 @@ from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.config import check_patterns
 from megatron.hf.config_json import differences, function_of
 from megatron.hf.folder import is_folder
-from megatron.hf.folder_options import open_model
 from megatron.hf.read_weights import left_out, read_weights
 from megatron.training.checkpoint_io import RunFacts, load_run
+from megatron.training.checkpoints.hf_options import open_model
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import saved_options
 from megatron.training.config.model_table import gpt_config
@@ -47,7 +48,6 @@ from megatron.training.gpt_options import (
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.newest_checkpoint import clear_the_way, load_newest
-from megatron.training.options.schema import flatten
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
 from megatron.training.step import ForwardBackward, PipelineForwardBackward, StepRunner, TrainStep

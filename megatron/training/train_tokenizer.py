@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from megatron.cli.errors import run_entry_point
+from megatron.cli.flags import parse_command_line
+from megatron.cli.standard_streams import run_command
+from megatron.cli.tokenizers import train_bpe
 from megatron.training.data.documents import Tally, find_inputs, read_documents
 from megatron.training.data.preprocessing.display import Report, show_progress
-from megatron.training.data.tokenizers import train_bpe
-from megatron.training.errors import run_entry_point
-from megatron.training.options.flags import parse_command_line
-from megatron.training.standard_streams import run_command
 
 PROG = "python -m megatron.training.train_tokenizer"
 

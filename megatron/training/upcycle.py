@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron.cli.errors import run_entry_point
+from megatron.cli.flags import parse_command_line
+from megatron.cli.standard_streams import run_command
 from megatron.training.config.layer_pattern import read_frequency, write_frequency
 from megatron.training.config.values import not_negative, positive, require, require_all
-from megatron.training.errors import run_entry_point
-from megatron.training.options.flags import parse_command_line
-from megatron.training.standard_streams import run_command
 
 if TYPE_CHECKING:
     import torch

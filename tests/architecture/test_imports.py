@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports inside core only point down, no modules of the wheels import each other, and a planted
-import that breaks either rule is seen."""
+"""Imports inside core and between the applications only point down, no modules of the wheels
+import each other, and a planted import that breaks either rule is seen."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ def lint_imports(root: Path) -> tuple[int, str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Copy core and the contracts to a temporary folder and return it."""
+    """Copy the wheels and the contracts to a temporary folder and return it."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copytree(
-        ROOT / "megatron_core/megatron",
-        tmp_path / "megatron_core/megatron",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    for tree in ("megatron_core/megatron", "megatron"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / tree, tmp_path / tree, ignore=ignore)
     return tmp_path
 
 
@@ -58,6 +56,11 @@ def test_the_tree_keeps_the_import_order() -> None:
         ("device.py", "import tests.support.ranks"),
         ("datasets/planted.py", "import experimental"),
         ("nowhere.py", "import torch"),
+        ("/megatron/cli/planted.py", "import megatron.hf.folder"),
+        ("/megatron/hf/planted.py", "def late():\n    import megatron.training.session"),
+        ("/megatron/training/planted.py", "from megatron.inference import generate"),
+        ("/megatron/inference/planted.py", "import experimental"),
+        ("device.py", "import megatron.cli.errors"),
     ],
     ids=[
         "to the layer above",
@@ -67,10 +70,16 @@ def test_the_tree_keeps_the_import_order() -> None:
         "tests",
         "experimental",
         "module without a layer",
+        "command line to Hugging Face",
+        "Hugging Face to training",
+        "training to inference",
+        "inference to experimental",
+        "core to the applications",
     ],
 )
 def test_a_planted_import_is_seen(copy: Path, path: str, line: str) -> None:
-    file = copy / "megatron_core/megatron/core" / path
+    core = "/megatron_core/megatron/core/"
+    file = copy / (path if path.startswith("/") else core + path).removeprefix("/")
     before = file.read_text(encoding="utf-8") if file.exists() else HEAD
     file.write_text(f"{before}\n{line}\n", encoding="utf-8")
     status, output = lint_imports(copy)

@@ -62,7 +62,7 @@ STANDS_ALONE = """
 import importlib.metadata, importlib.util, megatron
 print(*sys.path, *megatron.__path__, sep="\\n")
 assert importlib.metadata.version("megatron-core").split("!")[-1] == megatron.core.__version__
-apps = ("megatron.training", "megatron.inference", "megatron.hf")
+apps = ("megatron.training", "megatron.inference", "megatron.hf", "megatron.cli")
 above = (*apps, "tests", "tools", "experimental", "yaml")
 assert not [name for name in above if importlib.util.find_spec(name)]
 """
@@ -211,7 +211,7 @@ def test_wheels_hold_their_tree_and_nothing_else(wheels: tuple[Path, Path]) -> N
     data = {"megatron/core/py.typed", "megatron/core/ops/launches.json"}
     assert core == modules_of(project / "megatron", project) | data
     # The applications share the namespace megatron: each of them is typed by itself (PEP 561).
-    typed = {f"megatron/{name}/py.typed" for name in ("training", "inference", "hf")}
+    typed = {f"megatron/{name}/py.typed" for name in ("training", "inference", "hf", "cli")}
     assert apps == modules_of(ROOT / "megatron", ROOT) | typed
     assert not core & apps
     assert "megatron/__init__.py" not in core | apps
@@ -261,7 +261,9 @@ def test_the_applications_run(wheels: tuple[Path, Path], tmp_path: Path) -> None
     clean = CleanEnvironment(tmp_path, needs)
     for wheel in wheels:
         clean.install(wheel)
-    done = clean.run("-c", IMPORT_ALL, "megatron.training", "megatron.inference", "megatron.hf")
+    done = clean.run(
+        "-c", IMPORT_ALL, "megatron.training", "megatron.inference", "megatron.hf", "megatron.cli"
+    )
     assert done.returncode == 0, done.stderr
     for command in ENTRY_POINTS:
         done = clean.run("-m", *command.split(), "--help")

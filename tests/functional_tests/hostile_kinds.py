@@ -22,13 +22,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from megatron.cli.errors import run_entry_point
 from megatron.core.dist_checkpointing import manifest
 from megatron.hf import convert
 from megatron.inference import generate
 from megatron.training import checkpoint, inspect_data, plot, preprocess_data, pretrain_gpt
 from megatron.training.data.chat import BUILT_IN
 from megatron.training.data.preprocessing.output import Output
-from megatron.training.errors import run_entry_point
 from megatron.training.failures.faults import Suspect
 from tests.functional_tests.small_run import write_tokens
 from tests.support.hostile_files import (

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron.cli.launch import Launch
 from megatron.core.dist_checkpointing import Solo
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import gpt_options, pretraining, run_groups, saves, session
@@ -29,7 +30,6 @@ from megatron.training.data import data_sets
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.failures import session_faults
 from megatron.training.failures.stopping import StopRequests
-from megatron.training.launch import Launch
 from megatron.training.layouts import packed_cuts
 from megatron.training.monitoring import observation
 from megatron.training.monitoring.metrics import read_metrics

@@ -12,9 +12,9 @@ import signal
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.training import pretrain_gpt
-from megatron.training.errors import ExitCode
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 from tests.functional_tests.torchrun_job import torchrun
 from tests.support.ranks import start_ranks

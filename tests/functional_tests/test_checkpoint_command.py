@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.errors import ExitCode, OutputLost
+from megatron.cli.standard_streams import guarded
 from megatron.core.dist_checkpointing import (
     SaveFolderClaim,
     Solo,
@@ -23,8 +25,6 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.training import checkpoint
-from megatron.training.errors import ExitCode, OutputLost
-from megatron.training.standard_streams import guarded
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks, start_ranks
 

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
+from megatron.cli.errors import ExitCode
+from megatron.cli.schema import options
+from megatron.cli.yaml_file import read_options, write_options
 from megatron.core.dist_checkpointing import read_extra
 from megatron.training.config import Config
-from megatron.training.errors import ExitCode
-from megatron.training.options.schema import options
-from megatron.training.options.yaml_file import read_options, write_options
 from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.errors import ExitCode
 from megatron.training.preprocess_data import preprocess
 from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (

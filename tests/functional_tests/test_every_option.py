@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.cli.launch import Launch
+from megatron.cli.schema import Option, options
+from megatron.cli.tokenizers import train_bpe
 from megatron.training.config import Config
-from megatron.training.data.tokenizers import train_bpe
-from megatron.training.launch import Launch
-from megatron.training.options.schema import Option, options
 from megatron.training.pretrain_gpt import read_run
 from tests.functional_tests.observers import Seen, listeners, plan, see
 from tests.functional_tests.option_effects import EFFECTS, Effect

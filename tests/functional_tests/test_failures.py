@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.training.errors import ExitCode
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 

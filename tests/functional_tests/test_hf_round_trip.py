@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.tokenizers import END_OF_DOCUMENT, train_bpe
 from megatron.hf.convert import main as convert
 from megatron.inference.generate import main as generate
-from megatron.training.data.tokenizers import END_OF_DOCUMENT, train_bpe
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from megatron.training.preprocess_data import _main as preprocess_main
 from megatron.training.pretrain_gpt import main as pretrain

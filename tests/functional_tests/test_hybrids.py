@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.cli.errors import ExitCode
+from megatron.cli.launch import Launch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
 from megatron.core.models.gpt import GPTConfig
 from megatron.training.config.model_table import gpt_config
 from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.errors import ExitCode
-from megatron.training.launch import Launch
 from megatron.training.preprocess_data import preprocess
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron.cli.tokenizers import train_bpe
 from megatron.hf.convert import main as convert
 from megatron.inference.generate import main as generate
 from megatron.training import pretrain_gpt
-from megatron.training.data.tokenizers import train_bpe
 from tests.functional_tests.small_run import losses, run_on
 from tests.support.hf_folders import VOCABULARY, change_json, make_model, save_folder
 from tests.support.ranks import start_ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import read_extra, read_manifest
-from megatron.training.errors import ExitCode
 from tests.functional_tests.small_run import flags, losses, run_here, run_on, write_tokens
 
 COMMON = "--eval-interval 0 --train-iters 4 --micro-batch-size 4 --adam-beta2 0.95"

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+from megatron.cli.launch import Launch
 from megatron.core.models import decoder
-from megatron.training.launch import Launch
 from megatron.training.pretrain_gpt import read_run
 from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
 

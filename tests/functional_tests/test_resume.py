@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import read_extra
-from megatron.training.errors import ExitCode
 from megatron.training.failures.stopping import StopRequests
 from megatron.training.pretraining import SessionSteps
 from tests.functional_tests.small_run import (

@@ -58,7 +58,7 @@ PRELOAD = (
     "megatron.training.pretrain_gpt",
     "megatron.training.pretraining",
     "megatron.training.run_groups",
-    "megatron.training.options.flags",
+    "megatron.cli.flags",
     "megatron.training.failures.restart",
     "megatron.training.failures.hang_files",
     "megatron.core.datasets.indexed_dataset",

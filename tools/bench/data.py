@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.cli.tokenizers import train_bpe
 from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
     GPTDatasetConfig,
@@ -36,7 +37,6 @@ from megatron.core.datasets.gpt_dataset import (
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.training.data.documents import Tally, read_documents
-from megatron.training.data.tokenizers import train_bpe
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from megatron.training.quickstart import build_corpus
 from tools.bench.table import Row, format_table

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.training.errors import ExitCode
+from megatron.cli.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests import small_run
 from tests.support.launchers import Launched, launched

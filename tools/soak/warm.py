@@ -13,7 +13,7 @@ for name in (
     "megatron.training.failures.peers",
     "megatron.training.failures.restart",
     "megatron.training.failures.hang_files",
-    "megatron.training.options.flags",
+    "megatron.cli.flags",
     "megatron.training.pretrain_gpt",
     "megatron.training.pretraining",
     "megatron.training.run_groups",

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.cli.schema import build, flatten, options
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointReader,
@@ -63,7 +64,6 @@ from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.newest_checkpoint import METADATA_NAME
-from megatron.training.options.schema import build, flatten, options
 
 _SECTIONS = ("model", "attention", "position", "experts", "tokenizer")
 

@@ -2,7 +2,7 @@
 """The typed schema of a run: every option is one field of one frozen dataclass below.
 
 The command line, the YAML files and the documentation are made from these classes by
-`megatron.training.options`. A field `num_layers` is the flag `--num-layers` and the YAML key
+`megatron.cli.schema`. A field `num_layers` is the flag `--num-layers` and the YAML key
 `num-layers`; names are Megatron's. A field without a default is required, `None` means "off" or
 "derived by `resolve`". Nothing edits a config: `resolve.py` returns a new one, `check.py` lists
 what is wrong between fields, and each class checks its own.

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.schema import Option, options
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 from megatron.core.dist_checkpointing.run_folder import latest_checkpoint
 from megatron.core.models.layer_pattern import symbols_of
 from megatron.training.config import Config
-from megatron.training.options.schema import Option, options
 from megatron.training.stored_model import check_counts
 
 _SECTIONS = ("model", "attention", "position", "experts", "hybrid", "tokenizer")

@@ -15,17 +15,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.models.layer_pattern import DELTA_NET, DENSE, EXPERTS, FURTHER, MAMBA
-from megatron.training.config.layer_pattern import (
-    depths,
-    expert_layers,
-    has,
-    has_attention,
-    is_hybrid,
-    mamba_heads,
-    written,
-)
-from megatron.training.config.table import (
+from megatron.cli.two_way_table import (
     LEFT_OUT,
     Part,
     Row,
@@ -36,6 +26,18 @@ from megatron.training.config.table import (
     negated,
     opposite,
     unless,
+    yarn_magnitude,
+    yarn_weight,
+)
+from megatron.core.models.layer_pattern import DELTA_NET, DENSE, EXPERTS, FURTHER, MAMBA
+from megatron.training.config.layer_pattern import (
+    depths,
+    expert_layers,
+    has,
+    has_attention,
+    is_hybrid,
+    mamba_heads,
+    written,
 )
 
 if TYPE_CHECKING:
@@ -89,18 +91,6 @@ def recurrent_shapes(config: Config) -> dict[str, GatedDeltaNetConfig | Mamba2Co
 def model_options(config: GPTConfig) -> dict[str, Any]:
     """Return the options that describe a model, by name; `gpt_config` makes it of them again."""
     return describe(MODEL, config)
-
-
-def yarn_magnitude(factor: float, weight: float) -> float:
-    """Return what yarn multiplies by: 0.1 weight ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
-    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
-
-
-def yarn_weight(square: float, factor: float) -> float:
-    """Return the weight whose magnitude has this square; 0 where none has, or nothing is scaled."""
-    if square <= 1.0 or factor <= 1.0:
-        return 0.0
-    return round((math.sqrt(square) - 1.0) / (0.1 * math.log(factor)), 9)
 
 
 # --- What follows from several options, or from several fields ------------------------------------

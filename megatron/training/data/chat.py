@@ -34,6 +34,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+from megatron.cli.tokenizers import Tokenizer
 from megatron.core.untrusted_files import read_json, read_text
 from megatron.training.data import template_process
 from megatron.training.data.template_process import (
@@ -42,7 +43,6 @@ from megatron.training.data.template_process import (
     MAX_FRAME_BYTES,
     OUT_OF_MEMORY,
 )
-from megatron.training.data.tokenizers import Tokenizer
 
 __all__ = ["ChatTemplate", "MalformedConversation", "encode_conversations", "read_chat_template"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.tokenizers import SpecialTokens, build_tokenizer, guess_type
 from megatron.core.untrusted_files import read_json
 from megatron.training.config import TokenizerConfig
-from megatron.training.data.tokenizers import SpecialTokens, build_tokenizer, guess_type
 
 #: More ids than any tokenizer has: a file that says so would have a model made of that size.
 MAX_VOCABULARY = 1 << 24

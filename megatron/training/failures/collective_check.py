@@ -18,8 +18,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.cli.errors import ExitCode, PeerLost, RunStopped
 from megatron.core.comm import CollectiveRecord
-from megatron.training.errors import ExitCode, PeerLost, RunStopped
 from megatron.training.failures.hang_files import BETWEEN_TWO, describe
 from megatron.training.failures.peers import PeerWatch
 

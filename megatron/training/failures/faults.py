@@ -48,10 +48,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.dist_checkpointing import Coordinator
 from megatron.core.untrusted_files import read_json, replace_file, write_to
 from megatron.training.config import Config
-from megatron.training.errors import ExitCode, RunStopped
 from megatron.training.failures.replay import Doubt
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress

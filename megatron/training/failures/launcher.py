@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron.training.launch import Launch
+from megatron.cli.launch import Launch
 
 #: Time between looks where nothing wakes the thread, in seconds.
 LOOK_SECONDS = 0.5

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from megatron.training.errors import one_line
+from megatron.cli.errors import one_line
 from megatron.training.failures.hang_files import CollectiveLog, HangFiles, describe
 from megatron.training.failures.launcher import process_state
 

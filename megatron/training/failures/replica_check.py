@@ -28,11 +28,11 @@ from itertools import groupby
 
 import torch
 
+from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.comm import all_gather
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, TensorChunk
 from megatron.core.dist_checkpointing.shard_format import digest, written_kind
 from megatron.core.process_groups import Group
-from megatron.training.errors import ExitCode, RunStopped
 
 #: Elements of a piece: they and their weights take 24 bytes each while they are summed.
 PIECE = 1 << 22

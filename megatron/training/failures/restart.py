@@ -23,9 +23,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.cli.errors import PeerLost
+from megatron.cli.launch import Launch
 from megatron.training.config.resolve import Run
-from megatron.training.errors import PeerLost
-from megatron.training.launch import Launch
 
 #: How much longer than rank 0 the others wait, in seconds, to hear from it who has not come.
 ANSWER_SECONDS = 5.0

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from megatron.training.errors import ExitCode
+from megatron.cli.errors import ExitCode
 
 if TYPE_CHECKING:
     from megatron.training.failures.peers import Diagnosis, PeerWatch

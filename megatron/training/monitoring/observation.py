@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from megatron.cli.standard_streams import errors_of_streams
 from megatron.core.untrusted_files import replacing
 from megatron.training.config import LoggingConfig, ProfilingConfig
 from megatron.training.monitoring.log_line import Display, open_display
@@ -39,7 +40,6 @@ from megatron.training.monitoring.mlflow_writer import mlflow_writer
 from megatron.training.monitoring.wandb_writer import wandb_writer
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session
-from megatron.training.standard_streams import errors_of_streams
 
 
 def new_metrics_file(now: datetime.datetime) -> str:

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import AsyncSaver, latest_checkpoint, read_extra
 from megatron.core.dist_checkpointing.run_folder import TRACKER_NAME
-from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with, running_with
 from tests.functional_tests.small_run import (

@@ -9,9 +9,9 @@ import socket
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra, verify_checkpoint
 from megatron.training import pretraining
-from megatron.training.errors import ExitCode
 from megatron.training.failures import session_faults
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import (
     CheckpointReader,
     Solo,
@@ -28,7 +29,6 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.hf import convert
 from megatron.training import pretraining, upcycle
-from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.held_run import hold
 from tests.functional_tests.planted_faults import run_with

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.datasets.indexed_dataset import HEADER, IndexedDataset
-from megatron.training.errors import ExitCode
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 from tests.support.ranks import start_ranks

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.cli.flags import parse_command_line
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.training import pretraining
@@ -24,7 +25,6 @@ from megatron.training.config.resolve import Run, resolve
 from megatron.training.data.data_sets import build_data_sets, read_ahead, training_batches
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.monitoring.metrics import read_metrics
-from megatron.training.options.flags import parse_command_line
 from tests.functional_tests.small_run import (
     VOCABULARY,
     flags,

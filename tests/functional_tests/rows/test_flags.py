@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.training import pretrain_gpt
-from megatron.training.errors import ExitCode
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.training.errors import ExitCode
 from tests.functional_tests.small_run import flags, launched_rank, run_on, write_tokens
 from tests.functional_tests.torchrun_job import torchrun, wait_for_iteration
 from tests.support.launchers import is_alive, launched

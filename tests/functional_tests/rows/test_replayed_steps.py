@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.pretraining import SessionSteps
 from tests.functional_tests.planted_faults import run_with

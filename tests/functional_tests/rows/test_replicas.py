@@ -11,13 +11,13 @@ import socket
 import pytest
 import torch
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import (
     latest_checkpoint,
     optimizer_chunks,
     weight_chunks,
 )
 from megatron.training import pretraining
-from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import flags, run_on, running, write_tokens

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.training.errors import ExitCode
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import (
     digests,

@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.cli.errors import run_entry_point
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     SaveFolderClaim,
@@ -34,7 +35,6 @@ from megatron.core.dist_checkpointing.shard_format import digest
 from megatron.hf import convert
 from megatron.inference import checkpoint_model, generate
 from megatron.training import checkpoint, preprocess_data, pretrain_gpt, session
-from megatron.training.errors import run_entry_point
 from megatron.training.failures.faults import (
     FaultLog,
     FaultRecord,

@@ -3,9 +3,9 @@
 
 import pytest
 
+from megatron.cli.launch import Launch
 from megatron.hf.config_json import check_exportable
-from megatron.training.config.model_table import gpt_config
-from megatron.training.launch import Launch
+from megatron.training.config.model_table import gpt_config, model_options
 from megatron.training.pretrain_gpt import read_run
 
 RUN = (
@@ -29,9 +29,9 @@ LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear "
 def test_the_error_names_flags(more, flags):
     config = gpt_config(read_run((RUN + more).split(), Launch(world_size=1)).config, 100)
     if not flags:
-        check_exportable(config)
+        check_exportable(config, flags_of=model_options)
         return
     with pytest.raises(ValueError, match="train it with") as raised:
-        check_exportable(config)
+        check_exportable(config, flags_of=model_options)
     advice = str(raised.value).partition("train it with ")[2]
     assert advice.split(", ") == list(flags)

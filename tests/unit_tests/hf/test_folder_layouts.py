@@ -15,12 +15,12 @@ from megatron.core.dist_checkpointing import Solo, read_manifest, weight_chunks
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
-from megatron.hf.export_folder import export_folder
 from megatron.hf.folder import open_folder, read_object
-from megatron.hf.import_folder import import_folder
 from megatron.hf.model_config import read_folder, read_model
 from megatron.hf.read_weights import read_weights
 from megatron.hf.tensor_map import tensor_map
+from megatron.training.checkpoints.hf_export import export_folder
+from megatron.training.checkpoints.hf_import import import_folder
 from tests.support.hf_folders import change_json, make_model, save_folder
 from tests.support.ranks import start_ranks
 

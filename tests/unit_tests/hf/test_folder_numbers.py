@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.cli.errors import ExitCode
+from megatron.cli.schema import build
 from megatron.core.dist_checkpointing import Solo, read_extra, weight_chunks
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
@@ -17,15 +19,13 @@ from megatron.core.weight_gather import Storage
 from megatron.hf import transformers_logits
 from megatron.hf.config_json import function_of, write_config
 from megatron.hf.folder import open_folder
-from megatron.hf.folder_options import folder_options
 from megatron.hf.model_config import read_model
 from megatron.hf.read_weights import read_weights
 from megatron.hf.transformers_logits import compare_logits
+from megatron.training.checkpoints.hf_options import folder_options
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.errors import ExitCode
-from megatron.training.options.schema import build
 from tests.support.hf_converter import checkpoint_model, convert, tensors
 from tests.support.hf_folders import (
     CASES,

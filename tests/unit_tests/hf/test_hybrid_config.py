@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.cli.schema import build
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.config_json import differences, function_of, write_config
-from megatron.hf.folder_options import folder_options
 from megatron.hf.model_config import read_model
+from megatron.training.checkpoints.hf_options import folder_options
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.options.schema import build
 
 #: What the hub's files of each architecture have, at a small size.
 QWEN3_NEXT: dict[str, Any] = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.cli.tokenizers import ByteTokenizer, train_bpe
 from megatron.core.dist_checkpointing import Solo, save_checkpoint, weight_chunks
 from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.sampling import SamplingParams
@@ -20,7 +21,6 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.inference.generate import main
-from megatron.training.data.tokenizers import ByteTokenizer, train_bpe
 from tests.support.arguments import last_wins
 from tests.support.one_batch import generate
 from tests.support.ranks import start_ranks

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from megatron.cli.tokenizers import ByteTokenizer, Tokenizer
 from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.generate import generate_texts, make_requests
-from megatron.training.data.tokenizers import ByteTokenizer, Tokenizer
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from megatron.training.data.tokenizers import build_tokenizer, train_bpe
+from megatron.cli.tokenizers import build_tokenizer, train_bpe
 from tests.unit_tests.inference.test_checkpoint_model import make_model, run, save
 
 TEXTS = ["the theory of the thing", "a def is a def of a thing"] * 20

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from megatron.cli.flags import parse_command_line
 from megatron.training.config import Config
-from megatron.training.options.flags import parse_command_line
 from tests.support.arguments import last_wins
 
 ARGUMENTS = (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.dist_checkpointing import Solo
-from megatron.training.errors import ExitCode, RunStopped
 from megatron.training.failures.faults import (
     FaultLog,
     Faults,

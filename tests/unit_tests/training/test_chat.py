@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron.training.data.chat import (
     BUILT_IN,
     ChatTemplate,
@@ -23,7 +24,6 @@ from megatron.training.data.chat import (
     TemplateRefusal,
     read_chat_template,
 )
-from megatron.training.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from tests.support.conversations import encode_conversation
 
 TALK = [

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
+from megatron.cli.tokenizers import HuggingFaceTokenizer
 from megatron.core.datasets.blend import DataPath
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.config import DataConfig
 from megatron.training.config.check import check
 from megatron.training.data.data_paths import SplitPath, prefixes, read_paths
-from megatron.training.data.tokenizers import HuggingFaceTokenizer
 from megatron.training.data.vocabulary import describe_files
 from tests.unit_tests.training.small_config import small_config
 

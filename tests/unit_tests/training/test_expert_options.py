@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from megatron.cli.schema import build, flatten, options
+from megatron.cli.yaml_file import read_options, write_options
 from megatron.core.moe.config import MoEConfig, RouterConfig
 from megatron.core.process_groups import RankGrid
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
@@ -19,8 +21,6 @@ from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.gpt_options import backend
 from megatron.training.gpt_options import split as stage_split
-from megatron.training.options.schema import build, flatten, options
-from megatron.training.options.yaml_file import read_options, write_options
 from megatron.training.run_groups import rank_grid
 from tests.unit_tests.training.small_config import small_config
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from megatron.cli.flags import parse_command_line
+from megatron.cli.schema import Option, build, flatten, options
+from megatron.cli.yaml_file import write_options
 from megatron.training.config import Config
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
-from megatron.training.options.flags import parse_command_line
-from megatron.training.options.schema import Option, build, flatten, options
-from megatron.training.options.yaml_file import write_options
 from tests.unit_tests.training.small_config import small_config
 
 KNOWN = options(Config)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from megatron.cli.megatron_names import answered
+from megatron.cli.schema import options
 from megatron.training.config import Config
-from megatron.training.options.megatron_names import answered
-from megatron.training.options.schema import options
 from tools.write_flag_docs import PAGE, page
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.cli.launch import Launch
+from megatron.cli.schema import flatten, options
+from megatron.cli.yaml_file import write_options
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets.samplers import GPTBatch
@@ -24,11 +27,8 @@ from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.config.stages import stage_split
 from megatron.training.gpt_options import backend, split
-from megatron.training.launch import Launch
 from megatron.training.layouts import Layouts
 from megatron.training.monitoring.describe import context_line, linear_lines, parameters
-from megatron.training.options.schema import flatten, options
-from megatron.training.options.yaml_file import write_options
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 from tests.support.arguments import last_wins

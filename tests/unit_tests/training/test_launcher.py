@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
+from megatron.cli.launch import Launch
 from megatron.training.failures.launcher import LauncherWatch, launcher_of
-from megatron.training.launch import Launch
 
 OWN = {"TORCHELASTIC_RUN_ID": "run", "RANK": "1", "MASTER_PORT": "29500"}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.optimizer.loss_scaler import (
     ConstantLossScaler,
     DynamicLossScaler,
@@ -16,7 +17,6 @@ from megatron.core.optimizer.loss_scaler import (
 )
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
 from megatron.training.config.resolve import resolve
-from megatron.training.errors import ExitCode, RunStopped
 from megatron.training.failures.faults import FaultLog, Faults
 from megatron.training.failures.replay import Doubt
 from megatron.training.failures.stopping import StopRequests

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.cli.launch import Launch
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.launch import Launch
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 from tests.unit_tests.training.test_hybrid_options import (

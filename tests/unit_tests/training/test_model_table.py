@@ -9,6 +9,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron.cli.schema import build, options
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA, ffn_of
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -25,7 +26,6 @@ from megatron.training.config import Config
 from megatron.training.config.check import check
 from megatron.training.config.model_table import MODEL, gpt_config, model_options, yarn_magnitude
 from megatron.training.config.resolve import resolve
-from megatron.training.options.schema import build, options
 
 RUN = {
     "seq-length": 16,

@@ -10,15 +10,15 @@ import sys
 
 import pytest
 
+from megatron.cli.flags import parse_command_line
+from megatron.cli.schema import flatten, options
+from megatron.cli.yaml_file import write_options
 from megatron.core.pipeline_parallel.schedule import make_schedule
 from megatron.core.process_groups import RankGrid
 from megatron.training.config import Config, PipelineConfig
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.config.stages import schedule_name, stage_split
-from megatron.training.options.flags import parse_command_line
-from megatron.training.options.schema import flatten, options
-from megatron.training.options.yaml_file import write_options
 from megatron.training.run_groups import rank_grid
 from tests.unit_tests.training.small_config import small_config
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training import preprocess_data
 from megatron.training.data.chat import read_chat_template
 from megatron.training.data.preprocessing.output import Journal
-from megatron.training.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron.training.inspect_data import _main as inspect
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from megatron.training.train_tokenizer import _main as train_tokenizer
@@ -267,7 +267,7 @@ def test_what_a_full_disk_interrupted_goes_on_when_there_is_room(tmp_path, corpu
     limited = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
         "from megatron.training import preprocess_data as p\n"
-        "from megatron.training.errors import run_entry_point\n"
+        "from megatron.cli.errors import run_entry_point\n"
         "work = p.preprocess\n"
         "p.preprocess = lambda *a, **k: work(*a, **k, commit_bytes=5000, block_bytes=1000)\n"
         "sys.exit(run_entry_point(lambda: p._main(sys.argv[1:]), prog='p'))"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.launch import Launch
 from megatron.core.models import hybrid
 from megatron.training.config.model_table import gpt_config
-from megatron.training.launch import Launch
 from megatron.training.monitoring.describe import parameters
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID

@@ -8,13 +8,13 @@ import json
 
 import pytest
 
+from megatron.cli.schema import build, options
+from megatron.cli.yaml_file import read_options
 from megatron.training import quickstart
 from megatron.training.config import Config
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.monitoring.metrics import open_metrics
-from megatron.training.options.schema import build, options
-from megatron.training.options.yaml_file import read_options
 from megatron.training.quickstart import Folder, QuickstartOptions, config_text, training_options
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.cli.flags import parse_command_line
+from megatron.cli.schema import flatten, options
+from megatron.cli.tokenizers import guess_type
+from megatron.cli.yaml_file import write_options
 from megatron.training.config import Config
 from megatron.training.config.check import check
 from megatron.training.config.resolve import padded_vocab_size, resolve
-from megatron.training.data.tokenizers import guess_type
-from megatron.training.options.flags import parse_command_line
-from megatron.training.options.schema import flatten, options
-from megatron.training.options.yaml_file import write_options
 from tests.unit_tests.training.small_config import small_config
 
 CASES = [

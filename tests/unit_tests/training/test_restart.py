@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from megatron.cli.errors import PeerLost
+from megatron.cli.launch import Launch
 from megatron.training.config.resolve import resolve
-from megatron.training.errors import PeerLost
 from megatron.training.failures import restart
 from megatron.training.failures.restart import RestartNote, agree_on_start, going_on
-from megatron.training.launch import Launch
 from tests.unit_tests.training.small_config import small_config
 
 

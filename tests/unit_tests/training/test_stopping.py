@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megatron.training.errors import ExitCode
+from megatron.cli.errors import ExitCode
 from megatron.training.failures.peers import Diagnosis
 from megatron.training.failures.stopping import LAUNCHER_GONE, StopRequests
 

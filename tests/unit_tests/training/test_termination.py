@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from megatron.training.errors import ExitCode
+from megatron.cli.errors import ExitCode
 from megatron.training.failures.stopping import signals_to_thread
 
 PROGRAM = """

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron.cli.tokenizers import ArrayTokenizer, Tokenizer, build_tokenizer
 from megatron.core.datasets.indexed_dataset import token_type_for
 from megatron.training.data.documents import Block, Position, Record, Tally, read_records
 from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.data.tokenizers import ArrayTokenizer, Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from megatron.training.data.chat import ChatTemplate

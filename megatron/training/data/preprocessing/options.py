@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from megatron.cli.tokenizers import TokenizerType, guess_type
 from megatron.training.data.documents import MAX_DOCUMENT_BYTES
-from megatron.training.data.tokenizers import TokenizerType, guess_type
 
 
 @dataclass(frozen=True, kw_only=True)

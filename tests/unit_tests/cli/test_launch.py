@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.training.errors import ExitCode, RunStopped
-from megatron.training.launch import Launch
+from megatron.cli.errors import ExitCode, RunStopped
+from megatron.cli.launch import Launch
 from megatron.training.pretrain_gpt import main
 
 TORCHRUN = {

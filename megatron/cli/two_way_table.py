@@ -8,6 +8,7 @@ other way. Which dataclasses of the core a model has is said by a `Part` of each
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -134,3 +135,15 @@ def constant(value: Any) -> Callable[..., Any]:
 def unless(default: Any) -> Callable[[Any, Any], Any]:
     """Return what leaves a name out at this value, as `Row.back`."""
     return lambda value, config: LEFT_OUT if value == default else value
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """Return what yarn multiplies by: 0.1 weight ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
+
+
+def yarn_weight(square: float, factor: float) -> float:
+    """Return the weight whose magnitude has this square; 0 where none has, or nothing is scaled."""
+    if square <= 1.0 or factor <= 1.0:
+        return 0.0
+    return round((math.sqrt(square) - 1.0) / (0.1 * math.log(factor)), 9)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.cli.tokenizers import guess_type
 from megatron.core.models.layer_pattern import symbols_of
 from megatron.hf.folder import HuggingFaceFolder, open_folder
 from megatron.hf.model_config import HuggingFaceModel, read_folder
 from megatron.hf.read_weights import check_tensors
 from megatron.training.config.model_table import model_options
-from megatron.training.data.tokenizers import guess_type
 
 #: What a run may choose although the folder says something: no weight and no output depends on it.
 FREE = frozenset(

@@ -7,9 +7,9 @@ import subprocess
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.cli.flags import completion_script
+from megatron.cli.schema import options
 from megatron.training.config import Config
-from megatron.training.options.flags import completion_script
-from megatron.training.options.schema import options
 
 MODULE = "megatron.training.pretrain_gpt"
 

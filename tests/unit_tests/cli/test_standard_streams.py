@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from megatron.training.errors import ExitCode, OutputLost, run_entry_point
-from megatron.training.standard_streams import errors_of_streams, guarded
+from megatron.cli.errors import ExitCode, OutputLost, run_entry_point
+from megatron.cli.standard_streams import errors_of_streams, guarded
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_command_ends_without_a_traceback(where, code, says, request, monkeypa
 
 CLOSED = """
 import os, sys
-from megatron.training.standard_streams import go_on_without_streams
+from megatron.cli.standard_streams import go_on_without_streams
 go_on_without_streams("tool")
 opened = os.open({path!r}, os.O_WRONLY | os.O_CREAT)
 print("a", flush=True)

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.megatron_names import answer
+from megatron.cli.schema import Option, suggest
 from megatron.core.untrusted_files import read_named
-from megatron.training.options.megatron_names import answer
-from megatron.training.options.schema import Option, suggest
 
 # A file of every option with its comments has some 10 kB.
 _MOST_BYTES = 256 * 1024

@@ -10,8 +10,8 @@ import itertools
 import re
 from pathlib import Path
 
-from megatron.training import errors
-from megatron.training.errors import ExitCode
+from megatron.cli import errors
+from megatron.cli.errors import ExitCode
 
 ROOT = Path(__file__).parents[3]
 

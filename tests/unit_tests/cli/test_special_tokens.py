@@ -9,12 +9,12 @@ import pytest
 import sentencepiece
 import transformers
 
+from megatron.cli.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.chat import read_chat_template
 from megatron.training.data.preprocessing.output import Output
-from megatron.training.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.inspect_data import _main as inspect
 from megatron.training.preprocess_data import PreprocessConfig, preprocess

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.cli.schema import Option, build, flatten, options
+from megatron.cli.yaml_file import read_options, write_options
 from megatron.training.config import Config
-from megatron.training.options.schema import Option, build, flatten, options
-from megatron.training.options.yaml_file import read_options, write_options
 from tests.unit_tests.training.small_config import small_config
 
 KNOWN = options(Config)

@@ -12,15 +12,9 @@ import time
 import pytest
 import tyro
 
+from megatron.cli.flags import HelpRequested, Invocation, help_text, parse_command_line, read_flags
+from megatron.cli.schema import build, flatten, option_docs, options
 from megatron.training.config import Config
-from megatron.training.options.flags import (
-    HelpRequested,
-    Invocation,
-    help_text,
-    parse_command_line,
-    read_flags,
-)
-from megatron.training.options.schema import build, flatten, option_docs, options
 from tests.support.arguments import last_wins
 from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 
@@ -211,9 +205,9 @@ def test_print_config_is_the_config_as_yaml_and_feeds_back(tmp_path):
 
 def test_parsing_and_help_do_not_import_torch():
     code = (
-        "import sys; from megatron.training.options.flags import Invocation\n"
+        "import sys; from megatron.cli.flags import Invocation\n"
         "from megatron.training.config import Config\n"
-        "from megatron.training.options.flags import help_text\n"
+        "from megatron.cli.flags import help_text\n"
         "help_text(Config, about=Invocation, prog='p', description='d')\n"
         "bad = {'torch', 'numpy', 'rich'} & set(sys.modules); sys.exit(f'imported {bad}' if "
         "bad else 0)"

@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from megatron.training.errors import ExitCode, PeerLost, RunStopped, run_entry_point
-from megatron.training.options.flags import HelpRequested
+from megatron.cli.errors import ExitCode, PeerLost, RunStopped, run_entry_point
+from megatron.cli.flags import HelpRequested
 
 
 def _run(error, claim=lambda text: True):

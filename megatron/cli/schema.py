@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from megatron.training.options.megatron_names import our_value, value_reason
+from megatron.cli.megatron_names import our_value, value_reason
 
 T = TypeVar("T")
 

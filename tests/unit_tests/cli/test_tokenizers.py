@@ -8,8 +8,7 @@ import pytest
 import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
-from megatron.inference.generate import TextStream
-from megatron.training.data.tokenizers import (
+from megatron.cli.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -19,6 +18,7 @@ from megatron.training.data.tokenizers import (
     guess_type,
     train_bpe,
 )
+from megatron.inference.generate import TextStream
 
 TEXTS = ["def f(x):\n    return x  # ünïcödé\n", "the theory of the thing", "\t日本 🙂\r\n\x00"] * 3
 

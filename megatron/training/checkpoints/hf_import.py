@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.cli.tokenizers import build_tokenizer, guess_type
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Solo,
@@ -30,13 +31,12 @@ from megatron.core.untrusted_files import (
     replace_file,
 )
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
-from megatron.hf.folder_options import folder_options
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import MappedTensor
 from megatron.hf.read_weights import check_copies, check_tensors
 from megatron.hf.safetensors_file import bands
 from megatron.training.checkpoint_io import FORMAT
-from megatron.training.data.tokenizers import build_tokenizer, guess_type
+from megatron.training.checkpoints.hf_options import folder_options
 
 #: Folder beside the checkpoint for the files that are carried.
 CARRIED_FOLDER = "hugging_face"

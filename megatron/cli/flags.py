@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from megatron.training.options.megatron_names import answer, answered
-from megatron.training.options.schema import (
+from megatron.cli.megatron_names import answer, answered
+from megatron.cli.schema import (
     Option,
     build,
     flatten,
@@ -36,7 +36,7 @@ from megatron.training.options.schema import (
     section_titles,
     suggest,
 )
-from megatron.training.options.yaml_file import read_options, write_options
+from megatron.cli.yaml_file import read_options, write_options
 
 #: What each script shares: finds the module among the words and asks its function for candidates.
 _ENGINE = """\

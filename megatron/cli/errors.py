@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import TextIO
 
-from megatron.training.options.flags import HelpRequested
+from megatron.cli.flags import HelpRequested
 
 
 class ExitCode(IntEnum):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, TextIO
 
-from megatron.training.errors import OutputLost
+from megatron.cli.errors import OutputLost
 
 #: Told which stream has broken and why, at its first failure.
 Broken = Callable[[str, OSError], None]

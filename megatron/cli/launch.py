@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megatron.training.errors import ExitCode, RunStopped, one_line
+from megatron.cli.errors import ExitCode, RunStopped, one_line
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -141,7 +141,7 @@ class Launch:
                 dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
             )
 
-        from megatron.training.run_store import RunStore
+        from megatron.cli.run_store import RunStore
 
         return RunStore(self.own_keys(store), mirror, lost=self.link.is_lost)
 

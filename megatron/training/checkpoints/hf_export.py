@@ -39,11 +39,12 @@ from megatron.hf.folder import (
     inside,
     read_object,
 )
-from megatron.hf.import_folder import CARRIED_FOLDER
 from megatron.hf.model_config import DTYPES as MODEL_DTYPES
 from megatron.hf.parts import MappedTensor
 from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
+from megatron.training.checkpoints.hf_import import CARRIED_FOLDER
+from megatron.training.config.model_table import model_options
 from megatron.training.stored_model import described_config
 
 #: Bytes that are read together: digested blocks are read whole, so each about one and a half times.
@@ -102,7 +103,7 @@ def export_folder(
         with CheckpointReader(checkpoint) as reader:
             extra = reader.manifest.extra
             config = described_config(checkpoint, reader.manifest)
-            check_exportable(config)
+            check_exportable(config, flags_of=model_options)
             planned = _plan(reader, config, dtype)
             carried = carried_folder(checkpoint, extra, like)
             temporary.mkdir(parents=True)
@@ -178,6 +179,7 @@ def _write_texts(
         dtype=_common_dtype(planned),
         end_tokens=() if end is None else (end,),
         base=base,
+        flags_of=model_options,
     )
     _write_json(folder / CONFIG, fields)
     for name in CARRIED:

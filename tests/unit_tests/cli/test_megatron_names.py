@@ -5,16 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.cli.flags import parse_command_line, read_flags
+from megatron.cli.megatron_names import VALUE_NAMES, answer, answered, answered_prefixes, our_value
+from megatron.cli.schema import Option, options
 from megatron.training.config import Config
-from megatron.training.options.flags import parse_command_line, read_flags
-from megatron.training.options.megatron_names import (
-    VALUE_NAMES,
-    answer,
-    answered,
-    answered_prefixes,
-    our_value,
-)
-from megatron.training.options.schema import Option, options
 from tests.support.arguments import last_wins
 from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 

@@ -6,13 +6,16 @@ python -m tools.core_mutants draw                 60 mutants; replaces those who
 python -m tools.core_mutants locate               where the mutants of the record are now
 python -m tools.core_mutants judge                run the tests of each, write its verdict
 python -m tools.core_mutants judge --compare OLD  and compare with a former record
+python -m tools.core_mutants judge --recheck      only by the test that has killed it before
 python -m tools.core_mutants compare OLD          compare only
 
 A mutant is killed if one of the tests that execute its lines fails, or hangs. They run in a copy of
 the checkout, first what has killed it before, then the quickest, two mutants at a time, for at most
 90 seconds each: what survives those survives. On a busy machine, judge those again for which time
-ran out: judge --rest --seconds 300. Not watched are programs that tests start by a command line,
-and not mutated are modules that import Triton. `contexts` has to be of the same commit.
+ran out: judge --rest --seconds 300. --recheck needs no contexts and takes minutes; whatever
+survives it is open until it is judged by all of its tests. Not watched are programs that tests
+start by a command line, and not mutated are modules that import Triton. `contexts` has to be of the
+same commit.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from tools.core_mutants.judge import (
     checkouts,
     failing_without,
     judge,
+    rechecks,
     unconfirmed,
 )
 from tools.core_mutants.record import (
@@ -71,6 +75,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = commands.add_parser("judge", help="run the tests of every mutant")
     add.add_argument("--only", type=int, nargs="+", help="these numbers")
     add.add_argument("--rest", action="store_true", help="not judged, or time ran out")
+    add.add_argument("--recheck", action="store_true", help="only by what has killed it before")
     add.add_argument("--seconds", type=float, default=SECONDS, help="for each (90), more if busy")
     add.add_argument("--compare", type=Path, metavar="OLD", help="a former record")
     add.add_argument("--at-once", type=int, default=2, help="mutants at a time (2)")
@@ -121,10 +126,12 @@ def run_locate(options: argparse.Namespace) -> int:
 def run_judge(options: argparse.Namespace) -> int:
     """Judge mutants and write their verdicts into the record."""
     begin = time.monotonic()
-    record, contexts = Record.read(options.record), Contexts.read(CONTEXTS)
+    record = Record.read(options.record)
+    contexts = Contexts() if options.recheck else Contexts.read(CONTEXTS)
     wanted = [m for m in record.mutants if not options.only or m.number in options.only]
     found: list[Site] = sites(modules_to_mutate())
-    chosen = cases(wanted, lambda mutant: locate(mutant, found), contexts)
+    look_up = rechecks if options.recheck else cases
+    chosen = look_up(wanted, lambda mutant: locate(mutant, found), contexts)
     if options.rest:
         chosen = [case for case in chosen if case.is_open]
     verdicts = {mutant.number: mutant for mutant in record.mutants}

@@ -215,6 +215,33 @@ def cases(
     return found
 
 
+def rechecks(
+    mutants: Sequence[Mutant], places: Callable[[Mutant], Site | None], contexts: Contexts
+) -> list[Case]:
+    """Return the mutants that a test has killed and that are still there, with that test alone.
+
+    A test whose file has moved is looked for by the name of the file. The seconds of a test are
+    not known here: one that hangs is given `_HANG_SECONDS` in `contexts`.
+
+    Raises:
+        ValueError: the test that has killed a mutant is gone.
+    """
+    found = []
+    for mutant in mutants:
+        site, killer = places(mutant), mutant.by.removesuffix(HANGS)
+        if site is None or "::" not in killer:
+            continue
+        name, _, rest = killer.partition("::")
+        if not (ROOT / name).is_file():
+            moved = list((ROOT / "tests").rglob(Path(name).name))
+            if len(moved) != 1:
+                raise ValueError(f"{name} is gone: judge {mutant} by contexts")
+            killer = f"{moved[0].relative_to(ROOT)}::{rest}"
+        contexts.seconds[killer] = _HANG_SECONDS
+        found.append(Case(mutant, site, [killer], mutant.tests))
+    return found
+
+
 def judge_one(checkout: Checkout, case: Case, contexts: Contexts, seconds: float) -> Mutant:
     """Return the mutant with its verdict."""
     tests = case.tests

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tools.core_mutants.contexts import Contexts
-from tools.core_mutants.judge import affordable
+from tools.core_mutants.judge import affordable, rechecks
 from tools.core_mutants.record import (
     KILLED,
     SURVIVED,
@@ -155,3 +155,20 @@ def test_tests_of_a_line_passed_and_come_quickest_first(tmp_path):
     assert contexts.tests_of("box.py", range(30, 31)) == []
     assert affordable(["quick", "slow"], contexts.seconds, 12.0) == ["quick"]
     assert affordable(["quick", "slow"], contexts.seconds, 30.0) == ["quick", "slow"]
+
+
+def test_a_recheck_runs_the_former_killer_where_its_file_has_moved(written):
+    found = written(one=BOX)
+    drawn = draw(found, 3, seed=1).mutants
+    killed = replace(drawn[0], verdict=KILLED, by="tests/old/test_core_mutants.py::test_killer")
+    gone = replace(drawn[1], verdict=KILLED, by="tests/x.py::test_killer", number=2)
+    survived = replace(drawn[2], verdict=SURVIVED)
+    contexts = Contexts()
+    places = {killed.number: found[0]}
+    chosen = rechecks([killed, gone, survived], lambda m: places.get(m.number), contexts)
+    test = "tests/unit_tests/support/test_core_mutants.py::test_killer"
+    assert [(case.mutant, case.tests) for case in chosen] == [(killed, [test])]
+    assert test in contexts.seconds
+    lost = replace(killed, by="tests/no_such_file.py::test_killer")
+    with pytest.raises(ValueError, match="no_such_file"):
+        rechecks([lost], lambda m: places.get(m.number), contexts)

@@ -336,7 +336,7 @@ class Group:
         if len(self.ranks) > 1 and self.handle is None:
             raise ValueError(f"group {self.name} of {len(self.ranks)} ranks needs a process group")
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -92,6 +92,7 @@ def _require_current(tensor: torch.Tensor, op: str) -> None:
         )
 
 
+@functools.cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Give the dtype in which statistics of `dtype` are computed: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

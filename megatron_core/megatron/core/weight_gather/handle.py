@@ -126,6 +126,8 @@ class Bucket:
         outer_shards: the outer ranks own different parts of the same shard.
         group: the ranks that share it; each owns one of `group.size` ranges of it.
         outer: the ranks that hold the same range, under hybrid sharding; one rank otherwise.
+        alone: nobody else has it: it is stored whole, and neither gathered nor reduced.
+        sharded: this rank stores one shard only.
         current: handles may read what is bound without asking anybody.
         source: whom to ask otherwise.
     """
@@ -145,6 +147,9 @@ class Bucket:
         self.name, self.root, self.part = plan.name, plan.root, plan.part
         self.layout, self.groups, self.weights = layout, groups, weights
         self.placement = placement
+        self.group, self.outer = groups.shared, groups.outer
+        self.alone = self.group.size * self.outer.size == 1
+        self.sharded = weights.placement is BufferPlacement.SHARDED
         start, stop = weights.shard_range if placement.optimizer else (0, layout.numel)
         self.outer_shards = groups.outer.size > 1 and any(
             axis in placement.optimizer for axis in OUTER_LANES
@@ -160,24 +165,6 @@ class Bucket:
             handle.bucket = self
         if not self.sharded:
             self.bind(weights.data)
-
-    @property
-    def group(self) -> Group:
-        return self.groups.shared
-
-    @property
-    def outer(self) -> Group:
-        return self.groups.outer
-
-    @property
-    def alone(self) -> bool:
-        """Whether nobody else has it: it is stored whole, and neither gathered nor reduced."""
-        return self.group.size * self.outer.size == 1
-
-    @property
-    def sharded(self) -> bool:
-        """Whether this rank stores one shard only."""
-        return self.weights.placement is BufferPlacement.SHARDED
 
     @property
     def owned(self) -> torch.Tensor:
@@ -374,13 +361,13 @@ class WeightHandle:
             added = None if bias is None else bias.get()
             return linear_forward(x, self.get(), bias=added, cpu_dtype=self.cpu_dtype)
         if bias is None:
-            return _apply_linear(x, self.anchor, self)
-        return _apply_linear(x, self.anchor, self, bias, bias.anchor)
+            return _apply_linear(x, self.param, self)
+        return _apply_linear(x, self.param, self, bias, bias.param)
 
     def embedding(self, ids: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows `ids` [...] of the weight, [..., h]; zero where `valid` is False. Saves
         ids only."""
-        return apply_function(_Embedding, ids, valid, self.anchor, self)
+        return apply_function(_Embedding, ids, valid, self.param, self)
 
     def use(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a small weight (norm, bias, router) as a private copy that any op may save.
@@ -392,7 +379,7 @@ class WeightHandle:
             dtype: of the copy; None is the weight's own. In fp32 its gradient arrives unrounded.
         """
         if torch.is_grad_enabled():
-            return _Use.apply(self.anchor, self, dtype)
+            return _Use.apply(self.param, self, dtype)
         stays = self.bucket is not None and self.bucket.alone
         return self.get().to(dtype or self.dtype, copy=not stays)
 
@@ -533,9 +520,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, anchor, handle, bias=None, bias_anchor=None):
         ctx.handle, ctx.bias = handle, bias
+        weight, added = handle.get(), None if bias is None else bias.get()
         ctx.save_for_backward(x if anchor.requires_grad else None)
-        wide = None if bias is None else bias.get()
-        return linear_forward(x, handle.get(), bias=wide, cpu_dtype=handle.cpu_dtype)
+        return linear_forward(x, weight, bias=added, cpu_dtype=handle.cpu_dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -595,7 +582,7 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, handle, dtype):
         ctx.handle = handle
-        return handle.get().to(dtype or anchor.dtype, copy=True)
+        return handle.get().to(dtype or handle.dtype, copy=True)
 
     @staticmethod
     def backward(ctx, grad):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -44,10 +46,22 @@ def exchanges(rank: int, world: int) -> int:
         wanted = torch.cat([whole[r][0][r * ROWS : (r + 1) * ROWS] for r in range(world)])
         assert torch.equal(gather.wait(), wanted), dtype
     _same_bits_everywhere(lanes, world)
+    _waits_for_the_slowest(lanes, world)
     with simulated(groups, Late()):
         late = reduce_scatter_async(torch.ones(ROWS * world, 3), lanes)
         assert (late.wait() == world).all()
     return started
+
+
+def _waits_for_the_slowest(lanes: Group, world: int) -> None:
+    """`wait` returns when all shards have arrived, however late a rank sends its own."""
+    if lanes.rank == world - 1:
+        time.sleep(0.3)
+    shard = torch.full((ROWS, 3), float(lanes.rank))
+    out = torch.full((ROWS * world, 3), torch.nan)
+    all_gather_async(shard, lanes, out=out).wait()
+    assert torch.equal(out[::ROWS, 0], torch.arange(float(world)))
+    assert out.isfinite().all()
 
 
 def _same_bits_everywhere(lanes: Group, world: int) -> None:

@@ -136,6 +136,9 @@ def test_what_is_no_chat_data(tmp_path, talks):
     data = ChatDataset(IndexedDataset(tmp_path / "a"), small, sequences=range(60))
     with pytest.raises(ValueError, match=r"of conversation \d+ is not below the vocabulary"):
         data.read(np.arange(len(data)))
+    source = write(str(tmp_path / "d"), [[0, 7, 300, 9]], [[0, 1, 1, 1]])
+    with pytest.raises(ValueError, match=r"token id 300 at position 2 of conversation 0"):
+        ChatDataset(source, small, sequences=range(1)).read(np.arange(1))
 
 
 def test_a_blend_of_chats(tmp_path, talks):

@@ -246,6 +246,7 @@ def test_a_copy_is_refused_with_the_way_to_one(make):
     ("change", "named"),
     [
         ({"tokens": torch.full((BATCH, LENGTH), 26)}, "token id 26 .* 26 ids"),
+        ({"tokens": torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 3}, "token id 39 "),
         ({"tokens": torch.full((BATCH, LENGTH), -1)}, "token id -1 "),
         ({"tokens": torch.zeros(BATCH, LENGTH)}, r"tokens\.long\(\)"),
         ({"tokens": torch.zeros(LENGTH).long()}, r"tokens \[7\] .*unsqueeze"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.core.dist_checkpointing.boxes import Box, intersect
+from megatron.core.boxes import Box, intersect
 
 
 class Part(NamedTuple):

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, TensorChunk
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.hf.folder import HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import TensorMap
-from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
 
 #: Problems named in one error; the rest is counted.
@@ -86,7 +85,7 @@ def check_copies(
         source = mapped.ours[ours].parts[0]
         boxes = [chunk.box for chunk in chunks if chunk.name == ours and name in opened]
         for common in filter(None, map(source.common, boxes)):
-            for band in bands(common.sizes, torch.float32.itemsize):
+            for band in row_boxes(common.sizes, torch.float32.itemsize):
                 offsets = tuple(a + b for a, b in zip(common.offsets, band.offsets, strict=True))
                 both = [torch.empty(band.sizes), torch.empty(band.sizes)]
                 for piece, of in zip(both, (name, source.theirs), strict=True):

@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.shard_format import LENGTH_BYTES, decode_length, tensor_bytes
 from megatron.core.dist_checkpointing.shards import as_bytes
@@ -31,9 +31,6 @@ MAX_HEADER_BYTES = 8 << 20
 #: More dimensions than any weight has.
 MAX_DIMENSIONS = 8
 
-#: Bytes that wait in memory while a tensor is converted or passed on.
-PIECE_BYTES = 4 << 20
-
 
 class FoundTensor(NamedTuple):
     """A tensor of a file: dtype by the format's name, shape, and its bytes [begin, end)."""
@@ -42,19 +39,6 @@ class FoundTensor(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-def bands(
-    shape: tuple[int, ...], itemsize: int, *, piece_bytes: int = PIECE_BYTES
-) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows that take about `piece_bytes` each."""
-    if not shape:
-        yield Box((), ())
-        return
-    rows = max(1, piece_bytes // max(1, itemsize * math.prod(shape[1:])))
-    rest = (0,) * (len(shape) - 1)
-    for first in range(0, shape[0], rows):
-        yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
 
 
 class SafetensorsFile:
@@ -132,7 +116,7 @@ class SafetensorsFile:
             self._read_runs(name, box, as_bytes(target))
             return
         dtype = DTYPES[found.dtype]
-        for band in bands(box.sizes, dtype.itemsize):
+        for band in row_boxes(box.sizes, dtype.itemsize):
             offsets = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
             scratch = self._take(dtype.itemsize * band.numel)
             self._read_runs(name, Box(offsets, band.sizes), as_bytes(scratch))

@@ -201,12 +201,12 @@ def _copies(
     """Yield the bytes of a stored tensor so many times, in bands of rows."""
     import torch
 
+    from megatron.core.boxes import row_boxes
     from megatron.core.dist_checkpointing import TensorChunk
     from megatron.core.dist_checkpointing.shards import as_bytes
-    from megatron.hf.safetensors_file import bands
 
     for _ in range(times):
-        for box in bands(shape, dtype.itemsize, piece_bytes=reader.manifest.block_bytes):
+        for box in row_boxes(shape, dtype.itemsize, piece_bytes=reader.manifest.block_bytes):
             piece = torch.empty(box.sizes, dtype=dtype)
             where = {"shape": shape, "offsets": box.offsets, "replica_ranks": (0,)}
             reader.read([TensorChunk(name=name, tensor=piece, **where)])
@@ -219,11 +219,11 @@ def _initial(
     """Yield the bytes of the values that a new model's weight has, in bands of rows."""
     import torch
 
+    from megatron.core.boxes import row_boxes
     from megatron.core.dist_checkpointing.shards import as_bytes
     from megatron.core.initialize import InitSpec, fill_
-    from megatron.hf.safetensors_file import bands
 
-    for box in bands(shape, dtype.itemsize):
+    for box in row_boxes(shape, dtype.itemsize):
         piece = torch.empty(box.sizes, dtype=dtype)
         fill_(piece, InitSpec.normal(std), seed=seed, name=name, shape=shape, offsets=box.offsets)
         yield as_bytes(piece)

@@ -33,19 +33,17 @@ def weight_pieces(store: WeightStore) -> list[Piece]:
     """Return a copy of every piece of a logical weight that this rank holds."""
     found = []
     for handle in store.handles.values():
-        for held in store.held(handle):
-            box = held.box
-            found.append(Piece(box.name, box.shape, box.offsets, held.tensor.clone()))
+        for held in store.chunks(handle):
+            found.append(Piece(held.name, held.shape, held.offsets, held.tensor.clone()))
     return found
 
 
 def write_weights(store: WeightStore, logical: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's part of every weight from the logical ones."""
     for handle in store.handles.values():
-        for held in store.held(handle):
-            box = held.box
-            where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-            held.tensor.copy_(logical[box.name][where])
+        for held in store.chunks(handle):
+            where = held.box.slices
+            held.tensor.copy_(logical[held.name][where])
     for name, state in store.states.items():
         noise = torch.randn(state.shape, generator=generator(_STATES, *name.encode()))
         state.copy_(0.1 * noise)

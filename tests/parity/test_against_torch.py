@@ -96,7 +96,7 @@ def train_ours(
             engine.finish()
             found.append(
                 [
-                    Piece(p.box.name, p.box.shape, p.box.offsets, p.of(o.gradients).clone())
+                    Piece(p.name, p.shape, p.box.offsets, p.of(o.gradients).clone())
                     for o in engine.owned()
                     for p in o.boxes
                 ]

@@ -134,8 +134,8 @@ FAULTS = {
     "each rank starts from the values of the first": (
         "weight_gather.store",
         "WeightStore._initialize",
-        "offsets=held.box.offsets",
-        "offsets=tuple(0 for _ in held.box.offsets)",
+        "offsets=chunk.offsets",
+        "offsets=tuple(0 for _ in chunk.offsets)",
         {},
     ),
     "updated shards of weights are not gathered": (
@@ -319,12 +319,6 @@ CHECKS = ("check", "_cut_problems", "poison_")
 
 #: Mutants that compute the same, by their keys, and why; an entry that fits no code is an error.
 EQUIVALENT = {
-    f"{CORE}.weight_sharding|_rectangles|last * row < high|last * row < high: to LtE|1": (
-        "one more range is split, an empty one, into nothing"
-    ),
-    f"{CORE}.weight_sharding|_rectangles|low < first * row|low < first * row: to LtE|1": (
-        "one more range is split, an empty one, into nothing"
-    ),
     **{
         f"{CORE}.weight_sharding|_origin|1|1 to 2|{number}": (
             "element -1 is element 0 of a list of one: no weight has three dimensions yet"

@@ -333,8 +333,8 @@ class _Watch:
             raise AssertionError("a gradient is not finite, or what lies between two is not")
         self.gradients = [
             Piece(
-                p.box.name,
-                p.box.shape,
+                p.name,
+                p.shape,
                 p.box.offsets,
                 p.of(owned.gradients) / self.scaler.scale,
                 p.replica_ranks,

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.cli.schema import build, flatten, options
+from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointReader,
@@ -30,7 +31,6 @@ from megatron.core.dist_checkpointing import (
     list_checkpoints,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.run_folder import MAX_TRACKER_BYTES, TRACKER_NAME, sync_folder
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, Output, encode_header
@@ -41,15 +41,14 @@ from megatron.core.untrusted_files import open_to_write, read_regular
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
 from megatron.hf.parts import MappedTensor, Part, TensorMap
-from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.dcp_folder import DcpFolder
 from megatron.training.checkpoints.inspection import (
+    digested_rows,
     existing_folder,
     one_checkpoint,
     read_box,
-    row_boxes,
     size_text,
 )
 from megatron.training.checkpoints.options import ConvertConfig, ConvertToNativeConfig
@@ -118,7 +117,7 @@ def of_checkpoint(reader: CheckpointReader, name: str) -> WholeTensor:
     stored = reader.manifest.tensors[name]
 
     def pieces() -> Iterator[memoryview]:
-        for box in row_boxes(stored.shape, stored.dtype, reader.manifest):
+        for box in digested_rows(stored.shape, stored.dtype, reader.manifest):
             yield as_bytes(read_box(reader, name, box))
 
     return WholeTensor(name, stored.dtype, stored.shape, pieces)
@@ -190,7 +189,7 @@ def _bands(shape: tuple[int, ...], dtype: str, read: ReadBox) -> Iterator[memory
     """Yield the bytes of a box of this shape in bands of rows, each valid until the next."""
     if not math.prod(shape):
         return
-    for box in bands(shape, ITEM_BYTES[dtype]):
+    for box in row_boxes(shape, ITEM_BYTES[dtype]):
         piece = torch.empty(box.sizes, dtype=DTYPES[dtype])
         read(box, piece)
         yield as_bytes(piece)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.boxes import row_boxes
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, TensorChunk
 from megatron.core.dist_checkpointing.dtypes import DTYPE_NAMES, DTYPES
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
@@ -41,7 +42,6 @@ from megatron.hf.folder import (
 )
 from megatron.hf.model_config import DTYPES as MODEL_DTYPES
 from megatron.hf.parts import MappedTensor
-from megatron.hf.safetensors_file import bands
 from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpoints.hf_import import CARRIED_FOLDER
 from megatron.training.config.model_table import model_options
@@ -268,7 +268,7 @@ def _groups(shard: Sequence[_Planned]) -> Iterator[list[TensorChunk]]:
     filled = 0
     for p in shard:
         for part in p.tensor.parts:
-            for band in bands(part.sizes, p.dtype.itemsize):
+            for band in row_boxes(part.sizes, p.dtype.itemsize):
                 box = part.in_ours(band)
                 chunk = TensorChunk(
                     name=part.ours,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.cli.tokenizers import build_tokenizer, guess_type
+from megatron.core.boxes import row_boxes
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Solo,
@@ -34,7 +35,6 @@ from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import MappedTensor
 from megatron.hf.read_weights import check_copies, check_tensors
-from megatron.hf.safetensors_file import bands
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.hf_options import folder_options
 
@@ -112,9 +112,9 @@ def _stays(tensor: MappedTensor) -> bool:
 
 
 def _pieces(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in bands of rows that take `PIECE_BYTES` at most."""
+    """Yield a tensor's bytes in bands of rows that take `ROW_BOX_BYTES` at most."""
     for part in tensor.parts:
-        for band in bands(part.sizes, dtype.itemsize):
+        for band in row_boxes(part.sizes, dtype.itemsize):
             box = part.in_theirs(band)
             piece = torch.empty(box.sizes, dtype=dtype)
             opened.file(part.theirs).read_box(part.theirs, box, piece)

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.boxes import ROW_BOX_BYTES, Box, row_boxes
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointReader,
@@ -43,7 +44,6 @@ from megatron.core.dist_checkpointing import (
     read_manifest,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.errors import DamagedCheckpointError, describe
 from megatron.core.dist_checkpointing.manifest import (
@@ -60,7 +60,6 @@ from megatron.core.dist_checkpointing.run_folder import (
 )
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, tensor_bytes
 from megatron.core.untrusted_files import read_regular, regular_fd
-from megatron.hf.safetensors_file import PIECE_BYTES
 from megatron.training.checkpoints.options import (
     CompareConfig,
     InspectConfig,
@@ -116,7 +115,7 @@ def size_text(size: int) -> str:
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size} {_UNITS[0]}"
 
 
-def row_boxes(shape: tuple[int, ...], dtype: str, *manifests: Manifest) -> Iterator[Box]:
+def digested_rows(shape: tuple[int, ...], dtype: str, *manifests: Manifest) -> Iterator[Box]:
     """Cut a tensor into boxes of whole rows that take two digested blocks each.
 
     A block is read whole, whatever is wanted of it: with smaller boxes most would be read more
@@ -127,15 +126,9 @@ def row_boxes(shape: tuple[int, ...], dtype: str, *manifests: Manifest) -> Itera
         manifests: of the checkpoints that the boxes are read from.
     """
     if not math.prod(shape):
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    wanted = max(PIECE_BYTES, *(2 * manifest.block_bytes for manifest in manifests))
-    rows = max(1, wanted // (ITEM_BYTES[dtype] * math.prod(shape[1:])))
-    rest = (0,) * (len(shape) - 1)
-    for first in range(0, shape[0], rows):
-        yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
+        return iter(())
+    wanted = max(ROW_BOX_BYTES, *(2 * manifest.block_bytes for manifest in manifests))
+    return row_boxes(shape, ITEM_BYTES[dtype], piece_bytes=wanted)
 
 
 def read_box(reader: CheckpointReader, name: str, box: Box) -> torch.Tensor:
@@ -393,7 +386,7 @@ def _compare(
         return False, f"{name}: {list(a.shape)} and {list(b.shape)}"
     found = Difference()
     wider = max((a.dtype, b.dtype), key=lambda dtype: ITEM_BYTES[dtype])
-    for box in row_boxes(a.shape, wider, first.manifest, second.manifest):
+    for box in digested_rows(a.shape, wider, first.manifest, second.manifest):
         _add_box(found, first, second, name=name, box=box)
     dtypes = f"{a.dtype} and {b.dtype}, " if a.dtype != b.dtype else ""
     if not found.differing:

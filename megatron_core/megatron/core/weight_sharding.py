@@ -30,12 +30,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from megatron.core.boxes import Box, boxes_of_range
 from megatron.core.process_groups import DENSE_AXES, EXPERT_AXES, TIED, RankGrid
+
+if TYPE_CHECKING:
+    import torch
 
 GradientKind = Literal["identical", "partial"]
 
@@ -205,27 +209,44 @@ Coordinates = Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
-    """A box of one logical tensor that lies contiguously in a rank's local tensor.
+class LocalBox:
+    """A box of one logical tensor that lies contiguously in a flat tensor of this rank.
 
     Args:
         name, shape: the logical tensor.
-        offsets, sizes: the box in logical coordinates.
-        start: first element in the flat local tensor; it runs for `numel` elements.
+        box: in logical coordinates.
+        start: first element in the flat tensor; it runs for `box.numel` elements.
         counted: this rank is the one among the model-parallel replicas that counts it (norms,
             zeros).
+        replica_ranks: the global ranks that hold the same box in such a tensor, as far as known.
     """
 
     name: str
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
     start: int
     counted: bool
+    replica_ranks: tuple[int, ...] = ()
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.box.offsets
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.box.sizes
 
     @property
     def numel(self) -> int:
-        return math.prod(self.sizes)
+        return self.box.numel
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.box.numel
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the box's elements in the flat tensor, a view [*sizes]."""
+        return flat[self.start : self.stop].view(self.box.sizes)
 
 
 def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
@@ -292,7 +313,7 @@ def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
     return (rows, *inner)
 
 
-def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> list[Box]:
+def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> list[LocalBox]:
     """List the boxes of logical tensors in the local tensor of the rank at coordinates `at`.
 
     Ascending by `start`. Elements of the local tensor in no box are padding.
@@ -308,11 +329,10 @@ def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> li
             kept = min(rows, segment.shape[0] - first)
             if kept > 0:
                 boxes.append(
-                    Box(
+                    LocalBox(
                         name=segment.name,
                         shape=segment.shape,
-                        offsets=(first, *inner_offsets),
-                        sizes=(kept, *inner_sizes),
+                        box=Box((first, *inner_offsets), (kept, *inner_sizes)),
                         start=row * width,
                         counted=_replica_index(sharding, segment, grid, at) == 0,
                     )
@@ -321,28 +341,19 @@ def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> li
     return boxes
 
 
-def range_boxes(boxes: Sequence[Box], start: int, stop: int) -> list[Box]:
-    """Cut local boxes down to the elements [start, stop) of the flat local tensor.
+def range_boxes(boxes: Sequence[LocalBox], start: int, stop: int) -> list[LocalBox]:
+    """Cut local boxes down to the elements [start, stop) of the flat tensor.
 
-    An element range of a row-major n-d box is at most 2n - 1 boxes: the tail of a row, whole rows,
-    the head of a row, and so on inwards. `start` of the results is relative to the range's own
-    start.
+    `start` of the results is relative to the range's own start. For how many boxes a range of one
+    is, see `boxes_of_range`.
     """
     found = []
-    for box in boxes:
-        low, high = max(start, box.start), min(stop, box.start + box.numel)
-        if low < high:
-            for offsets, sizes, at in _rectangles(box.sizes, low - box.start, high - box.start):
-                found.append(
-                    Box(
-                        name=box.name,
-                        shape=box.shape,
-                        offsets=tuple(o + d for o, d in zip(box.offsets, offsets, strict=True)),
-                        sizes=sizes,
-                        start=box.start + at - start,
-                        counted=box.counted,
-                    )
-                )
+    for held in boxes:
+        low, high = max(start, held.start), min(stop, held.stop)
+        at = low - start
+        for part in boxes_of_range(held.box.sizes, low - held.start, high - held.start):
+            found.append(replace(held, box=part.within(held.box.offsets), start=at))
+            at += part.numel
     return found
 
 
@@ -469,32 +480,6 @@ def _replica_index(
     return index
 
 
-def _rectangles(
-    sizes: tuple[int, ...], low: int, high: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Split elements [low, high) of a row-major array into (offsets, sizes, first element)."""
-    if low >= high:
-        return []
-    if len(sizes) == 1:
-        return [((low,), (high - low,), low)]
-    row = math.prod(sizes[1:])
-    first, last = -(-low // row), high // row
-    if first > last:  # inside one row
-        inner = _rectangles(sizes[1:], low - last * row, high - last * row)
-        return [((last, *o), (1, *s), last * row + at) for o, s, at in inner]
-    found = []
-    if low < first * row:
-        inner = _rectangles(sizes[1:], low - (first - 1) * row, row)
-        found += [((first - 1, *o), (1, *s), (first - 1) * row + at) for o, s, at in inner]
-    if first < last:
-        zeros = (0,) * (len(sizes) - 1)
-        found.append(((first, *zeros), (last - first, *sizes[1:]), first * row))
-    if last * row < high:
-        inner = _rectangles(sizes[1:], 0, high - last * row)
-        found += [((last, *o), (1, *s), last * row + at) for o, s, at in inner]
-    return found
-
-
 @dataclass(frozen=True)
 class GradientStep:
     """Sum the gradient of some logical tensors of a weight over a group.
@@ -597,11 +582,11 @@ __all__ = [
     "OUTER_LANES",
     "OUTER_STRATEGIES",
     "STRATEGIES",
-    "Box",
     "Cut",
     "GradientKind",
     "GradientPlan",
     "GradientStep",
+    "LocalBox",
     "Placement",
     "Segment",
     "WeightSharding",

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.boxes import Box
 from megatron.training import checkpoint
 from megatron.training.checkpoints.dcp_folder import (
     DcpFolder,

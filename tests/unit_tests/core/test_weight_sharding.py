@@ -12,11 +12,12 @@ from fractions import Fraction
 import pytest
 import torch
 
+from megatron.core.boxes import Box
 from megatron.core.process_groups import RankGrid
 from megatron.core.weight_sharding import (
     STRATEGIES,
-    Box,
     Cut,
+    LocalBox,
     Placement,
     Segment,
     WeightSharding,
@@ -91,7 +92,7 @@ def descriptions(source: random.Random, grid: RankGrid) -> list[WeightSharding]:
     return [d for d in drawn if not check(d, grid)]
 
 
-def elements(box: Box) -> list[tuple[tuple[int, ...], int]]:
+def elements(box: LocalBox) -> list[tuple[tuple[int, ...], int]]:
     """List (logical index, place in the local tensor) of every element of a box."""
     ranges = [range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
     return [(index, box.start + i) for i, index in enumerate(itertools.product(*ranges))]
@@ -270,7 +271,7 @@ def test_ranges_of_boxes_hold_exactly_the_elements_between():
         sizes = tuple(source.randint(1, n) for n in shape)
         offsets = tuple(source.randint(0, n - m) for n, m in zip(shape, sizes, strict=True))
         first = source.randint(0, 9)
-        box = Box(name="w", shape=shape, offsets=offsets, sizes=sizes, start=first, counted=True)
+        box = LocalBox(name="w", shape=shape, box=Box(offsets, sizes), start=first, counted=True)
         start, stop = sorted(source.randint(0, first + box.numel + 5) for _ in range(2))
         found = range_boxes([box], start, stop)
         assert len(found) <= max(1, 2 * len(shape) - 1)

@@ -158,7 +158,7 @@ def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
     held = {
         (name, i): box.tensor.clone()
         for name, handle in store.handles.items()
-        for i, box in enumerate(store.held(handle))
+        for i, box in enumerate(store.chunks(handle))
     }
     gatherer = step.engine.gatherer
     counts = (0, 0) if gatherer is None else (gatherer.counts.gathers, gatherer.counts.prefetched)

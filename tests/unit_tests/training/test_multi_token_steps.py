@@ -105,7 +105,7 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
     for _ in range(2):  # the second step follows the gather plan of the first
         losses.append(float(run(data, factors)))
     gradients = {
-        (placed.box.name, placed.box.offsets): placed.of(each.gradients).clone()
+        (placed.name, placed.box.offsets): placed.of(each.gradients).clone()
         for each in owned
         for placed in each.boxes
     }

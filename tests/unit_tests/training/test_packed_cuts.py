@@ -169,7 +169,7 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
     with trace(groups) as records:
         loss = step(made, lr=0.3, weight_decay=0.0).loss
     pieces = {
-        (placed.box.name, placed.box.offsets): placed.of(seen).clone()
+        (placed.name, placed.box.offsets): placed.of(seen).clone()
         for seen, owned in zip(step.optimizer.seen, step.optimizer.owned, strict=True)
         for placed in owned.boxes
     }

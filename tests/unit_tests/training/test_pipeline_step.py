@@ -78,7 +78,7 @@ def trained(groups: ProcessGroupCollection, schedule: str, cuts: str, packed: bo
     before = step.evaluate(data, at_a_time=2)
     losses = [step(data, lr=0.3, weight_decay=0.0).loss for _ in range(2)]
     gradients = {
-        placed.box.name: placed.of(seen).clone()
+        placed.name: placed.of(seen).clone()
         for seen, owned in zip(optimizer.seen, optimizer.owned, strict=True)
         for placed in owned.boxes
     }

@@ -162,7 +162,7 @@ def gradients_of(step: TrainStep) -> dict[str, tuple[tuple[int, ...], torch.Tens
     """Return what this rank holds of the last step's gradients."""
     optimizer = step.optimizer
     return {
-        placed.box.name: placed.of(seen).clone()
+        placed.name: placed.of(seen).clone()
         for seen, owned in zip(optimizer.seen, optimizer.owned, strict=True)
         for placed in owned.boxes
     }

@@ -19,9 +19,10 @@ import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.boxes import TensorChunk
+
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveReport
-    from megatron.core.dist_checkpointing.boxes import TensorChunk
     from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo, StoreCoordinator
     from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
     from megatron.core.dist_checkpointing.load import CheckpointReader, LoadReport, load_checkpoint
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 _MODULES = (
     ("async_save", ("AsyncSaver", "SaveReport")),
-    ("boxes", ("TensorChunk",)),
     ("coordinator", ("Coordinator", "Solo", "StoreCoordinator")),
     ("errors", ("CheckpointError", "DamagedCheckpointError")),
     ("load", ("CheckpointReader", "LoadReport", "load_checkpoint")),
@@ -58,7 +58,7 @@ _MODULES = (
 )
 _HOMES = MappingProxyType({name: module for module, names in _MODULES for name in names})
 
-__all__ = sorted(_HOMES)
+__all__ = sorted([*_HOMES, "TensorChunk"])
 
 
 def __getattr__(name: str) -> Any:

@@ -45,6 +45,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.boxes import TensorChunk
 from megatron.core.device import (
     current_stream,
     new_event,
@@ -53,7 +54,6 @@ from megatron.core.device import (
     pin_in_place,
     unpin_in_place,
 )
-from megatron.core.dist_checkpointing.boxes import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.errors import CheckpointError, describe
 from megatron.core.dist_checkpointing.manifest import check_json

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import BoxIndex, TensorChunk, first_overlap
+from megatron.core.boxes import BoxIndex, TensorChunk, first_overlap
 from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError

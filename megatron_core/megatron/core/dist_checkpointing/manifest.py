@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.core import __version__
-from megatron.core.dist_checkpointing.boxes import Box, first_overlap
+from megatron.core.boxes import Box, first_overlap
 from megatron.core.dist_checkpointing.errors import CheckpointError, DamagedCheckpointError
 from megatron.core.dist_checkpointing.shard_format import (
     BLAKE2B,

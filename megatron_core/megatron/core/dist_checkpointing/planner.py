@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import TensorChunk, chunk_key
+from megatron.core.boxes import TensorChunk, chunk_key
 from megatron.core.dist_checkpointing.dtypes import dtype_name
 from megatron.core.dist_checkpointing.manifest import PlannedChunk
 from megatron.core.dist_checkpointing.shard_format import digest, encode_header, tensor_bytes
@@ -70,32 +70,22 @@ def weight_chunks(store: WeightStore) -> list[TensorChunk]:
         )
         for name, tensor in store.states.items()
     ]
-    return states + [
-        TensorChunk(
-            name=held.box.name,
-            shape=held.box.shape,
-            offsets=held.box.offsets,
-            tensor=held.tensor,
-            replica_ranks=held.replica_ranks,
-        )
-        for handle in store.handles.values()
-        for held in store.held(handle)
-    ]
+    return states + [c for handle in store.handles.values() for c in store.chunks(handle)]
 
 
 def optimizer_chunks(optimizer: RangedOptimizer) -> list[TensorChunk]:
     """List the boxes of optimizer state that this rank holds, as views of its memory."""
     return [
         TensorChunk(
-            name=f"optimizer.{kind}/{placed.box.name}",
-            shape=placed.box.shape,
-            offsets=placed.box.offsets,
-            tensor=placed.of(flat),
-            replica_ranks=placed.replica_ranks,
+            name=f"optimizer.{kind}/{held.name}",
+            shape=held.shape,
+            offsets=held.box.offsets,
+            tensor=held.of(flat),
+            replica_ranks=held.replica_ranks,
         )
         for state in optimizer.ranges
         for kind, flat in state.named_tensors().items()
-        for placed in state.owned.boxes
+        for held in state.owned.boxes
     ]
 
 

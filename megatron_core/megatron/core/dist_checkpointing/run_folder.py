@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from megatron.core.dist_checkpointing.boxes import first_overlap
+from megatron.core.boxes import first_overlap
 from megatron.core.dist_checkpointing.errors import (
     CheckpointError,
     DamagedCheckpointError,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.core.dist_checkpointing.boxes import TensorChunk
+from megatron.core.boxes import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.manifest import (
     MAX_BLOCK_BYTES,

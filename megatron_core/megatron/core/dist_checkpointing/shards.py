@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import Box, boxes_of_range, flat_index, intersect
+from megatron.core.boxes import Box, boxes_of_range, flat_index, intersect
 from megatron.core.dist_checkpointing.dtypes import DTYPES
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile

@@ -414,7 +414,7 @@ def _ranges(
     store: WeightStore, handle: WeightHandle, member: Member, segments: tuple[str, ...]
 ) -> list[tuple[int, int]]:
     return [
-        (member.start + box.start, member.start + box.start + box.numel)
+        (member.start + box.start, member.start + box.stop)
         for box in store.boxes(handle)
         if box.name in segments
     ]

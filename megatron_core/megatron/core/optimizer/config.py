@@ -90,10 +90,10 @@ def update_ranges(
         both = UpdateRanges(owned.decayed, 1.0, 1.0), UpdateRanges(owned.undecayed, 1.0, 0.0)
         return [one for one in both if one.ranges]
     found: dict[tuple[float, float], list[tuple[int, int]]] = {}
-    for placed in owned.boxes:
-        start, stop = placed.box.start, placed.box.start + placed.box.numel
+    for held in owned.boxes:
+        start, stop = held.start, held.stop
         default = 1.0 if any(a <= start < b for a, b in owned.decayed) else 0.0
-        key = _factor(placed.box.name, lr, 1.0), _factor(placed.box.name, weight_decay, default)
+        key = _factor(held.name, lr, 1.0), _factor(held.name, weight_decay, default)
         ranges = found.setdefault(key, [])
         if ranges and ranges[-1][1] == start:
             ranges[-1] = (ranges[-1][0], stop)

@@ -42,11 +42,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.boxes import Box
 from megatron.core.comm.collectives import Pending, all_gather, all_reduce, all_to_all_async
 from megatron.core.optimizer.config import MuonConfig
 from megatron.core.optimizer.range_state import RangeState, StepNumbers, matrix_boxes
 from megatron.core.process_groups import Group
-from megatron.core.weight_sharding import Box, WeightSharding
+from megatron.core.weight_sharding import LocalBox, WeightSharding
 
 
 @dataclass(frozen=True, order=True)
@@ -78,20 +79,15 @@ class Piece:
 
     Args:
         matrix: whose box it is.
-        offsets, sizes: the box, (row, col).
+        box: in the matrix.
         rank: who holds it.
         index: its number among that rank's pieces.
     """
 
     matrix: Matrix
-    offsets: tuple[int, int]
-    sizes: tuple[int, int]
+    box: Box
     rank: int
     index: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -141,8 +137,8 @@ def matrices_of(pieces: Sequence[Piece]) -> list[Matrix]:
         ValueError: the different pieces of a matrix do not add up to it.
     """
     found: dict[Matrix, int] = {}
-    for (matrix, _, _), same in _boxes(pieces):
-        found[matrix] = found.get(matrix, 0) + same[0].numel
+    for (matrix, _), same in _boxes(pieces):
+        found[matrix] = found.get(matrix, 0) + same[0].box.numel
     for matrix, held in found.items():
         if held != matrix.numel:
             raise ValueError(
@@ -166,7 +162,7 @@ def assign_owners(pieces: Sequence[Piece], stages: Sequence[int]) -> dict[Matrix
     held: dict[Matrix, dict[int, int]] = {}
     for piece in pieces:
         ranks = held.setdefault(piece.matrix, {})
-        ranks[piece.rank] = ranks.get(piece.rank, 0) + piece.numel
+        ranks[piece.rank] = ranks.get(piece.rank, 0) + piece.box.numel
     work, owners = [0] * len(stages), {}
     for matrix in sorted(held, key=lambda m: (-m.cost, m)):
         near = {stages[rank] for rank in held[matrix]}
@@ -196,7 +192,7 @@ def plan_rounds(
     """
     gathers: dict[Matrix, list[MomentumTransfer]] = {matrix: [] for matrix in owners}
     returns: dict[Matrix, list[MomentumTransfer]] = {matrix: [] for matrix in owners}
-    for number, ((matrix, _, _), same) in enumerate(_boxes(pieces)):
+    for number, ((matrix, _), same) in enumerate(_boxes(pieces)):
         owner = owners[matrix]
         own = [piece for piece in same if piece.rank == owner]
         # holders of the same piece take turns
@@ -218,11 +214,11 @@ def plan_rounds(
 
 
 def _boxes(pieces: Sequence[Piece]):
-    """Return ((matrix, offsets, sizes), the pieces that are this box) in ascending order."""
+    """Return ((matrix, box), the pieces that are this box) in ascending order."""
     return [
         (key, list(same))
         for key, same in itertools.groupby(
-            sorted(pieces), key=lambda piece: (piece.matrix, piece.offsets, piece.sizes)
+            sorted(pieces), key=lambda piece: (piece.matrix, piece.box)
         )
     ]
 
@@ -263,7 +259,7 @@ def _needs(
     needs = {owner: matrix.numel}
     for transfer in (*there, *back):
         for rank in (transfer.piece.rank, transfer.owner):
-            needs[rank] = needs.get(rank, 0) + transfer.piece.numel
+            needs[rank] = needs.get(rank, 0) + transfer.piece.box.numel
     return needs
 
 
@@ -281,9 +277,9 @@ def _exchange(
     receives = sorted((t for t in transfers if ends(t)[1] == rank), key=lambda t: ends(t)[0])
     send_counts, receive_counts = [0] * world, [0] * world
     for transfer in sends:
-        send_counts[ends(transfer)[1]] += transfer.piece.numel
+        send_counts[ends(transfer)[1]] += transfer.piece.box.numel
     for transfer in receives:
-        receive_counts[ends(transfer)[0]] += transfer.piece.numel
+        receive_counts[ends(transfer)[0]] += transfer.piece.box.numel
     return Exchange(
         tuple(sends),
         tuple(receives),
@@ -387,11 +383,11 @@ class Muon:
         self._held = [
             (state, matrix)
             for state in states
-            for placed in state.owned.boxes
-            for matrix in matrix_boxes(placed)
+            for held in state.owned.boxes
+            for matrix in matrix_boxes(held)
         ]
-        self._factors = [_factors(state, placed.box) for state, placed in self._held]
-        pieces = self._all_pieces([_described(placed.box, joined) for _, placed in self._held])
+        self._factors = [_factors(state, held) for state, held in self._held]
+        pieces = self._all_pieces([_described(held, joined) for _, held in self._held])
         if not matrices_of(pieces):
             raise ValueError("optimizer muon has no matrix to update: use adam")
         owners = assign_owners(pieces, stages or [0] * group.size)
@@ -424,11 +420,11 @@ class Muon:
         """Start to send the pieces of U to the owners of their matrices."""
         sent = self._buffer(one.gather.send_counts)
         for transfer, part in _parts(one.gather.sends, sent):
-            state, placed = self._held[transfer.piece.index]
-            momentum, gradients = placed.of(state.moments["momentum"]), state.owned.gradients
+            state, held = self._held[transfer.piece.index]
+            momentum, gradients = held.of(state.moments["momentum"]), state.owned.gradients
             if self.config.nesterov:
                 torch.mul(momentum, self.config.momentum, out=part)
-                part.add_(placed.of(gradients), alpha=1 / numbers.divisor)
+                part.add_(held.of(gradients), alpha=1 / numbers.divisor)
             else:
                 part.copy_(momentum)
         return self._exchanged(one.gather, sent)
@@ -437,7 +433,7 @@ class Muon:
         """Return this rank's matrices [rows, cols] of a round."""
         found = {m: arrived.new_empty(m.rows, m.cols) for m in one.own}
         for transfer, part in _parts(one.gather.receives, arrived):
-            _box_of(found[transfer.piece.matrix], transfer.piece).copy_(part)
+            found[transfer.piece.matrix][transfer.piece.box.slices].copy_(part)
         return found
 
     def _orthogonal(self, matrix: Matrix, whole: torch.Tensor) -> torch.Tensor:
@@ -450,16 +446,16 @@ class Muon:
         """Start to send the pieces of the updates to all who hold them."""
         sent = self._buffer(one.give_back.send_counts)
         for transfer, part in _parts(one.give_back.sends, sent):
-            part.copy_(_box_of(updates[transfer.piece.matrix], transfer.piece))
+            part.copy_(updates[transfer.piece.matrix][transfer.piece.box.slices])
         return self._exchanged(one.give_back, sent)
 
     def _apply(self, exchange: Exchange, arrived: torch.Tensor, numbers: StepNumbers) -> None:
         """Decay this rank's pieces and move them by their updates."""
         for transfer, part in _parts(exchange.receives, arrived):
-            state, placed = self._held[transfer.piece.index]
+            state, held = self._held[transfer.piece.index]
             lr_factor, decay_factor = self._factors[transfer.piece.index]
             lr = numbers.lr * lr_factor
-            master = placed.of(state.master)
+            master = held.of(state.master)
             master.mul_(1.0 - lr * numbers.weight_decay * decay_factor).add_(part, alpha=-lr)
 
     def _buffer(self, counts: Sequence[int]) -> torch.Tensor:
@@ -494,13 +490,8 @@ class Muon:
 
 def _parts(transfers: Sequence[MomentumTransfer], flat: torch.Tensor):
     """Return every transfer with its part of a buffer, a view [rows, cols]."""
-    pieces = flat.split([t.piece.numel for t in transfers]) if transfers else ()
-    return [(t, part.view(t.piece.sizes)) for t, part in zip(transfers, pieces, strict=True)]
-
-
-def _box_of(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-    (row, col), (rows, cols) = piece.offsets, piece.sizes
-    return whole[row : row + rows, col : col + cols]
+    pieces = flat.split([t.piece.box.numel for t in transfers]) if transfers else ()
+    return [(t, part.view(t.piece.box.sizes)) for t, part in zip(transfers, pieces, strict=True)]
 
 
 def _joined(weights: Collection[WeightSharding]) -> dict[str, tuple[str, int, int]]:
@@ -521,22 +512,23 @@ def _joined(weights: Collection[WeightSharding]) -> dict[str, tuple[str, int, in
     return found
 
 
-def _described(box: Box, joined: dict[str, tuple[str, int, int]]) -> tuple[int, ...]:
+def _described(held: LocalBox, joined: dict[str, tuple[str, int, int]]) -> tuple[int, ...]:
     """Return a box as the numbers that ranks tell each other."""
-    name, before, rows = joined.get(box.name, (box.name, 0, box.shape[0]))
+    name, before, rows = joined.get(held.name, (held.name, 0, held.shape[0]))
+    (row, col), sizes = held.box
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "big", signed=True)
-    return (key, rows, box.shape[1], before + box.offsets[0], box.offsets[1], *box.sizes)
+    return (key, rows, held.shape[1], before + row, col, *sizes)
 
 
 def _piece(row: Sequence[int], rank: int, index: int) -> Piece:
     key, rows, cols, *box = row
-    return Piece(Matrix(key, rows, cols), (box[0], box[1]), (box[2], box[3]), rank, index)
+    return Piece(Matrix(key, rows, cols), Box((box[0], box[1]), (box[2], box[3])), rank, index)
 
 
-def _factors(state: RangeState, box: Box) -> tuple[float, float]:
+def _factors(state: RangeState, held: LocalBox) -> tuple[float, float]:
     """Return the factors of the learning rate and of the decay of a box."""
     for alike in state.updates:
-        if any(start <= box.start < stop for start, stop in alike.ranges):
+        if any(start <= held.start < stop for start, stop in alike.ranges):
             return alike.lr_factor, alike.decay_factor
-    raise AssertionError(f"{box.name} is in no range that is updated")
+    raise AssertionError(f"{held.name} is in no range that is updated")

@@ -180,7 +180,7 @@ class Optimizer:
         weights: Collection[WeightSharding] | None = None,
     ) -> None:
         self.config = config or OptimizerConfig()
-        names = {placed.box.name for one in owned for placed in one.boxes}
+        names = {held.name for one in owned for held in one.boxes}
         if weights is not None:
             names = {segment.name for sharding in weights for segment in sharding.segments}
         check_patterns(self.config.lr_factors, names, what="learning rate groups")

@@ -13,7 +13,6 @@ ranges are divided until that is so.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megatron.core.boxes import Box
 from megatron.core.device import pin
 from megatron.core.optimizer.config import (
     TOKEN_MATRICES,
@@ -29,8 +29,8 @@ from megatron.core.optimizer.config import (
     UpdateRanges,
     update_ranges,
 )
-from megatron.core.weight_gather.store import OwnedRange, PlacedBox
-from megatron.core.weight_sharding import Box, range_boxes
+from megatron.core.weight_gather.store import OwnedRange
+from megatron.core.weight_sharding import LocalBox, range_boxes
 
 #: Where a range is cut between host and device: a multiple of this, so that both start aligned.
 CUT_QUANTUM = 32
@@ -119,7 +119,7 @@ def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]
     ]
 
 
-def is_matrix(box: Box, adam_names: Sequence[str]) -> bool:
+def is_matrix(box: LocalBox, adam_names: Sequence[str]) -> bool:
     """Tell whether Muon updates the logical tensor of a box: it is a matrix, or the matrices of
     experts, is no matrix of tokens, and no pattern gives it to AdamW.
 
@@ -130,26 +130,22 @@ def is_matrix(box: Box, adam_names: Sequence[str]) -> bool:
     return not any(fnmatchcase(box.name, p) for p in (*TOKEN_MATRICES, *adam_names))
 
 
-def matrix_boxes(placed: PlacedBox) -> list[PlacedBox]:
+def matrix_boxes(held: LocalBox) -> list[LocalBox]:
     """Return a box of a matrix as it is, and one of experts' matrices [e, rows, cols] matrix by
     matrix: a box of [rows, cols] each, under the expert's own name."""
-    box = placed.box
-    if len(box.shape) == 2:
-        return [placed]
-    numel = math.prod(box.sizes[1:])
+    if len(held.shape) == 2:
+        return [held]
+    (first, *offsets), (count, *sizes) = held.box
+    matrix = Box(tuple(offsets), tuple(sizes))
     return [
-        PlacedBox(
-            Box(
-                name=f"{box.name}[{box.offsets[0] + i}]",
-                shape=box.shape[1:],
-                offsets=box.offsets[1:],
-                sizes=box.sizes[1:],
-                start=box.start + i * numel,
-                counted=box.counted,
-            ),
-            placed.replica_ranks,
+        replace(
+            held,
+            name=f"{held.name}[{first + i}]",
+            shape=held.shape[1:],
+            box=matrix,
+            start=held.start + i * matrix.numel,
         )
-        for i in range(box.sizes[0])
+        for i in range(count)
     ]
 
 
@@ -178,11 +174,7 @@ def _part(owned: OwnedRange, low: int, high: int) -> OwnedRange:
         decayed=inside(owned.decayed),
         undecayed=inside(owned.undecayed),
         counted=inside(owned.counted),
-        boxes=tuple(
-            PlacedBox(box, placed.replica_ranks)
-            for placed in owned.boxes
-            for box in range_boxes([placed.box], low, high)
-        ),
+        boxes=tuple(range_boxes(owned.boxes, low, high)),
     )
 
 
@@ -190,10 +182,10 @@ def _by_kind(owned: OwnedRange, adam_names: Sequence[str]) -> tuple[list[int], l
     """Return where the rule changes in a range, and the rules in order."""
     cuts: list[int] = []
     kinds: list[str] = []
-    for placed in sorted(owned.boxes, key=lambda placed: placed.box.start):
-        kind = "muon" if is_matrix(placed.box, adam_names) else "adam"
+    for held in sorted(owned.boxes, key=lambda held: held.start):
+        kind = "muon" if is_matrix(held, adam_names) else "adam"
         if kinds and kind != kinds[-1]:
-            cuts.append(placed.box.start)
+            cuts.append(held.start)
         if not kinds or kind != kinds[-1]:
             kinds.append(kind)
     return cuts, kinds or ["adam"]

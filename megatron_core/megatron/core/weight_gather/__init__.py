@@ -33,9 +33,7 @@ from megatron.core.weight_gather.module import StoreModule
 from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
 from megatron.core.weight_gather.store import (
     NORM_GROUPS,
-    HeldBox,
     OwnedRange,
-    PlacedBox,
     WeightStore,
     empty_range,
     owned_range,
@@ -52,9 +50,7 @@ __all__ = [
     "Deferral",
     "GatherPlan",
     "Gatherer",
-    "HeldBox",
     "OwnedRange",
-    "PlacedBox",
     "RowRuns",
     "Storage",
     "StoreModule",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.boxes import TensorChunk
 from megatron.core.initialize import InitSpec, fill_
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, ShardedBuffer
@@ -36,8 +37,8 @@ from megatron.core.weight_gather.handle import (
     bucket_plans,
 )
 from megatron.core.weight_sharding import (
-    Box,
     GradientPlan,
+    LocalBox,
     Placement,
     WeightSharding,
     check,
@@ -231,14 +232,14 @@ class WeightStore:
         for handle in self.handles.values():
             handle.keeps_grad = False
 
-    def boxes(self, handle: WeightHandle) -> list[Box]:
+    def boxes(self, handle: WeightHandle) -> list[LocalBox]:
         """List the boxes of logical tensors in a whole local weight."""
         return local_boxes(handle.sharding, self.groups.grid, self.groups.coordinates)
 
-    def held(self, handle: WeightHandle) -> list[HeldBox]:
+    def chunks(self, handle: WeightHandle) -> list[TensorChunk]:
         """List the boxes of logical tensors that this rank stores, as views of its memory."""
         assert handle.param is not None, "the store must be materialised"
-        return held_boxes(self, handle)
+        return _chunks(self, handle)
 
     def freeze(self, *names: str) -> None:
         """Exclude weights from training; before a data-parallel engine is built over the store.
@@ -323,32 +324,19 @@ class WeightStore:
         )
 
     def _initialize(self, handle: WeightHandle) -> None:
-        for held in self.held(handle):
+        for chunk in self.chunks(handle):
             fill_(
-                held.tensor,
+                chunk.tensor,
                 self._init[handle.name],
                 seed=self.seed,
-                name=held.box.name,
-                shape=held.box.shape,
-                offsets=held.box.offsets,
+                name=chunk.name,
+                shape=chunk.shape,
+                offsets=chunk.offsets,
             )
 
 
 #: Groups over which the norms of owned ranges add up.
 NORM_GROUPS = ("expert_model", "model", "world")
-
-
-@dataclass(frozen=True)
-class PlacedBox:
-    """A box of a logical tensor in a flat range, and the global ranks that hold the same box."""
-
-    box: Box
-    replica_ranks: tuple[int, ...]
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the box's elements in a flat tensor that covers the range, a view [sizes]."""
-        start = self.box.start
-        return flat[start : start + self.box.numel].view(self.box.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,27 +361,12 @@ class OwnedRange:
     decayed: tuple[tuple[int, int], ...]
     undecayed: tuple[tuple[int, int], ...]
     counted: tuple[tuple[int, int], ...]
-    boxes: tuple[PlacedBox, ...]
+    boxes: tuple[LocalBox, ...]
     norm_group: str
     replicas: int = 1
 
 
-@dataclass(frozen=True)
-class HeldBox:
-    """A box of a logical tensor in this rank's memory.
-
-    Args:
-        box: in logical coordinates.
-        tensor: its elements, a view [sizes].
-        replica_ranks: the global ranks that store the same box.
-    """
-
-    box: Box
-    tensor: torch.Tensor
-    replica_ranks: tuple[int, ...]
-
-
-def held_boxes(store: WeightStore, handle: WeightHandle) -> list[HeldBox]:
+def _chunks(store: WeightStore, handle: WeightHandle) -> list[TensorChunk]:
     """List what this rank stores of a weight."""
     bucket, stored = handle.bucket, handle.anchor.detach().view(-1)
     assert bucket is not None
@@ -404,12 +377,14 @@ def held_boxes(store: WeightStore, handle: WeightHandle) -> list[HeldBox]:
         return []
     replicas = _replicas(store, handle, store.placement.weight)
     return [
-        HeldBox(
-            box,
-            stored[box.start : box.start + box.numel].view(box.sizes),
-            replicas[box.name],
+        TensorChunk(
+            name=held.name,
+            shape=held.shape,
+            offsets=held.box.offsets,
+            tensor=held.of(stored),
+            replica_ranks=replicas[held.name],
         )
-        for box in range_boxes(store.boxes(handle), start - member.start, stop - member.start)
+        for held in range_boxes(store.boxes(handle), start - member.start, stop - member.start)
     ]
 
 
@@ -443,7 +418,7 @@ def owned_range(
     decayed: list[tuple[int, int]] = []
     undecayed: list[tuple[int, int]] = []
     counted: list[tuple[int, int]] = []
-    boxes: list[PlacedBox] = []
+    boxes: list[LocalBox] = []
     grid = store.groups.grid
     for handle, member in bucket.members():
         start, stop = max(member.start, low), min(member.stop, high)
@@ -452,10 +427,10 @@ def owned_range(
         _extend(decayed if handle.sharding.weight_decay else undecayed, start - low, stop - low)
         replicas = _replicas(store, handle, sharded_axes)
         for box in range_boxes(store.boxes(handle), start - member.start, stop - member.start):
-            at = box.start + start - low
+            box = replace(box, start=box.start + start - low, replica_ranks=replicas[box.name])
             if box.counted:
-                _extend(counted, at, at + box.numel)
-            boxes.append(PlacedBox(replace(box, start=at), replicas[box.name]))
+                _extend(counted, box.start, box.stop)
+            boxes.append(box)
     sharding = bucket.handles[0].sharding
     lanes = sharding.lanes_of(sharded_axes)
     uncut = [axis for axis in sharding.lane_axes if axis not in lanes]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.boxes import Box
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator, TensorChunk
-from megatron.core.dist_checkpointing.boxes import Box
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -12,16 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core import boxes as boxes_module
+from megatron.core.boxes import Box, BoxIndex, boxes_of_range, first_overlap, flat_index, intersect
 from megatron.core.dist_checkpointing import TensorChunk
-from megatron.core.dist_checkpointing import boxes as boxes_module
-from megatron.core.dist_checkpointing.boxes import (
-    Box,
-    BoxIndex,
-    boxes_of_range,
-    first_overlap,
-    flat_index,
-    intersect,
-)
 from megatron.core.dist_checkpointing.load import plan_reads
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredTensor
 from tests.unit_tests.core.dist_checkpointing.layouts import random_boxes

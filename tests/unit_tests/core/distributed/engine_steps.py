@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.core.boxes import Box
 from megatron.core.comm import CollectiveRecord
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import (
@@ -17,7 +18,6 @@ from megatron.core.distributed.formulas import (
     collectives_per_step,
 )
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.weight_sharding import Box
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.unit_tests.core.distributed.small_model import SmallModel, plain_loss, tokens
 
@@ -108,12 +108,14 @@ def assert_gradients(
     for owned in engine.owned():
         assert owned.gradients.isfinite().all(), "padding included"
         for placed in owned.boxes:
-            box, got = placed.box, placed.of(owned.gradients)
-            found += box.numel
-            if box.name in zeros:
-                assert not got.any(), box.name
+            got = placed.of(owned.gradients)
+            found += placed.numel
+            if placed.name in zeros:
+                assert not got.any(), placed.name
             else:
-                assert_piece_close(box.name, got, wanted[box.name], box.offsets, bound=bound)
+                assert_piece_close(
+                    placed.name, got, wanted[placed.name], placed.offsets, bound=bound
+                )
     return found
 
 

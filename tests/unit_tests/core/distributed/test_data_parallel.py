@@ -194,9 +194,9 @@ def two_axes(rank: int, world: int) -> None:
                 engine.finish()
             boxes = [(p, p.of(o.gradients)) for o in engine.owned() for p in o.boxes]
             for placed, gradient in boxes:
-                value = 224.0 if placed.box.name == "norm" else 12.0
-                assert (gradient == value).all(), placed.box.name
-            summed = sum(g.nbytes for placed, g in boxes if placed.box.name == "norm")
+                value = 224.0 if placed.name == "norm" else 12.0
+                assert (gradient == value).all(), placed.name
+            summed = sum(g.nbytes for placed, g in boxes if placed.name == "norm")
             assert_active(records, group="tp", exactly=1, exactly_bytes=summed)
 
 
@@ -236,8 +236,8 @@ def experts(rank: int, world: int) -> None:
                         mine = groups["expert_lanes"].ranks
                         wanted = {"expert": sum(1.0 + 10.0 * r for r in mine), "dense": 604.0}
                         got = placed.of(owned.gradients)
-                        assert (got == wanted[placed.box.name]).all(), placed.box
-                        if placed.box.name == "expert":
+                        assert (got == wanted[placed.name]).all(), placed
+                        if placed.name == "expert":
                             placed.of(owned.weights).sub_(1.0)
                 engine.start_param_sync()
 

@@ -94,8 +94,8 @@ def trained(
         for owned in engine.owned():
             assert owned.gradients.isfinite().all()
             for placed in owned.boxes:
-                got, whole = placed.of(owned.gradients), wanted[placed.box.name]
-                assert torch.equal(got, cut(whole, placed.box)), placed.box
+                got, whole = placed.of(owned.gradients), wanted[placed.name]
+                assert torch.equal(got, cut(whole, placed.box)), placed
         if step > 0:  # the first step makes the plan that the formula asks for
             lanes = [record for record in records if "lanes" in record.group]
             assert_traffic(engine, lanes, microbatches)
@@ -241,7 +241,7 @@ def faulty(
 def test_a_wrong_scale_is_seen(
     degrees: dict[str, int], edit: tuple[str, ...], router: GradientKind, shows: str
 ):
-    with pytest.raises(RankFailure, match=f"AssertionError: Box.name='1.{shows}'"):
+    with pytest.raises(RankFailure, match=f"AssertionError: LocalBox.name='1.{shows}'"):
         run_ranks(faulty, 4, degrees, edit, router)
 
 

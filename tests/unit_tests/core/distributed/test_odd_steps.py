@@ -61,7 +61,7 @@ def frozen(groups: Groups, config: Config) -> None:
             steps_against(model, engine, reference, ((0,), (1, 2), (3, 4), (5,)))
         assert_weights(engine, reference.weights)
         assert all(torch.equal(reference.weights[n], before[n]) for n in names)
-        owned = {placed.box.name for o in engine.owned() for placed in o.boxes}
+        owned = {placed.name for o in engine.owned() for placed in o.boxes}
         assert owned
         assert not owned & set(names)
         assert all(model.store.handles[n].slot is None for n in names)
@@ -179,9 +179,9 @@ def gathered(groups: Groups, config: Config) -> None:
     whole = {}
     for owned in engine.owned():
         for placed in owned.boxes:
-            shape = placed.box.shape
+            shape = placed.shape
             numbers = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
-            whole[placed.box.name] = numbers
+            whole[placed.name] = numbers
             placed.of(owned.weights).copy_(cut(numbers, placed.box))
     engine.start_param_sync(force_sync=True)
     with engine.evaluation():

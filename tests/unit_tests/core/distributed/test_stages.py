@@ -128,17 +128,18 @@ def tied(rank: int, world: int, parallel: dict, instances: int, fault: Mutation 
             wanted = drawn(step)
             with trace(groups) as records:
                 stage.gradients(wanted)
-            mine = {p.box.name for o in stage.engine.owned() for p in o.boxes} & set(SHARED)
+            mine = {p.name for o in stage.engine.owned() for p in o.boxes} & set(SHARED)
             assert_active(records, group="tied", exactly=1 if mine else 0, at_least=0)
             scale = stage.scaler.scale
             seen = 0
             for owned in stage.engine.owned():
                 for placed in owned.boxes:
-                    whole = scale * wanted[placed.box.name]
+                    whole = scale * wanted[placed.name]
                     got = placed.of(owned.gradients)
                     seen += got.numel()
-                    box = placed.box
-                    assert_piece_close(box.name, got, whole, box.offsets, bound=1e-6, scale=scale)
+                    assert_piece_close(
+                        placed.name, got, whole, placed.offsets, bound=1e-6, scale=scale
+                    )
             assert seen > 0 or stage.engine.sharded
             norm = stage.optimizer.grad_norm() / scale
             exact = sum(float(w.double().square().sum()) for w in wanted.values()) ** 0.5
@@ -155,9 +156,9 @@ def tied(rank: int, world: int, parallel: dict, instances: int, fault: Mutation 
 def _boxes(stage: Stage) -> list[dict[tuple, tuple[int, ...]]]:
     """Return the boxes that this rank's optimizer and memory hold, and who holds the same."""
     owned = [placed for one in stage.engine.owned() for placed in one.boxes]
-    held = [h for handle in stage.store.handles.values() for h in stage.store.held(handle)]
+    held = [h for handle in stage.store.handles.values() for h in stage.store.chunks(handle)]
     return [
-        {(b.box.name, b.box.offsets, b.box.sizes): b.replica_ranks for b in boxes}
+        {(b.name, b.box.offsets, b.box.sizes): b.replica_ranks for b in boxes}
         for boxes in (owned, held)
     ]
 

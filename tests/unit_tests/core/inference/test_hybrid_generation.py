@@ -63,15 +63,14 @@ def make_model(
     """Return the model, sweeping in short chunks, with every weight off its initial value."""
     model = GPTModel(config, groups or ProcessGroupCollection.single(), dtype=dtype)
     for handle in model.store.handles.values():
-        for held in model.store.held(handle):
-            box = held.box
-            noise = torch.randn(box.shape, generator=generator(5, *box.name.encode()))
+        for held in model.store.chunks(handle):
+            noise = torch.randn(held.shape, generator=generator(5, *held.name.encode()))
             values = 0.4 * noise
-            if "norm" in box.name:
+            if "norm" in held.name:
                 values = 1 + 0.2 * noise
-            elif "A_log" in box.name:
+            elif "A_log" in held.name:
                 values = 0.3 * noise - 1.5  # states that remember more than a few tokens
-            places = zip(box.offsets, held.tensor.shape, strict=True)
+            places = zip(held.offsets, held.tensor.shape, strict=True)
             held.tensor.copy_(values[tuple(slice(i, i + n) for i, n in places)])
     for mixer in recurrent(model):
         sizes = {"chunk_size": CHUNK}

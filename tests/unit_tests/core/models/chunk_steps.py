@@ -8,11 +8,11 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
+from megatron.core.boxes import Box
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
-from megatron.core.weight_sharding import Box
 from tests.support.inputs import Microbatch, generator, microbatch
 from tests.support.nan_memory import nan_memory
 
@@ -55,17 +55,16 @@ def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 def values(model: GPTModel) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
     """Return a copy of every box that the rank has of its weights, by name and offsets."""
-    held = (held for handle in model.store.handles.values() for held in model.store.held(handle))
-    return {(each.box.name, each.box.offsets): each.tensor.clone() for each in held}
+    held = (held for handle in model.store.handles.values() for held in model.store.chunks(handle))
+    return {(each.name, each.box.offsets): each.tensor.clone() for each in held}
 
 
 def move(model: GPTModel) -> GPTModel:
     """Move every weight off its initial value by a function of its name and place alone."""
     for handle in model.store.handles.values():
-        for held in model.store.held(handle):
-            box = held.box
-            noise = torch.randn(box.shape, generator=generator(3, *box.name.encode()))
-            held.tensor.add_(cut(0.1 * noise, box).to(held.tensor.dtype))
+        for held in model.store.chunks(handle):
+            noise = torch.randn(held.shape, generator=generator(3, *held.name.encode()))
+            held.tensor.add_(cut(0.1 * noise, held.box).to(held.tensor.dtype))
     return model
 
 

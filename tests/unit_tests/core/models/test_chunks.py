@@ -61,9 +61,9 @@ def on_ranks(rank: int, world: int) -> dict[tuple, dict]:
         options = {"sequence_parallel": tp > 1, "split": split_of(pattern, groups[tp])}
         fresh = GPTModel(config, groups[tp], seed=5, **options)
         held = {
-            (each.box.name, each.box.offsets): each.replica_ranks
+            (each.name, each.box.offsets): each.replica_ranks
             for handle in fresh.store.handles.values()
-            for each in fresh.store.held(handle)
+            for each in fresh.store.chunks(handle)
         }
         parts = {b.handles[0].name: (b.part, len(b.handles)) for b in fresh.store.buckets}
         initial = values(fresh)
@@ -196,14 +196,14 @@ def chunks_of(model: GPTModel) -> list[TensorChunk]:
     """Return what a checkpoint holds of a rank's weights."""
     return [
         TensorChunk(
-            name=held.box.name,
-            shape=held.box.shape,
+            name=held.name,
+            shape=held.shape,
             offsets=held.box.offsets,
             tensor=held.tensor,
             replica_ranks=held.replica_ranks,
         )
         for handle in model.store.handles.values()
-        for held in model.store.held(handle)
+        for held in model.store.chunks(handle)
     ]
 
 

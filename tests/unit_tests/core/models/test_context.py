@@ -90,10 +90,9 @@ def batch_of(case: Case, index: int) -> dict[str, torch.Tensor]:
 def moved(model: GPTModel) -> None:
     """Move every weight off its initial value by what is the same on every grid."""
     for handle in model.store.handles.values():
-        for held in model.store.held(handle):
-            box = held.box
-            noise = torch.randn(box.shape, generator=generator(9, *box.name.encode()))
-            where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        for held in model.store.chunks(handle):
+            noise = torch.randn(held.shape, generator=generator(9, *held.name.encode()))
+            where = held.box.slices
             held.tensor.add_(0.2 * noise[where])
 
 

@@ -100,10 +100,9 @@ def built(case: Case, groups: ProcessGroupCollection) -> GPTModel:
     model.set_recompute(case.recompute or Recompute())
     model.store.splits = case.split
     for handle in model.store.handles.values():
-        for held in model.store.held(handle):
-            box = held.box
-            noise = torch.randn(box.shape, generator=generator(9, *box.name.encode()))
-            where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        for held in model.store.chunks(handle):
+            noise = torch.randn(held.shape, generator=generator(9, *held.name.encode()))
+            where = held.box.slices
             held.tensor.add_(0.2 * noise[where])
     return model
 

@@ -72,9 +72,9 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
     engine.finish()
 
     logical = {
-        held.box.name: held.tensor.detach().double().requires_grad_()
+        held.name: held.tensor.detach().double().requires_grad_()
         for handle in model.store.handles.values()
-        for held in model.store.held(handle)
+        for held in model.store.chunks(handle)
     }
     assert logical.keys() == logical_weights(config).keys()
     plain = PlainDepths(

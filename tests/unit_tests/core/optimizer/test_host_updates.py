@@ -48,7 +48,7 @@ def train(groups: ProcessGroupCollection, kind: str, fraction: float, **options)
 def state_of(training: Training) -> dict[tuple, torch.Tensor]:
     """Return copies of all optimizer state by kind and box."""
     return {
-        (kind, placed.box.name, placed.box.offsets): placed.of(flat).clone()
+        (kind, placed.name, placed.box.offsets): placed.of(flat).clone()
         for state in training.optimizer.ranges
         for kind, flat in state.named_tensors().items()
         for placed in state.owned.boxes
@@ -128,7 +128,7 @@ def test_parts_of_a_range_describe_the_same_elements():
         *((whole, placed, 0) for placed in owned.boxes),
         *((again, b, s) for p, s in zip(parts, starts, strict=True) for b in p.boxes),
     ):
-        view = found[placed.box.name]
+        view = found[placed.name]
         for dim, (first, size) in enumerate(zip(placed.box.offsets, placed.box.sizes, strict=True)):
             view = view.narrow(dim, first, size)
         view.copy_(placed.of(numbers[start:]))
@@ -139,7 +139,7 @@ def test_parts_of_a_range_describe_the_same_elements():
 
 
 def _shapes(owned) -> dict[str, tuple[int, ...]]:
-    return {placed.box.name: placed.box.shape for placed in owned.boxes}
+    return {placed.name: placed.shape for placed in owned.boxes}
 
 
 def two_ranks(rank: int, world: int) -> list[bool]:

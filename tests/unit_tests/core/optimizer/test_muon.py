@@ -152,7 +152,7 @@ def test_matrices_have_momentum_and_the_rest_have_moments():
         for kind, flat in state.named_tensors().items():
             numel[kind] = numel.get(kind, 0) + flat.numel()
             for placed in state.owned.boxes:
-                kept.setdefault(placed.box.name, set()).add(kind)
+                kept.setdefault(placed.name, set()).add(kind)
     assert kept == {
         name: {"momentum"} if name in MATRICES else {"exp_avg", "exp_avg_sq"} for name in SHAPES
     }
@@ -169,10 +169,10 @@ def test_low_precision_weights_follow_their_masters():
     wanted = formula(training.logical(), config)
     train(training)
     masters = {
-        placed.box.name: placed.of(state.master)
+        placed.name: placed.of(state.master)
         for state in training.optimizer.ranges
         for placed in state.owned.boxes
-        if placed.box.name != "q" and placed.box.name != "k"
+        if placed.name != "q" and placed.name != "k"
     }
     assert_all_close(masters, {name: wanted[name] for name in masters}, bound=1e-5)
     for name, weight in training.logical().items():
@@ -242,7 +242,7 @@ def seen(training: Training) -> dict:
     ways = [way for r in planned.rounds for way in (r.gather, r.give_back)]
     # q and k are cut by rows alone: other columns are the end of a shard inside a row
     cut = any(
-        placed.box.name in ("q", "k") and placed.box.sizes[1] != SHAPES["q"][1]
+        placed.name in ("q", "k") and placed.box.sizes[1] != SHAPES["q"][1]
         for state in training.optimizer.ranges
         for placed in state.owned.boxes
     )

@@ -134,7 +134,7 @@ def on_grids(rank: int, world: int) -> list:
                 placed.box.sizes[1] < FFN
                 for state in muon.states
                 for placed in state.owned.boxes
-                if placed.box.name.endswith("gate")
+                if placed.name.endswith("gate")
             ]
             found.append((joined, muon.owned_matrices, any(parts), model.pieces()))
     return found

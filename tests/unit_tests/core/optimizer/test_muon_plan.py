@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from megatron.core.boxes import Box
 from megatron.core.optimizer.muon import Matrix, Piece, assign_owners, matrices_of, plan_rounds
 
 UNLIMITED = 10**9
@@ -20,7 +21,7 @@ def drawn_pieces(source: random.Random, world: int, count: int) -> list[Piece]:
 
     def hold(matrix: Matrix, offsets: tuple[int, int], sizes: tuple[int, int]) -> None:
         for rank in source.sample(range(world), source.choice([1, 1, min(2, world), world])):
-            pieces.append(Piece(matrix, offsets, sizes, rank, held[rank]))
+            pieces.append(Piece(matrix, Box(offsets, sizes), rank, held[rank]))
             held[rank] += 1
 
     for key in range(count):
@@ -46,7 +47,7 @@ def carried_out(pieces: list[Piece], world: int, limit: int) -> dict[int, list[l
     whole = {m: torch.arange(m.numel).view(m.rows, m.cols) + 1000 * m.key for m in matrices}
 
     def content(piece: Piece) -> torch.Tensor:
-        (row, col), (rows, cols) = piece.offsets, piece.sizes
+        (row, col), (rows, cols) = piece.box
         return whole[piece.matrix][row : row + rows, col : col + cols]
 
     plans = [plan_rounds(pieces, owners, rank=r, world=world, limit=limit) for r in range(world)]
@@ -64,14 +65,14 @@ def carried_out(pieces: list[Piece], world: int, limit: int) -> dict[int, list[l
                     while number > 0:
                         piece = next(at).piece
                         sent.setdefault((rank, other), []).append(content(piece))
-                        number -= piece.numel
+                        number -= piece.box.numel
                     assert number == 0
                 assert next(at, None) is None
             for rank, (one, side) in enumerate(zip(rounds, sides, strict=True)):
-                got = exchanged(sent, rank, world).split([t.piece.numel for t in side.receives])
+                got = exchanged(sent, rank, world).split([t.piece.box.numel for t in side.receives])
                 for transfer, part in zip(side.receives, got, strict=True):
                     piece = transfer.piece
-                    assert torch.equal(part.view(piece.sizes), content(piece))
+                    assert torch.equal(part.view(piece.box.sizes), content(piece))
                     if way == "give_back":
                         assert piece.rank == rank
                         updated.append((rank, piece.index))
@@ -79,9 +80,9 @@ def carried_out(pieces: list[Piece], world: int, limit: int) -> dict[int, list[l
                     for matrix in one.own:
                         assert owners[matrix] == rank
                         mine = [t.piece for t in side.receives if t.piece.matrix == matrix]
-                        boxes = {(p.offsets, p.sizes) for p in mine}
+                        boxes = {p.box for p in mine}
                         assert len(boxes) == len(mine), "a piece came twice"
-                        assert sum(p.numel for p in mine) == matrix.numel
+                        assert sum(p.box.numel for p in mine) == matrix.numel
     assert sorted(updated) == sorted((p.rank, p.index) for p in pieces)
     return {rank: [list(one.own) for one in plan] for rank, plan in enumerate(plans)}
 
@@ -139,7 +140,7 @@ def test_work_is_shared_out_evenly_and_holders_are_preferred():
         assert max(work) - min(work) <= costliest
     equal = [Matrix(key, 4, 6) for key in range(4)]
     pieces = [
-        Piece(m, (0, 0), (4, 6), rank, 0) for m, rank in zip(equal, (3, 1, 2, 0), strict=True)
+        Piece(m, Box((0, 0), (4, 6)), rank, 0) for m, rank in zip(equal, (3, 1, 2, 0), strict=True)
     ]
     assert [assign_owners(pieces, [0] * 4)[m] for m in equal] == [3, 1, 2, 0]
     plan = plan_rounds(pieces, assign_owners(pieces, [0] * 4), rank=0, world=4, limit=UNLIMITED)
@@ -151,22 +152,23 @@ def test_a_matrix_stays_on_the_stages_that_hold_it():
     stages = [0, 0, 1, 1, 2, 2]
     matrices = [Matrix(key, 4 + key % 3, 6) for key in range(24)]
     pieces = [
-        Piece(m, (0, 0), (m.rows, m.cols), (0, 1, 2, 3)[m.key % 4], m.key // 4) for m in matrices
+        Piece(m, Box((0, 0), (m.rows, m.cols)), (0, 1, 2, 3)[m.key % 4], m.key // 4)
+        for m in matrices
     ]
     owners = assign_owners(pieces, stages)
     assert all(stages[owners[p.matrix]] == stages[p.rank] for p in pieces)
     assert set(owners.values()) == {0, 1, 2, 3}
     both = Matrix(99, 30, 30)
-    shared = [Piece(both, (0, 0), (30, 30), rank, 9) for rank in (0, 3)]
+    shared = [Piece(both, Box((0, 0), (30, 30)), rank, 9) for rank in (0, 3)]
     assert assign_owners(shared, stages)[both] == 0
-    alone = Piece(Matrix(7, 9, 9), (0, 0), (9, 9), 4, 0)
+    alone = Piece(Matrix(7, 9, 9), Box((0, 0), (9, 9)), 4, 0)
     assert assign_owners([*pieces, alone], stages)[alone.matrix] == 4
 
 
 def test_a_matrix_that_is_not_whole_is_refused():
     matrix = Matrix(1, 4, 6)
-    half = Piece(matrix, (0, 0), (2, 6), 0, 0)
+    half = Piece(matrix, Box((0, 0), (2, 6)), 0, 0)
     with pytest.raises(ValueError, match="ranks hold 12 elements of a matrix of 4 x 6"):
         matrices_of([half])
     with pytest.raises(ValueError, match="ranks hold 30 elements"):
-        matrices_of([half, Piece(matrix, (1, 0), (3, 6), 1, 0)])
+        matrices_of([half, Piece(matrix, Box((1, 0), (3, 6)), 1, 0)])

@@ -84,7 +84,7 @@ def test_low_precision_weights_follow_their_masters(kind: str):
         assert state.master.dtype is torch.float32
         assert set(state.named_tensors()) >= {"master"}
         for placed in state.owned.boxes:
-            masters[placed.box.name] = placed.of(state.master)
+            masters[placed.name] = placed.of(state.master)
     assert_all_close(masters, weights, bound=2e-6)
     for name, weight in training.logical().items():
         assert torch.equal(weight, masters[name].bfloat16()), name

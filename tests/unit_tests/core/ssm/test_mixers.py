@@ -125,9 +125,9 @@ def _trained(rank: int, world: int, kind: str, strategy: str) -> dict[str, torch
 
 def _wide(store: WeightStore) -> dict[str, torch.Tensor]:
     return {
-        held.box.name: held.tensor.clone()
+        held.name: held.tensor.clone()
         for handle in store.handles.values()
-        for held in store.held(handle)
+        for held in store.chunks(handle)
         if held.tensor.dtype == torch.float32
     }
 

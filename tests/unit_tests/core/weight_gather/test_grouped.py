@@ -213,8 +213,8 @@ def through_shards(rank: int, world: int, strategy: str) -> dict[str, int]:
     pairs = {}
     for owned in engine.owned():
         for i, placed in enumerate(owned.boxes):
-            name = f"{placed.box.name}.{i}"
-            pairs[name] = placed.of(owned.gradients), cut(wanted[placed.box.name], placed.box)
+            name = f"{placed.name}.{i}"
+            pairs[name] = placed.of(owned.gradients), cut(wanted[placed.name], placed.box)
     assert_all_close({n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()})
     return {
         "held": sum(b.weights.data.numel() for b in store.buckets),

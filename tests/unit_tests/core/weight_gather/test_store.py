@@ -227,7 +227,7 @@ def test_owned_ranges_name_every_element_once_and_no_padding(
             boxes = marked(
                 found,
                 numel,
-                lambda part: [(b.box.start, b.box.start + b.box.numel) for b in part.boxes],
+                lambda part: [(b.start, b.start + b.box.numel) for b in part.boxes],
             )
             assert torch.equal(boxes, wanted["box"])
             cut = strategy != "no_shard"
@@ -242,7 +242,7 @@ def test_owned_ranges_name_every_element_once_and_no_padding(
 def initial(box) -> torch.Tensor:
     """Return the initial values of a box."""
     return fill_(
-        torch.empty(box.sizes),
+        torch.empty(box.box.sizes),
         NORMAL,
         seed=21,
         name=box.name,
@@ -263,10 +263,10 @@ def test_owned_boxes_are_views_with_their_values_and_their_replicas(
                 low, high = bucket.owned_range
                 part = owned_range(store, bucket, torch.zeros(high - low))
                 for placed in part.boxes:
-                    box, values = placed.box, placed.of(part.weights)
-                    assert torch.equal(values, initial(box))
-                    assert values.data_ptr() == part.weights[box.start :].data_ptr()
-                    key = (box.name, box.offsets, box.sizes)
+                    values = placed.of(part.weights)
+                    assert torch.equal(values, initial(placed))
+                    assert values.data_ptr() == part.weights[placed.start :].data_ptr()
+                    key = (placed.name, placed.offsets, placed.sizes)
                     holders.setdefault(key, []).append(store.groups.rank)
                     told.setdefault(key, set()).add(placed.replica_ranks)
     for key, ranks in holders.items():
@@ -285,18 +285,17 @@ def test_what_ranks_hold_is_every_element_with_its_value_and_its_replicas(
         for store in stores:
             sharded = strategy == "optim_grads_params"
             for handle in store.handles.values():
-                held = store.held(handle)
+                held = store.chunks(handle)
                 assert sum(h.tensor.numel() for h in held) <= handle.param.numel()
                 for found in held:
-                    box = found.box
-                    assert torch.equal(found.tensor, initial(box))
+                    assert torch.equal(found.tensor, initial(found))
                     base = handle.bucket.weights.data.untyped_storage().data_ptr()
                     assert found.tensor.untyped_storage().data_ptr() == base
-                    key = (box.name, box.offsets, box.sizes)
+                    key = (found.name, *found.box)
                     holders.setdefault(key, []).append(store.groups.rank)
                     told.setdefault(key, set()).add(found.replica_ranks)
                     at = (place, handle.name)
-                    covered[at] = covered.get(at, 0) + box.numel
+                    covered[at] = covered.get(at, 0) + found.tensor.numel()
         times = instances if sharded else LANES
         for handle in stores[0].handles.values():
             whole = sum(box.numel for box in stores[0].boxes(handle))

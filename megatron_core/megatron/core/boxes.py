@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of boxes: axis-aligned blocks of elements inside a logical tensor.
 
-TensorChunk: a box of a logical tensor that this rank holds.
+`Box` is the one description of such a block, for sharding, gathers, optimizer state, checkpoints
+and Hugging Face files. `TensorChunk` is a box of a logical tensor with the elements of it that this
+rank holds.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+
+#: Bytes of a tensor that are read, converted or written at a time.
+ROW_BOX_BYTES = 4 << 20
 
 
 class Box(NamedTuple):
@@ -40,6 +46,10 @@ class Box(NamedTuple):
     def seen_from(self, origin: tuple[int, ...]) -> Box:
         """Return the same elements in coordinates that count from `origin`."""
         return Box(tuple(o - a for o, a in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    def within(self, origin: tuple[int, ...]) -> Box:
+        """Return the same elements where these coordinates count from `origin`."""
+        return Box(tuple(o + a for o, a in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -90,6 +100,19 @@ def boxes_of_range(sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
 def _in_row(row: int, sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
     inner = boxes_of_range(sizes[1:], begin, end)
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+
+
+def row_boxes(
+    shape: tuple[int, ...], itemsize: int, *, piece_bytes: int = ROW_BOX_BYTES
+) -> Iterator[Box]:
+    """Cut a tensor into boxes of whole rows that take about `piece_bytes` each."""
+    if not shape:
+        yield Box((), ())
+        return
+    rows = max(1, piece_bytes // max(1, itemsize * math.prod(shape[1:])))
+    rest = (0,) * (len(shape) - 1)
+    for first in range(0, shape[0], rows):
+        yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
 
 
 class BoxIndex:

@@ -24,9 +24,8 @@ of cp share one. `inner_lanes` × `outer_lanes` are the lanes.
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -198,11 +197,11 @@ class RankGrid:
 
     def _order(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the factorisation (dense or expert) that holds all of `axes`."""
-        for axis in axes:
-            self.size(axis)
         for order in (DENSE_AXES, EXPERT_AXES):
             if set(axes) <= set(order):
                 return order
+        for axis in axes:
+            self.size(axis)
         raise ValueError(f"axes {axes} mix the dense and the expert grid: name axes of one of them")
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -245,12 +244,9 @@ class RankGrid:
         """
         axes = self._split(axes)
         order = self._order(axes)
-        inner = [a for a in order if a in axes]
-        outer = [a for a in order if a not in axes]
-        groups = []
-        for fixed in self._points(outer):
-            groups.append([self.rank_of(**fixed, **free) for free in self._points(inner)])
-        return groups
+        inner = self._offsets(order, axes)
+        outer = self._offsets(order, [axis for axis in order if axis not in axes])
+        return [[first + offset for offset in inner] for first in outer]
 
     @property
     def replica_names(self) -> tuple[str, ...]:
@@ -281,15 +277,18 @@ class RankGrid:
         """Return the ranks of the group over `axes` that holds `rank`."""
         at, axes = self.coordinates(rank), self._split(axes)
         order = self._order(axes)
-        fixed = {a: at[a] for a in order if a not in axes}
-        return [
-            self.rank_of(**fixed, **free) for free in self._points([a for a in order if a in axes])
-        ]
+        first = self.rank_of(**{axis: at[axis] for axis in order if axis not in axes})
+        return [first + offset for offset in self._offsets(order, axes)]
 
-    def _points(self, axes: list[str]) -> Iterator[dict[str, int]]:
-        """Enumerate coordinates of `axes`, the first axis fastest."""
-        for values in itertools.product(*(range(self.sizes[a]) for a in reversed(axes))):
-            yield dict(zip(reversed(axes), values, strict=True))
+    def _offsets(self, order: tuple[str, ...], axes: Container[str]) -> list[int]:
+        """List the rank differences that `axes` of a factorisation span, its first axis fastest."""
+        offsets, stride = [0], 1
+        for axis in order:
+            size = self.sizes[axis]
+            if axis in axes:
+                offsets = [step * stride + offset for step in range(size) for offset in offsets]
+            stride *= size
+        return offsets
 
 
 #: Groups whose communicators carry one kind of traffic only, and which kind: what is queued on one

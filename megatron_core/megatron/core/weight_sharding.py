@@ -103,7 +103,8 @@ class Segment:
 
     def pieces(self, axis: str, grid: RankGrid) -> int:
         """Return into how many pieces the `stay` cuts over one axis divide it."""
-        return math.prod(c.pieces(grid) for c in self.stay_cuts if c.axis == axis)
+        over = (cut for cut in self.cuts if cut.axis == axis and cut.mode == "stay")
+        return math.prod(cut.pieces(grid) for cut in over)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,8 +192,9 @@ def calls_of(run: Callable[[], object], root: Path) -> tuple[int, int]:
     return sum(seen.values()), len(seen)
 
 
-def trace(root: Path) -> dict[str, tuple[int, int]]:
-    """Return (calls, files) of building a GPT of two layers, of its forward pass, of a decode step.
+def small_runs(root: Path) -> dict[str, Callable[[], object]]:
+    """Return what is traced, each ready to be run once: building a GPT of two layers, a forward
+    pass with loss of another one, and its decode step.
 
     Raises:
         ValueError: `megatron.core` is imported from elsewhere than `root`.
@@ -216,21 +217,26 @@ def trace(root: Path) -> dict[str, tuple[int, int]]:
         attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=8),
         mlp=MLPConfig(ffn_hidden_size=64),
     )
+
     groups = ProcessGroupCollection.single()
-    built: list[GPTModel] = []
-    found = {"build": calls_of(lambda: built.append(GPTModel(config, groups, seed=1)), root)}
-    model = built[0]
+
+    def build() -> GPTModel:
+        return GPTModel(config, groups, seed=1)
+
+    model = build()
     tokens = torch.arange(16).view(2, 8)
     weights = torch.full(tokens.shape, 1 / tokens.numel())
     model.loss(tokens, tokens, weights)  # what is made once
-    found["forward"] = calls_of(lambda: model.loss(tokens, tokens, weights), root)
     steps = stream(
         model, [Request(prompt=(1, 2, 3))], max_new_tokens=5, sampling=SamplingParams(temperature=0)
     )
     for _ in range(3):
         next(steps)
-    found["decode step"] = calls_of(lambda: next(steps), root)
-    return found
+    return {
+        "build": build,
+        "forward": lambda: model.loss(tokens, tokens, weights),
+        "decode step": lambda: next(steps),
+    }
 
 
 def figures(root: Path) -> dict[str, object]:
@@ -254,8 +260,8 @@ def figures(root: Path) -> dict[str, object]:
         "modules in circles": sum(map(len, circles(graph))),
         "modules that pretraining imports": len(graph.get("megatron.training.pretraining", ())),
     }
-    for what, (calls, files) in trace(root).items():
-        found[f"calls: {what}"], found[f"files: {what}"] = calls, files
+    for what, run in small_runs(root).items():
+        found[f"calls: {what}"], found[f"files: {what}"] = calls_of(run, root)
     return found
 
 

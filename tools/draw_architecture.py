@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the pictures of docs/architecture.md from the code: packages, and what three walks call.
+
+python -m tools.draw_architecture [--check]
+
+An arrow between packages is an import, unless a longer path of arrows implies it (the transitive
+reduction); imports inside functions count. A walk is traced: the files of `megatron.core` that
+are entered, in that order, and who enters each first. What stands between the marks of a picture is
+replaced; `--check` compares only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from tools.code_figures import ROOT, import_graph, read_modules, small_runs
+
+PAGE = ROOT / "docs" / "architecture.md"
+CORE = ROOT / "megatron_core" / "megatron" / "core"
+#: Entry scripts that are above the application that they are a part of.
+SCRIPTS = frozenset({"megatron.hf.convert"})
+
+
+def packages(root: Path) -> dict[str, set[str]]:
+    """Return which packages each one imports: those of core, and the applications."""
+
+    def package(module: str) -> str:
+        parts = module.split(".")
+        return ".".join(parts[1:3] if parts[1] == "core" else parts[1:2])
+
+    graph: dict[str, set[str]] = {}
+    for module, imported in import_graph(read_modules(root)).items():
+        if module in SCRIPTS or package(module) == "core":
+            continue
+        found = graph.setdefault(package(module), set())
+        found |= {package(other) for other in imported} - {package(module), "core"}
+    return graph
+
+
+def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return a graph without circles less every edge that a longer path replaces."""
+
+    def below(name: str) -> set[str]:
+        return set().union(*({other} | below(other) for other in graph[name]))
+
+    return {
+        name: {other for other in others if not any(other in below(o) for o in others)}
+        for name, others in graph.items()
+    }
+
+
+def picture(edges: Mapping[str, set[str]]) -> list[str]:
+    """Return a graph as a Mermaid flow chart from top to bottom."""
+    lines = ["```mermaid", "flowchart TD"]
+    for name, others in sorted(edges.items()):
+        lines += [f"    {name} --> {other}" for other in sorted(others)]
+    return [*lines, "```"]
+
+
+def walk(run: Callable[[], object]) -> list[tuple[str, str, str]]:
+    """Return (file, function, file that called it) of the first call into each file of core.
+
+    Calls from outside core and from torch have an empty caller.
+    """
+    found: dict[str, tuple[str, str]] = {}
+
+    def file_of(frame: FrameType | None) -> str:
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(CORE):
+                return path.relative_to(CORE).as_posix()
+            frame = frame.f_back
+        return ""
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or code.co_name[0] == "<" or str(CORE) not in code.co_filename:
+            return
+        file = file_of(frame)
+        if file not in found:
+            found[file] = (code.co_qualname, file_of(frame.f_back))
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return [(file, function, caller) for file, (function, caller) in found.items()]
+
+
+def life_of_a_weight() -> None:
+    """Train a column-parallel layer for a step and save it."""
+    import torch
+
+    from megatron.core.dist_checkpointing import (
+        Solo,
+        optimizer_chunks,
+        save_checkpoint,
+        weight_chunks,
+    )
+    from megatron.core.distributed import DataParallel
+    from megatron.core.initialize import InitSpec
+    from megatron.core.optimizer import Optimizer
+    from megatron.core.process_groups import ProcessGroupCollection
+    from megatron.core.tensor_parallel.linear import ColumnParallelLinear, TensorParallelRegion
+    from megatron.core.weight_gather import WeightStore
+
+    groups = ProcessGroupCollection.single()
+    store = WeightStore(groups)
+    layer = ColumnParallelLinear(
+        "up",
+        [("up", 3, None)],
+        input_size=4,
+        store=store,
+        region=TensorParallelRegion(groups["tp"], sequence_parallel=False),
+        init=InitSpec.normal(0.5),
+    )
+    store.materialize()
+    engine = DataParallel(store, groups)
+    optimizer = Optimizer(engine.owned(), groups)
+    engine.begin_step()
+    engine.backward(layer(torch.ones(5, 1, 4)).square().sum(), last=True)
+    engine.finish()
+    optimizer.step(1e-3)
+    chunks = weight_chunks(store) + optimizer_chunks(optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(folder, 1, chunks, {}, coordinator=Solo())
+
+
+def walks() -> dict[str, list[tuple[str, str, str]]]:
+    """Trace the life of a weight, a forward pass and a decode step."""
+    life_of_a_weight()  # imports
+    runs = small_runs(ROOT)
+    return {
+        "weight": walk(life_of_a_weight),
+        "forward": walk(runs["forward"]),
+        "decode": walk(runs["decode step"]),
+    }
+
+
+def table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a walk as a table."""
+    lines = ["| file of core | first enters | called from |", "|---|---|---|"]
+    for file, function, caller in rows:
+        name = function.replace(".<locals>", "")
+        lines.append(f"| `{file}` | `{name}` | {f'`{caller}`' if caller else ''} |")
+    return lines
+
+
+def page(text: str) -> str:
+    """Return the page with all pictures drawn anew.
+
+    Raises:
+        ValueError: the page has no marks for a picture.
+    """
+    graph = packages(ROOT)
+    core = {name: others for name, others in graph.items() if name.startswith("core.")}
+    short = {
+        name.removeprefix("core."): {other.removeprefix("core.") for other in others}
+        for name, others in reduced(core).items()
+    }
+    traced = walks()
+    drawn = {"packages": picture(short)} | {name: table(rows) for name, rows in traced.items()}
+    for name, lines in drawn.items():
+        begin, end = f"<!-- drawn: {name} -->", f"<!-- end of {name} -->"
+        if begin not in text or end not in text:
+            raise ValueError(f"{PAGE} has no {begin} and {end}")
+        before, _, rest = text.partition(begin)
+        text = "\n".join([before + begin, "", *lines, "", end]) + rest.partition(end)[2]
+    return text
+
+
+def main() -> int:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only")
+    options = parser.parse_args()
+    before = PAGE.read_text(encoding="utf-8")
+    after = page(before)
+    if options.check:
+        return int(before != after)
+    PAGE.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

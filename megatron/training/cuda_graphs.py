@@ -214,10 +214,8 @@ def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
     found = _tensors(batch)
     if batch.ahead is not None:
         found |= {f"ahead.{name}": x for name, x in _tensors(batch.ahead).items()}
-    if batch.layout is not None:
-        inside = _tensors(batch.layout)
-        found |= {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
-    return found
+    inside = _tensors(batch.layout)
+    return found | {f"layout.{name}": inside[name] for name in _OF_LAYOUT if name in inside}
 
 
 def _copied(batch: Microbatch) -> Microbatch:
@@ -227,9 +225,8 @@ def _copied(batch: Microbatch) -> Microbatch:
         kept = {n: x for n, x in _tensors(of).items() if of is not batch.layout or n in _OF_LAYOUT}
         return {n: x.clone(memory_format=torch.contiguous_format) for n, x in kept.items()}
 
-    layout, ahead = batch.layout, batch.ahead
-    if layout is not None:
-        layout = dataclasses.replace(layout, **copies(layout))
+    ahead = batch.ahead
+    layout = batch.layout.with_tensors(**copies(batch.layout))
     if ahead is not None:
         ahead = dataclasses.replace(ahead, **copies(ahead))
     return dataclasses.replace(batch, layout=layout, ahead=ahead, **copies(batch))
@@ -239,9 +236,6 @@ def _form(batch: Microbatch) -> tuple[object, ...]:
     """Return what of a microbatch must be as it was recorded."""
     shapes = {name: (x.shape, x.dtype) for name, x in _inputs(batch).items()}
     layout = batch.layout
-    if layout is None:
-        return shapes, None
-    # Blocks are recorded as they were, and follow from where documents begin.
-    documents = layout.documents if layout.document_ids is None else None
-    form = (layout.cut, layout.rank, layout.rows, layout.sample_length)
-    return shapes, (*form, documents, layout.filler)
+    # Blocks and maps are recorded as they were, and follow from where documents begin.
+    form = (layout.cut, layout.rank, layout.rows, layout.documents)
+    return shapes, (*form, layout.sample_length, layout.filler)

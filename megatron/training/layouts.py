@@ -35,6 +35,7 @@ from megatron.core.context_parallel.cut import (
 )
 from megatron.core.context_parallel.layout import documents_of
 from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.device import pin
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.moe.dispatch import choose_dispatcher
 from megatron.core.process_groups import Group, ProcessGroupCollection
@@ -215,38 +216,36 @@ class Layouts:
     ) -> None:
         self._context, self._device, self._block_heads = context, device, block_heads
         self._recurrent, self._cuts = recurrent, cuts
-        self._dense: dict[tuple[int, int], SequenceLayout] = {}
+        self._dense: dict[tuple[int, ...], SequenceLayout] = {}
 
-    def of(self, batch: GPTBatch) -> SequenceLayout | None:
-        """Return the layout of a batch, without samples; None where rows are whole and hold one
-        document each, or are masked by document ids, and some of them count.
+    def of(self, batch: GPTBatch) -> SequenceLayout:
+        """Return the layout of a batch, without samples.
+
+        Rows of one document have one layout for each shape, so that what is worked out for them,
+        and copied to the device, is so once.
 
         Raises:
             ValueError: rows that do not divide over the ranks.
         """
-        found = self._of_rows(batch)
-        if not batch.filler:
-            return found
-        return (self._masked(batch) if found is None else found).as_filler()
+        dense = batch.positions is None and batch.document_ids is None
+        shape = batch.loss_mask.shape
+        found = self._dense.get(shape) if dense else None
+        if found is None:
+            found = self._of_rows(batch)
+        if dense:
+            self._dense[shape] = found
+        return found.as_filler() if batch.filler else found
 
-    def _of_rows(self, batch: GPTBatch) -> SequenceLayout | None:
-        rows, length = batch.loss_mask.shape
+    def _of_rows(self, batch: GPTBatch) -> SequenceLayout:
         masks = self._context.size == 1 and not self._part_by_part(batch)
-        if masks and not self._recurrent:
-            return None
-        if batch.positions is None and batch.document_ids is None:
-            if (rows, length) not in self._dense:
-                self._dense[rows, length] = self._make(batch)
-            return self._dense[rows, length]
-        return self._make(batch, masks_by_ids=masks)
-
-    def _masked(self, batch: GPTBatch) -> SequenceLayout:
-        """Return the layout of whole rows that are masked by document ids, if any."""
+        if not masks or self._recurrent:
+            return self._make(batch, masks_by_ids=masks)
         given = {"positions": batch.positions, "document_ids": batch.document_ids}
         moved = {
-            name: None if rows is None else rows.to(self._device) for name, rows in given.items()
+            name: None if x is None else pin(x, self._device).to(self._device, non_blocking=True)
+            for name, x in given.items()
         }
-        return SequenceLayout.packed(batch.loss_mask.shape[1], device=self._device, **moved)
+        return SequenceLayout.of_rows(batch.loss_mask.shape[1], device=self._device, **moved)
 
     def _make(self, batch: GPTBatch, *, masks_by_ids: bool = False) -> SequenceLayout:
         rows, length = batch.loss_mask.shape

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 
 from megatron.core.comm import all_reduce
-from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets.samplers import GPTBatch, PrefetchedBatches
 from megatron.core.device import peak_memory_bytes, pin
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, SaveFolderClaim
@@ -105,14 +104,14 @@ def microbatch(
     batch: GPTBatch,
     device: torch.device,
     *,
-    layouts: Layouts | None = None,
+    layouts: Layouts,
     depths: int = 0,
     share: float | None = None,
 ) -> Microbatch:
     """Put a batch on the device.
 
     Args:
-        layouts: say which tokens this rank has of the batch's rows; None is all of them.
+        layouts: say which tokens this rank has of the batch's rows.
         depths: of multi-token prediction, whose tokens are found in whole rows.
         share: of the step's samples, see `Microbatch`.
     """
@@ -121,7 +120,7 @@ def microbatch(
         # Only from pinned memory does a copy let the host go on.
         return pin(tensor, device).to(device, non_blocking=True)
 
-    layout = None if layouts is None else layouts.of(batch)
+    layout = layouts.of(batch)
     ahead = None
     if depths:
         found = shifted(
@@ -131,30 +130,12 @@ def microbatch(
             depths=depths,
             document_ids=batch.document_ids,
         )
-        ahead = Ahead(*(moved(_local(x, layout)) for x in vars(found).values()))
-    if layout is not None:
-        rows = (batch.input_ids, batch.labels, batch.loss_mask)
-        tokens, labels, loss_mask = (moved(layout.local(x)) for x in rows)  # [b, s/cp]
-        samples = moved(batch.sample_ids)
-        return Microbatch(
-            tokens, labels, loss_mask, samples, layout=layout, ahead=ahead, share=share
-        )
-    tokens = moved(batch.tokens)  # [b, s + 1]
-    return Microbatch(
-        tokens=tokens[:, :-1],
-        labels=tokens[:, 1:],
-        loss_mask=moved(batch.loss_mask),
-        sample_ids=moved(batch.sample_ids),
-        positions=None if batch.positions is None else moved(batch.positions),
-        document_ids=None if batch.document_ids is None else moved(batch.document_ids),
-        ahead=ahead,
-        share=share,
-    )
-
-
-def _local(x: torch.Tensor, layout: SequenceLayout | None) -> torch.Tensor:
-    """Return this rank's columns of whole rows, [D, b, s/cp] of x [D, b, s]."""
-    return x if layout is None else torch.stack([layout.local(part) for part in x])
+        whole = vars(found).values()  # [D, b, s] each
+        ahead = Ahead(*(moved(torch.stack([layout.local(x) for x in rows])) for rows in whole))
+    rows = (batch.input_ids, batch.labels, batch.loss_mask)
+    tokens, labels, loss_mask = (moved(layout.local(x)) for x in rows)  # [b, s/cp]
+    layout = layout.with_samples(moved(batch.sample_ids))
+    return Microbatch(tokens, labels, loss_mask, layout, ahead=ahead, share=share)
 
 
 def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
@@ -170,7 +151,7 @@ def take(
     count: int,
     device: torch.device,
     *,
-    layouts: Layouts | None = None,
+    layouts: Layouts,
     depths: int = 0,
     step_samples: int | None = None,
 ) -> list[Microbatch]:

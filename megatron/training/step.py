@@ -53,11 +53,8 @@ class Microbatch:
     Args:
         tokens, labels: int64 [b, s].
         loss_mask: fp32 [b, s]; 0 leaves a token out of the loss.
-        sample_ids: int64 [b], global sample numbers, for dropout.
-        positions: int64 [b, s], of each token in its document; None is 0 … s-1.
-        document_ids: int [b, s]; tokens see only their own document. None is one a row.
-        layout: which of their rows' tokens these are, and what they see; it stands in for the two
-            before. With context parallelism s is s/cp in all of them.
+        layout: which of their rows' tokens these are, what they see, and their samples, for
+            dropout. With context parallelism s is s/cp in all of them.
         ahead: what multi-token prediction reads and predicts, its weights a mask; None leaves it
             out.
         share: of its samples in those of the step, where microbatches differ in that; None where
@@ -67,21 +64,14 @@ class Microbatch:
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
-    sample_ids: torch.Tensor
-    positions: torch.Tensor | None = None
-    document_ids: torch.Tensor | None = None
-    layout: SequenceLayout | None = None
+    layout: SequenceLayout
     ahead: Ahead | None = None
     share: float | None = None
 
     @property
-    def documents(self) -> dict[str, torch.Tensor | SequenceLayout]:
-        """Return what a model must know of several documents in a row, or of rows that are cut;
-        nothing if they are whole ones of one document."""
-        if self.layout is not None:
-            return {"layout": self.layout}
-        both = {"positions": self.positions, "document_ids": self.document_ids}
-        return {name: value for name, value in both.items() if value is not None}
+    def without_dropout(self) -> SequenceLayout:
+        """Return the layout for evaluation."""
+        return self.layout.with_samples(None)
 
     def further(self, factor: torch.Tensor) -> dict[str, Ahead]:
         """Return what a model is to predict beside the labels in training; nothing if that is all.
@@ -106,10 +96,7 @@ class LossModel(Protocol):
         labels: torch.Tensor,
         token_weights: torch.Tensor,
         *,
-        sample_ids: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-        layout: SequenceLayout | None = None,
+        layout: SequenceLayout,
         **training: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s]).
@@ -170,9 +157,8 @@ class ForwardBackward:
                     batch.tokens,
                     batch.labels,
                     batch.loss_mask * factor,
-                    sample_ids=batch.sample_ids,
+                    layout=batch.layout,
                     **batch.further(factor),
-                    **batch.documents,
                     **auxiliary[i],
                 )
                 total += loss.detach()
@@ -190,7 +176,7 @@ class ForwardBackward:
         for batch in microbatches:
             with self.engine.evaluation():
                 loss, _ = self.model.loss(
-                    batch.tokens, batch.labels, batch.loss_mask, **batch.documents
+                    batch.tokens, batch.labels, batch.loss_mask, layout=batch.without_dropout
                 )
             sums += torch.stack([loss, batch.loss_mask.sum()])
         return sums
@@ -405,26 +391,30 @@ class PipelineForwardBackward:
         cp = self.engine.groups["cp"]
         auxiliary = auxiliary_factors(self.model, microbatches, factors, cp=cp)
 
-        def run(chunk: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            made = compute(chunk, index, hidden)
+        def run(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
+            made = compute(chunk, index, hidden_states)
             if self.shown is not None:
-                self.shown.show(chunk, hidden, made)
+                self.shown.show(chunk, hidden_states, made)
             return made
 
-        def compute(chunk: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        def compute(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
             batch = microbatches[index]
             if not self._is_last(chunk):
-                also = {"sample_ids": batch.sample_ids, **auxiliary[index]}
-                return self._hidden(chunk, batch, hidden, **also)
+                return self.model(
+                    batch.tokens,
+                    layout=batch.layout,
+                    chunk=chunk,
+                    hidden_states=hidden_states,
+                    **auxiliary[index],
+                )
             loss, _ = self.model.loss(
                 batch.tokens,
                 batch.labels,
                 batch.loss_mask * factors[index],
                 chunk=chunk,
-                hidden=hidden,
-                sample_ids=batch.sample_ids,
+                layout=batch.layout,
+                hidden_states=hidden_states,
                 **batch.further(factors[index]),
-                **batch.documents,
                 **auxiliary[index],
             )
             total.add_(loss.detach())
@@ -446,17 +436,13 @@ class PipelineForwardBackward:
         zeros where the last stage is elsewhere."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.store.device)
 
-        def run(chunk: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        def run(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
             batch = microbatches[index]
+            given = {"layout": batch.without_dropout, "hidden_states": hidden_states}
             if not self._is_last(chunk):
-                return self._hidden(chunk, batch, hidden)
+                return self.model(batch.tokens, chunk=chunk, **given)
             loss, _ = self.model.loss(
-                batch.tokens,
-                batch.labels,
-                batch.loss_mask,
-                chunk=chunk,
-                hidden=hidden,
-                **batch.documents,
+                batch.tokens, batch.labels, batch.loss_mask, chunk=chunk, **given
             )
             sums.add_(torch.stack([loss, batch.loss_mask.sum()]))
             return loss
@@ -494,17 +480,6 @@ class PipelineForwardBackward:
             backward_group=self.backward_group,
             observe=self.observe,
         ).run()
-
-    def _hidden(
-        self,
-        chunk: int,
-        batch: Microbatch,
-        hidden: torch.Tensor | None,
-        **also: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.model.hidden(
-            batch.tokens, chunk=chunk, hidden=hidden, **batch.documents, **also
-        )
 
     def _is_last(self, chunk: int) -> bool:
         return self.model.holds_head and chunk == self.model.num_chunks - 1

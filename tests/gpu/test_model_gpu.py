@@ -70,7 +70,12 @@ def gradients(model, engine, device):
     """Run one forward and backward; return loss and the gradient of every weight."""
     tokens, labels, weights, ids = batch(model.config, device)
     engine.begin_step()
-    loss, _ = model.loss(tokens, labels, weights, sample_ids=ids)
+    loss, _ = model.loss(
+        tokens,
+        labels,
+        weights,
+        layout=SequenceLayout.of_rows(tokens.shape[1], sample_ids=ids, device=tokens.device),
+    )
     engine.backward(loss, last=True)
     engine.finish()
     return loss.item(), {n: h.slot.clone() for n, h in model.store.handles.items()}
@@ -91,7 +96,12 @@ def test_a_backward_in_halves_has_the_gradients_of_the_whole(device, dtype):
     halves.store.splits = True
     tokens, labels, weights, ids = batch(SMALL, device)
     engine.begin_step()
-    loss, _ = halves.loss(tokens, labels, weights, sample_ids=ids)
+    loss, _ = halves.loss(
+        tokens,
+        labels,
+        weights,
+        layout=SequenceLayout.of_rows(tokens.shape[1], sample_ids=ids, device=tokens.device),
+    )
     with halves.store.defer() as queue:
         engine.backward(loss, last=False)
     assert len(queue) > 0
@@ -163,7 +173,12 @@ def test_a_forward_and_backward_never_wait_for_the_gpu(device):
     torch.cuda.set_sync_debug_mode("error")
     try:
         engine.begin_step()
-        loss, _ = model.loss(tokens, labels, weights, sample_ids=ids)
+        loss, _ = model.loss(
+            tokens,
+            labels,
+            weights,
+            layout=SequenceLayout.of_rows(tokens.shape[1], sample_ids=ids, device=tokens.device),
+        )
         engine.backward(loss, last=True)
         engine.finish()
     finally:

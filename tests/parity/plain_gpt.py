@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from tests.parity.sequences import Documents
 from tests.support.inputs import Microbatch
 
 Weights = Mapping[str, torch.Tensor]
@@ -159,8 +158,8 @@ def step_loss(
     tokens = torch.cat([batch.tokens for batch in microbatches])
     labels = torch.cat([batch.labels for batch in microbatches])
     ids = None
-    if isinstance(microbatches[0], Documents):
-        ids = torch.cat([batch.ids for batch in microbatches])
+    if microbatches[0].document_ids is not None:
+        ids = torch.cat([batch.document_ids for batch in microbatches])
     losses = model.token_losses(weights, tokens, labels, ids).split(len(microbatches[0].tokens))
     masks = [batch.loss_mask for batch in microbatches]
     sums = torch.stack([(x * mask).sum() for x, mask in zip(losses, masks, strict=True)])

@@ -19,10 +19,11 @@ from tests.parity.recurrent import (
     STATE_CHANNELS,
     mamba_config,
 )
-from tests.parity.sequences import SEQUENCE, Documents, cut_of
+from tests.parity.sequences import SEQUENCE, cut_of
 from tests.parity.stages import StagePart
 from tests.parity.training import BATCH, lane_data
 from tests.support.covering_array import Row
+from tests.support.inputs import Microbatch
 
 FLOAT = 4  # bytes
 
@@ -132,10 +133,10 @@ def _crossings(owners: list[int], ids: list[int]) -> Iterator[int]:
             yield place
 
 
-def _ids(batch: object) -> torch.Tensor:
+def _ids(batch: Microbatch) -> torch.Tensor:
     """Return the documents [b, s] of a microbatch."""
-    if isinstance(batch, Documents):
-        return batch.ids
+    if batch.document_ids is not None:
+        return batch.document_ids
     return torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,32 +19,10 @@ BORDERS, PADDED = (0, 5, SEQUENCE), (0, 8, 24)
 
 
 @dataclass(frozen=True)
-class Documents(Microbatch):
-    """Whole rows of several documents.
-
-    Args:
-        ids, positions: int64 [b, s].
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-
-    @property
-    def documents(self) -> dict[str, torch.Tensor]:
-        """What a model of one rank is told: it masks by ids."""
-        return {"document_ids": self.ids, "positions": self.positions}
-
-
-@dataclass(frozen=True)
 class Part(Microbatch):
     """A context-parallel rank's part of a microbatch, [b, s/cp]."""
 
-    layout: SequenceLayout
-
-    @property
-    def documents(self) -> dict[str, SequenceLayout]:
-        """What a model is told: the layout knows where documents begin."""
-        return {"layout": self.layout}
+    layout: SequenceLayout = field(kw_only=True)
 
 
 def with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
@@ -56,7 +34,7 @@ def with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
     if not row["predictions"]:
         return made
     texts = made.tokens, made.labels, made.loss_mask
-    ids = made.documents.get("document_ids")
+    ids = made.document_ids
     return replace(made, ahead=shifted(*texts, depths=row["predictions"], document_ids=ids))
 
 
@@ -72,14 +50,7 @@ def _with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
         borders = torch.stack([first, torch.where(first % 2 == 0, first + 7, length)], dim=1)
     after = places[:, :, None] >= borders[:, None, :]  # [b, s, borders]
     starts = torch.where(after, borders[:, None, :], 0).amax(-1)
-    return Documents(
-        batch.tokens,
-        batch.labels,
-        batch.loss_mask,
-        batch.sample_ids,
-        ids=after.sum(-1),
-        positions=places - starts,
-    )
+    return replace(batch, document_ids=after.sum(-1), positions=places - starts)
 
 
 def _begun_apart(batch: Microbatch, vocabulary: int) -> Microbatch:
@@ -89,10 +60,11 @@ def _begun_apart(batch: Microbatch, vocabulary: int) -> Microbatch:
     weights, rounding would choose between two that are equal: no other draw would help, as one in
     few microbatches has such a pair at the border of an expert's room.
     """
-    told = batch.documents
-    places = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    positions = batch.positions
+    if positions is None:
+        positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
     tokens, labels, used = batch.tokens.clone(), batch.labels.clone(), set()
-    for where in (told.get("positions", places) == 0).nonzero().tolist():
+    for where in (positions == 0).nonzero().tolist():
         token = int(tokens[*where])
         while token in used:
             token = (token + 1) % vocabulary
@@ -105,14 +77,14 @@ def _begun_apart(batch: Microbatch, vocabulary: int) -> Microbatch:
 def with_bounds(batch: Microbatch) -> Microbatch:
     """Return whole rows with a layout that says where their documents begin: a recurrence needs
     to know that, ids are for masks."""
-    if not isinstance(batch, Documents):
+    if batch.document_ids is None:
         return batch
     layout = SequenceLayout.make(
         SequenceCut.of(SEQUENCE, 1),
         0,
         rows=batch.tokens.shape[0],
         positions=batch.positions,
-        document_ids=batch.ids,
+        document_ids=batch.document_ids,
         sample_ids=batch.sample_ids,
         masks_by_ids=True,
     )
@@ -136,13 +108,12 @@ def part_of(row: Row, batch: Microbatch, rank: int) -> Microbatch:
     """Return a rank's part of a microbatch; the microbatch itself where nothing is to be cut."""
     if row["cp"] == 1 and row["documents"] == "whole":
         return batch
-    told = batch.documents
     layout = SequenceLayout.make(
         cut_of(row),
         rank,
         rows=batch.tokens.shape[0],
-        positions=told.get("positions"),
-        document_ids=told.get("document_ids"),
+        positions=batch.positions,
+        document_ids=batch.document_ids,
         sample_ids=batch.sample_ids,
     )
     columns = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))

@@ -304,6 +304,10 @@ class _Watch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
+    def __call__(self, *given: Any, **more: Any) -> torch.Tensor:
+        """Run a chunk without a head."""
+        return self.model(*given, **more)
+
     def loss(
         self,
         tokens: torch.Tensor,

@@ -11,29 +11,44 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.gpt import Ahead
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """One lane's microbatch: tokens, labels [b, s] int64; loss_mask [b, s] fp32; sample_ids [b];
-    what multi-token prediction reads and predicts, if anything; its share of the step's samples,
-    if they are not divided evenly."""
+    positions and document_ids [b, s] of packed rows; what multi-token prediction reads and
+    predicts, if anything; its share of the step's samples, if they are not divided evenly."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     sample_ids: torch.Tensor
+    positions: torch.Tensor | None = field(default=None, kw_only=True)
+    document_ids: torch.Tensor | None = field(default=None, kw_only=True)
     ahead: Ahead | None = field(default=None, kw_only=True)
     share: float | None = field(default=None, kw_only=True)
 
+    @cached_property
+    def layout(self) -> SequenceLayout:
+        """That of whole rows, for training."""
+        return SequenceLayout.of_rows(
+            self.tokens.shape[1],
+            positions=self.positions,
+            document_ids=self.document_ids,
+            sample_ids=self.sample_ids,
+            device=self.tokens.device,
+        )
+
     @property
-    def documents(self) -> dict[str, torch.Tensor]:
-        """Every row is one document."""
-        return {}
+    def without_dropout(self) -> SequenceLayout:
+        """The layout for evaluation."""
+        return self.layout.with_samples(None)
 
     def further(self, factor: torch.Tensor) -> dict[str, Ahead]:
         """Return what is predicted beside the labels, token losses weighted by a factor."""

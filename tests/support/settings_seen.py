@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.core.backend import Backend
-from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt_config import GPTConfig
 from megatron.core.optimizer import Optimizer
@@ -155,9 +154,4 @@ def step_settings(
 
 
 def _packed(batch: Microbatch) -> bool:
-    known = batch.documents
-    layout = known.get("layout")
-    by_layout = isinstance(layout, SequenceLayout) and (
-        layout.documents is not None or layout.document_ids is not None
-    )
-    return "document_ids" in known or by_layout
+    return batch.layout.documents is not None or batch.layout.document_ids is not None

@@ -65,7 +65,7 @@ class OurLayer:
                 router = self.store.handles["moe.router.weight"].get()
                 router.copy_(torch.eye(EXPERTS, shape.hidden))
         self.x, self.pull = x.to(dtype).requires_grad_(), pull.to(dtype)
-        self.layout = SequenceLayout.dense(shape.tokens)
+        self.layout = SequenceLayout.of_rows(shape.tokens)
 
     def __call__(self) -> torch.Tensor:
         """Run forward and backward and reduce the gradients; return the output."""

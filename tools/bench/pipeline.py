@@ -23,6 +23,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.layer_pattern import StageSplit
@@ -184,7 +185,9 @@ def batches_of(shape: Shape, index: int) -> list[Microbatch]:
                 tokens=tokens[:, :-1],
                 labels=tokens[:, 1:],
                 loss_mask=torch.ones(shape.batch, shape.sequence),
-                sample_ids=torch.arange(shape.batch) + number * shape.batch,
+                layout=SequenceLayout.of_rows(
+                    shape.sequence, sample_ids=torch.arange(shape.batch) + number * shape.batch
+                ),
             )
         )
     return found

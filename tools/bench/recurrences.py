@@ -70,7 +70,7 @@ class OurLayer:
         source = torch.Generator().manual_seed(2)
         self.x = torch.randn(TOKENS, 1, HIDDEN, generator=source).requires_grad_()
         self.pull = torch.randn(TOKENS, 1, HIDDEN, generator=source)
-        self.layout = SequenceLayout.dense(TOKENS)
+        self.layout = SequenceLayout.of_rows(TOKENS)
 
     def __call__(self) -> torch.Tensor:
         """Run forward and backward and reduce the gradients; return the output."""

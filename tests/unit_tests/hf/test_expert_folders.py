@@ -138,7 +138,7 @@ def test_further_prediction_predicts_what_transformers_does(tmp_path: Path) -> N
     further.config._attn_implementation = further.config._experts_implementation = "eager"
     ours = checkpoint_model(tmp_path / "checkpoint/iter_0000000")
     ahead = torch.randint(VOCABULARY, (2, *TOKENS.shape), generator=generator(9))
-    layout = SequenceLayout.dense(TOKENS.shape[1])
+    layout = SequenceLayout.of_rows(TOKENS.shape[1])
     rope = RopeTable.of(ours.config.rope, layout.positions, ours.config.attention.rope_features)
     with one_thread(), torch.no_grad():
         expected = theirs.model(TOKENS, use_cache=False).last_hidden_state

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -73,6 +74,12 @@ class Found:
     gathers: tuple[int, int]
 
 
+@cache
+def whole_rows(device: torch.device) -> SequenceLayout:
+    """Return the layout of rows of one document, one for all steps as in training."""
+    return SequenceLayout.of_rows(12, device=device)
+
+
 def data(
     lane: int, step: int, *, documents: bool = False, device: torch.device | str = "cpu"
 ) -> list[Microbatch]:
@@ -81,17 +88,18 @@ def data(
         microbatch(seed=9, lane=lane, index=2 * step + i, batch=2, sequence=12, vocabulary=37)
         for i in range(1 if step in SHORTER else 2)
     ]
-    plain = [
-        Microbatch(*(x.to(device) for x in (b.tokens, b.labels, b.loss_mask, b.sample_ids)))
-        for b in made
-    ]
-    if not documents:
-        return plain
-    cut = 3 + step % 5
-    places = torch.arange(12, device=device).expand(2, 12)
-    ids = (places >= cut).long()
-    places = places - cut * ids
-    return [replace(b, positions=places, document_ids=ids) for b in plain]
+    layout = whole_rows(torch.device(device))
+    if documents:
+        cut = 3 + step % 5
+        places = torch.arange(12, device=device).expand(2, 12)
+        ids = (places >= cut).long()
+        rows = {"positions": places - cut * ids, "document_ids": ids}
+        layout = SequenceLayout.of_rows(12, device=device, **rows)
+    found = []
+    for b in made:
+        parts = (x.to(device) for x in (b.tokens, b.labels, b.loss_mask))
+        found.append(Microbatch(*parts, layout.with_samples(b.sample_ids.to(device))))
+    return found
 
 
 def of_rank(batches: list[Microbatch], groups: ProcessGroupCollection) -> list[Microbatch]:
@@ -100,7 +108,7 @@ def of_rank(batches: list[Microbatch], groups: ProcessGroupCollection) -> list[M
     for b in batches:
         layout = SequenceLayout.make(SequenceCut.of(12, group.size), group.rank, rows=2)
         parts = (layout.local(x) for x in (b.tokens, b.labels, b.loss_mask))
-        found.append(Microbatch(*parts, b.sample_ids, layout=layout))
+        found.append(Microbatch(*parts, layout.with_samples(b.layout.sample_ids)))
     return found
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets.chat_dataset import mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.distributed import DataParallel
@@ -19,6 +20,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.data.data_sets import build_data_sets, training_batches
 from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.layouts import Layouts
 from megatron.training.pretraining import take
 from megatron.training.step import Microbatch, StepReport, TrainStep
 from tests.support.closeness import assert_close_by_metric
@@ -79,7 +81,8 @@ def _train_packed(
     data = build_data_sets(run, VOCABULARY)
     lanes = step.groups["lanes"]
     batches = training_batches(data, run, lanes=lanes, consumed_samples=0)
-    microbatches = take(batches, run.num_microbatches, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    microbatches = take(batches, run.num_microbatches, cpu, layouts=Layouts(step.groups["cp"], cpu))
     before = step.evaluate(microbatches)
     report = step(microbatches, lr=0.5, weight_decay=0.0)
     rows = [torch.cat([m.tokens, m.labels[:, -1:]], dim=1) for m in microbatches]
@@ -102,7 +105,7 @@ def _alone(rows: torch.Tensor, talks: list) -> list[Microbatch]:
                     tokens=tokens[:, :-1],
                     labels=tokens[:, 1:],
                     loss_mask=torch.tensor([known[ids][1:]], dtype=torch.float32),
-                    sample_ids=torch.zeros(1).long(),
+                    layout=SequenceLayout.of_rows(len(ids) - 1, sample_ids=torch.zeros(1).long()),
                 )
             )
     return found

@@ -194,13 +194,11 @@ def parts(rank: int, world: int, documents: bool):
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     assert groups["samples"].size == 1
     layouts = Layouts(groups["cp"], torch.device("cpu"))
-    first, again = (
-        microbatch(batch(documents), torch.device("cpu"), layouts=layouts) for _ in "ab"
-    )
+    first = microbatch(batch(documents), torch.device("cpu"), layouts=layouts)
     # Rows of one document have one layout, so that what is worked out stays.
-    assert (first.layout is again.layout) == (not documents)
-    assert list(first.documents) == ["layout"]
-    assert first.layout.sample_ids is None, "samples come with training alone"
+    assert (layouts.of(batch(documents)) is layouts.of(batch(documents))) == (not documents)
+    assert first.layout.sample_ids.tolist() == [7, 8]
+    assert first.without_dropout.sample_ids is None, "samples come with training alone"
     layout = first.layout
     return first.tokens, first.labels, first.loss_mask, layout.positions, layout.documents
 
@@ -224,17 +222,18 @@ def test_each_rank_takes_its_columns(documents):
             assert bounds is None
 
 
-def test_whole_rows_have_a_layout_where_documents_are_attended_one_by_one():
+def test_documents_of_whole_rows_are_attended_one_by_one_or_masked():
     device, one = torch.device("cpu"), Group.single("cp")
     many, few = {"block_heads": 64}, {"block_heads": 1}
     documents = batch(True, 80)
     assert worth_blocks(3, rows=2, length=80, heads=64)
     assert not worth_blocks(3, rows=2, length=80, heads=1)
-    assert Layouts(one, device, **many).of(batch(False)) is None
-    assert Layouts(one, device).of(documents) is None
-    assert Layouts(one, device, **few).of(documents) is None
+    assert Layouts(one, device, **many).of(batch(False)).documents is None
+    for options in ({}, few):
+        layout = Layouts(one, device, **options).of(documents)
+        assert layout.documents is None
+        assert torch.equal(layout.document_ids, documents.document_ids.t())
     layout = Layouts(one, device, **many).of(documents)
-    assert layout is not None
     assert layout.documents == ((0, 80), (0, 5, 80))
     assert layout.document_ids is None
     made = microbatch(documents, device, layouts=Layouts(one, device, **many))

@@ -36,6 +36,7 @@ from tests.unit_tests.training.graphed_runs import (
     prepare_too_early,
     pretended,
     step_of,
+    whole_rows,
 )
 
 WITHOUT_EARLY = {"overlap_param_gather": True, "fsdp_all_gather_in_start_param_sync": False}
@@ -78,8 +79,7 @@ def test_a_hybrid_of_whole_rows_is_replayed_to_the_bits_of_eager_steps():
     with one_thread():
         found = both(ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID)
     assert_equal_runs(*found)
-    layouts = found[2].model._layouts._whole.values()
-    assert [layout.maps_made for layout in layouts] == [1], "tables were made in other steps too"
+    assert whole_rows(torch.device("cpu")).maps_made == 1, "tables were made for other rows too"
 
 
 def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
@@ -218,15 +218,15 @@ def test_what_a_step_returns_outlives_the_next_replay():
 # --- its parts ------------------------------------------------------------------------------------
 
 
-def laid_out(batches: list[Microbatch], *, by_blocks: bool = False) -> list[Microbatch]:
-    """Return microbatches whose documents are in a layout, by ids or by where they begin."""
+def by_blocks(batches: list[Microbatch]) -> list[Microbatch]:
+    """Return microbatches whose layouts know documents by where they begin, and not by ids."""
     found = []
     for b in batches:
-        rows = {"positions": b.positions, "document_ids": b.document_ids}
+        rows = {name: getattr(b.layout, name).t() for name in ("positions", "document_ids")}
         cut = SequenceCut.of(b.tokens.shape[1], 1)
-        layout = SequenceLayout.make(cut, 0, rows=2, masks_by_ids=not by_blocks, **rows)
-        layout = layout.with_samples(b.sample_ids)
-        found.append(dataclasses.replace(b, layout=layout, positions=None, document_ids=None))
+        layout = SequenceLayout.make(cut, 0, rows=2, **rows)
+        layout = layout.with_samples(b.layout.sample_ids)
+        found.append(dataclasses.replace(b, layout=layout))
     return found
 
 
@@ -256,7 +256,7 @@ def test_replays_show_their_gradients_to_what_compares_computations():
 
 
 def test_inputs_in_a_layout_keep_their_addresses_and_take_the_new_ones():
-    first, second = (laid_out(data(0, i, documents=True)) for i in (0, 7))
+    first, second = (data(0, i, documents=True) for i in (0, 7))
     inputs = StepInputs(first, torch.ones(2))
     layouts = [m.layout for m in inputs.microbatches]
     names = ("positions", "document_ids", "sample_ids")
@@ -268,17 +268,14 @@ def test_inputs_in_a_layout_keep_their_addresses_and_take_the_new_ones():
         for name in names:
             assert torch.equal(getattr(mine, name), getattr(given.layout, name)), name
             assert not torch.equal(getattr(before.layout, name), getattr(given.layout, name)), name
-    assert torch.equal(first[0].layout.positions, data(0, 0, documents=True)[0].positions.t())
 
 
 def test_blocks_of_other_documents_do_not_fit():
-    first, same, other = (
-        laid_out(data(0, i, documents=True), by_blocks=True) for i in (0, 5 * 2, 1)
-    )
+    first, same, other = (by_blocks(data(0, i, documents=True)) for i in (0, 5 * 2, 1))
     inputs = StepInputs(first, torch.ones(2))
     assert inputs.fit(same)
     assert not inputs.fit(other)
-    assert not inputs.fit(laid_out(data(0, 0, documents=True)))
+    assert not inputs.fit(data(0, 0, documents=True))
 
 
 def test_inputs_keep_their_addresses_and_take_every_field():

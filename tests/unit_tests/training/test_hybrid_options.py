@@ -358,7 +358,7 @@ def test_recurrent_layers_know_where_documents_begin():
     device, alone = torch.device("cpu"), Group.single("cp")
     batch = packed_batch()
     masked = Layouts(alone, device).of(batch)
-    assert masked is None, "attention masks by document ids"
+    assert masked.documents is None, "attention masks by document ids"
     layout = Layouts(alone, device, recurrent=True).of(batch)
     assert isinstance(layout, SequenceLayout)
     assert layout.documents is not None

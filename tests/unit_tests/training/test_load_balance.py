@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.balance import RouterLoad
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -154,7 +155,7 @@ def factors_of(rank: int, world: int):
         mask = torch.zeros(2, 9)
         mask[0, : 1 + rank % 2 + 2 * lane + index] = 0.5
         none = torch.zeros(2, 9, dtype=torch.int64)
-        batches.append(Microbatch(none, none, mask, none[:, 0]))
+        batches.append(Microbatch(none, none, mask, SequenceLayout.of_rows(9)))
     factors = torch.tensor([3.0, 5.0, 7.0])
     found = auxiliary_factors(Balanced(), batches, factors, cp=groups["cp"])
     assert all(factor["aux_factor"].dtype == torch.float32 for factor in found)

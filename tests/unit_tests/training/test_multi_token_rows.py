@@ -38,7 +38,8 @@ def batch(documents: bool) -> GPTBatch:
 @pytest.mark.parametrize("documents", [False, True])
 def test_each_rank_takes_its_columns_of_what_is_ahead_in_the_row(documents):
     rows = batch(documents)
-    whole = microbatch(rows, CPU, depths=3)
+    alone = Layouts(Group.single("cp"), CPU)
+    whole = microbatch(rows, CPU, layouts=alone, depths=3)
     parts = (rows.input_ids, rows.labels, rows.loss_mask)
     wanted = shifted(*parts, depths=3, document_ids=rows.document_ids)
     assert wanted.tokens.shape == (3, 2, 12)
@@ -52,4 +53,4 @@ def test_each_rank_takes_its_columns_of_what_is_ahead_in_the_row(documents):
         # What follows the last token of a rank's chunk is another rank's.
         edge = own.index(2) if rank == 0 else own.index(8)
         assert torch.equal(made.ahead.tokens[0, :, edge], rows.input_ids[:, own[edge] + 1])
-    assert microbatch(rows, CPU).ahead is None
+    assert microbatch(rows, CPU, layouts=alone).ahead is None

@@ -16,6 +16,7 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import Recompute
 from megatron.training.step import ForwardBackward, Microbatch, PipelineForwardBackward
+from tests.support import inputs
 from tests.support.closeness import assert_piece_close
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
@@ -25,18 +26,20 @@ from tests.unit_tests.core.models.depth_cases import CONFIG, LENGTH, ROWS, TIED,
 MICROBATCHES = 3
 
 
-def local_part(batch: Microbatch, rank: int, size: int) -> Microbatch:
+def local_part(batch: inputs.Microbatch, rank: int, size: int) -> Microbatch:
     """Return a context-parallel rank's tokens of a microbatch."""
     rows = {"positions": batch.positions, "document_ids": batch.document_ids}
     layout = SequenceLayout.make(SequenceCut.of(LENGTH, size), rank, rows=ROWS, **rows)
     parts = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
     whole = vars(batch.ahead).values()
     ahead = (layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in whole)
-    return Microbatch(*parts, batch.sample_ids, layout=layout, ahead=Ahead(*ahead))
+    layout = layout.with_samples(batch.sample_ids)
+    return Microbatch(*parts, layout, ahead=Ahead(*ahead))
 
 
 def test_what_is_predicted_has_the_factor_of_the_loss():
-    batch = Microbatch(**rows_of(0, 0, depths=2, packed=False))
+    made = rows_of(0, 0, depths=2, packed=False)
+    batch = Microbatch(made.tokens, made.labels, made.loss_mask, made.layout, ahead=made.ahead)
     found = batch.further(torch.tensor(0.5))["ahead"]
     assert batch.ahead.weights.count_nonzero() > 20
     assert torch.equal(found.weights, 0.5 * batch.ahead.weights)
@@ -93,7 +96,7 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
         order = {"schedule": case.schedule, "group_size": size}
         run = PipelineForwardBackward(model, engine, groups=groups, **order)
     data = [
-        Microbatch(**rows_of(lane, index, depths=config.mtp_num_layers, packed=case.packed))
+        rows_of(lane, index, depths=config.mtp_num_layers, packed=case.packed)
         for lane in lanes
         for index in range(MICROBATCHES)
     ]

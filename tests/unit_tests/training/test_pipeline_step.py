@@ -36,13 +36,13 @@ def batches(packed: bool) -> list[Microbatch]:
     found = []
     for index, length in enumerate(LENGTHS):
         made = microbatch(seed=5, lane=0, index=index, batch=2, sequence=length, vocabulary=37)
-        fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
         if packed:
             at = torch.arange(length).repeat(2, 1)  # [b, s]
             border = torch.tensor([[3 + index], [5]])
-            fields["document_ids"] = (at >= border).long()
-            fields["positions"] = torch.where(at >= border, at - border, at)
-        found.append(Microbatch(**fields))
+            positions = torch.where(at >= border, at - border, at)
+            ids = (at >= border).long()
+            made = dataclasses.replace(made, document_ids=ids, positions=positions)
+        found.append(Microbatch(made.tokens, made.labels, made.loss_mask, made.layout))
     return found
 
 

@@ -43,9 +43,10 @@ class Bigram:
         self.store.materialize(Storage(bucket_bytes=1))
         self.samples: list[object] = []
 
-    def loss(self, tokens, labels, token_weights, *, sample_ids=None):
+    def loss(self, tokens, labels, token_weights, *, layout):
         """Return (weighted sum, nll [b, s]); a token of -1 stands for overflow."""
-        self.samples.append(None if sample_ids is None else sample_ids.tolist())
+        ids = layout.sample_ids
+        self.samples.append(None if ids is None else ids.tolist())
         use = self.store.handles
         logits = use["head"].linear(torch.tanh(use["table"].embedding(tokens.clamp(min=0))))
         nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -61,7 +62,7 @@ def batch_of(lane: int, index: int) -> Microbatch:
         seed=6, lane=lane, index=index, batch=BATCH, sequence=SEQUENCE, vocabulary=VOCABULARY
     )
     made.loss_mask[1, : 2 * (index % 3) + lane] = 0.0
-    return Microbatch(made.tokens, made.labels, made.loss_mask, made.sample_ids)
+    return Microbatch(made.tokens, made.labels, made.loss_mask, made.layout)
 
 
 def trainer(groups: ProcessGroupCollection, **options) -> TrainStep:
@@ -111,7 +112,9 @@ def test_loss_and_update_equal_the_definition(microbatches: int, per_token: bool
         assert report.loss == pytest.approx(loss, rel=1e-6)
         assert_all_close(weights_of(step), wanted, bound=2e-6)
     assert step.model.samples == [
-        batch_of(0, first + i).sample_ids.tolist() for first in (0, 10) for i in range(microbatches)
+        batch_of(0, first + i).layout.sample_ids.tolist()
+        for first in (0, 10)
+        for i in range(microbatches)
     ]
 
 
@@ -169,7 +172,7 @@ def lanes_and_skips(rank: int, world: int) -> dict:
 def own_half(batch: Microbatch, rank: int) -> Microbatch:
     """Return one of two context-parallel halves."""
     parts = (batch.tokens, batch.labels, batch.loss_mask)
-    return Microbatch(*(part.chunk(2, 1)[rank] for part in parts), batch.sample_ids)
+    return Microbatch(*(part.chunk(2, 1)[rank] for part in parts), batch.layout)
 
 
 def test_two_ranks_equal_the_definition_and_skip_alike():

@@ -243,7 +243,7 @@ def one_lane(case: Case) -> dict:
                     tokens[:, :-1],
                     tokens[:, 1:],
                     torch.from_numpy(rows.loss_mask),
-                    torch.from_numpy(ids),
+                    SequenceLayout.of_rows(tokens.shape[1] - 1, sample_ids=torch.from_numpy(ids)),
                     share=len(ids) / case.samples,
                 )
             )
@@ -294,10 +294,10 @@ def test_a_smaller_block_counts_by_its_samples(per_token):
         case = Case(1, samples, per_token=per_token)
         step = step_of(ProcessGroupCollection.single(), case)
         rows = torch.randint(0, VOCABULARY, (5, SEQUENCE + 1), generator=generator(6))
-        mask, ids = torch.ones(5, SEQUENCE), torch.zeros(5, dtype=torch.int64)
+        mask, layout = torch.ones(5, SEQUENCE), SequenceLayout.of_rows(SEQUENCE)
         parts = [slice(0, 2), slice(2, 4), slice(4, 5)] if samples == 5 else [slice(0, 5)]
         made = [
-            Microbatch(rows[p, :-1], rows[p, 1:], mask[p], ids[p], share=len(ids[p]) / 5)
+            Microbatch(rows[p, :-1], rows[p, 1:], mask[p], layout, share=len(mask[p]) / 5)
             for p in parts
         ]
         losses.append(step(made, lr=0.1, weight_decay=0.0).loss)
@@ -314,12 +314,12 @@ def test_experts_take_no_token_of_a_filler(monkeypatch):
     monkeypatch.setattr(ExpertMLPs, "forward", counted)
     model = step_of(ProcessGroupCollection.single(), Case(1, 4, model="experts")).model
     tokens = torch.from_numpy(Rows().read(np.arange(2)).tokens)[:, :-1]
-    layout = SequenceLayout.dense(SEQUENCE)
+    layout = SequenceLayout.of_rows(SEQUENCE)
     for one in (layout, layout.as_filler()):
-        model.hidden(tokens, layout=one)
+        model(tokens, layout=one)
     assert taken[0] > 0 == taken[1]
     counts = routers_of(model)[0].counted.tolist()
-    model.hidden(tokens, layout=layout.as_filler())
+    model(tokens, layout=layout.as_filler())
     assert routers_of(model)[0].counted.tolist() == counts
 
 

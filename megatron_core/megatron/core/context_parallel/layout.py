@@ -171,9 +171,10 @@ class _Plans:
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """What layers need to know of the tokens beside their values.
+    """What layers need to know of the tokens beside their values; the one description of rows.
 
-    Without a cut a rank has whole rows; s/cp is then s.
+    Without a cut a rank has whole rows; s/cp is then s. Rows with a past, whose keys and values or
+    states a cache has, have positions that go on from it and the document ids of cached tokens too.
 
     Args:
         positions: int64 [s/cp] or [s/cp, b], each token's position in its sequence; 0 for padding.
@@ -213,14 +214,7 @@ class SequenceLayout:
     _plans: _Plans = field(default_factory=_Plans, init=False, repr=False)
 
     @staticmethod
-    def dense(
-        length: int, *, sample_ids: torch.Tensor | None = None, device: torch.device | None = None
-    ) -> SequenceLayout:
-        """Return the layout of whole sequences of equal length."""
-        return SequenceLayout(torch.arange(length, device=device), None, sample_ids)
-
-    @staticmethod
-    def packed(
+    def of_rows(
         length: int,
         *,
         positions: torch.Tensor | None = None,
@@ -228,7 +222,7 @@ class SequenceLayout:
         sample_ids: torch.Tensor | None = None,
         device: torch.device | None = None,
     ) -> SequenceLayout:
-        """Return the layout of rows that may hold several documents each.
+        """Return the layout of whole rows, without a cut; several documents are masked by ids.
 
         Args:
             length: s.
@@ -340,6 +334,11 @@ class SequenceLayout:
     def as_filler(self) -> SequenceLayout:
         """Return the layout of tokens that count for nothing, with all that was worked out."""
         return self._with(filler=True)
+
+    def with_tensors(self, **tensors: torch.Tensor) -> SequenceLayout:
+        """Return the layout of rows with other `positions`, `document_ids` or `sample_ids`, whose
+        documents begin at the same places, with all that was worked out for this one."""
+        return self._with(**tensors)
 
     def _with(self, **changes: object) -> SequenceLayout:
         found = replace(self, **changes)

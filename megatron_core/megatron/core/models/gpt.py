@@ -54,63 +54,6 @@ from megatron.core.weight_sharding import WeightSharding
 __all__ = ["GPTConfig", "GPTModel", "logical_weights"]
 
 
-#: What `RowLayouts.of` makes a layout of.
-OF_ROWS = ("layout", "sample_ids", "positions", "document_ids")
-
-
-class RowLayouts:
-    """The layouts of a model's microbatches; whole rows of one length share what is made for them.
-
-    So tables that the host makes for whole rows are copied to the device in the first step alone,
-    and a CUDA graph of a later one holds no copy from memory that is gone when it is replayed.
-    """
-
-    def __init__(self) -> None:
-        self._whole: dict[tuple[int, torch.device], SequenceLayout] = {}
-
-    def of(
-        self,
-        tokens: torch.Tensor,
-        layout: SequenceLayout | None = None,
-        *,
-        sample_ids: torch.Tensor | None = None,
-        **rows: torch.Tensor | None,
-    ) -> SequenceLayout:
-        """Return the layout of a microbatch.
-
-        Args:
-            tokens: int64 [b, s].
-            layout: given; None makes one of whole rows.
-            sample_ids: int64 [b]; None turns dropout off, unless the layout has some.
-            rows: `positions` and `document_ids` of `SequenceLayout.packed`.
-
-        Raises:
-            ValueError: both a layout and rows, or tokens that are no rows.
-        """
-        check_rows(tokens)
-        if layout is not None:
-            if rows:
-                raise ValueError(
-                    f"a layout and {', '.join(rows)}: the layout has those, leave them out"
-                )
-            return layout if sample_ids is None else layout.with_samples(sample_ids)
-        length, device = tokens.shape[1], tokens.device
-        if any(x is not None for x in rows.values()):
-            return SequenceLayout.packed(length, sample_ids=sample_ids, device=device, **rows)
-        key = length, device
-        if key not in self._whole:
-            self._whole[key] = SequenceLayout.packed(length, device=device)
-        return self._whole[key].with_samples(sample_ids)
-
-
-def check_rows(tokens: torch.Tensor) -> None:
-    """Raise ValueError unless tokens are [b, s]."""
-    if tokens.ndim != 2:
-        raise ValueError(
-            f"tokens {list(tokens.shape)} are no rows [b, s]: give one row as tokens.unsqueeze(0)"
-        )
-
-
 def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -> None:
     """Raise ValueError unless the layout is of this rank's tokens.
 
@@ -118,7 +61,7 @@ def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -
         tokens: int64 [b, s/cp].
         context: the ranks that share the tokens of a row.
     """
-    cut = layout.cut
+    cut, length = layout.cut, layout.positions.shape[0]
     if context.size > 1 and cut is None:
         raise ValueError(
             f"{context.size} context parallel ranks need a layout with a cut: give "
@@ -133,10 +76,10 @@ def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -
         raise ValueError(
             f"{tokens.shape[0]} rows of tokens, the layout is of {layout.rows}: make it for as many"
         )
-    if layout.positions.shape[0] != tokens.shape[1]:
+    if length != tokens.shape[1]:
         raise ValueError(
-            f"{tokens.shape[1]} tokens a row, the layout is of {layout.positions.shape[0]}: "
-            "give those of this rank, layout.local(tokens)"
+            f"{tokens.shape[1]} tokens a row, the layout is of {length}: give those of this rank, "
+            "layout.local(tokens)"
         )
 
 
@@ -211,7 +154,7 @@ class GPTModel(StoreModule):
         chosen = {"dtype": dtype, "device": device, "cpu_dtype": backend.cpu_dtype}
         self.store = WeightStore(groups, seed=seed, **chosen)
         self._region = TensorParallelRegion(groups["tp"], sequence_parallel)
-        self._layouts = RowLayouts()
+        self._layouts: dict[tuple[int, torch.device], SequenceLayout] = {}
         build = LayerBuild(
             store=self.store,
             region=self._region,
@@ -243,7 +186,7 @@ class GPTModel(StoreModule):
             "embedding.weight", *shape, row_multiple=vocab_multiple, stages=both
         )
         ends = {"store": build.store, "region": build.region, "init": build.init}
-        if self._is_first(chunk):
+        if self.holds_embedding and chunk == 0:
             self._embedding = VocabParallelEmbedding(rows, **ends)
             self._embedding_dropout = HiddenDropout("embedding", config.hidden_dropout, build=build)
         last = self._is_last(chunk)
@@ -327,10 +270,6 @@ class GPTModel(StoreModule):
             raise ValueError(f"the {name} is not on pipeline stage {at.rank} of {at.size}")
         return part
 
-    def _is_first(self, chunk: int) -> bool:
-        """Return whether the embedding is in a chunk of this rank."""
-        return self.holds_embedding and chunk == 0
-
     def _is_last(self, chunk: int) -> bool:
         """Return whether the head is in a chunk of this rank."""
         return self.holds_head and chunk == self.num_chunks - 1
@@ -344,42 +283,61 @@ class GPTModel(StoreModule):
         layout: SequenceLayout | None = None,
         cache: KeyValueCache | None = None,
         chunk: int = 0,
-        hidden: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
         aux_factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the stream behind a chunk [s, b, h] ([s/tp, b, h] with sequence parallelism).
+        """Return the hidden states after a chunk [s, b, h] ([s/tp, b, h] with sequence
+        parallelism).
 
-        Behind the last chunk of the model it is normalised: the final hidden states.
+        After the last chunk of the model they are normalised: the final hidden states.
 
         Args:
             tokens: int64 [b, s]; with context parallelism this rank's, s is s/cp here and below.
-            layout: positions, documents, samples; None is whole sequences without dropout.
+            layout: of the tokens: positions, documents, samples; None is whole sequences of one
+                document without dropout.
             cache: of the chunk's keys and values, while generating.
             chunk: of this rank.
-            hidden: of `boundary_shape`, behind the chunk before; None in the model's first.
+            hidden_states: of `boundary_shape`, of the chunk before; None in the model's first.
             aux_factor: fp32 scalar, the factor of the routers' auxiliary losses, which are those
                 of a mean over tokens, in the step's loss; None leaves them out.
 
         Raises:
-            ValueError: no such chunk, `hidden` is missing or too much, or the layout is not of
-                these tokens.
+            ValueError: no such chunk, `hidden_states` are missing or too much, or the layout is not
+                of these tokens.
         """
         if not 0 <= chunk < self.num_chunks:
             raise ValueError(f"chunk {chunk} of the {self.num_chunks} on this rank")
-        check_rows(tokens)
-        layout = layout or SequenceLayout.dense(tokens.shape[1], device=tokens.device)
-        check_layout(layout, tokens, self.groups["cp"])
-        if self._is_first(chunk) != (hidden is None):
+        layout = self._layout_of(tokens, layout)
+        if (self.holds_embedding and chunk == 0) != (hidden_states is None):
             wanted = "starts with the embedding: it takes no hidden states"
-            if hidden is None:
-                wanted = "needs the hidden states behind the chunk before: give `hidden`"
+            if hidden_states is None:
+                wanted = "needs those of the chunk before: give `hidden_states`"
             raise ValueError(f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} {wanted}")
-        if hidden is None:
-            hidden = self.embedding(tokens.t())  # [s, b, h]
-            hidden = self.embedding_dropout(hidden, layout)
+        if hidden_states is None:
+            hidden_states = self.embedding(tokens.t())  # [s, b, h]
+            hidden_states = self.embedding_dropout(hidden_states, layout)
         return self.decoders[chunk](
-            hidden, layout, rope=self._rope(layout), cache=cache, aux_factor=aux_factor
+            hidden_states, layout, rope=self._rope(layout), cache=cache, aux_factor=aux_factor
         )
+
+    def _layout_of(self, tokens: torch.Tensor, layout: SequenceLayout | None) -> SequenceLayout:
+        """Return the layout, checked; if None that of whole sequences, made once for each length.
+
+        What the host makes for it is so copied to the device in the first step alone, and a CUDA
+        graph of a later one holds no copy from memory that is gone when it is replayed.
+        """
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"tokens {list(tokens.shape)} are no rows [b, s]: give one row as "
+                "tokens.unsqueeze(0)"
+            )
+        if layout is None:
+            key = tokens.shape[1], tokens.device
+            if key not in self._layouts:
+                self._layouts[key] = SequenceLayout.of_rows(key[0], device=key[1])
+            layout = self._layouts[key]
+        check_layout(layout, tokens, self.groups["cp"])
+        return layout
 
     def _rope(self, layout: SequenceLayout) -> RopeTable | None:
         if self.config.rope is None:
@@ -387,43 +345,17 @@ class GPTModel(StoreModule):
         assert self.config.attention is not None
         return RopeTable.of(self.config.rope, layout.positions, self.config.attention.rope_features)
 
-    def hidden(
-        self,
-        tokens: torch.Tensor,
-        *,
-        chunk: int = 0,
-        hidden: torch.Tensor | None = None,
-        layout: SequenceLayout | None = None,
-        sample_ids: torch.Tensor | None = None,
-        aux_factor: torch.Tensor | None = None,
-        **rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the stream behind a chunk [s, b, h] ([s/tp, b, h] with sequence parallelism).
-
-        Args:
-            tokens: int64 [b, s].
-            chunk, hidden, aux_factor: see `forward`.
-            layout: of the tokens; None makes one of whole rows.
-            sample_ids: int64 [b], global sample numbers; None turns dropout off, unless the layout
-                has some.
-            rows: `positions` and `document_ids` of `SequenceLayout.packed`, where no layout is
-                given.
-
-        Raises:
-            ValueError: both a layout and rows.
-        """
-        layout = self._layouts.of(tokens, layout, sample_ids=sample_ids, **rows)
-        return self(tokens, layout=layout, chunk=chunk, hidden=hidden, aux_factor=aux_factor)
-
     def loss(
         self,
         tokens: torch.Tensor,
         labels: torch.Tensor,
         token_weights: torch.Tensor,
         *,
+        layout: SequenceLayout | None = None,
         chunk: int = 0,
+        hidden_states: torch.Tensor | None = None,
         ahead: Ahead | None = None,
-        **context: Any,
+        aux_factor: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (sum of token_weights · nll, nll [b, s]) of the main model.
 
@@ -434,11 +366,10 @@ class GPTModel(StoreModule):
         Args:
             tokens, labels: int64 [b, s].
             token_weights: fp32 [b, s], the factor of each token's loss; 0 masks it.
+            layout, hidden_states, aux_factor: see `forward`.
             chunk: see `forward`; it is the model's last.
             ahead: what multi-token prediction reads and predicts, its weights with the same factor;
                 None leaves it out, as evaluation does.
-            context: `hidden`, `layout`, `sample_ids`, `positions`, `document_ids`, `aux_factor`,
-                as of `hidden`.
 
         Raises:
             ValueError: the chunk has no head, nothing to do `ahead`, or labels of other tokens.
@@ -446,38 +377,36 @@ class GPTModel(StoreModule):
         if not self._is_last(chunk):
             raise ValueError(
                 f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} has no head: its result "
-                "is `hidden`, for the next chunk"
+                "is `hidden_states` of the next chunk"
             )
-        rows = {name: context.pop(name) for name in OF_ROWS if name in context}
-        layout = self._layouts.of(tokens, **rows)
-        final = self(tokens, layout=layout, chunk=chunk, **context)
+        final = self(
+            tokens, layout=layout, chunk=chunk, hidden_states=hidden_states, aux_factor=aux_factor
+        )
         loss, nll = self.head.loss(final, labels.t(), token_weights.t())
         if ahead is None:
             return loss, nll.t()
         if self.multi_token is None:
             raise ValueError("`ahead` for a model without multi-token prediction: leave it out")
-        with_layout = {"rope": self._rope(layout), "aux_factor": context.get("aux_factor")}
-        return carrying(loss, self.multi_token(final, ahead, layout, **with_layout)), nll.t()
+        layout = self._layout_of(tokens, layout)
+        extra = self.multi_token(
+            final, ahead, layout, rope=self._rope(layout), aux_factor=aux_factor
+        )
+        return carrying(loss, extra), nll.t()
 
     def logits(
         self,
         tokens: torch.Tensor,
         *,
+        layout: SequenceLayout | None = None,
         cache: KeyValueCache | None = None,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return this rank's logits [s, b, V/tp], padding columns included.
 
         Args:
             tokens: int64 [b, s].
+            layout: see `forward`.
             cache: of keys and values; `tokens` are then what follows it.
-            positions: int64 [s] or [s, b]; None is 0 … s-1.
-            document_ids: int [s_k, b].
         """
-        if positions is None:
-            positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        layout = SequenceLayout(positions, document_ids)
         return self.head(self(tokens, layout=layout, cache=cache))
 
     def full_logits(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -600,7 +529,7 @@ class MultiTokenPrediction(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        hidden_states: torch.Tensor,
         ahead: Ahead,
         layout: SequenceLayout,
         *,
@@ -610,7 +539,7 @@ class MultiTokenPrediction(nn.Module):
         """Return what the depths add to the training loss, a scalar.
 
         Args:
-            hidden: [s, b, h], the main model's final hidden states ([s/tp, b, h] under sequence
+            hidden_states: [s, b, h], the main model's final ones ([s/tp, b, h] under sequence
                 parallelism).
             layout: of the microbatch.
 
@@ -626,10 +555,12 @@ class MultiTokenPrediction(nn.Module):
             )
         losses = []
         for k, depth in enumerate(self.depths):
-            hidden = depth(hidden, ahead.tokens[k], layout, rope=rope, aux_factor=aux_factor)
+            hidden_states = depth(
+                hidden_states, ahead.tokens[k], layout, rope=rope, aux_factor=aux_factor
+            )
             weights = ahead.weights[k].t()  # [s, b]
             # The factor is in the weights: a gradient that comes in as 1 then costs no pass.
-            loss, nll = depth.head.loss(hidden, ahead.labels[k].t(), weights * self.factor)
+            loss, nll = depth.head.loss(hidden_states, ahead.labels[k].t(), weights * self.factor)
             losses.append(loss)
             self.sums[k] += torch.stack([(nll * weights).sum(), weights.sum()])
         return torch.stack(losses).sum()
@@ -669,7 +600,7 @@ class PredictionDepth(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        hidden_states: torch.Tensor,
         tokens: torch.Tensor,
         layout: SequenceLayout,
         *,
@@ -683,7 +614,8 @@ class PredictionDepth(nn.Module):
             tokens: int64 [b, s], that follow those of the depth before.
         """
         ahead = self.drop(self.embedding(tokens.t()), layout)  # [s, b, h]
-        both = torch.cat([self.embedding_norm(ahead), self.hidden_norm(hidden)], -1)  # [s, b, 2h]
+        normed = self.embedding_norm(ahead), self.hidden_norm(hidden_states)
+        both = torch.cat(normed, -1)  # [s, b, 2h]
         mixed = self.projection.linear(both)  # [s, b, h]
         return self.decoder(mixed, layout, rope=rope, aux_factor=aux_factor)
 

@@ -202,7 +202,7 @@ def test_nothing_is_read_back_from_the_device():
 
 
 def test_whole_rows_need_no_cut():
-    layout = SequenceLayout.dense(8, sample_ids=torch.arange(2))
+    layout = SequenceLayout.of_rows(8, sample_ids=torch.arange(2))
     x = torch.arange(16).view(2, 8)
     assert layout.local(x) is x
     assert (layout.cut, layout.rank, layout.positions.tolist()) == (None, 0, list(range(8)))
@@ -246,7 +246,7 @@ def test_tensors_of_another_length_are_told():
 
 @pytest.mark.parametrize("ask", ["blocks", "row_blocks", "to_rows", "to_ranks"])
 def test_a_layout_without_a_cut_is_told(ask):
-    layout = SequenceLayout.dense(8)
+    layout = SequenceLayout.of_rows(8)
     argument = {"blocks": 0, "row_blocks": None}.get(ask, torch.zeros(8))
     with pytest.raises(
         ValueError, match=r"has no cut; make it by SequenceLayout\.make, on the host"
@@ -255,6 +255,6 @@ def test_a_layout_without_a_cut_is_told(ask):
 
 
 def test_ids_alone_do_not_say_where_documents_begin():
-    layout = SequenceLayout.packed(8, document_ids=torch.zeros(2, 8, dtype=torch.int32))
+    layout = SequenceLayout.of_rows(8, document_ids=torch.zeros(2, 8, dtype=torch.int32))
     with pytest.raises(ValueError, match=re.escape("of its documents only ids: blocks need where")):
         layout.blocks(0)

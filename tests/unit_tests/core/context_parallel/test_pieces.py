@@ -167,12 +167,12 @@ def test_the_layout_makes_them_once():
 
 
 def test_without_a_cut_rows_are_pieces():
-    pieces = SequenceLayout.dense(6).own_pieces(2)
+    pieces = SequenceLayout.of_rows(6).own_pieces(2)
     assert pieces.sequences.lengths == (6, 6)
     assert not pieces.crossed
 
 
 def test_documents_known_by_ids_alone_are_refused():
-    layout = SequenceLayout.packed(4, document_ids=torch.tensor([[0, 0, 1, 1]]))
+    layout = SequenceLayout.of_rows(4, document_ids=torch.tensor([[0, 0, 1, 1]]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         layout.own_pieces(1)

@@ -106,11 +106,11 @@ def test_a_row_of_zigzag_by_hand():
 
 
 def test_a_layout_without_a_cut_has_whole_rows_of_one_document():
-    layout = SequenceLayout.dense(5)
+    layout = SequenceLayout.of_rows(5)
     x = torch.arange(10).view(5, 2)
     assert layout.whole_rows(2).pack(x).tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
     assert layout.whole_rows(2).sequences.bounds == (0, 5, 10)
-    packed = SequenceLayout.packed(5, positions=torch.arange(10).view(2, 5))
+    packed = SequenceLayout.of_rows(5, positions=torch.arange(10).view(2, 5))
     assert packed.whole_rows(2).sequences.bounds == (0, 5, 10)
 
 
@@ -172,7 +172,7 @@ def test_some_tokens_of_a_call_may_be_packed():
 def test_documents_known_only_by_ids_are_refused():
     ids = torch.tensor([[0, 0, 1, 1]])
     for layout in (
-        SequenceLayout.packed(4, document_ids=ids),
+        SequenceLayout.of_rows(4, document_ids=ids),
         SequenceLayout(torch.arange(4), ids.t()),
     ):
         with pytest.raises(ValueError, match="only by their ids: a recurrence needs where"):

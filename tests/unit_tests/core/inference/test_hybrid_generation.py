@@ -199,7 +199,7 @@ def test_states_of_bf16_models_are_fp32_and_their_rows_bf16() -> None:
 def test_a_row_without_a_slot_is_inert_whatever_it_holds(model: GPTModel, length: int) -> None:
     for mixer in recurrent(model):
         x = torch.randn(length, 3, 22, generator=generator(7), dtype=torch.float64)
-        layout = SequenceLayout.dense(length)
+        layout = SequenceLayout.of_rows(length)
         # All three rows have states; then row 0 has no new token.
         cache = BatchCache(9, rows=3)
         with torch.no_grad():
@@ -233,7 +233,7 @@ def test_padding_that_is_no_number_reaches_no_token(model: GPTModel) -> None:
             cache = BatchCache(9, rows=2)
             cache.begin([6, 2])
             with torch.no_grad():
-                out = mixer(x, SequenceLayout.dense(6), cache=cache)
+                out = mixer(x, SequenceLayout.of_rows(6), cache=cache)
             found.append((out[:, 0], out[4:, 1], *cache.states._buffers.values()))
             assert poison != 1.0 or not out[:4, 1].any()
         for clean, other in zip(*found, strict=True):

@@ -131,15 +131,15 @@ class Line:
             self.inputs[g] = hidden
             shared = {
                 "chunk": g // self.stages,
-                "hidden": hidden,
-                "sample_ids": self.batch.sample_ids,
+                "hidden_states": hidden,
+                "layout": self.batch.layout,
             }
             batch = self.batch
             if g == total - 1:
                 loss, nll = self.model.loss(batch.tokens, batch.labels, batch.loss_mask, **shared)
                 self.outputs[g], self.loss = loss, (loss.detach(), nll.detach())
                 continue
-            output = self.model.hidden(batch.tokens, **shared)
+            output = self.model(batch.tokens, **shared)
             assert output.shape == self.model.boundary_shape(batch.tokens)
             assert output.dtype == self.model.store.dtype
             self.outputs[g] = output

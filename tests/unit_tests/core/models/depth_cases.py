@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.models.gpt import GPTConfig, shifted
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
-from tests.support.inputs import microbatch
+from tests.support.inputs import Microbatch, microbatch
 
 CONFIG = GPTConfig(
     num_layers=2,
@@ -42,12 +42,13 @@ def documents() -> dict[str, torch.Tensor]:
     return {"positions": positions, "document_ids": ids}
 
 
-def rows_of(lane: int, index: int, *, depths: int, packed: bool) -> dict[str, object]:
-    """Return the fields of a `Microbatch` of whole rows."""
+def rows_of(lane: int, index: int, *, depths: int, packed: bool) -> Microbatch:
+    """Return a microbatch of whole rows, with what depths predict."""
     made = microbatch(
         seed=7, lane=lane, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
     )
-    rows = documents() if packed else {}
+    if packed:
+        made = dataclasses.replace(made, **documents())
     parts = (made.tokens, made.labels, made.loss_mask)
-    ahead = shifted(*parts, depths=depths, document_ids=rows.get("document_ids"))
-    return {**vars(made), **rows, "ahead": ahead}
+    ahead = shifted(*parts, depths=depths, document_ids=made.document_ids)
+    return dataclasses.replace(made, ahead=ahead)

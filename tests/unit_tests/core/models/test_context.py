@@ -66,6 +66,10 @@ class Case:
         return SequenceCut.of(LENGTH, self.cp, **(bounds if self.padded else {}))
 
 
+#: What of a microbatch is in its layout.
+OF_LAYOUT = ("positions", "document_ids", "sample_ids")
+
+
 def batch_of(case: Case, index: int) -> dict[str, torch.Tensor]:
     """Return a microbatch of whole rows, its documents included."""
     data = microbatch(
@@ -111,13 +115,11 @@ def trained(case: Case, groups: ProcessGroupCollection):
     with nan_memory(), trace(groups) as records:
         for index in range(2):
             batch = batch_of(case, index)
+            known = {name: batch.pop(name) for name in OF_LAYOUT if name in batch}
+            layout = SequenceLayout.of_rows(LENGTH, **known)
             if group.size > 1:
-                known = {k: batch.pop(k) for k in ("positions", "document_ids") if k in batch}
                 layout = SequenceLayout.make(case.cut, group.rank, rows=ROWS, **known)
-                for name in ("tokens", "labels", "token_weights"):
-                    batch[name] = layout.local(batch[name])
-                batch["layout"] = layout
-            loss, nll = model.loss(**batch)
+            loss, nll = model.loss(*(layout.local(x) for x in batch.values()), layout=layout)
             engine.backward(loss, last=index == 1)
             losses.append((loss.detach(), nll.detach()))
             plans += [layout.plans_made] if group.size > 1 else []
@@ -215,8 +217,6 @@ def refused(rank: int, world: int) -> None:
             model.loss(*whole)
         with pytest.raises(ValueError, match="16 tokens a row, the layout is of 8"):
             model.loss(*whole, layout=layout)
-        with pytest.raises(ValueError, match="a layout and positions"):
-            model.loss(*local, layout=layout, positions=batch["tokens"])
         with pytest.raises(ValueError, match=rf"is cut for rank {1 - rank} of 2, this is rank"):
             model.loss(*local, layout=SequenceLayout.make(cut, 1 - rank, rows=ROWS))
     assert not records
@@ -235,7 +235,8 @@ def test_what_does_not_fit_is_refused_before_any_collective():
 
 def test_documents_of_one_process_are_attended_block_by_block_or_by_a_mask():
     batch = batch_of(Case(documents=True), 0)
-    rows = {name: batch.pop(name) for name in ("positions", "document_ids")}
+    rows = {name: batch.pop(name) for name in OF_LAYOUT}
+    whole = SequenceLayout.of_rows(LENGTH, **rows)
     with one_thread():
         model = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=5)
         moved(model)
@@ -245,7 +246,7 @@ def test_documents_of_one_process_are_attended_block_by_block_or_by_a_mask():
         )
         with torch.no_grad():
             nll = {
-                "rows": model.loss(**batch, **rows)[1],
+                "rows": model.loss(**batch, layout=whole)[1],
                 "ids": model.loss(**batch, layout=by_ids)[1],
                 "blocks": model.loss(**batch, layout=by_blocks)[1],
                 "none": model.loss(**batch)[1],

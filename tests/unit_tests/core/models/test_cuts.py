@@ -164,9 +164,9 @@ def test_what_a_chunk_needs_and_has():
     with pytest.raises(ValueError, match=r"this rank has 2 chunks: use model\.decoders"):
         _ = chunks.decoder
     with pytest.raises(ValueError, match="chunk 0 of pipeline stage 0 starts with the embedding"):
-        chunks(tokens, hidden=torch.zeros(chunks.boundary_shape(tokens)))
-    with pytest.raises(ValueError, match="chunk 1 of pipeline stage 0 needs the hidden states"):
-        chunks.hidden(tokens, chunk=1)
+        chunks(tokens, hidden_states=torch.zeros(chunks.boundary_shape(tokens)))
+    with pytest.raises(ValueError, match="chunk 1 of pipeline stage 0 needs those of"):
+        chunks(tokens, chunk=1)
     for chunk in (-1, 2):
         with pytest.raises(ValueError, match=f"chunk {chunk} of the 2 on this rank"):
             chunks(tokens, chunk=chunk)

@@ -49,7 +49,7 @@ def model_of(config: GPTConfig, groups: ProcessGroupCollection, **options) -> GP
 
 
 def packed() -> dict[str, torch.Tensor]:
-    """Return tokens, labels, weights, positions and document ids, each [3, 14]."""
+    """Return tokens, labels and weights [3, 14], and the layout that masks documents."""
     text = torch.randint(0, 37, (3, 15), generator=generator(8))
     text[2, 7:14] = text[2, :7]  # one document twice
     positions, documents = torch.zeros(3, 14).long(), torch.zeros(3, 14, dtype=torch.int32)
@@ -61,9 +61,13 @@ def packed() -> dict[str, torch.Tensor]:
         "tokens": text[:, :-1].contiguous(),
         "labels": text[:, 1:].contiguous(),
         "token_weights": torch.rand(3, 14, generator=generator(9)),
-        "positions": positions,
-        "document_ids": documents,
+        "layout": SequenceLayout.of_rows(14, positions=positions, document_ids=documents),
     }
+
+
+def dropping(batch: dict, first: int) -> dict:
+    """Return a batch of samples from this number on, of which dropout is a function."""
+    return {**batch, "layout": batch["layout"].with_samples(torch.arange(3) + first)}
 
 
 def test_documents_in_a_row_are_as_documents_alone():
@@ -100,7 +104,8 @@ def _after_changes(rank: int, world: int, engines: tuple[str, ...]) -> dict[str,
     and with the tokens of one document after the other changed."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     batch = packed()
-    known = {name: batch.pop(name) for name in ("positions", "document_ids")}
+    whole = batch.pop("layout")
+    known = {"positions": whole.positions.t(), "document_ids": whole.document_ids.t()}
     layout = SequenceLayout.make(cut_of(world), rank, rows=3, **known)
     labels, weights = (layout.local(batch[name]) for name in ("labels", "token_weights"))
     found = {}
@@ -140,14 +145,14 @@ def test_a_document_changes_no_bit_of_another_on_any_engine(cp):
 def test_positions_reach_the_rotation_without_a_mask_too():
     """Under a mask only differences of positions count, so this needs the documents to meet."""
     model = model_of(CONFIG, ProcessGroupCollection.single())
-    batch = {k: v for k, v in packed().items() if k != "document_ids"}
+    batch = packed()
+    layout = SequenceLayout(batch.pop("layout").positions)
     with torch.no_grad():
-        _, nll = model.loss(**batch)
-        logits = model.full_logits(batch["tokens"], positions=batch["positions"].t())  # [s, b, V]
+        _, nll = model.loss(**batch, layout=layout)
+        logits = model.full_logits(batch["tokens"], layout=layout)  # [s, b, V]
         wanted = F.cross_entropy(
             logits.float().flatten(0, 1), batch["labels"].t().flatten(), reduction="none"
         ).view(14, 3)
-        del batch["positions"]
         plain = model.loss(**batch)[1]
     torch.testing.assert_close(nll, wanted.t(), rtol=1e-5, atol=1e-5)
     assert (plain - nll).abs().max() > 1e-2
@@ -160,7 +165,7 @@ def test_dropout_differs_between_equal_documents_of_a_row():
     batch = packed()
     with torch.no_grad():
         _, plain = model.loss(**batch)
-        _, dropped = model.loss(**batch, sample_ids=torch.arange(3))
+        _, dropped = model.loss(**dropping(batch, 0))
     torch.testing.assert_close(plain[2, :6], plain[2, 7:13], rtol=1e-6, atol=1e-6)
     assert ((dropped[2, :6] - dropped[2, 7:13]).abs() > 1e-6).all()
 
@@ -169,13 +174,13 @@ def _tensor_parallel(rank: int, world: int, sequence_parallel: bool) -> torch.Te
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = model_of(DROPPING, groups, sequence_parallel=sequence_parallel)
     with torch.no_grad():
-        return model.loss(**packed(), sample_ids=torch.arange(3) + 5)[1]
+        return model.loss(**dropping(packed(), 5))[1]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_ranks_agree_with_one_process(sequence_parallel):
     one = model_of(DROPPING, ProcessGroupCollection.single())
     with torch.no_grad():
-        _, wanted = one.loss(**packed(), sample_ids=torch.arange(3) + 5)
+        _, wanted = one.loss(**dropping(packed(), 5))
     for found in run_ranks(_tensor_parallel, 2, sequence_parallel):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)

@@ -171,10 +171,11 @@ def test_documents_do_not_see_each_other():
     model = GPTModel(CONFIG, SINGLE)
     first, second = data(0).tokens[:, :3], data(1).tokens[:, :5]
     packed = torch.cat([first, second], 1)
-    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
-    documents = torch.tensor([0] * 3 + [1] * 5).unsqueeze(1).expand(8, 3)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(3, 8)
+    documents = torch.tensor([0] * 3 + [1] * 5).expand(3, 8)
+    layout = SequenceLayout.of_rows(8, positions=positions, document_ids=documents)
     with torch.no_grad():
-        got = model.full_logits(packed, positions=positions, document_ids=documents)
+        got = model.full_logits(packed, layout=layout)
         wanted = torch.cat([model.full_logits(first), model.full_logits(second)])
         alone = model.full_logits(packed)
     assert_close_by_metric("logits", got, wanted, bound=2e-6)
@@ -196,9 +197,7 @@ def trained(groups: ProcessGroupCollection, config: GPTConfig, *, sequence_paral
     batch = data()
     engine.begin_step()
     with nan_memory():
-        loss, nll = model.loss(
-            batch.tokens, batch.labels, batch.loss_mask, sample_ids=batch.sample_ids
-        )
+        loss, nll = model.loss(batch.tokens, batch.labels, batch.loss_mask, layout=batch.layout)
         engine.backward(loss, last=True)
         engine.finish()
     found = {}
@@ -236,20 +235,21 @@ def test_dropout_is_off_without_sample_numbers_and_differs_between_samples():
         model, plain = GPTModel(DROPPING, SINGLE, seed=5), GPTModel(CONFIG, SINGLE, seed=5)
         shared = (batch.tokens, batch.labels, batch.loss_mask)
         assert torch.equal(model.loss(*shared)[1], plain.loss(*shared)[1])
-        first = model.loss(*shared, sample_ids=torch.arange(3))[1]
-        again = model.loss(*shared, sample_ids=torch.arange(3))[1]
-        other = model.loss(*shared, sample_ids=torch.arange(3) + 3)[1]
+        layout = SequenceLayout.of_rows(8, sample_ids=torch.arange(3))
+        first = model.loss(*shared, layout=layout)[1]
+        again = model.loss(*shared, layout=layout)[1]
+        other = model.loss(*shared, layout=layout.with_samples(torch.arange(3) + 3))[1]
         seeded = GPTModel(DROPPING, SINGLE, seed=6)
         assert torch.equal(first, again)
         assert ((first - other).abs() > 0).any(1).all()
-        assert not torch.equal(seeded.loss(*shared, sample_ids=torch.arange(3))[1], first)
+        assert not torch.equal(seeded.loss(*shared, layout=layout)[1], first)
 
 
 def test_dropout_acts_on_embedding_blocks_and_attention():
     hidden_only = dataclasses.replace(CONFIG, hidden_dropout=0.2)
     model = GPTModel(hidden_only, SINGLE, seed=5)
     tokens = data().tokens
-    layout = SequenceLayout.dense(8, sample_ids=torch.arange(3))
+    layout = SequenceLayout.of_rows(8, sample_ids=torch.arange(3))
     rope = RopeTable.of(RopeConfig(), layout.positions, 8)
     with torch.no_grad():
         stream = model.embedding_dropout(model.embedding(tokens.t()), layout)
@@ -266,7 +266,7 @@ def test_dropout_acts_on_embedding_blocks_and_attention():
 def test_hidden_dropout_keeps_the_expectation():
     model = GPTModel(dataclasses.replace(CONFIG, hidden_dropout=0.25), SINGLE)
     samples = 400
-    layout = SequenceLayout.dense(8, sample_ids=torch.arange(samples))
+    layout = SequenceLayout.of_rows(8, sample_ids=torch.arange(samples))
     x = torch.ones(8, samples, 24)
     for drop in (model.embedding_dropout, model.decoder.blocks[0].drop):
         out = drop(x, layout)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference.cache import KVCache
 from megatron.core.inference.engine import Request
 from megatron.core.inference.sampling import SamplingParams
@@ -71,14 +72,8 @@ def in_steps(model: GPTModel, tokens: torch.Tensor, steps, documents=None):
         for count in steps:
             stop = start + count
             known = None if documents is None else documents[:stop]
-            logits.append(
-                model.full_logits(
-                    tokens[:, start:stop],
-                    cache=cache,
-                    positions=torch.arange(start, stop),
-                    document_ids=known,
-                )
-            )
+            layout = SequenceLayout(torch.arange(start, stop), known)
+            logits.append(model.full_logits(tokens[:, start:stop], cache=cache, layout=layout))
             start = stop
     assert start == tokens.shape[1]
     return torch.cat(logits), cache
@@ -105,7 +100,7 @@ def test_every_position_is_that_of_the_whole_sequence(name: str, packed: bool):
         for block in model.decoder.blocks[::2]:
             block.mixer.kv_up.register_forward_pre_hook(lambda *_: calls.append(0))
         with torch.no_grad():
-            whole = model.full_logits(tokens, document_ids=documents)
+            whole = model.full_logits(tokens, layout=SequenceLayout(torch.arange(13), documents))
             plain = model.full_logits(tokens)
         assert ((whole - plain).abs().max() > 0.1) == packed
         for steps in ([5] + [1] * 8, [1, 1, 3, 1, 5, 2]):
@@ -157,7 +152,7 @@ def test_a_step_copies_no_weight():
         cache = KVCache(6)
         model.full_logits(tokens, cache=cache)
         with _Largest() as largest:
-            model.full_logits(tokens[:, :1], cache=cache, positions=torch.tensor([5]))
+            model.full_logits(tokens[:, :1], cache=cache, layout=SequenceLayout(torch.tensor([5])))
     attention = config.attention
     smallest = 8 * attention.nope_channels * attention.kv_lora_rank
     assert 8 * 2 * KEPT <= largest.found[0] < smallest / 4, largest.found

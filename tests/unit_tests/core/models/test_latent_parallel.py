@@ -71,6 +71,10 @@ class Case:
         return dataclasses.replace(CONFIG, attention=attention)
 
 
+#: What of a microbatch is in its layout.
+OF_LAYOUT = ("positions", "document_ids", "sample_ids")
+
+
 def batch_of(case: Case, index: int) -> dict[str, torch.Tensor]:
     """Return a microbatch of whole rows, its documents included."""
     data = microbatch(
@@ -117,14 +121,12 @@ def trained(case: Case, groups: ProcessGroupCollection):
     with nan_memory(), trace(groups) as records:
         for index in range(2):
             batch = batch_of(case, index)
+            known = {name: batch.pop(name) for name in OF_LAYOUT if name in batch}
+            layout = SequenceLayout.of_rows(LENGTH, **known)
             if case.cp > 1 and groups["cp"].size > 1:
-                known = {k: batch.pop(k) for k in ("positions", "document_ids") if k in batch}
                 cut = SequenceCut.of(LENGTH, case.cp)
                 layout = SequenceLayout.make(cut, groups["cp"].rank, rows=ROWS, **known)
-                for name in ("tokens", "labels", "token_weights"):
-                    batch[name] = layout.local(batch[name])
-                batch["layout"] = layout
-            loss, nll = model.loss(**batch)
+            loss, nll = model.loss(*(layout.local(x) for x in batch.values()), layout=layout)
             with model.store.defer() if case.split else contextlib.nullcontext() as queue:
                 engine.backward(loss, last=index == 1)
             if queue is not None:
@@ -205,12 +207,18 @@ def test_dropout_documents_and_scale_are_active():
         other = GPTModel(plain, single)
         for name, handle in other.store.handles.items():
             handle.get().copy_(model.store.handles[name].get())
-        whole = model.loss(**batch)[1]
+        rows = {name: batch.pop(name) for name in OF_LAYOUT}
+        layout = SequenceLayout.of_rows(LENGTH, **rows)
+        whole = model.loss(**batch, layout=layout)[1]
+
+        def changed(**values: object) -> torch.Tensor:
+            return model.loss(**batch, layout=SequenceLayout.of_rows(LENGTH, **rows | values))[1]
+
         without = {
-            "scale": other.loss(**batch)[1],
-            "dropout": model.loss(**{**batch, "sample_ids": None})[1],
-            "documents": model.loss(**{**batch, "document_ids": None})[1],
-            "positions": model.loss(**{**batch, "positions": 2 * batch["positions"]})[1],
+            "scale": other.loss(**batch, layout=layout)[1],
+            "dropout": changed(sample_ids=None),
+            "documents": changed(document_ids=None),
+            "positions": changed(positions=2 * rows["positions"]),
         }
     for name, nll in without.items():
         assert (nll - whole).abs().max() > 0.01, name

@@ -62,11 +62,11 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
     engine = DataParallel(model.store, model.groups)
     batch = rows_of(0, 0, depths=depths, packed=packed)
     factor = torch.tensor(0.125)
-    weights, ahead = batch["loss_mask"] * factor, batch["ahead"].scaled(factor)
-    rows = {name: batch[name] for name in ("positions", "document_ids") if packed}
+    weights, ahead = batch.loss_mask * factor, batch.ahead.scaled(factor)
+    layout = batch.without_dropout
     engine.begin_step()
     with nan_memory():
-        loss, nll = model.loss(batch["tokens"], batch["labels"], weights, ahead=ahead, **rows)
+        loss, nll = model.loss(batch.tokens, batch.labels, weights, ahead=ahead, layout=layout)
         engine.backward(loss, last=True)
     assert engine.launched_in_backward == len(engine.buckets)  # as many puts as were declared
     engine.finish()
@@ -86,7 +86,7 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
         norm=config.norm.kind,
         gated=config.mlp.gated,
     )
-    text = torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1)
+    text = torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1)
     borders = BORDERS if packed else ((0, LENGTH),) * ROWS
     main, *more = plain.losses(logical, text, weights, depths=depths, borders=borders)
     training = main + config.mtp_loss_factor / depths * sum(more)
@@ -107,12 +107,12 @@ def test_experts_of_depths_have_their_auxiliary_losses_in_the_gradient():
     config = dataclasses.replace(CONFIG, moe=moe, ffn_pattern="-E")
     assert "mtp.1.decoder.blocks.1.moe.router.weight" in logical_weights(config)
     batch, found = rows_of(0, 0, depths=2, packed=False), []
-    parts = (batch["tokens"], batch["labels"], batch["loss_mask"])
+    parts = (batch.tokens, batch.labels, batch.loss_mask)
     for factor in (None, torch.tensor(1.0), torch.tensor(3.0)):
         model = move(GPTModel(config, ProcessGroupCollection.single(), seed=5))
         engine = DataParallel(model.store, model.groups)
         engine.begin_step()
-        loss, _ = model.loss(*parts, ahead=batch["ahead"], aux_factor=factor)
+        loss, _ = model.loss(*parts, ahead=batch.ahead, aux_factor=factor)
         engine.backward(loss, last=True)
         engine.finish()
         found.append(
@@ -128,16 +128,16 @@ def test_experts_of_depths_have_their_auxiliary_losses_in_the_gradient():
 
 def test_a_forward_without_them_is_the_main_model_alone():
     batch = rows_of(0, 0, depths=2, packed=False)
-    rows = (batch["tokens"], batch["labels"], batch["loss_mask"])
+    rows = (batch.tokens, batch.labels, batch.loss_mask)
     single = ProcessGroupCollection.single()
     model = GPTModel(CONFIG, single, seed=5)
     plain = GPTModel(dataclasses.replace(CONFIG, mtp_num_layers=0), single, seed=5)
     with torch.no_grad():
         assert torch.equal(model.loss(*rows)[1], plain.loss(*rows)[1])
         with pytest.raises(ValueError, match="without multi-token prediction: leave it out"):
-            plain.loss(*rows, ahead=batch["ahead"])
+            plain.loss(*rows, ahead=batch.ahead)
         with pytest.raises(ValueError, match=r"2 depths predict of 12 tokens .* \(1, 2, 12\)"):
-            model.loss(*rows, ahead=rows_of(0, 0, depths=1, packed=False)["ahead"])
+            model.loss(*rows, ahead=rows_of(0, 0, depths=1, packed=False).ahead)
     more = model.num_parameters - plain.num_parameters
     own = {n: s for n, s in logical_weights(CONFIG).items() if n.startswith("mtp.")}
     assert more == sum(math.prod(shape) for shape in own.values())

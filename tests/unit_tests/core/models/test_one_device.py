@@ -60,16 +60,17 @@ def test_a_step_stays_on_its_device_and_reads_nothing(name, packed, dtype):
     engine = DataParallel(model.store, groups)
     tokens = torch.zeros(2, 33, dtype=torch.int64, device=META)
     weights = torch.ones(2, 32, device=META)
-    more = {"sample_ids": torch.arange(2, device=META)}
+    rows = {"sample_ids": torch.arange(2, device=META)}
     if packed:
-        more["positions"] = torch.zeros(2, 32, dtype=torch.int64, device=META)
-        more["document_ids"] = torch.zeros(2, 32, dtype=torch.int32, device=META)
+        rows["positions"] = torch.zeros(2, 32, dtype=torch.int64, device=META)
+        rows["document_ids"] = torch.zeros(2, 32, dtype=torch.int32, device=META)
+    layout = SequenceLayout.of_rows(32, device=META, **rows)
     engine.begin_step()
     for last in (False, True):
-        loss, nll = model.loss(tokens[:, :-1], tokens[:, 1:], weights, **more)
+        loss, nll = model.loss(tokens[:, :-1], tokens[:, 1:], weights, layout=layout)
         engine.backward(loss, last=last)
     engine.finish()
     assert (loss.device, nll.shape) == (META, (2, 32))
-    layout = SequenceLayout.dense(32, device=META)
+    layout = SequenceLayout.of_rows(32, device=META)
     with torch.no_grad():
         assert model(tokens[:, :-1], layout=layout).device == META

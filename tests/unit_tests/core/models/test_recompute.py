@@ -91,9 +91,7 @@ def trained(
             data = microbatch(
                 seed=4, lane=0, index=i, batch=BATCH, sequence=SEQUENCE, vocabulary=37
             )
-            loss, nll = model.loss(
-                data.tokens, data.labels, data.loss_mask, sample_ids=data.sample_ids
-            )
+            loss, nll = model.loss(data.tokens, data.labels, data.loss_mask, layout=data.layout)
             last = i == microbatches - 1
             found[f"loss {i}"], found[f"nll {i}"] = loss.detach().clone(), nll.detach().clone()
             if deferred:
@@ -213,7 +211,7 @@ def memory(recompute: Recompute) -> tuple[int, int]:
     engine.begin_step()
     held, kept, peak = 0, 0, 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        loss, _ = model.loss(data.tokens, data.labels, data.loss_mask, sample_ids=data.sample_ids)
+        loss, _ = model.loss(data.tokens, data.labels, data.loss_mask, layout=data.layout)
         with torch.profiler.record_function("backward begins"):
             engine.backward(loss, last=True)
     events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())

@@ -85,7 +85,7 @@ class Layer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output for [s, b, h] and the input gradient of sum(output · factors)."""
         x = hidden.clone().requires_grad_(True)
-        layout = layout or SequenceLayout.dense(len(hidden))
+        layout = layout or SequenceLayout.of_rows(len(hidden))
         self.engine.begin_step()
         out = self.moe(x, layout, aux_factor=aux_factor)
         self.engine.backward((out * factors).sum(), last=True)
@@ -95,7 +95,7 @@ class Layer:
     @torch.no_grad()
     def assert_sure(self, hidden: torch.Tensor, layout: SequenceLayout | None = None) -> None:
         """Fail if rounding could turn a route: noise a hundred times as large must not."""
-        layout = layout or SequenceLayout.dense(len(hidden))
+        layout = layout or SequenceLayout.of_rows(len(hidden))
         share = Share(hidden, layout, region=self.moe.region)
         noise = torch.randn(hidden.shape, generator=generator(len(hidden)))
         routes = [

@@ -160,7 +160,7 @@ def test_biases_even_out_what_a_router_prefers():
     balance = Balance([router], ["m.router"], config=CONFIG, world=layer.groups["world"])
     imbalance = []
     for _ in range(60):
-        layer.moe(hidden, SequenceLayout.dense(29))
+        layer.moe(hidden, SequenceLayout.of_rows(29))
         balance.finish(applied=True)
         (load,) = balance.report()
         assert sum(load.tokens) == 29 * 2 * 2

@@ -112,7 +112,7 @@ def on_grid(groups: ProcessGroupCollection, name: str, sequence_parallel: bool) 
             sequence_parallel=sequence_parallel,
             dispatcher=dispatcher,
         )
-        layout = SequenceLayout.dense(S)
+        layout = SequenceLayout.of_rows(S)
         with torch.no_grad(), trace(groups) as forward:
             layer.moe(hidden[part], layout)
         with trace(groups) as records, simulated(groups, link), nan_memory():
@@ -268,7 +268,7 @@ def in_halves(rank: int, world: int, degrees: dict[str, int]) -> None:
             for handle in handles:
                 handle.slot.fill_(7.0)
             x = hidden.clone().requires_grad_(True)
-            got = layer.moe(x, SequenceLayout.dense(S))
+            got = layer.moe(x, SequenceLayout.of_rows(S))
             with layer.store.defer() as queue:
                 layer.engine.backward((got * factors).sum(), last=False)
             assert torch.equal(got, out)

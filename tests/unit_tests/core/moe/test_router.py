@@ -45,7 +45,7 @@ class Alone:
     def route(self, rows: torch.Tensor, layout: SequenceLayout | None = None, **more) -> Routing:
         """Route rows [s·b, h]."""
         hidden = rows.view(-1, B, H)
-        layout = layout or SequenceLayout.dense(len(hidden))
+        layout = layout or SequenceLayout.of_rows(len(hidden))
         return self.router(rows, Share(hidden, layout, region=self.build.region), **more)
 
 
@@ -320,7 +320,7 @@ def test_jitter_is_of_the_routers_input_alone_and_of_training():
     ids = torch.tensor([40, 7, 23])
     x = rows.clone().requires_grad_(True)
     ours.engine.begin_step()
-    inside = ours.route(x, SequenceLayout.dense(S, sample_ids=ids))
+    inside = ours.route(x, SequenceLayout.of_rows(S, sample_ids=ids))
     assert (inside.weights - plain.weights).abs().max() > 1e-2
     numbers = torch.arange(S * B)
     noise = jittered(

@@ -46,7 +46,7 @@ def one_by_one(rank: int, world: int) -> None:
     for s, b, scattered in SIZES:
         rows = torch.arange(s * b)
         whole = torch.randn(s, b, H, generator=generator(s, b))
-        layout = SequenceLayout.dense(s, sample_ids=IDS[:b])
+        layout = SequenceLayout.of_rows(s, sample_ids=IDS[:b])
         each = -(-s * b // world)
         mine = range(rank * each, (rank + 1) * each)
         hidden = whole[rank * s // world : (rank + 1) * s // world] if scattered else whole
@@ -101,7 +101,7 @@ def divided(rank: int, world: int, config: MoEConfig) -> list:
     found = []
     for s, b, scattered in SIZES:
         part = slice(rank * s // world, (rank + 1) * s // world) if scattered else slice(0, s)
-        layout = SequenceLayout.dense(s, sample_ids=IDS[:b])
+        layout = SequenceLayout.of_rows(s, sample_ids=IDS[:b])
         hidden, factors = data(s, b)
         for dispatcher in ("allgather", "alltoall"):
             layer = Layer(
@@ -123,7 +123,7 @@ def divided(rank: int, world: int, config: MoEConfig) -> list:
 def test_layers_equal_one_process(config: MoEConfig):
     runs = run_ranks(divided, 2, config)
     for number, (s, b, _) in enumerate(size for size in SIZES for _ in range(2)):
-        layout = SequenceLayout.dense(s, sample_ids=IDS[:b])
+        layout = SequenceLayout.of_rows(s, sample_ids=IDS[:b])
         with one_thread():
             alone = Layer(replace(config, num_experts=6), hidden_size=H)
             alone.assert_sure(data(s, b)[0], layout)

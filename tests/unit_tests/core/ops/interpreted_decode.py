@@ -277,14 +277,14 @@ def layer_of(kind: str) -> RecurrentMixer:
 def test_prompts_and_tokens_through_a_layer_are_the_whole_sequence(kind, monkeypatch):
     layer, count = layer_of(kind), PROMPT + len(STEPS)
     hidden = torch.randn(count, 3, HIDDEN, generator=generator(4))
-    whole = layer(hidden, SequenceLayout.dense(count))
+    whole = layer(hidden, SequenceLayout.of_rows(count))
     states = StateCache(5)
     states.take(5)
     states.release([2, 4, 0])  # the slots of the rows, in this order from behind
     cache = BatchCache(count, rows=3, states=states)
     cache.begin([PROMPT] * 3)
     assert cache.slots.tolist() == [0, 4, 2]
-    prompt = layer(hidden[:PROMPT], SequenceLayout.dense(PROMPT), cache=cache)
+    prompt = layer(hidden[:PROMPT], SequenceLayout.of_rows(PROMPT), cache=cache)
     assert relative_error(prompt, whole[:PROMPT]) < 1e-5
     calls = []
 
@@ -300,7 +300,7 @@ def test_prompts_and_tokens_through_a_layer_are_the_whole_sequence(kind, monkeyp
         for row in range(3):
             if step[row]:
                 tokens[0, row] = hidden[done[row], row]
-        out = layer(tokens, SequenceLayout.dense(1), cache=cache)
+        out = layer(tokens, SequenceLayout.of_rows(1), cache=cache)
         for row in range(3):
             if step[row]:
                 assert relative_error(out[0, row], whole[done[row], row]) < 1e-5
@@ -324,7 +324,7 @@ def test_between_projections_there_is_one_kernel(kind, monkeypatch):
     projections = {"input": layer.input(hidden), "output": hidden}
     for name, found in projections.items():
         monkeypatch.setattr(getattr(layer, name), "forward", lambda _, found=found: found)
-    layout = SequenceLayout.dense(1)
+    layout = SequenceLayout.of_rows(1)
     assert_launches(lambda: layer(hidden, layout, cache=cache), {"recurrence_decode_kernel": 1})
 
 

@@ -168,7 +168,7 @@ def test_a_layer_has_four_collectives_for_any_number_of_sequences_and_reads_noth
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_one_rank_packs_only(batch):
-    layout, group = SequenceLayout.dense(6), Group.single("cp")
+    layout, group = SequenceLayout.of_rows(6), Group.single("cp")
     wide = torch.randn(6, batch, 4, 9, requires_grad=True)
     sent = there(wide[..., :5], layout, group)
     assert torch.equal(sent, packed(wide[..., :5]))
@@ -187,8 +187,8 @@ def unfit(rank: int, world: int):
     calls = {
         "heads": lambda: to_heads(torch.ones(4, 1, 3, 2), layout, group),
         "tokens": lambda: to_heads(torch.ones(8, 1, 4, 2), layout, group),
-        "cut": lambda: to_heads(torch.ones(8, 1, 4, 2), SequenceLayout.dense(8), group),
-        "rows": lambda: to_tokens(torch.ones(7, 2, 2), SequenceLayout.dense(4), group),
+        "cut": lambda: to_heads(torch.ones(8, 1, 4, 2), SequenceLayout.of_rows(8), group),
+        "rows": lambda: to_tokens(torch.ones(7, 2, 2), SequenceLayout.of_rows(4), group),
     }
     found = {}
     for name, call in calls.items():

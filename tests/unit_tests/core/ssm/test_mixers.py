@@ -96,7 +96,7 @@ def test_a_layer_sends_four_times_whatever_the_sequences(
 @pytest.mark.parametrize("kind", MIXERS)
 def test_a_document_mask_without_bounds_is_refused(kind: str) -> None:
     layer, _ = made(kind)
-    layout = SequenceLayout.packed(8, document_ids=torch.tensor([[0] * 3 + [1] * 5]))
+    layout = SequenceLayout.of_rows(8, document_ids=torch.tensor([[0] * 3 + [1] * 5]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         layer(torch.zeros(8, 1, HIDDEN), layout)
 
@@ -115,7 +115,7 @@ def _trained(rank: int, world: int, kind: str, strategy: str) -> dict[str, torch
     hidden = torch.randn(24, 1, HIDDEN, generator=generator(rank)).bfloat16()
     engine.begin_step()
     before = _wide(store)
-    out = layer(hidden, SequenceLayout.dense(24))
+    out = layer(hidden, SequenceLayout.of_rows(24))
     engine.backward(out.float().square().sum() / 100, last=True)
     engine.finish()
     optimizer.step(1e-5, 0.0)
@@ -166,7 +166,7 @@ def _of_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
 def test_a_rank_without_tokens_takes_part(kind: str) -> None:
     layer, _ = made(kind)
     hidden = torch.randn(4, 1, HIDDEN, generator=generator(3))
-    wanted = layer(hidden[:2], SequenceLayout.dense(2)).detach()
+    wanted = layer(hidden[:2], SequenceLayout.of_rows(2)).detach()
     with_tokens, without = run_ranks(_of_two_tokens, 2, kind)
     assert_close_by_metric("with tokens", with_tokens[:2], wanted)
     assert not without.any()
@@ -187,9 +187,9 @@ class _Slots:
 def test_a_row_without_a_token_puts_out_zeros_whatever_it_holds(kind: str) -> None:
     layer, _ = made(kind)
     hidden = torch.randn(1, 2, HIDDEN, generator=generator(5))
-    wanted = layer(hidden[:, :1], SequenceLayout.dense(1)).detach()
+    wanted = layer(hidden[:, :1], SequenceLayout.of_rows(1)).detach()
     hidden[:, 1] = torch.nan
     with torch.no_grad():
-        out = layer(hidden, SequenceLayout.dense(1), cache=_Slots())
+        out = layer(hidden, SequenceLayout.of_rows(1), cache=_Slots())
     assert_close_by_metric("the row with a token", out[:, :1], wanted)
     assert not out[:, 1].any()

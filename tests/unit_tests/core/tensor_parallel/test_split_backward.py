@@ -97,9 +97,7 @@ class Halves:
             sequence=SEQUENCE,
             vocabulary=VOCABULARY,
         )
-        loss, _ = self.model.loss(
-            data.tokens, data.labels, data.loss_mask, sample_ids=data.sample_ids
-        )
+        loss, _ = self.model.loss(data.tokens, data.labels, data.loss_mask, layout=data.layout)
         return loss * 0.75  # the head scales both of its gradients
 
     def half(self, loss: torch.Tensor) -> WgradQueue:

@@ -153,7 +153,7 @@ def test_mlp(gated: bool, activation: str, bias: bool):
     build = surroundings()
     config = MLPConfig(ffn_hidden_size=10, gated=gated, activation=activation, bias=bias)
     mlp = MLP("m", config=config, build=build)
-    layout = SequenceLayout.dense(S)
+    layout = SequenceLayout.of_rows(S)
     act = FORMULAS["gelu_tanh" if gated and activation == "gelu" else activation]
 
     def formula(weights, x):
@@ -208,7 +208,7 @@ def test_attention(groups, qk_norm, percent, window, sinks, gated, interleaved: 
     )
     norm = NormConfig(epsilon=0.1)
     attention = SelfAttention("a", 0, config=config, norm=norm, build=build)
-    layout = SequenceLayout.dense(S)
+    layout = SequenceLayout.of_rows(S)
     rope_config = RopeConfig(base=30.0, percent=percent, interleaved=interleaved)
     rope = RopeTable.of(rope_config, layout.positions, d)
 

@@ -98,7 +98,7 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     ),
     "feature off: the mode of recurrences that was asked for": (
         "ssm.mixer",
-        "RecurrentMixer.over_tokens",
+        "RecurrentMixer._mode",
         "choose_mode(self.context.linear_mode,",
         'choose_mode("auto",',
         {**_DELTA, "linear_mode": "segments"},

@@ -14,8 +14,8 @@ import torch
 
 from megatron.core.comm import all_to_all
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel.all_to_all import gather_heads, scatter_heads
 from megatron.core.process_groups import Group
-from megatron.core.ssm.mixer import to_heads, to_tokens
 
 
 class Exchange(torch.autograd.Function):
@@ -74,13 +74,13 @@ class Ours(Form):
 
     def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each section, a slice of what came."""
-        rows, places = to_heads(x.unflatten(2, (self.heads, -1)), self.layout, self.group)
+        rows, places = scatter_heads(x.unflatten(2, (self.heads, -1)), self.layout, self.group)
         packed = rows if places is None else places.pack(rows)
         return packed.split(self.sections, -1)
 
     def back(self, y: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens."""
-        placed = to_tokens(y, self.layout, self.group)
+        placed = gather_heads(y, self.layout, self.group)
         return placed.joined().unflatten(0, (-1, 1))
 
     def columns(self) -> list[int]:

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel.all_to_all import Placed
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, mixer
-from megatron.core.ssm.mixer import Placed
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tools.bench import gloo_ranks
 from tools.bench.exchange_forms import PerSequence
@@ -96,15 +96,15 @@ def per_sequence(cut: SequenceCut, group: Group) -> Iterator[None]:
     sections = (keys, keys, ratio * DELTA.value_channels, ratio, ratio)
     form = PerSequence(cut, group, sections=sections, heads=DELTA.num_key_heads)
 
-    def to_heads(x, layout, group):
+    def scatter_heads(x, layout, group):
         return torch.cat(form.moved(x[:, 0].split(sections, -1)), -1), None
 
-    def to_tokens(y, layout, group):
+    def gather_heads(y, layout, group):
         return Placed(form.back(y.flatten(2)).flatten(0, 1).unflatten(-1, y.shape[2:]))
 
     with (
-        mock.patch.object(mixer, "to_heads", to_heads),
-        mock.patch.object(mixer, "to_tokens", to_tokens),
+        mock.patch.object(mixer, "scatter_heads", scatter_heads),
+        mock.patch.object(mixer, "gather_heads", gather_heads),
     ):
         yield
 

@@ -39,9 +39,10 @@ from types import MappingProxyType
 
 import torch
 
-from megatron.core.comm.collectives import Pending, all_gather, all_to_all, reduce_scatter
+from megatron.core.comm.collectives import Pending, all_gather, reduce_scatter
 from megatron.core.comm.point_to_point import Message, exchange_async
 from megatron.core.context_parallel import blockwise
+from megatron.core.context_parallel.all_to_all import all_to_all_cp2hp, all_to_all_hp2cp
 from megatron.core.context_parallel.blockwise import AttentionBlock
 from megatron.core.context_parallel.comm_type import (
     ALL_GATHER,
@@ -218,22 +219,19 @@ class AllToAllAttention(torch.autograd.Function):
 
 def _to_heads(tensors: list[torch.Tensor], attend: Attend) -> list[torch.Tensor]:
     """Turn [s/cp, b, cp · x, d] into [s, b, x, d] in the order of places, in one exchange."""
-    cp = attend.group.size
     # [s/cp, b, cp, x, d] each, joined to [s/cp, b, cp, x..., d]
-    parts = [t.unflatten(2, (cp, t.shape[2] // cp)) for t in tensors]
+    parts = [t.unflatten(2, (attend.group.size, -1)) for t in tensors]
+    joined = torch.cat(parts, dim=3).flatten(2, 3)
+    rows = attend.layout.to_rows(all_to_all_cp2hp(joined, attend.group))  # [s, b, x..., d]
     sizes = [p.shape[3] for p in parts]
-    joined = torch.cat(parts, dim=3).permute(2, 0, 1, 3, 4).flatten(0, 1)  # [cp · s/cp, b, x..., d]
-    rows = attend.layout.to_rows(all_to_all(joined.contiguous(), attend.group))  # [s, b, x..., d]
     return [part.contiguous() for part in rows.split(sizes, dim=2)]
 
 
 def _to_sequence(tensors: list[torch.Tensor], attend: Attend) -> list[torch.Tensor]:
     """Turn [s, b, x, d] in the order of places into [s/cp, b, cp · x, d], in one exchange."""
-    cp = attend.group.size
-    sizes = [t.shape[2] for t in tensors]
     joined = attend.layout.to_ranks(torch.cat(tensors, dim=2))  # [cp · s/cp, b, x..., d]
-    found = all_to_all(joined, attend.group).unflatten(0, (cp, -1))  # [cp, s/cp, b, x..., d]
-    found = found.permute(1, 2, 0, 3, 4)  # [s/cp, b, cp, x..., d]
+    found = all_to_all_hp2cp(joined, attend.group)  # [s/cp, b, cp, x..., d]
+    sizes = [t.shape[2] for t in tensors]
     return [part.flatten(2, 3).contiguous() for part in found.split(sizes, dim=3)]
 
 
@@ -383,7 +381,8 @@ def context_attention(
         raise ValueError(f"{query.shape[0]} queries, the layout has {cut.local_length} here")
     name = ALL_GATHER  # of one rank: no collective
     if group.size > 1:
-        name = choose(engine, attention_shape(query, key), group.size).engine
+        shape = attention_shape(query, key)
+        name = layout.once((engine, shape), lambda: choose(engine, shape, group.size).engine)
     return apply_function(_FUNCTIONS[name], query, key, value, sinks, attend)
 
 

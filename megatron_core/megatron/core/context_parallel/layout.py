@@ -144,12 +144,14 @@ _Map = TypeVar("_Map")
 
 
 class _Plans:
-    """Blocks by what they were made for, and how often any were made; maps of tokens likewise."""
+    """Blocks by what they were made for, and how often any were made; likewise maps of tokens, and
+    what layers chose by what they send."""
 
     def __init__(self) -> None:
         self.made = 0
         self.maps: dict[tuple, object] = {}
         self._found: dict[tuple, Blocks] = {}
+        self._choices: dict[tuple, str] = {}
 
     def get(self, key: tuple, make: Callable[[], Blocks]) -> Blocks:
         """Return what was made for `key`; make it the first time."""
@@ -163,6 +165,12 @@ class _Plans:
         if key not in self.maps:
             self.maps[key] = make()
         return self.maps[key]  # type: ignore[return-value]
+
+    def choice(self, key: tuple, choose: Callable[[], str]) -> str:
+        """Return what was chosen for `key`; choose the first time."""
+        if key not in self._choices:
+            self._choices[key] = choose()
+        return self._choices[key]
 
     @property
     def visits_made(self) -> int:
@@ -383,6 +391,10 @@ class SequenceLayout:
     def maps_made(self) -> int:
         """Return how often maps of tokens were made; however many layers ask, once each kind."""
         return len(self._plans.maps)
+
+    def once(self, key: tuple, choose: Callable[[], str]) -> str:
+        """Return what layers chose for `key` by what they send, once for this layout."""
+        return self._plans.choice(key, choose)
 
     def whole_rows(self, batch: int) -> PackedTokens:
         """Return how the tokens of whole rows are packed for a recurrence, made once.

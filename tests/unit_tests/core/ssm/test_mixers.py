@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.ssm import mixer
+from megatron.core.ssm.choice import choose_mode
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
@@ -91,6 +94,26 @@ def test_a_layer_sends_four_times_whatever_the_sequences(
 ) -> None:
     for sent in run_ranks(_sent, 2, kind, sequences, apart):
         assert sent == {"all_to_all": 4}
+
+
+def _choices(rank: int, world: int) -> list[int]:
+    """Return how often a mode was chosen after each forward pass: two layers of a kind and one of
+    the other on one layout, again on the same, on the next."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
+    layers = [made(kind, groups, linear_mode="auto")[0] for kind in ("delta", "delta", "mamba")]
+    layouts = [SequenceLayout.make(SequenceCut.of(16, world), rank, rows=2) for _ in range(2)]
+    found = []
+    with mock.patch.object(mixer, "choose_mode", wraps=choose_mode) as chosen:
+        for layout in (layouts[0], layouts[0].with_samples(torch.arange(2)), layouts[1]):
+            hidden = torch.randn(16 // world, 2, HIDDEN)
+            for layer in layers:
+                hidden = layer(hidden, layout)
+            found.append(chosen.call_count)
+    return found
+
+
+def test_a_mode_is_chosen_once_for_each_layout_and_shape():
+    assert run_ranks(_choices, 2) == [[2, 2, 4]] * 2
 
 
 @pytest.mark.parametrize("kind", MIXERS)

@@ -11,9 +11,9 @@ import torch
 
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel.all_to_all import gather_heads, scatter_heads
 from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
-from megatron.core.ssm.mixer import to_heads, to_tokens
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.context_parallel.test_host import reads
@@ -77,13 +77,13 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 
 def there(x, layout, group):
     """Return packed tokens [t, n/cp, w]."""
-    rows, places = to_heads(x, layout, group)
+    rows, places = scatter_heads(x, layout, group)
     return rows if places is None else places.pack(rows)
 
 
 def back_again(y, layout, group):
     """Return own tokens [s/cp, b, n, w]."""
-    return to_tokens(y, layout, group).joined().unflatten(0, (layout.positions.shape[0], -1))
+    return gather_heads(y, layout, group).joined().unflatten(0, (layout.positions.shape[0], -1))
 
 
 def exchanged(rank: int, world: int):
@@ -185,10 +185,10 @@ def unfit(rank: int, world: int):
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     group, layout = groups["cp"], SequenceLayout.make(SequenceCut.of(8, world), rank, rows=1)
     calls = {
-        "heads": lambda: to_heads(torch.ones(4, 1, 3, 2), layout, group),
-        "tokens": lambda: to_heads(torch.ones(8, 1, 4, 2), layout, group),
-        "cut": lambda: to_heads(torch.ones(8, 1, 4, 2), SequenceLayout.of_rows(8), group),
-        "rows": lambda: to_tokens(torch.ones(7, 2, 2), SequenceLayout.of_rows(4), group),
+        "heads": lambda: scatter_heads(torch.ones(4, 1, 3, 2), layout, group),
+        "tokens": lambda: scatter_heads(torch.ones(8, 1, 4, 2), layout, group),
+        "cut": lambda: scatter_heads(torch.ones(8, 1, 4, 2), SequenceLayout.of_rows(8), group),
+        "rows": lambda: gather_heads(torch.ones(7, 2, 2), SequenceLayout.of_rows(4), group),
     }
     found = {}
     for name, call in calls.items():

@@ -944,13 +944,6 @@ class ContextParallel:
     linear_mode: str = AUTO
     cpu_dtype: torch.dtype | None = None
 
-    def joins(self, layout: SequenceLayout) -> bool:
-        """Return whether attention goes block by block: it has keys of other ranks to see, or the
-        documents of its own rows are known by where they begin, and not by a mask."""
-        if self.group.size > 1:
-            return True
-        return layout.documents is not None and layout.document_ids is None
-
 
 def context_problems(engine: str, *, heads: int, groups: int, cp: int) -> list[str]:
     """List what keeps an engine from attending over cp ranks, with the mend.

@@ -262,10 +262,11 @@ def stream(
     try:
         with torch.no_grad():
             hidden = batch.prefill(model, chunk=prefill_chunk_tokens)  # [1, b, h]
+        head = model.head
         for step in range(max_new_tokens):
             with torch.no_grad():
                 # Only the last row is projected: a prompt's other logits are not needed, and large.
-                logits = model.head.whole(model.head(hidden))[0]  # [b, V]
+                logits = head.whole(head(hidden))[0]  # [b, V]
                 chosen, logprobs = sample(
                     logits, sampling, sequences=sequences, positions=[n + step for n in lengths]
                 )

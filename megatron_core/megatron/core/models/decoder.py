@@ -122,8 +122,14 @@ def missing_shapes(
 class HiddenDropout(nn.Module):
     """Dropout of [s, b, h] activations outside tensor-parallel blocks.
 
-    What is dropped is a function of sample and place in its row.
+    What is dropped is a function of sample and place in its row. `HiddenDropout.of` makes none for
+    a rate of 0.
     """
+
+    @staticmethod
+    def of(name: str, rate: float, *, build: LayerBuild) -> HiddenDropout | None:
+        """Make that of the block `name`; None if it drops nothing."""
+        return HiddenDropout(name, rate, build=build) if rate else None
 
     def __init__(self, name: str, rate: float, *, build: LayerBuild) -> None:
         super().__init__()
@@ -132,7 +138,7 @@ class HiddenDropout(nn.Module):
 
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         """Return x [s, b, h] ([s/tp, b, h] under sequence parallelism) with elements dropped."""
-        if self.rate == 0.0 or layout.sample_ids is None:
+        if layout.sample_ids is None:
             return x
         # Not the positions: those of a row's documents repeat, and would drop the same features.
         places, numbers = layout.sample_places, layout.sample_numbers
@@ -159,7 +165,7 @@ class Block(nn.Module):
         norm: Norm,
         *,
         mixer: nn.Module,
-        drop: HiddenDropout,
+        drop: HiddenDropout | None,
         handles: Sequence[WeightHandle],
     ) -> None:
         super().__init__()
@@ -179,11 +185,12 @@ class Block(nn.Module):
         else:
             normed, stream = self.norm(delta, stream)
         if not (self.remakes and torch.is_grad_enabled()):
-            return self.drop(self.mixer(normed, layout, **context), layout), stream
-        source = stream.detach()  # the norm keeps it as well
-        with remade(normed, lambda: self.norm(source)):
             mixed = self.mixer(normed, layout, **context)
-        return self.drop(mixed, layout), stream
+        else:
+            source = stream.detach()  # the norm keeps it as well
+            with remade(normed, lambda: self.norm(source)):
+                mixed = self.mixer(normed, layout, **context)
+        return mixed if self.drop is None else self.drop(mixed, layout), stream
 
 
 class Decoder(nn.Module):
@@ -243,7 +250,7 @@ class Decoder(nn.Module):
         config = self.config
         norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
         mixer = self._mixer(symbol, prefix=prefix, build=build)
-        drop = HiddenDropout(prefix, config.hidden_dropout, build=build)
+        drop = HiddenDropout.of(prefix, config.hidden_dropout, build=build)
         handles = [h for n, h in build.store.handles.items() if n.startswith(f"{prefix}.")]
         return Block(prefix, norm, mixer=mixer, drop=drop, handles=handles)
 

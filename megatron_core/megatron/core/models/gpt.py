@@ -108,6 +108,7 @@ class GPTModel(StoreModule):
     Attributes:
         decoders: of this rank's chunks. Chunk c is part c of the store.
         num_chunks: how many there are.
+        embedding_dropout: after the embedding; None if nothing is dropped or it is elsewhere.
         holds_embedding, holds_head: whether the first chunk starts with the embedding, and the last
             ends with the final norm and the head.
         multi_token: the depths of multi-token prediction, behind the head; None if there are none
@@ -166,7 +167,7 @@ class GPTModel(StoreModule):
             context=context,
         )
         self._embedding: VocabParallelEmbedding | None = None
-        self._embedding_dropout: HiddenDropout | None = None
+        self.embedding_dropout: HiddenDropout | None = None
         self._head: VocabParallelHead | None = None
         self.multi_token: MultiTokenPrediction | None = None
         self.decoders = nn.ModuleList()
@@ -188,7 +189,9 @@ class GPTModel(StoreModule):
         ends = {"store": build.store, "region": build.region, "init": build.init}
         if self.holds_embedding and chunk == 0:
             self._embedding = VocabParallelEmbedding(rows, **ends)
-            self._embedding_dropout = HiddenDropout("embedding", config.hidden_dropout, build=build)
+            self.embedding_dropout = HiddenDropout.of(
+                "embedding", config.hidden_dropout, build=build
+            )
         last = self._is_last(chunk)
         self.decoders.append(
             Decoder(
@@ -221,11 +224,6 @@ class GPTModel(StoreModule):
     def embedding(self) -> VocabParallelEmbedding:
         """The embedding. Raises ValueError if it is on another pipeline stage."""
         return self._held(self._embedding, "embedding")
-
-    @property
-    def embedding_dropout(self) -> HiddenDropout:
-        """Dropout behind the embedding. Raises ValueError if it is on another pipeline stage."""
-        return self._held(self._embedding_dropout, "embedding")
 
     @property
     def head(self) -> VocabParallelHead:
@@ -314,8 +312,10 @@ class GPTModel(StoreModule):
                 wanted = "needs those of the chunk before: give `hidden_states`"
             raise ValueError(f"chunk {chunk} of pipeline stage {self.groups['pp'].rank} {wanted}")
         if hidden_states is None:
-            hidden_states = self.embedding(tokens.t())  # [s, b, h]
-            hidden_states = self.embedding_dropout(hidden_states, layout)
+            assert self._embedding is not None
+            hidden_states = self._embedding(tokens.t())  # [s, b, h]
+            if self.embedding_dropout is not None:
+                hidden_states = self.embedding_dropout(hidden_states, layout)
         return self.decoders[chunk](
             hidden_states, layout, rope=self._rope(layout), cache=cache, aux_factor=aux_factor
         )
@@ -382,7 +382,8 @@ class GPTModel(StoreModule):
         final = self(
             tokens, layout=layout, chunk=chunk, hidden_states=hidden_states, aux_factor=aux_factor
         )
-        loss, nll = self.head.loss(final, labels.t(), token_weights.t())
+        assert self._head is not None
+        loss, nll = self._head.loss(final, labels.t(), token_weights.t())
         if ahead is None:
             return loss, nll.t()
         if self.multi_token is None:
@@ -584,7 +585,7 @@ class PredictionDepth(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding, self.head = embedding, head
-        self.drop = HiddenDropout(f"{name}.embedding", config.hidden_dropout, build=build)
+        self.drop = HiddenDropout.of(f"{name}.embedding", config.hidden_dropout, build=build)
         size = build.hidden_size
         shared = {"config": config.norm, "build": build}
         self.embedding_norm = Norm(f"{name}.embedding_norm", size, **shared)
@@ -613,7 +614,9 @@ class PredictionDepth(nn.Module):
         Args:
             tokens: int64 [b, s], that follow those of the depth before.
         """
-        ahead = self.drop(self.embedding(tokens.t()), layout)  # [s, b, h]
+        ahead = self.embedding(tokens.t())  # [s, b, h]
+        if self.drop is not None:
+            ahead = self.drop(ahead, layout)
         normed = self.embedding_norm(ahead), self.hidden_norm(hidden_states)
         both = torch.cat(normed, -1)  # [s, b, 2h]
         mixed = self.projection.linear(both)  # [s, b, h]

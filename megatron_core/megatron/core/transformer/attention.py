@@ -107,8 +107,12 @@ class CoreAttention:
             implementation: of the op, "reference", "triton" or None (by device); not for tokens
                 that are cut over ranks.
         """
-        dropout = self._dropout(layout)
-        if self.context.joins(layout):
+        dropout = None
+        if self.rate and layout.sample_ids is not None:
+            dropout = self._dropout(layout)
+        # Documents that are known by where they begin, and not by ids, are attended one by one.
+        by_blocks = layout.documents is not None and layout.document_ids is None
+        if by_blocks or self.context.group.size > 1:
             attend = Attend(
                 layout=layout,
                 group=self.context.group,
@@ -132,9 +136,8 @@ class CoreAttention:
             implementation=implementation,
         )[0]
 
-    def _dropout(self, layout: SequenceLayout) -> AttentionDropout | None:
-        if layout.sample_ids is None or self.rate == 0.0:
-            return None
+    def _dropout(self, layout: SequenceLayout) -> AttentionDropout:
+        assert layout.sample_ids is not None
         return AttentionDropout(
             rate=self.rate,
             key=self.dropout_key,
@@ -196,6 +199,10 @@ class RopeTable:
             scaling=config.scaling,
         )
         return RopeTable(cos, sin, config.interleaved)
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Return heads [s, b, n, d] rotated by the positions of their tokens."""
+        return apply_rope(x, self.cos, self.sin, interleaved=self.interleaved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,10 +369,10 @@ class SelfAttention(nn.Module):
             query, key = both.split([heads, self.kv_heads], dim=2)
             query, key = self.query_norm(query), self.key_norm(key)  # [s, b, n/tp or g/tp, d]
             if rope is not None:
-                query, key = self._rotate(query, rope), self._rotate(key, rope)
+                query, key = rope.rotate(query), rope.rotate(key)
         else:
             if rope is not None:
-                both = self._rotate(both, rope)
+                both = rope.rotate(both)
             query, key = both.split([heads, self.kv_heads], dim=2)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)  # [s_k, b, g/tp, d]
@@ -375,7 +382,3 @@ class SelfAttention(nn.Module):
         for gate in gates:
             out = out * gate.sigmoid()
         return self.output(out.reshape(*out.shape[:2], -1))
-
-    @staticmethod
-    def _rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
-        return apply_rope(x, rope.cos, rope.sin, interleaved=rope.interleaved)

@@ -28,7 +28,6 @@ from torch import nn
 from megatron.core.comm.conjugates import copy_to_group, gather_from_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import context_problems
-from megatron.core.ops.rope import apply_rope
 from megatron.core.tensor_parallel import ReplicatedLinear
 from megatron.core.transformer.attention import CoreAttention, KeyValueCache, RopeTable
 from megatron.core.transformer.build import LayerBuild
@@ -194,7 +193,7 @@ class LatentAttention(nn.Module):
         # Splits and not slices: their backward is one concatenation, not a sum of padded gradients.
         nope, rotated = query.split([config.nope_channels, config.rope_channels], dim=-1)
         if rope is not None:
-            rotated, key_rope = self._rotate(rotated, rope), self._rotate(key_rope, rope)
+            rotated, key_rope = rope.rotate(rotated), rope.rotate(key_rope)
         if cache is not None:
             known = self._extended(cache, latent, key_rope)  # [s_k, b, 1, kv_lora + rope]
             if known.shape[0] > query.shape[0]:
@@ -286,7 +285,3 @@ class LatentAttention(nn.Module):
         value = torch.bmm(out.flatten(0, 1).transpose(0, 1), value_up.transpose(1, 2))
         value = value.transpose(0, 1).unflatten(0, nope.shape[:2])  # [s, b, n/tp, v]
         return value.flatten(2)
-
-    @staticmethod
-    def _rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
-        return apply_rope(x, rope.cos, rope.sin, interleaved=rope.interleaved)

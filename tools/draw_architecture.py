@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the pictures of docs/architecture.md from the code: packages, and what three walks call.
 
-python -m tools.draw_architecture [--check]
+python -m tools.draw_architecture [--dry-run]
 
 An arrow between packages is an import, unless a longer path of arrows implies it (the transitive
 reduction); imports inside functions count. A walk is traced: the files of `megatron.core` that
 are entered, in that order, and who enters each first. What stands between the marks of a picture is
-replaced; `--check` compares only.
+replaced; `--dry-run` compares only.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ def table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     """Return a walk as a table."""
     lines = ["| file of core | first enters | called from |", "|---|---|---|"]
     for file, function, caller in rows:
-        name = function.replace(".<locals>", "")
-        lines.append(f"| `{file}` | `{name}` | {f'`{caller}`' if caller else ''} |")
+        name = function.replace(".<locals>", "").replace("_", "\\_")
+        # No code span: what is traced is not thereby documented, see tools/dead_code.py.
+        lines.append(f"| `{file}` | {name} | {f'`{caller}`' if caller else ''} |")
     return lines
 
 
@@ -178,11 +179,11 @@ def page(text: str) -> str:
 def main() -> int:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--dry-run", action="store_true", help="only compare, exit 1 if it differs")
     options = parser.parse_args()
     before = PAGE.read_text(encoding="utf-8")
     after = page(before)
-    if options.check:
+    if options.dry_run:
         return int(before != after)
     PAGE.write_text(after, encoding="utf-8")
     return 0

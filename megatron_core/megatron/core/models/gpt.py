@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: token embedding, a decoder of the blocks of a pattern, vocabulary head, MTP layers.
+"""Language models of a layer pattern: embedding, decoder, vocabulary head, multi-token prediction.
 
-The layout of the tokens that a rank was given: chosen, and whether it is theirs.
+`GPTModel` is any such model: attention and MLPs alternating are a GPT, a pattern with experts,
+Mamba-2 or gated delta nets is a mixture of experts or a hybrid (`models/hybrid.py`).
 
 Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
 
@@ -13,12 +14,12 @@ Depth k = 0 … D - 1 predicts token t + k + 2 at position t, where the main mod
 
     training loss = main loss + factor / D · sum over k of the loss of depth k
 
-A depth's token losses have the weights that the main loss gives its tokens, so both are divided by
-the same number of tokens, although a depth counts fewer: those whose label is in the row, in the
-same document and counted where the main model predicts it.
+The token losses of a depth are weighted as in the main loss, so both are divided by the same
+number of tokens, although a depth counts fewer: those whose label is in the row, in the same
+document and counted where the main model predicts it.
 
-Only training computes the depths. They lie behind the main model's last layer, in one chunk with
-the head, so with several pipeline stages the embedding is a weight of the first and the last one.
+Only training computes the depths. They follow the main model's last layer, in one chunk with the
+head, so with several pipeline stages the embedding is a weight of the first and the last one.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -
 
 
 class GPTModel(StoreModule):
-    """A GPT on this rank's part of the grid: all of it, or its pipeline stage's chunks.
+    """A language model of a layer pattern (`config.pattern`; without one, a GPT), as this rank
+    holds it: the whole model, or the chunks of its pipeline stage.
 
     Weights live in `store` (flat buckets) and are the parameters of this module, under their
     logical names, see `StoreModule`. One process may train them by an optimizer of torch; build
@@ -100,7 +102,7 @@ class GPTModel(StoreModule):
             result.
         storage: how the weights are stored; `DataParallelConfig.storage()` for training.
         backend: the implementations of the parts.
-        split: the blocks of every virtual stage; None is one even chunk on each rank of pp.
+        split: the blocks of every virtual pipeline stage; None is one even chunk on each rank.
 
     Raises:
         ValueError: the model, the groups and the split do not fit together.
@@ -111,7 +113,7 @@ class GPTModel(StoreModule):
         embedding_dropout: after the embedding; None if nothing is dropped or it is elsewhere.
         holds_embedding, holds_head: whether the first chunk starts with the embedding, and the last
             ends with the final norm and the head.
-        multi_token: the depths of multi-token prediction, behind the head; None if there are none
+        multi_token: the depths of multi-token prediction, after the head; None if there are none
             or they are elsewhere.
     """
 

@@ -19,6 +19,8 @@ from megatron.cli.errors import ExitCode, PeerLost, RunStopped
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
+    Coordinator,
+    SaveFolderClaim,
     TensorChunk,
     checkpoint_folder,
     optimizer_chunks,
@@ -28,7 +30,9 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.run_folder import see_claim
 from megatron.training.checkpoint_io import run_extra
+from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
+from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session
 
@@ -43,7 +47,7 @@ SILENT_SECONDS = 120.0
 LONG_SECONDS = 1.0
 
 
-class Saves:
+class Saves(TrainingHooks):
     """Saves the state of a session.
 
     Args:
@@ -102,6 +106,10 @@ class Saves:
         self.wait()
         self.poll(progress)
         self._write(progress, last=True)
+
+    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
+        """Log what has become of saves in the background."""
+        self.poll(progress)
 
     def wait(self) -> None:
         """Wait for the save that is under way: before anybody looks for the newest checkpoint."""
@@ -207,6 +215,39 @@ def kept(session: Session) -> dict[str, int | None] | None:
         "keep_last": chosen.save_keep_last or 1,
         "retain_interval": chosen.save_retain_interval,
     }
+
+
+@contextlib.contextmanager
+def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]:
+    """Hold the save folder for this run alone, and know before the first step that it can be
+    written. A run that a user's error ends before anything is written leaves no trace of it.
+
+    Raises:
+        ValueError: it cannot be written, or another run has it.
+    """
+    claims: list[SaveFolderClaim] = []
+
+    def claim() -> None:
+        if coordinator.rank == 0 and save is not None:
+            claims.append(SaveFolderClaim(save))
+            if swept := [path.name for path in claims[0].swept]:
+                coordinator.say(f"{save}: removed what was never finished: {', '.join(swept)}")
+
+    if save is not None:
+        coordinator.begin("claiming the save folder")
+        try:
+            coordinator.agree("claim", claim, lambda answers: None)
+        except CheckpointError as error:
+            raise ValueError(f"--save {save}: {error}") from error
+    try:
+        yield
+    except ValueError:
+        for held in claims:
+            held.abandon()
+        raise
+    finally:
+        for held in claims:
+            held.close()
 
 
 @contextlib.contextmanager

@@ -45,7 +45,9 @@ from megatron.training.gpt_options import (
     split,
     weight_dtype,
 )
+from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.flops import peak_flops
+from megatron.training.monitoring.model_metrics import ModelLog
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.newest_checkpoint import clear_the_way, load_newest
 from megatron.training.progress_state import Progress
@@ -56,7 +58,11 @@ from megatron.training.stored_model import stored_model
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Session:
-    """The parts of a run that live as long as it does."""
+    """The parts of a run that live as long as it does.
+
+    Args:
+        hooks: what the model adds to the loop.
+    """
 
     run: Run
     place: RunGroups
@@ -69,6 +75,7 @@ class Session:
     window: StepWindow
     facts: RunFacts
     cpu_matmul: CpuMatmul | None
+    hooks: tuple[TrainingHooks, ...]
 
 
 def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: DataSets) -> Session:
@@ -104,7 +111,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         weights=[handle.sharding for handle in model.store.handles.values()],
     )
     gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
-    padded = padded_vocab_size(config, vocabulary.size)
+    padded, balance = padded_vocab_size(config, vocabulary.size), _balance(model, place)
     return Session(
         run=run,
         place=place,
@@ -112,7 +119,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         data=data,
         model=model,
         optimizer=optimizer,
-        balance=_balance(model, place),
+        balance=balance,
         step=_train_step(run, place, model, engine=engine, optimizer=optimizer),
         window=StepWindow(
             run,
@@ -129,6 +136,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             cpu_matmul=None if matmul is None else matmul.name,
         ),
         cpu_matmul=matmul,
+        hooks=(ModelLog(model, balance),),
     )
 
 

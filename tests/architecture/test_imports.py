@@ -60,6 +60,7 @@ def test_the_tree_keeps_the_import_order() -> None:
         ("/megatron/hf/planted.py", "def late():\n    import megatron.training.session"),
         ("/megatron/training/planted.py", "from megatron.inference import generate"),
         ("/megatron/inference/planted.py", "import experimental"),
+        ("/megatron/training/planted.py", "def late():\n    import experimental.splits"),
         ("device.py", "import megatron.cli.errors"),
     ],
     ids=[
@@ -74,6 +75,7 @@ def test_the_tree_keeps_the_import_order() -> None:
         "Hugging Face to training",
         "training to inference",
         "inference to experimental",
+        "training to experimental",
         "core to the applications",
     ],
 )
@@ -86,6 +88,11 @@ def test_a_planted_import_is_seen(copy: Path, path: str, line: str) -> None:
     assert status == 1
     assert "BROKEN" in output or "not listed as layers" in output, output
     assert file.stem in output
+
+
+def test_pretraining_is_a_page_over_few_modules() -> None:
+    graph = import_graph(read_modules(ROOT))
+    assert len(graph["megatron.training.pretraining"]) <= 15
 
 
 def test_no_modules_import_each_other() -> None:

@@ -7,12 +7,12 @@ import os
 import sys
 import time
 
-from megatron.training import pretrain_gpt, pretraining
+from megatron.training import pretrain_gpt, session_steps
 
 
 def hold(step: int) -> None:
     """Never carry out this step of this process."""
-    whole = pretraining.SessionSteps.take_step
+    whole = session_steps.SessionSteps.take_step
     count = [0]
 
     def holding(self, *arguments):
@@ -21,7 +21,7 @@ def hold(step: int) -> None:
             time.sleep(600)
         return whole(self, *arguments)
 
-    pretraining.SessionSteps.take_step = holding
+    session_steps.SessionSteps.take_step = holding
 
 
 if __name__ == "__main__":

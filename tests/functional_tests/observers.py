@@ -138,7 +138,7 @@ def _straggler_factor(run: Run) -> Any:
     parts: Any = SimpleNamespace(run=run, place=place)
     with mock.patch.object(session_faults, "StragglerReport", _stop):
         try:
-            session_faults.timed_steps(parts, mock.Mock(), say=print, metrics=mock.Mock())
+            session_faults.straggler_report(parts, say=print, metrics=mock.Mock())
         except _Made as made:
             return made.args
     return None

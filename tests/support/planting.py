@@ -4,7 +4,7 @@
 One bit is flipped that halves a value at most or makes it half as large again, so that nothing is
 Inf or NaN by it; or an activation becomes NaN. What is hit is the largest element of what the first
 block of this rank returns, or of its first bucket of weights. The loop tells the fault of every
-iteration that begins, by `SessionSteps.on_iteration`.
+iteration that begins, as one of its hooks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import nn
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.weight_gather import WeightStore
-from megatron.training.pretraining import SessionSteps
+from megatron.training import pretraining
+from megatron.training.hooks import TrainingHooks
 
 KINDS = ("activation", "activation-always", "nan", "nan-always", "weight")
 
@@ -106,15 +107,17 @@ class _ActivationFault:
             self._hit(made[0].data)
 
 
+class _PlantingHooks(TrainingHooks):
+    def __init__(self, on_step_begin: Callable[[int], None]) -> None:
+        self.on_step_begin = on_step_begin
+
+
 def plant_fault(words: str, rank: int) -> None:
     """Have this process's runs go wrong: the fault KIND@ITERATION:RANK, as its rank."""
     fault = PlantedFault.of(words)
-    whole = SessionSteps.on_iteration
+    whole = pretraining.hooks_of
 
-    def on_iteration(self, iteration: int) -> None:
-        whole(self, iteration)
-        if not hasattr(self, "planted"):
-            self.planted = plant(fault, self._session.model, rank=rank)
-        self.planted(iteration)
+    def hooks_of(session, *rest):
+        return [*whole(session, *rest), _PlantingHooks(plant(fault, session.model, rank=rank))]
 
-    SessionSteps.on_iteration = on_iteration
+    pretraining.hooks_of = hooks_of

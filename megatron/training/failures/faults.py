@@ -53,6 +53,7 @@ from megatron.core.dist_checkpointing import Coordinator
 from megatron.core.untrusted_files import read_json, replace_file, write_to
 from megatron.training.config import Config
 from megatron.training.failures.replay import Doubt
+from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
 
@@ -430,7 +431,7 @@ class SuspectStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faults:
+class Faults(TrainingHooks):
     """Decisions about bad steps.
 
     Args:
@@ -454,11 +455,11 @@ class Faults:
     acquit: Callable[[int, float], None] = lambda iteration, loss: None
     roll_back: Callable[[], Progress | None] = lambda: None
 
-    def after_step(self, progress: Progress, outcome: StepOutcome, limit: float) -> None:
+    def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
         """Look at a step before it is counted.
 
         Args:
-            limit: of the loss.
+            loss_limit: above which the step was skipped.
 
         Raises:
             RunStopped: it is suspicious every time, and other machines shall say why.
@@ -471,8 +472,10 @@ class Faults:
         wants = self.config.failures.on_reproduced_fault == "restart"
         judge = self.judge if wants and doubt.verdict == "reproduced" else None
         where, stops = where_text(hosts), judge is not None
-        self.say(doubt_text(iteration, doubt, where, limit=limit, stops=stops))
-        numbers = {"loss": doubt.values[0], "limit": limit} if doubt.kind == "spike" else {}
+        self.say(doubt_text(iteration, doubt, where, limit=loss_limit, stops=stops))
+        numbers = {}
+        if doubt.kind == "spike":
+            numbers = {"loss": doubt.values[0], "limit": loss_limit}
         self.log.add(
             FaultRecord(
                 iteration, doubt.kind, doubt.verdict, hosts, values=doubt.values, numbers=numbers
@@ -487,7 +490,7 @@ class Faults:
         named = {str(rank): host for rank, host in hosts.items()}
         raise judge(Suspect(iteration, named, doubt.kind, doubt.values))
 
-    def after_count(self, progress: Progress, outcome: StepOutcome) -> None:
+    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
         """Look at the number of bad steps in a row.
 
         Raises:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +29,7 @@ from megatron.core.process_groups import DENSE_AXES, Group, RankGrid
 from megatron.training.checkpoint_io import load_run
 from megatron.training.failures.faults import FaultLog, FaultRecord, Faults, Suspect, SuspectStep
 from megatron.training.failures.replica_check import Difference, ReplicaCheck
+from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.newest_checkpoint import load_newest
@@ -86,16 +86,14 @@ class WaitClock:
         """Note one wait."""
         self._waits.append((self._begun, self._moment()))
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Note the step that is carried out inside."""
-        self._in_step = True
-        begun = self._moment()
-        try:
-            yield
-        finally:
-            self._in_step = False
-        self._steps.append((begun, self._moment()))
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        self._in_step, self._step_begun = True, self._moment()
+
+    def end_step(self) -> None:
+        """Note that it has been carried out."""
+        self._in_step = False
+        self._steps.append((self._step_begun, self._moment()))
 
     def compute_seconds(self) -> float:
         """Return the mean time that a step since the last call has computed; 0.0 without one."""
@@ -149,7 +147,7 @@ def straggler_text(
     return f"straggler: {shown}" + (f", and {len(slow) - 4} more" if len(slow) > 4 else "")
 
 
-class StragglerReport:
+class StragglerReport(TrainingHooks):
     """Compare ranks at every log line: one gather of a number.
 
     Args:
@@ -159,7 +157,7 @@ class StragglerReport:
         factor: how many medians make a rank slow.
         host_of: returns a rank's machine.
         say: shows one line.
-        record: keeps, by rank, its seconds a step and the median's.
+        record: keeps of an iteration, by rank, its seconds a step and the median's.
         alike: ranks that compute the same; None is all.
     """
 
@@ -172,14 +170,23 @@ class StragglerReport:
         factor: float,
         host_of: Callable[[int], str],
         say: Callable[[str], None],
-        record: Callable[[dict[str, list[float]]], None],
+        record: Callable[[int, dict[str, list[float]]], None],
         alike: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._alike, self._record = alike, record
         self._clock, self._world, self._device, self._factor = clock, world, device, factor
         self._host_of, self._say = host_of, say
 
-    def __call__(self) -> None:
+    def on_step_begin(self, iteration: int) -> None:
+        """Start the clock."""
+        self._iteration = iteration
+        self._clock.begin_step()
+
+    def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
+        """Stop the clock."""
+        self._clock.end_step()
+
+    def on_log(self) -> None:
         """Compare the ranks' times since the last call; every rank calls it."""
         own = torch.tensor(
             [self._clock.compute_seconds()], dtype=torch.float64, device=self._device
@@ -188,10 +195,8 @@ class StragglerReport:
         if text := straggler_text(seconds, self._factor, self._host_of, alike=self._alike):
             self._say(text)
             medians = slow_ranks(seconds, self._factor, alike=self._alike)
-            self._record({str(rank): [seconds[rank], middle] for rank, middle in medians.items()})
-
-
-TakeStep = Callable[[float, float, float], StepOutcome]
+            slow = {str(rank): [seconds[rank], middle] for rank, middle in medians.items()}
+            self._record(self._iteration, slow)
 
 
 def arm_stop(session: Session) -> None:
@@ -242,6 +247,30 @@ def session_faults(
     )
 
 
+def failure_hooks(
+    session: Session,
+    *,
+    say: Callable[[str], None],
+    metrics: Metrics,
+    saves: Saves | None,
+) -> list[TrainingHooks]:
+    """Return what a session does about slow ranks, bad steps, failed saves and replicas that
+    differ, in the order in which the loop is to call it.
+
+    Args:
+        say: shows one line.
+        metrics: where events are kept.
+        saves: writes checkpoints; None without --save.
+    """
+    found = [
+        straggler_report(session, say=say, metrics=metrics),
+        session_faults(session, say=say, metrics=metrics, saves=saves),
+        saves,
+        replica_hooks(session, say=say, metrics=metrics),
+    ]
+    return [hooks for hooks in found if hooks is not None]
+
+
 def fault_log(session: Session, *, say: Callable[[str], None], metrics: Metrics) -> FaultLog:
     """Return where a session keeps faults: rank 0 writes the lines of the save folder."""
     folder = session.run.config.checkpoint.save if session.place.coordinator.rank == 0 else None
@@ -254,33 +283,27 @@ def host_names(session: Session) -> Callable[[int], str]:
     return (lambda rank: socket.gethostname()) if watch is None else watch.host_of
 
 
-def timed_steps(
-    session: Session, take_step: TakeStep, *, say: Callable[[str], None], metrics: Metrics
-) -> tuple[TakeStep, Callable[[], None]]:
-    """Return how to take steps, and what to do at a log line, so that slow ranks are named.
+def straggler_report(
+    session: Session, *, say: Callable[[str], None], metrics: Metrics
+) -> StragglerReport | None:
+    """Return what names slow ranks; None if the options do not ask for it.
 
     Args:
-        take_step: as it is without that; returned as it is if the options do not ask for it.
         say: shows one line.
         metrics: where slow ranks are kept.
     """
     failures, place = session.run.config.failures, session.place
     if not failures.log_straggler or session.run.world_size == 1:
-        return take_step, lambda: None
+        return None
     clock = WaitClock(place.device)
     place.groups.observers.append(clock)
 
-    def timed(lr: float, weight_decay: float, loss_limit: float) -> StepOutcome:
-        with clock.step():
-            return take_step(lr, weight_decay, loss_limit)
-
-    def record(slow: dict[str, list[float]]) -> None:
-        assert place.watch is not None
+    def record(iteration: int, slow: dict[str, list[float]]) -> None:
         count = float(len(slow))
         numbers = {"slow_ranks": count, "seconds_and_median_by_rank": slow}
-        metrics.write("straggler", place.watch.iteration, numbers)
+        metrics.write("straggler", iteration, numbers)
 
-    report = StragglerReport(
+    return StragglerReport(
         clock,
         place.groups["world"],
         device=place.device,
@@ -290,7 +313,6 @@ def timed_steps(
         record=record,
         alike=_alike(place.groups.grid),
     )
-    return timed, report
 
 
 def _alike(grid: RankGrid) -> list[list[int]]:
@@ -333,10 +355,27 @@ def roll_back(session: Session, saves: Saves | None) -> Progress | None:
     return found[1] or Progress()
 
 
-def compare_replicas(
+class ReplicaHooks(TrainingHooks):
+    """Compares replicas at an interval, before a save of them.
+
+    Args:
+        check: compares them after the step of a number, and raises RunStopped if they differ.
+        interval: in iterations.
+    """
+
+    def __init__(self, check: Callable[[int], None], interval: int) -> None:
+        self._check, self._interval = check, interval
+
+    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
+        """Compare them if it is time."""
+        if progress.iteration % self._interval == 0:
+            self._check(progress.iteration)
+
+
+def replica_hooks(
     session: Session, *, say: Callable[[str], None], metrics: Metrics
-) -> Callable[[int], None]:
-    """Return what compares replicas behind a step, if the options ask for that, and say so.
+) -> ReplicaHooks | None:
+    """Return what compares replicas, and say so; None if the options do not ask for it.
 
     Args:
         say: shows one line.
@@ -344,7 +383,7 @@ def compare_replicas(
     """
     interval = session.run.config.failures.check_weight_hash_across_dp_replicas_interval
     if interval is None:
-        return lambda iteration: None
+        return None
     place = session.place
 
     log, host_of = fault_log(session, say=say, metrics=metrics), host_names(session)
@@ -372,4 +411,4 @@ def compare_replicas(
         record=record,
     )
     say(check.line(interval))
-    return check
+    return ReplicaHooks(check, interval)

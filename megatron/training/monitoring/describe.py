@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -44,9 +45,17 @@ from megatron.training.config import Config
 from megatron.training.config.layer_pattern import has_attention
 from megatron.training.config.model_table import recurrent_shapes
 from megatron.training.config.resolve import Run
-from megatron.training.gpt_options import attention_shape, pipeline_order, split, weight_dtype
-from megatron.training.layouts import PackedCuts
+from megatron.training.data.data_sets import training_batches
+from megatron.training.gpt_options import (
+    attention_shape,
+    early_gather,
+    pipeline_order,
+    split,
+    weight_dtype,
+)
+from megatron.training.layouts import PackedCuts, packed_cuts
 from megatron.training.run_groups import rank_grid
+from megatron.training.session import Session
 
 
 def batch_words(run: Run) -> str:
@@ -360,3 +369,73 @@ def _imbalance(works: list[Work]) -> float:
     """Return the pairs of the slowest rank of each microbatch over the mean; 1 is even."""
     mean = sum(sum(work.pairs) / len(work.pairs) for work in works)
     return sum(max(work.pairs) for work in works) / max(mean, 1.0)
+
+
+def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
+    """Return the lines that a run begins its log with: what it is, what it has chosen and why.
+
+    Every rank calls this.
+
+    Args:
+        consumed_samples: its position in the data.
+    """
+    run = session.run
+    lines = (
+        _run_line(session),
+        pipeline_line(run),
+        context_line(run),
+        *linear_lines(run),
+        expert_line(run, session.model.config),
+        batch_line(run),
+        data_parallel_line(session.step.engine, session.optimizer),
+        dropout_line(run.config, session.place.device),
+        None if session.cpu_matmul is None else session.cpu_matmul.line(),
+        *session.data.notes,
+        _export_line(session),
+        early_gather(run.config)[1],
+        _rows_line(session, consumed_samples),
+    )
+    return [line for line in lines if line is not None]
+
+
+def _export_line(session: Session) -> str | None:
+    """Return whether the model can be exported to Hugging Face, if that was asked."""
+    if not session.run.config.checkpoint.hf_export_check:
+        return None
+    from megatron.hf.config_json import architecture_of, check_exportable
+    from megatron.training.config.model_table import model_options
+
+    try:
+        check_exportable(session.model.config, flags_of=model_options)
+    except ValueError as error:
+        return f"Hugging Face: {error}"
+    name = architecture_of(session.model.config).class_name
+    return f"Hugging Face: the model can be exported as {name}"
+
+
+#: Microbatches whose documents are looked at before the first step.
+MICROBATCHES_SHOWN = 16
+
+
+def _rows_line(session: Session, consumed_samples: int) -> str | None:
+    """Return how packed rows are cut over ranks and why, see `cut_line`; None if they are not."""
+    run, lanes = session.run, session.place.groups["samples"]
+    cuts = packed_cuts(run, session.place, session.model.config)
+    if cuts is None:
+        return None
+    batches = training_batches(session.data, run, lanes=lanes, consumed_samples=consumed_samples)
+    return cut_line(cuts, islice(batches, MICROBATCHES_SHOWN))
+
+
+def _run_line(session: Session) -> str:
+    """Return one line on model, layout and data."""
+    run, config = session.run, session.run.config
+    return (
+        f"{session.model.num_parameters:,} parameters in "
+        f"{str(weight_dtype(config)).removeprefix('torch.')}, vocabulary "
+        f"{session.vocabulary.size:,}; {run.world_size} processes: tensor parallel "
+        f"{config.parallel.tensor_model_parallel_size}"
+        f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}, "
+        f"{context_words(config)}{pipeline_words(config)}data parallel {run.data_parallel_size} "
+        f"({config.data_parallel.strategy}); {batch_words(run)}; {run.train_iters:,} iterations"
+    )

@@ -14,9 +14,31 @@ from statistics import fmean
 
 from megatron.core.models.gpt import GPTModel, take_mean_losses
 from megatron.core.moe import MoEConfig
-from megatron.core.moe.balance import RouterLoad
+from megatron.core.moe.balance import Balance, RouterLoad
+from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.log_line import LogPart
 from megatron.training.monitoring.metrics import EXPERT_LOAD
+
+
+class ModelLog(TrainingHooks):
+    """Shows at log lines what parts of a model have counted.
+
+    Args:
+        model: may have depths of multi-token prediction.
+        balance: sums the loads of its experts; None where there are none.
+    """
+
+    def __init__(self, model: GPTModel, balance: Balance | None) -> None:
+        self._model, self._balance = model, balance
+
+    def log_parts(self) -> list[LogPart]:
+        """Return the losses of depths and the loads of experts; every rank calls this."""
+        found = []
+        if self._model.config.mtp_num_layers:
+            found.append(mtp_losses(self._model))
+        if self._balance is not None:
+            found.append(load_balance(self._balance.report(), self._balance.config))
+        return found
 
 
 def mtp_losses(model: GPTModel) -> LogPart:

@@ -18,7 +18,7 @@ import datetime
 import gc
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,11 @@ from typing import Any
 import torch
 
 from megatron.cli.standard_streams import errors_of_streams
+from megatron.core.comm import all_reduce
+from megatron.core.device import peak_memory_bytes
 from megatron.core.untrusted_files import replacing
 from megatron.training.config import LoggingConfig, ProfilingConfig
+from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.log_line import Display, open_display
 from megatron.training.monitoring.metrics import (
     Metrics,
@@ -268,12 +271,60 @@ class Observation:
     Args:
         display: lines and the progress bar; silent on all ranks but the last.
         metrics: the writers of numbers; none on those ranks.
-        on_iteration: to be told the iteration that begins.
+        hooks: what is done about them in every iteration, and at the end.
     """
 
     display: Display
     metrics: Metrics
-    on_iteration: Callable[[int], None]
+    hooks: TrainingHooks
+
+
+class ObservationHooks(TrainingHooks):
+    """Profiles, collects garbage and records the end of a run.
+
+    Args:
+        session: whose.
+        watching: each is called with the iteration that begins.
+        display, metrics: where the run shows and records.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        watching: Sequence[Callable[[int], None]],
+        *,
+        display: Display,
+        metrics: Metrics,
+    ) -> None:
+        self._session, self._watching = session, watching
+        self._display, self._metrics = display, metrics
+        self._broken: set[str] = set()
+
+    def on_step_begin(self, iteration: int) -> None:
+        """Let those who watch, and the other ranks, know where this one is."""
+        for watch in self._watching:
+            watch(iteration)
+        # Where stdout and stderr are one pipe, nobody can be told in words.
+        for name, error in errors_of_streams().items():
+            if name not in self._broken:
+                self._broken.add(name)
+                values = {f"{name}_errno": float(error.errno or 0)}
+                self._metrics.write("output", iteration, values)
+        if self._session.place.watch is not None:
+            self._session.place.watch.iteration = iteration
+
+    def on_train_end(self, progress: Progress) -> None:
+        """Record how much memory the run took, and what comparing its steps found."""
+        place = self._session.place
+        peak = torch.tensor(
+            peak_memory_bytes(place.device), dtype=torch.float64, device=place.device
+        )
+        most = all_reduce(peak, place.groups["world"], op="max")
+        numbers, line = self._session.step.replayer.stats()
+        values = {"peak_memory_bytes": float(most), **numbers}
+        self._metrics.write("end", progress.iteration, values)
+        if line is not None:
+            self._display.log(line)
 
 
 @contextlib.contextmanager
@@ -322,15 +373,5 @@ def observing(session: Session, progress: Progress) -> Iterator[Observation]:
         if config.logging.metrics_file is None:
             display.log(f"metrics in {path}")
 
-        broken: set[str] = set()
-
-        def on_iteration(iteration: int) -> None:
-            collect(iteration)
-            profiled(iteration)
-            # Where stdout and stderr are one pipe, nobody can be told in words.
-            for name, error in errors_of_streams().items():
-                if name not in broken:
-                    broken.add(name)
-                    metrics.write("output", iteration, {f"{name}_errno": float(error.errno or 0)})
-
-        yield Observation(display=display, metrics=metrics, on_iteration=on_iteration)
+        hooks = ObservationHooks(session, (collect, profiled), display=display, metrics=metrics)
+        yield Observation(display=display, metrics=metrics, hooks=hooks)

@@ -16,8 +16,8 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint
+from megatron.training import pretraining
 from megatron.training.monitoring.metrics import read_metrics
-from megatron.training.pretraining import SessionSteps
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import (
     digests,
@@ -70,7 +70,7 @@ def sound(save: Path) -> list[dict]:
 def planted(words: str | None) -> Iterator[None]:
     """Plant a fault in the runs of this process, if there are words for one."""
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(SessionSteps, "on_iteration", SessionSteps.on_iteration)
+        context.setattr(pretraining, "hooks_of", pretraining.hooks_of)
         if words is not None:
             plant_fault(words, 0)
         yield
@@ -237,7 +237,7 @@ def always_high(monkeypatch) -> None:
 
 def always_nan(monkeypatch) -> None:
     """An activation is NaN in every forward from the third step on."""
-    monkeypatch.setattr(SessionSteps, "on_iteration", SessionSteps.on_iteration)
+    monkeypatch.setattr(pretraining, "hooks_of", pretraining.hooks_of)
     plant_fault("nan-always@3:0", 0)
 
 

@@ -219,7 +219,7 @@ class Played:
 
 def test_a_sound_step_acquits_and_says_nothing():
     played = Played()
-    played.faults.after_step(Progress(iteration=4), Outcome(), math.inf)
+    played.faults.on_step_computed(Progress(iteration=4), Outcome(), math.inf)
     assert (played.said, played.events, played.acquitted) == ([], [], [(5, 2.0)])
 
 
@@ -238,9 +238,9 @@ def test_only_a_reproduced_fault_stops_and_only_if_asked(kind, verdict, flags, s
     outcome = Outcome(doubt(kind, verdict, values=(8.0, 8.0)))
     if stops:
         with pytest.raises(RunStopped, match=f"'1': 'host1'.*kind='{kind}'"):
-            played.faults.after_step(Progress(iteration=4), outcome, 4.0)
+            played.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
     else:
-        played.faults.after_step(Progress(iteration=4), outcome, 4.0)
+        played.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
     assert played.saves == ([4] if stops else []), "the state before the step"
     assert ("the step was skipped" in played.said[0]) == (verdict == "reproduced" and not stops)
     more = {"loss": 8.0, "limit": 4.0} if kind == "spike" else {}
@@ -252,7 +252,7 @@ def test_a_line_of_the_save_folder_names_machines_and_has_the_exact_values(tmp_p
     played = Played(save=str(tmp_path))
     for values in ((NAN, 0.1), (math.inf,)):
         outcome = Outcome(doubt(verdict="transient", ranks=(0, 1), values=values))
-        played.faults.after_step(Progress(iteration=4), outcome, math.inf)
+        played.faults.on_step_computed(Progress(iteration=4), outcome, math.inf)
     lines = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
     assert [line.pop("time")[-6:] for line in lines] == ["+00:00", "+00:00"]
     assert lines[0] == {
@@ -268,7 +268,7 @@ def test_a_line_of_the_save_folder_names_machines_and_has_the_exact_values(tmp_p
 
 def test_a_fault_that_cannot_be_noted_ends_no_run(tmp_path):
     played = Played(save=str(tmp_path / "absent"))
-    played.faults.after_step(Progress(), Outcome(doubt()), math.inf)
+    played.faults.on_step_computed(Progress(), Outcome(doubt()), math.inf)
     assert "cannot be noted in" in played.said[1]
     assert len(played.events) == 1
 
@@ -279,10 +279,10 @@ def test_rolling_back_keeps_the_position_in_the_data():
     progress = Progress(iteration=6, consumed_samples=36, update_samples=24)
     for bad in (0, 1, 3):
         progress.consecutive_bad_steps = bad
-        played.faults.after_count(progress, Outcome())
+        played.faults.on_step_end(progress, Outcome())
     assert progress.rollbacks == 0
     progress.consecutive_bad_steps = 2
-    played.faults.after_count(progress, Outcome())
+    played.faults.on_step_end(progress, Outcome())
     assert (progress.iteration, progress.consumed_samples) == (6, 36)
     assert (progress.update_samples, progress.rollbacks) == (12, 1)
     assert progress.recent_losses == [1.0]

@@ -20,8 +20,9 @@ from megatron.training.config.resolve import resolve
 from megatron.training.failures.faults import FaultLog, Faults
 from megatron.training.failures.replay import Doubt
 from megatron.training.failures.stopping import StopRequests
-from megatron.training.loop import LoopParts, train
-from megatron.training.monitoring.log_line import Plain
+from megatron.training.hooks import TrainingHooks
+from megatron.training.loop import TrainingLoop
+from megatron.training.monitoring.log_line import LogPart, Plain
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from megatron.training.progress_state import Progress
@@ -55,11 +56,22 @@ class Listener:
 class Played:
     """A run whose steps come from a list, one per iteration; the last one repeats."""
 
-    def __init__(self, flags="", outcomes=(Outcome(2.0),), scaler=None, progress=None, window=None):
+    lr = LearningRateSchedule(max_lr=1.0, decay_samples=60, style="linear")
+    weight_decay = WeightDecaySchedule(start=0.1, end=0.1)
+
+    def __init__(
+        self,
+        flags="",
+        outcomes=(Outcome(2.0),),
+        scaler=None,
+        progress=None,
+        window=None,
+        hooks=(),
+    ):
         self.run = resolve(small_config(f"--global-batch-size 6 {flags}"), 1)
         self.outcomes, self.scaler = outcomes, scaler or ConstantLossScaler()
         self.rates, self.saves, self.validations = [], [], []
-        self.finished, self.polls = [], []
+        self.finished, self.hooks = [], hooks
         self.listener, self.out = Listener(), io.StringIO()
         self.progress = progress or Progress()
         speed = Speedometer.of(self.run, padded_vocab_size=128, peak_flops=None)
@@ -74,9 +86,14 @@ class Played:
         self.scaler.update(not outcome.applied)
         return outcome
 
-    def evaluate(self):
+    def loss_on(self, split):
+        if split == "test" or not self.run.config.training.eval_interval:
+            return None
         self.validations.append(self.progress.iteration)
         return 3.0
+
+    def params_norm(self):
+        return None
 
     def begin(self, progress):
         self.stop.note("save", 0.0)
@@ -86,38 +103,26 @@ class Played:
         self.begin(progress)
         self.finished.append(progress.iteration)
 
-    def poll(self, progress):
-        self.polls.append(progress.iteration)
-
     def train(self):
-        schedule = LearningRateSchedule(max_lr=1.0, decay_samples=60, style="linear")
         saves = self if self.run.config.checkpoint.save else None
         metrics = Metrics({"listener": lambda: self.listener}, pytest.fail)
         display = Plain(self.out)
-        train(
-            LoopParts(
-                run=self.run,
-                take_step=self.take_step,
-                evaluate=self.evaluate if self.run.config.training.eval_interval else None,
-                saves=saves,
-                lr=schedule,
-                weight_decay=WeightDecaySchedule(start=0.1, end=0.1),
-                scaler=self.scaler,
-                window=self.window,
-                params_norm=None,
-                display=display,
-                metrics=metrics,
-                stop=self.stop,
-                faults=Faults(
-                    config=self.run.config,
-                    say=display.log,
-                    log=FaultLog(None, record=metrics.write, warn=pytest.fail),
-                    host_of=lambda rank: f"host{rank}",
-                    save=None if saves is None else self.finish,
-                ),
-            ),
-            self.progress,
+        faults = Faults(
+            config=self.run.config,
+            say=display.log,
+            log=FaultLog(None, record=metrics.write, warn=pytest.fail),
+            host_of=lambda rank: f"host{rank}",
+            save=None if saves is None else self.finish,
         )
+        TrainingLoop(
+            self.run,
+            self,
+            hooks=[faults, *self.hooks],
+            saves=saves,
+            stop=self.stop,
+            display=display,
+            metrics=metrics,
+        ).train(self.progress)
         return self
 
     def records(self, kind="train"):
@@ -132,13 +137,67 @@ def test_a_whole_run():
     assert played.validations == [0, 5, 10]
     assert [i for i, _ in played.saves] == [4, 8, 10]
     assert played.finished == [10], "others may go on in the background"
-    assert played.polls == list(range(1, 11))
     assert [(i, v["lm_loss"]) for i, v in played.records()] == [(5, 3.0), (10, 8.0)]
     assert [i for i, _ in played.records("validation")] == [0, 5, 10]
     assert played.rates == pytest.approx([1.0 - i / 10 for i in range(10)])
     lines = played.out.getvalue().splitlines()
     assert sum(" validation loss at iteration " in line for line in lines) == 3
     assert sum("] iteration        5/      10 |" in line for line in lines) == 1
+
+
+class Recorder(TrainingHooks):
+    """Keeps which hooks are called, with the iteration that each is given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_step_begin(self, iteration):
+        self.calls.append(("begin", iteration))
+
+    def on_step_computed(self, progress, outcome, loss_limit):
+        self.calls.append(("computed", progress.iteration))
+
+    def on_step_end(self, progress, outcome):
+        self.calls.append(("end", progress.iteration))
+
+    def log_parts(self):
+        self.calls.append(("parts",))
+        return [LogPart("spin: 7", {"spin": 7.0})]
+
+    def on_log(self):
+        self.calls.append(("log",))
+
+    def on_evaluate(self, iteration, evaluate):
+        self.calls.append(("evaluate", iteration))
+        return {"half": evaluate() / 2.0}
+
+    def on_train_end(self, progress):
+        self.calls.append(("train end", progress.iteration))
+
+
+def test_hooks_are_called_at_their_moments():
+    hooks = Recorder()
+    flags = "--train-iters 2 --eval-interval 2 --log-interval 2"
+    played = Played(flags, hooks=[hooks]).train()
+    first = [("begin", 1), ("computed", 0), ("end", 1)]
+    second = [("begin", 2), ("computed", 1), ("parts",), ("log",), ("end", 2), ("evaluate", 2)]
+    assert hooks.calls == [("evaluate", 0), *first, *second, ("train end", 2)]
+    assert played.validations == [0, 0, 2, 2], "once for the loop, once for the hook"
+    assert played.records("validation")[1] == (2, {"lm_loss": 3.0, "half_lm_loss": 1.5})
+    assert played.records()[0][1]["spin"] == 7.0
+    text = played.out.getvalue()
+    assert " spin: 7 |" in text
+    assert " validation loss at iteration 2 on half | lm loss value: 1.500000E+00 |" in text
+
+
+def test_hooks_know_when_a_run_stops_early_but_not_when_it_fails():
+    hooks = Recorder()
+    Played("--save s --exit-interval 4 --eval-interval 0", hooks=[hooks]).train()
+    assert hooks.calls[-1] == ("train end", 4)
+    hooks, bad = Recorder(), Outcome(2.0, applied=False, grad_norm=math.inf)
+    with pytest.raises(RunStopped):
+        Played("--max-consecutive-bad-steps 1 --eval-interval 0", [bad], hooks=[hooks]).train()
+    assert hooks.calls == [("begin", 1), ("computed", 0)]
 
 
 def test_without_validation_and_saving():

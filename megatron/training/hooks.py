@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing import TensorChunk
     from megatron.training.monitoring.log_line import LogPart
     from megatron.training.monitoring.step_window import StepOutcome
     from megatron.training.progress_state import Progress
@@ -63,3 +64,12 @@ class TrainingHooks:
 
     def on_train_end(self, progress: Progress) -> None:
         """Called once when the run is over."""
+
+    def state_chunks(self) -> Sequence[TensorChunk]:
+        """Return the state to keep in checkpoints, as views of this rank's memory.
+
+        A tensor is named `experiment.NAME/...`. Chunks are asked for before a checkpoint is loaded,
+        which fills them, and again before saves. A checkpoint without tensors of `experiment.NAME`
+        leaves them as they are.
+        """
+        return ()

@@ -26,6 +26,7 @@ from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import checkpoint_defaults
 from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
 from megatron.training.config.resolve import Run, resolve
+from megatron.training.experiments import check_experiments
 from megatron.training.failures.launcher import LauncherWatch, launcher_of
 from megatron.training.failures.stopping import Listener, StopRequests, signals_to_thread
 
@@ -91,6 +92,7 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
     from megatron.training.config.check import check
 
     problems = list(program.problems(line.config)) or check(line.config, launch.world_size)
+    problems = problems or check_experiments(line.config.experiments)
     if problems:
         raise ValueError("; ".join(problems))
     run = resolve(line.config, launch.world_size)

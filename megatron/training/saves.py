@@ -34,7 +34,7 @@ from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
-from megatron.training.session import Session
+from megatron.training.session import Session, hook_chunks
 
 #: How long a run that stops for a fault waits for the save that is under way, in seconds.
 LAST_WAIT_SECONDS = 60.0
@@ -202,8 +202,9 @@ class Saves(TrainingHooks):
 
 
 def held_chunks(session: Session) -> list[TensorChunk]:
-    """Return what this rank holds of weights and optimizer state."""
-    return weight_chunks(session.model.store) + optimizer_chunks(session.optimizer)
+    """Return what this rank holds of weights, optimizer state and the state of hooks."""
+    chunks = weight_chunks(session.model.store) + optimizer_chunks(session.optimizer)
+    return chunks + hook_chunks(session)
 
 
 def kept(session: Session) -> dict[str, int | None] | None:

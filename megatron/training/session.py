@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron.cli.schema import flatten
-from megatron.core.backend import with_cpu_dtype
+from megatron.core.backend import Backend, with_cpu_dtype
 from megatron.core.device import memory_bytes, peak_memory_bytes
-from megatron.core.dist_checkpointing import CheckpointError, compare_architecture, weight_chunks
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    TensorChunk,
+    compare_architecture,
+    load_checkpoint,
+    weight_chunks,
+)
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
 from megatron.core.moe.balance import Balance, routers_of
@@ -34,6 +40,7 @@ from megatron.training.data.data_sets import (
     DataSets,
 )
 from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.experiments import Experiment, load_experiments
 from megatron.training.failures.replay import Reruns, StageBits
 from megatron.training.gpt_options import (
     backend,
@@ -49,7 +56,7 @@ from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.model_metrics import ModelLog
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
-from megatron.training.newest_checkpoint import clear_the_way, load_newest
+from megatron.training.newest_checkpoint import clear_the_way, load_newest, read_together
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
 from megatron.training.step import ForwardBackward, PipelineForwardBackward, StepRunner, TrainStep
@@ -61,7 +68,7 @@ class Session:
     """The parts of a run that live as long as it does.
 
     Args:
-        hooks: what the model adds to the loop.
+        hooks: what the model and the experiments add to the loop.
     """
 
     run: Run
@@ -81,7 +88,7 @@ class Session:
 def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: DataSets) -> Session:
     """Build model, engine and optimizer on this rank's part of the grid."""
     config = run.config
-    shape = gpt_config(config, vocabulary.size)
+    shape, experiments = gpt_config(config, vocabulary.size), load_experiments(run)
     if config.checkpoint.use_checkpoint_args:
         _check_options_of(config, shape)
     bucket = config.data_parallel.ddp_bucket_size
@@ -97,7 +104,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         device=place.device,
         vocab_multiple=config.tokenizer.make_vocab_size_divisible_by,
         storage=data_parallel.storage(**buckets),
-        backend=with_cpu_dtype(backend(config), None if matmul is None else matmul.dtype),
+        backend=_backend(config, experiments, matmul),
         split=split(config),
     )
     model.set_recompute(recompute(config))
@@ -112,6 +119,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
     )
     gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     padded, balance = padded_vocab_size(config, vocabulary.size), _balance(model, place)
+    step = _train_step(run, place, model, engine=engine, optimizer=optimizer)
     return Session(
         run=run,
         place=place,
@@ -120,7 +128,7 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
         model=model,
         optimizer=optimizer,
         balance=balance,
-        step=_train_step(run, place, model, engine=engine, optimizer=optimizer),
+        step=step,
         window=StepWindow(
             run,
             Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(gpu)),
@@ -136,8 +144,19 @@ def build_session(run: Run, place: RunGroups, vocabulary: Vocabulary, data: Data
             cpu_matmul=None if matmul is None else matmul.name,
         ),
         cpu_matmul=matmul,
-        hooks=(ModelLog(model, balance),),
+        hooks=(ModelLog(model, balance), *(e.hooks(model, step) for e in experiments if e.hooks)),
     )
+
+
+def _backend(
+    config: Config, experiments: Sequence[Experiment], matmul: CpuMatmul | None
+) -> Backend:
+    """Return the implementations that the model is built from, with those of experiments."""
+    chosen = with_cpu_dtype(backend(config), None if matmul is None else matmul.dtype)
+    for experiment in experiments:
+        if experiment.blocks is not None:
+            chosen = experiment.blocks(chosen)
+    return chosen
 
 
 def _cpu_matmul(config: Config, place: RunGroups) -> CpuMatmul | None:
@@ -268,7 +287,12 @@ def restore(session: Session) -> tuple[Progress, str]:
             continue
         found = load_newest(
             source,
-            lambda folder, first=first: _load(session, folder, first=first),
+            lambda folder, first=first: load_session(
+                session,
+                folder,
+                with_optimizer=chosen.load_optim and not first,
+                with_progress=not first,
+            ),
             place.coordinator,
             flag=flag,
             fall_back=chosen.load_fallback,
@@ -288,18 +312,47 @@ def restore(session: Session) -> tuple[Progress, str]:
     return Progress(), f"starting at iteration 0{why}"
 
 
-def _load(session: Session, folder: Path, *, first: bool) -> Progress | None:
-    """Load a checkpoint: all of it, or the weights for a first iteration."""
-    return load_run(
+def load_session(
+    session: Session, folder: Path, *, with_optimizer: bool = True, with_progress: bool = True
+) -> Progress | None:
+    """Fill a session from a checkpoint as `load_run` does, and with its progress also the state of
+    hooks. Every rank calls this."""
+    coordinator = session.place.coordinator
+    progress = load_run(
         folder,
         store=session.model.store,
         optimizer=session.optimizer,
         window=session.window,
         facts=session.facts,
-        coordinator=session.place.coordinator,
-        with_optimizer=session.run.config.checkpoint.load_optim and not first,
-        with_progress=not first,
+        coordinator=coordinator,
+        with_optimizer=with_optimizer,
+        with_progress=with_progress,
     )
+    if progress is None:
+        return None
+    manifest = read_together(folder, coordinator)
+    stored, chunks = _experiments_in(manifest.tensors), hook_chunks(session)
+    wanted = {chunk.name.partition("/")[0] for chunk in chunks}
+    if found := [chunk for chunk in chunks if chunk.name.partition("/")[0] in stored]:
+        load_checkpoint(folder, found, coordinator=coordinator)
+    for name in sorted(stored ^ wanted):
+        flag = f"--{name.replace('.', ' ')}"
+        if name in wanted:
+            coordinator.say(f"{folder} has no state of {flag}: it starts with these weights")
+        else:
+            coordinator.say(f"{folder} was trained with {flag}: going on without")
+    return progress
+
+
+def _experiments_in(tensors: Collection[str]) -> set[str]:
+    """Return the `experiment.NAME` whose state is among the tensors of a checkpoint."""
+    first = {name.partition("/")[0] for name in tensors if "/" in name}
+    return {name for name in first if name.startswith("experiment.")}
+
+
+def hook_chunks(session: Session) -> list[TensorChunk]:
+    """Return what this rank holds of the state of hooks."""
+    return [chunk for hooks in session.hooks for chunk in hooks.state_chunks()]
 
 
 def _is_saved_in(source: str, save: str | None) -> bool:

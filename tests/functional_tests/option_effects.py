@@ -65,6 +65,7 @@ _MAMBA = (
     "--hybrid-layer-pattern M*- --num-layers 3 --mamba-head-dim 12 --mamba-state-dim 8 "
     "--mamba-num-groups 2"
 )
+_AVERAGE = "--experiment weight_average"
 _GROUPED = "--group-query-attention --num-query-groups"
 
 EFFECTS: dict[str, Effect] = {
@@ -373,4 +374,9 @@ EFFECTS: dict[str, Effect] = {
     "profile-dir": Effect("file", "{out}/one", "{out}/other", f"{_TRACE} {_STEPS}"),
     "record-memory-history": Effect("log"),
     "memory-snapshot-path": Effect("refusal", "", "a"),
+    # Experiments, of a checkout
+    "experiment": Effect("log", "", "weight_average"),
+    "experiment-option": Effect(
+        "refusal", "weight_average.half_life_samples=8", "weight_average.half_life=8", _AVERAGE
+    ),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sharded average equals the closed form in fp64, on one rank and on two."""
+"""The average equals the closed form in fp64, and the weights get their bits back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from experimental.weight_average.average import WeightAverage
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
-from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, ShardedBuffer
-from tests.support.ranks import run_ranks
+from megatron.core.weight_gather import OwnedRange
 
-SHAPES = (("a", (7, 5)), ("b", (13,)))
+NUMEL = (35, 13)
 SAMPLES = (3, 5, 2, 7)
 HALF_LIFE = 6.0
 
@@ -21,29 +19,20 @@ def weights_at(step: int, numel: int) -> torch.Tensor:
     return torch.sin(torch.arange(numel, dtype=torch.float32) * 0.7 + step)
 
 
-def averaged(group: Group) -> torch.Tensor:
-    """Return the whole average [numel] after all steps, as this rank sees it."""
-    layout = BufferLayout.of(SHAPES, parts=group.size)
-    weights = ShardedBuffer.empty(
-        layout,
-        group,
-        placement=BufferPlacement.REPLICATED,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    weights.data.copy_(weights_at(0, layout.numel))
-    average = WeightAverage(weights, half_life_samples=HALF_LIFE)
-    for step, samples in enumerate(SAMPLES, start=1):
-        weights.data.copy_(weights_at(step, layout.numel))
-        average.update(weights, samples=samples)
-    average.write_to(weights).wait()
-    return weights.data
-
-
-def averaged_on(rank: int, world: int) -> torch.Tensor:
-    """Run `averaged` on one of several ranks."""
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    return averaged(groups["dp"])
+def ranges(dtype: torch.dtype = torch.float32) -> list[OwnedRange]:
+    """Return ranges with the first weights."""
+    return [
+        OwnedRange(
+            weights=weights_at(0, numel).to(dtype),
+            gradients=torch.zeros(numel),
+            decayed=(),
+            undecayed=(),
+            counted=(),
+            boxes=(),
+            norm_group="model",
+        )
+        for numel in NUMEL
+    ]
 
 
 def closed_form(numel: int) -> torch.Tensor:
@@ -58,19 +47,30 @@ def closed_form(numel: int) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_average_is_the_closed_form(world: int) -> None:
-    seen = [averaged(Group.single())] if world == 1 else run_ranks(averaged_on, world)
-    for whole in seen:
-        torch.testing.assert_close(whole.double(), closed_form(whole.numel()), rtol=0, atol=3e-7)
+def test_the_average_is_the_closed_form() -> None:
+    owned = ranges()
+    average = WeightAverage(owned, half_life_samples=HALF_LIFE)
+    for step, samples in enumerate(SAMPLES, start=1):
+        for each in owned:
+            each.weights.copy_(weights_at(step, each.weights.numel()))
+        average.update(samples=samples)
+    for found in average.ranges:
+        torch.testing.assert_close(found.double(), closed_form(found.numel()), rtol=0, atol=3e-7)
 
 
-def test_bad_arguments_are_refused() -> None:
-    layout = BufferLayout.of(SHAPES, parts=1)
-    data = torch.zeros(layout.numel)
-    partial = ShardedBuffer(layout, Group.single(), BufferPlacement.PARTIAL, data)
-    with pytest.raises(ValueError, match="pending sums"):
-        WeightAverage(partial, half_life_samples=HALF_LIFE)
-    partial.placement = BufferPlacement.REPLICATED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_get_their_bits_back(dtype: torch.dtype) -> None:
+    owned = ranges(dtype)
+    average = WeightAverage(owned, half_life_samples=HALF_LIFE)
+    for each in owned:
+        each.weights.mul_(-1.5)
+    before = [each.weights.clone() for each in owned]
+    with average.in_place_of_weights():
+        for each, mean in zip(owned, average.ranges, strict=True):
+            assert torch.equal(each.weights, mean.to(dtype))
+    assert all(torch.equal(a.weights, b) for a, b in zip(owned, before, strict=True))
+
+
+def test_a_half_life_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="half-life of 0 samples"):
-        WeightAverage(partial, half_life_samples=0)
+        WeightAverage(ranges(), half_life_samples=0)

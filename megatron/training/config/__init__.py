@@ -22,6 +22,7 @@ from megatron.training.config.model_options import (
 )
 from megatron.training.config.output_options import (
     CheckpointConfig,
+    ExperimentConfig,
     FailureConfig,
     LoggingConfig,
     ProfilingConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "DataConfig",
     "DataParallelConfig",
     "ExecutionConfig",
+    "ExperimentConfig",
     "ExpertConfig",
     "FailureConfig",
     "HybridConfig",
@@ -90,6 +92,7 @@ class Config:
     failures: FailureConfig
     logging: LoggingConfig
     profiling: ProfilingConfig
+    experiments: ExperimentConfig
 
     @property
     def model_parallel_size(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of checkpoints, failures, logs and profiles.
+"""The options of checkpoints, failures, logs, profiles and experiments.
 
 When a run ends early, and what it does about steps and ranks that go wrong.
 
@@ -251,3 +251,35 @@ class CheckpointConfig:
                 "--use-checkpoint-args needs --load or --pretrained-checkpoint: name a checkpoint",
             ),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Ideas on trial, in a checkout of the repository only."""
+
+    experiment: tuple[str, ...] | None = None
+    """NAME ...: train with these folders of experimental/; the README.md of each says what it
+    changes."""
+    experiment_option: tuple[str, ...] | None = None
+    """NAME.KEY=VALUE ...: options of the experiments that --experiment names."""
+
+    def __post_init__(self) -> None:
+        names = self.experiment or ()
+        for name in names:
+            require(
+                name.isidentifier(),
+                f"--experiment {name!r} is no name of a folder in experimental/: use one",
+            )
+        require(
+            len(set(names)) == len(names), f"--experiment {' '.join(names)}: name each only once"
+        )
+        known = {word for name in names for word in self.words_of(name)}
+        for word in self.experiment_option or ():
+            require(
+                word in known and "=" in word,
+                f"--experiment-option {word}: use NAME.KEY=VALUE with a NAME of --experiment",
+            )
+
+    def words_of(self, name: str) -> list[str]:
+        """Return the words NAME.KEY=VALUE of one experiment."""
+        return [word for word in self.experiment_option or () if word.startswith(f"{name}.")]

@@ -26,7 +26,6 @@ import torch
 from megatron.core.comm import all_gather
 from megatron.core.dist_checkpointing import optimizer_chunks, weight_chunks
 from megatron.core.process_groups import DENSE_AXES, Group, RankGrid
-from megatron.training.checkpoint_io import load_run
 from megatron.training.failures.faults import FaultLog, FaultRecord, Faults, Suspect, SuspectStep
 from megatron.training.failures.replica_check import Difference, ReplicaCheck
 from megatron.training.hooks import TrainingHooks
@@ -35,7 +34,7 @@ from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.newest_checkpoint import load_newest
 from megatron.training.progress_state import Progress
 from megatron.training.saves import Saves
-from megatron.training.session import Session
+from megatron.training.session import Session, load_session
 
 
 class _Event:
@@ -335,14 +334,7 @@ def roll_back(session: Session, saves: Saves | None) -> Progress | None:
     def load(checkpoint: Path) -> Progress | None:
         # What is under way would write over what is loaded.
         session.step.engine.complete_weights()
-        return load_run(
-            checkpoint,
-            store=session.model.store,
-            optimizer=session.optimizer,
-            window=session.window,
-            facts=session.facts,
-            coordinator=place.coordinator,
-        )
+        return load_session(session, checkpoint)
 
     window = session.window.to_json()
     found = load_newest(

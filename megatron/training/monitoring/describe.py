@@ -393,6 +393,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         *session.data.notes,
         _export_line(session),
         early_gather(run.config)[1],
+        _experiment_line(run.config),
         _rows_line(session, consumed_samples),
     )
     return [line for line in lines if line is not None]
@@ -411,6 +412,13 @@ def _export_line(session: Session) -> str | None:
         return f"Hugging Face: {error}"
     name = architecture_of(session.model.config).class_name
     return f"Hugging Face: the model can be exported as {name}"
+
+
+def _experiment_line(config: Config) -> str | None:
+    """Return the experiments of a run with their options; None without any."""
+    chosen = config.experiments
+    words = [" ".join((name, *chosen.words_of(name))) for name in chosen.experiment or ()]
+    return f"experiments: {', '.join(words)}" if words else None
 
 
 #: Microbatches whose documents are looked at before the first step.

@@ -17,6 +17,7 @@ from torch import nn
 from megatron.core.context_parallel.comm_type import AUTO
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.recurrence import recur
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -30,6 +31,7 @@ class Backend:
         column_linear, row_linear: constructors with the signatures of tensor_parallel's layers.
         rms_norm, layer_norm: functions with the signatures of the ops of these names.
         attention: function with the signature of `ops.attention.attention`.
+        recurrence: function with the signature of `ops.recurrence.recur`.
         context_engine: how attention over ranks that share the tokens of a row brings queries and
             keys together: "p2p", "all_gather", "a2a" or "auto".
         linear_mode: how recurrences over those ranks meet: "headwise", "segments" or "auto".
@@ -46,6 +48,7 @@ class Backend:
     rms_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     layer_norm: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]] = recur
     context_engine: str = AUTO
     linear_mode: str = AUTO
     dispatcher: str = AUTO

@@ -59,6 +59,7 @@ NEEDS = {
     "memory-snapshot-path": "--record-memory-history",
     "mtp-num-layers": "--seq-length 8",
     "profile-step-end": "--profile-step-start 1",
+    "experiment-option": "--experiment some_name",
 }
 
 
@@ -79,6 +80,9 @@ def _other_value(option) -> list[str]:
         value = "7.5"
     if option.name.endswith("-group"):
         value = "norm=0.5"
+    value = {"experiment": "some_name", "experiment-option": "some_name.key=7"}.get(
+        option.name, value
+    )
     return [f"--{option.name}", value]
 
 

@@ -50,7 +50,7 @@ from megatron.core.context_parallel.layout import PackedTokens
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.places import Places
-from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs, recur
+from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.recurrence_decode import counts_programs, recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
@@ -159,6 +159,7 @@ class RecurrentMixer(nn.Module, ABC):
         self.name, self.shape, self.units, self.parts = name, shape, shape.units, parts
         self.conv_bias = self.skip = None
         self.recurrence, self.context = recurrence, build.context
+        self.recur = build.backend.recurrence
         self._store, self._tp = build.store, build.region.group
 
     # --- what a mixer says of itself --------------------------------------------------------------
@@ -246,7 +247,7 @@ class RecurrentMixer(nn.Module, ABC):
         source, places = scatter_heads(units, layout, group)  # [rows, u/cp, w]
         sequences = layout.whole_rows(units.shape[1]).sequences
         inputs, _ = self._read(source, part, sequences=sequences, places=places)
-        out, _ = recur(self.recurrence, inputs, sequences)
+        out, _ = self.recur(self.recurrence, inputs, sequences)
         out = self.added(out, inputs, part).unflatten(1, (source.shape[1], -1))
         return gather_heads(out, layout, group)  # from [t, u/cp, r, V]
 
@@ -368,6 +369,8 @@ class RecurrentMixer(nn.Module, ABC):
             keeps_last=True,
         )
         keep(conv, slots, last)
-        out, states = recur(self.recurrence, inputs, rows.sequences, initial=carried(state, slots))
+        out, states = self.recur(
+            self.recurrence, inputs, rows.sequences, initial=carried(state, slots)
+        )
         keep(state, slots, states)
         return Placed(self.added(out, inputs, part).unflatten(1, (self.units, -1)), rows.places)

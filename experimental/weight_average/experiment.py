@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--experiment weight_average`: validates the average of the weights beside the last weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from experimental.weight_average.average import WeightAverage
+from megatron.core.dist_checkpointing import TensorChunk
+from megatron.core.models.gpt import GPTModel
+from megatron.training.config.resolve import Run
+from megatron.training.experiments import Experiment
+from megatron.training.hooks import TrainingHooks
+from megatron.training.monitoring.log_line import LogPart
+from megatron.training.monitoring.step_window import StepOutcome
+from megatron.training.progress_state import Progress
+from megatron.training.step import TrainStep
+
+#: The half-life that a run has by default, as a share of its samples.
+DEFAULT_SHARE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the experiment."""
+
+    half_life_samples: float | None = None
+    """Samples after which a weight's share in the average has halved; None is 2 % of the run's."""
+
+
+class AverageHooks(TrainingHooks):
+    """Updates the average after each step, and validates it.
+
+    Args:
+        step: whose weights are averaged.
+        batch: samples of a step.
+        half_life_samples: of the average.
+    """
+
+    def __init__(self, step: TrainStep, *, batch: int, half_life_samples: float) -> None:
+        self._step, self._batch = step, batch
+        self._owned = step.engine.owned()
+        self.average = WeightAverage(self._owned, half_life_samples=half_life_samples)
+        # A tensor, so that checkpoints keep it with the average.
+        self._updates = torch.zeros(1, dtype=torch.int64)
+        self._seconds = self._logged_updates = 0.0
+
+    def on_step_begin(self, iteration: int) -> None:
+        """Start from the weights that the run starts from, unless a checkpoint had an average."""
+        if not self._updates:
+            self.average.restart()
+
+    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
+        """Move the average, if the weights have moved."""
+        if not outcome.applied:
+            return
+        start = time.perf_counter()
+        self.average.update(samples=self._batch)
+        self._seconds += time.perf_counter() - start
+        self._logged_updates += 1
+        self._updates += 1
+
+    def log_parts(self) -> list[LogPart]:
+        """Return how many updates there were, and their mean time since the last log line.
+
+        The line of an iteration is written before its update.
+        """
+        mean = self._seconds / max(self._logged_updates, 1.0)
+        self._seconds = self._logged_updates = 0.0
+        numbers = {"weight_average_updates": float(self._updates), "weight_average_seconds": mean}
+        return [LogPart(f"weight average updates: {int(self._updates)}", numbers)]
+
+    def on_evaluate(self, iteration: int, evaluate: Callable[[], float]) -> dict[str, float]:
+        """Return the loss of the average; nothing before the first update."""
+        if not self._updates:
+            return {}
+        engine = self._step.engine
+        engine.complete_weights()
+        self._step.before_update()  # a save in the background may still be reading the weights
+        with self.average.in_place_of_weights():
+            engine.start_param_sync()
+            loss = evaluate()
+            engine.complete_weights()
+        engine.start_param_sync()
+        return {"weight_average": loss}
+
+    def state_chunks(self) -> list[TensorChunk]:
+        """Return the average by logical weight, and the number of updates."""
+        world = tuple(range(self._step.groups.grid.world_size))
+        updates = TensorChunk(
+            name="experiment.weight_average/updates",
+            shape=(1,),
+            offsets=(0,),
+            tensor=self._updates,
+            replica_ranks=world,
+        )
+        return [updates] + [
+            TensorChunk(
+                name=f"experiment.weight_average/{held.name}",
+                shape=held.shape,
+                offsets=held.box.offsets,
+                tensor=held.of(average),
+                replica_ranks=held.replica_ranks,
+            )
+            for owned, average in zip(self._owned, self.average.ranges, strict=True)
+            for held in owned.boxes
+        ]
+
+
+def experiment(run: Run, options: Options) -> Experiment:
+    """Return the hooks of a run."""
+    given, batch = options.half_life_samples, run.config.training.global_batch_size
+    assert batch is not None
+    half_life = DEFAULT_SHARE * run.train_samples if given is None else given
+
+    def hooks(model: GPTModel, step: TrainStep) -> AverageHooks:
+        return AverageHooks(step, batch=batch, half_life_samples=half_life)
+
+    return Experiment(hooks=hooks)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--experiment` finds what is in the checkout, and says what is wrong with any other name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.training.config.resolve import resolve
+from megatron.training.experiments import ROOT, check_experiments, load_experiments
+from tests.unit_tests.training.small_config import small_config
+
+
+def test_the_experiments_of_this_checkout_are_found():
+    config = small_config("--experiment weight_average recurrence_splits")
+    assert check_experiments(config.experiments) == []
+    assert check_experiments(small_config().experiments) == []
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_that_are():
+    (problem,) = check_experiments(small_config("--experiment weight_averages").experiments)
+    for word in ("--experiment weight_averages", "weight_average", "recurrence_splits"):
+        assert word in problem
+
+
+def test_without_a_checkout_there_are_no_experiments(tmp_path):
+    (problem,) = check_experiments(
+        small_config("--experiment weight_average").experiments, tmp_path
+    )
+    assert "--experiment weight_average" in problem
+    assert "checkout" in problem
+
+
+@pytest.mark.parametrize(
+    "name", ["../tests", "weight_average/tests", "/etc", "weight-average", "."]
+)
+def test_a_name_is_no_path(name):
+    with pytest.raises(ValueError, match="is no name of a folder"):
+        small_config(f"--experiment {name}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--experiment weight_average weight_average", "only once"),
+        ("--experiment-option weight_average.half_life_samples=8", "NAME of --experiment"),
+        ("--experiment weight_average --experiment-option weight_average", "NAME.KEY=VALUE"),
+        ("--experiment weight_average --experiment-option average.x=1", "NAME of --experiment"),
+    ],
+)
+def test_options_that_go_nowhere_are_refused(flags, said):
+    with pytest.raises(ValueError, match=said):
+        small_config(flags)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("half_life=8", "use one of half_life_samples"), ("half_life_samples=x", "expected a number")],
+)
+def test_options_of_an_experiment_are_read_as_flags_are(word, said):
+    flags = "--global-batch-size 6 --experiment weight_average --experiment-option weight_average."
+    flags += word
+    with pytest.raises(ValueError, match=said):
+        load_experiments(resolve(small_config(flags), 1))
+
+
+def test_an_experiment_is_found_wherever_a_run_is_started(tmp_path):
+    """In a process that has no path to the checkout but that of the installed packages."""
+    code = (
+        "from tests.unit_tests.training.small_config import small_config\n"
+        "from megatron.training.config.resolve import resolve\n"
+        "from megatron.training.experiments import load_experiments\n"
+        "import sys\n"
+        f"sys.path.remove({str(ROOT)!r})\n"
+        "flags = '--global-batch-size 6 --experiment weight_average'\n"
+        "(found,) = load_experiments(resolve(small_config(flags), 1))\n"
+        "assert found.hooks is not None and found.blocks is None\n"
+    )
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

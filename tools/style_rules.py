@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS, CONFIG_FIELDS = 700, 60, 150, 8, 20
 #: No exception may exceed these.
@@ -22,6 +23,7 @@ HARD_LIMITS = {"file-lines": 900, "function-lines": 100}
 
 CORE = "megatron_core/megatron/core/"
 WHEELS = ("megatron_core/megatron/", "megatron/")
+EXPERIMENTS = "experimental"
 BANNED_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 
 CORE_DEPENDENCIES = frozenset({"torch", "numpy", "safetensors", "xxhash"})
@@ -351,6 +353,57 @@ def dependencies(source: Source) -> Iterator[Finding]:
         elif not source.path.endswith(adapter):
             text = f"{top} may only be imported in {' and '.join(adapter)}"
             yield Finding("dependency", source.path, line, text)
+
+
+def documented_names(root: Path) -> dict[str, frozenset[str]]:
+    """Return the names of the wheels that experiments may import, by module: those in the `__all__`
+    of packages of core, and those in the tables of experimental/README.md."""
+    found: dict[str, set[str]] = {}
+    for file in (root / CORE).rglob("__init__.py"):
+        module = ".".join(file.parent.relative_to(root / "megatron_core").parts)
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            listed = isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
+            if listed and [dotted(target) for target in node.targets] == ["__all__"]:
+                found.setdefault(module, set()).update(ast.literal_eval(node.value))
+    readme = root / EXPERIMENTS / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    for module, names in re.findall(r"^\| `(megatron\.[\w.]+)` \| (.+) \|$", text, re.MULTILINE):
+        found.setdefault(module, set()).update(re.findall(r"`(\w+)`", names))
+    return {module: frozenset(names) for module, names in found.items()}
+
+
+def experiment_imports(
+    source: Source, documented: Mapping[str, frozenset[str]]
+) -> Iterator[Finding]:
+    """An experiment imports documented names of the wheels, and nothing of other experiments.
+
+    Its tests may import more.
+    """
+    parts = PurePosixPath(source.path).parts
+    if parts[0] != EXPERIMENTS or source.is_test:
+        return
+    own = f"{EXPERIMENTS}.{parts[1]}."
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(str(node.module), alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            top = module.split(".")[0]
+            if top == "megatron":
+                wrong = name not in documented.get(module, ())
+            else:
+                wrong = top in ("tests", "tools") or (
+                    top == EXPERIMENTS and not f"{module}.".startswith(own)
+                )
+            if wrong:
+                text = (
+                    f"{module} {name}".rstrip() + f": import names that {EXPERIMENTS}/README.md "
+                    "lists, one by one, or add it there"
+                )
+                yield Finding("experiment-import", source.path, node.lineno, text)
 
 
 RULES = (

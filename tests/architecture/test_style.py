@@ -14,6 +14,7 @@ from tools.style_check import check
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "megatron_core/megatron/core/planted.py"
 APP = "megatron/training/planted.py"
+TRIAL = "experimental/trial/planted.py"
 HEAD = '# SPDX-License-Identifier: Apache-2.0\n"""One idea."""\n'
 LONG = "def f():\n" + "    x = 1\n" * 60
 
@@ -72,6 +73,11 @@ BREACHES = [
     ("environment", CORE, HEAD + "import os\nX = os.environ['A']\n"),
     ("environment", CORE, HEAD + "from os import getenv\n"),
     ("environment", CORE, HEAD + "import sys\nX = sys.argv[1]\n"),
+    ("experiment-import", TRIAL, HEAD + "from megatron.core.backend import LOCAL\n"),
+    ("experiment-import", TRIAL, HEAD + "import megatron.core.weight_gather\n"),
+    ("experiment-import", TRIAL, HEAD + "def f():\n    from megatron.training import step\n"),
+    ("experiment-import", TRIAL, HEAD + "from experimental.other.one import f\n"),
+    ("experiment-import", TRIAL, HEAD + "import tests.support.ranks\n"),
     ("dependency", CORE, HEAD + "import yaml\n"),
     ("dependency", CORE, HEAD + "def _f():\n    import triton\n"),
     ("dependency", CORE, HEAD + "import megatron.training.config\n"),
@@ -118,6 +124,19 @@ FINE = [
 def test_what_is_allowed_passes(tmp_path: Path, path: str, text: str) -> None:
     plant(tmp_path, path, text)
     assert check(tmp_path) == []
+
+
+def test_an_experiment_may_import_documented_names(tmp_path: Path) -> None:
+    plant(tmp_path, "megatron_core/megatron/core/comm/__init__.py", HEAD + '__all__ = ["trace"]\n')
+    row = "| `megatron.training.hooks` | `TrainingHooks`, `More` |\n"
+    plant(tmp_path, "experimental/README.md", f"# Experiments\n\n{row}")
+    lines = ("from megatron.core.comm import trace", "from experimental.trial.own import f")
+    lines += ("from megatron.training.hooks import More, TrainingHooks", "import torch")
+    plant(tmp_path, TRIAL, HEAD + "\n".join(lines) + "\n")
+    plant(tmp_path, "experimental/trial/tests/test_it.py", HEAD + "import tests.support.ranks\n")
+    assert check(tmp_path) == []
+    plant(tmp_path, TRIAL, HEAD + "from megatron.core.comm import other\n")
+    assert [breach.rule for breach in check(tmp_path)] == ["experiment-import"]
 
 
 def exception(rule: str, where: str, **more: object) -> str:

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat storage of many tensors over a group of ranks: a layout, a placement, moves between them.
+"""Flat storage of many tensors over a group of ranks: a layout and a placement.
 
-One bucket of a data-parallel engine is a pair of these with one layout: the weights and their
-gradients. All of ZeRO is a choice of placement:
-
-    PARTIAL --all-reduce--> REPLICATED --slice--> SHARDED --all-gather--> REPLICATED
-    PARTIAL --reduce-scatter--> SHARDED
+The weights of one bucket of a data-parallel engine are one of these, whole on every rank or in
+shards.
 """
 
 from __future__ import annotations
@@ -17,21 +14,14 @@ from enum import Enum
 
 import torch
 
-from megatron.core.comm.collectives import (
-    Pending,
-    all_gather_async,
-    all_reduce_async,
-    reduce_scatter_async,
-)
 from megatron.core.process_groups import Group
 from megatron.core.weight_sharding import shard_range
 
 
 class BufferPlacement(Enum):
-    """What this rank's storage means: the whole, an addend of it, or this rank's range of it."""
+    """What this rank's storage means: the whole, or this rank's range of it."""
 
     REPLICATED = "replicated"
-    PARTIAL = "partial"
     SHARDED = "sharded"
 
 
@@ -139,32 +129,3 @@ class ShardedBuffer:
         low, _ = self.stored_range
         start, stop = self.shard_range
         return self.data[start - low : stop - low]
-
-    def redistribute(self, placement: BufferPlacement) -> Pending:
-        """Start moving to another placement inside this buffer's own storage.
-
-        PARTIAL → REPLICATED is an all-reduce. PARTIAL → SHARDED is a reduce-scatter into this
-        rank's range, the rest of the storage is then meaningless. SHARDED (as a range of whole
-        storage) → REPLICATED is an all-gather. The placement holds once the result has been waited
-        for.
-
-        Raises:
-            ValueError: there is no such movement, or the storage holds one shard only.
-        """
-        before = self.placement
-        if self.data.numel() != self.layout.numel:
-            raise ValueError("redistribute in place needs the whole storage")
-        if placement is BufferPlacement.PARTIAL and before is not placement:
-            raise ValueError(f"no way from {before.value} to {placement.value}")
-        self.placement = placement
-        start, stop = self.shard_range
-        own = self.data[start:stop]
-        if before is placement or self.group.size == 1:
-            return Pending(own if placement is BufferPlacement.SHARDED else self.data)
-        if placement is BufferPlacement.REPLICATED and before is BufferPlacement.PARTIAL:
-            return all_reduce_async(self.data, self.group, out=self.data)
-        if placement is BufferPlacement.REPLICATED:
-            return all_gather_async(own, self.group, out=self.data)
-        if before is BufferPlacement.PARTIAL:
-            return reduce_scatter_async(self.data, self.group, out=own)
-        return Pending(own)

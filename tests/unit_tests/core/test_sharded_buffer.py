@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of flat buffers, and every move between placements."""
+"""The layout of flat buffers, and buffers that hold a shard."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ import random
 import pytest
 import torch
 
-from megatron.core.comm import trace
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, ShardedBuffer
-from tests.support.activation import assert_active
-from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 
-REPLICATED, PARTIAL, SHARDED = (
-    BufferPlacement.REPLICATED,
-    BufferPlacement.PARTIAL,
-    BufferPlacement.SHARDED,
-)
+REPLICATED, SHARDED = BufferPlacement.REPLICATED, BufferPlacement.SHARDED
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (2, 2, 2))]
 
 
@@ -64,75 +57,25 @@ def test_views_are_of_the_storage():
     assert counts == [15, 7, 8]
 
 
-def test_what_a_buffer_cannot_do_is_an_error_and_changes_nothing():
+def test_a_layout_for_other_ranks_is_an_error():
     layout = BufferLayout.of(SHAPES, parts=2)
     with pytest.raises(ValueError, match="a layout for 2 shards on a group of 1"):
         buffer(layout, Group.single(), REPLICATED)
-    whole = buffer(BufferLayout.of(SHAPES, parts=1), Group.single(), REPLICATED)
-    with pytest.raises(ValueError, match="no way from replicated to partial"):
-        whole.redistribute(PARTIAL)
-    assert whole.placement is REPLICATED
 
 
-def values(rank: int, numel: int) -> torch.Tensor:
-    """Return whole numbers, other ones on every rank."""
-    return torch.randint(-9, 9, (numel,), generator=generator(8, rank)).float()
-
-
-def moves(rank: int, world: int) -> None:
-    """Check each move's result, its one collective and the placement it leaves."""
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    lanes = groups["lanes"]
-    layout = BufferLayout.of(SHAPES, parts=world, member_quantum=4, shard_quantum=4)
-    numel = layout.numel
-    each = [values(r, numel) for r in range(world)]
-    total = sum(each)
-    start, stop = layout.shard(rank)
-
-    def moved(before, after, data):
-        one = buffer(layout, lanes, REPLICATED)
-        one.placement = before
-        one.data.copy_(data)
-        address = one.data.data_ptr()
-        with trace(groups) as records:
-            result = one.redistribute(after).wait()
-        assert one.placement is after
-        assert one.data.data_ptr() == address
-        return one, result, records
-
-    one, result, records = moved(PARTIAL, REPLICATED, each[rank])
-    assert torch.equal(result, total)
-    assert torch.equal(one.data, total)
-    assert_active(records, kind="all_reduce", exactly=1, exactly_bytes=4 * numel)
-    one, result, records = moved(PARTIAL, SHARDED, each[rank])
-    assert torch.equal(one.data[start:stop], total[start:stop])
-    assert torch.equal(result, total[start:stop])
-    assert_active(records, kind="reduce_scatter", exactly=1, exactly_bytes=4 * numel)
-    mine = torch.zeros(numel)
-    mine[start:stop] = total[start:stop]
-    one, _, records = moved(SHARDED, REPLICATED, mine)
-    assert torch.equal(one.data, total)
-    assert_active(records, kind="all_gather", exactly=1, exactly_bytes=4 * numel)
-    _, result, records = moved(REPLICATED, SHARDED, total)
-    assert torch.equal(result, total[start:stop])
-    assert records == []
-    _shards(layout, lanes, rank, world)
-
-
-def _shards(layout: BufferLayout, lanes: Group, rank: int, world: int) -> None:
+def shards(rank: int, world: int) -> None:
     """Check a buffer that holds one shard only."""
+    lanes = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)["lanes"]
+    layout = BufferLayout.of(SHAPES, parts=world, member_quantum=4, shard_quantum=4)
     small = buffer(layout, lanes, SHARDED)
     assert small.data.numel() == layout.numel // world
     assert small.shard().data_ptr() == small.data.data_ptr()
     with pytest.raises(ValueError, match="a: this buffer holds one shard"):
         small.view(layout.members[0])
-    with pytest.raises(ValueError, match="needs the whole storage"):
-        small.redistribute(REPLICATED)
-    assert small.placement is SHARDED
     whole = buffer(layout, lanes, REPLICATED)
     whole.shard().fill_(1.0)
     assert whole.data.nonzero().flatten().tolist() == list(range(*layout.shard(rank)))
 
 
-def test_moves_between_placements():
-    run_ranks(moves, 2)
+def test_a_buffer_of_one_shard():
+    run_ranks(shards, 2)

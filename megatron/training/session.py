@@ -34,15 +34,7 @@ from megatron.training.config.checkpoint_options import saved_options
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.config.values import require_all
-from megatron.training.cpu_matmul import CpuMatmul
-from megatron.training.cuda_graphs import CudaRecorder, FullIterationGraph
-from megatron.training.data.data_sets import (
-    DataSets,
-)
-from megatron.training.data.vocabulary import Vocabulary
-from megatron.training.experiments import Experiment, load_experiments
-from megatron.training.failures.replay import Reruns, StageBits
-from megatron.training.gpt_options import (
+from megatron.training.core_configs import (
     backend,
     data_parallel_config,
     loss_scaler,
@@ -52,6 +44,14 @@ from megatron.training.gpt_options import (
     split,
     weight_dtype,
 )
+from megatron.training.cpu_matmul import CpuMatmul
+from megatron.training.cuda_graphs import CudaRecorder, FullIterationGraph
+from megatron.training.data.data_sets import (
+    DataSets,
+)
+from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.experiments import Experiment, load_experiments
+from megatron.training.failures.replay import Reruns, StageBits
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.model_metrics import ModelLog

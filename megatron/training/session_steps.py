@@ -13,8 +13,8 @@ import torch
 from megatron.core.datasets.samplers import GPTBatch, PrefetchedBatches
 from megatron.core.device import pin
 from megatron.core.models.gpt import Ahead, shifted
+from megatron.training.core_configs import learning_rate_schedule, weight_decay_schedule
 from megatron.training.data.data_sets import read_ahead, training_batches, validation_batches
-from megatron.training.gpt_options import learning_rate_schedule, weight_decay_schedule
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.monitoring.flops import visible_square
 from megatron.training.session import Session

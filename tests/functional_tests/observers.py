@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.cli.launch import Launch
 from megatron.core.dist_checkpointing import Solo
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.training import gpt_options, pretraining, run_groups, saves, session
+from megatron.training import core_configs, pretraining, run_groups, saves, session
 from megatron.training.config import model_table
 from megatron.training.config.resolve import Run, padded_vocab_size
 from megatron.training.data import data_sets
@@ -74,21 +74,21 @@ def plan(argv: list[str], world: int) -> Any:
     """Return what follows from options without a run: sizes, schedules, configs of the core."""
     run = read_run(argv, Launch(world_size=world), program=program_of(argv))
     samples = range(0, run.train_samples, 4)
-    lr, decay = gpt_options.learning_rate_schedule(run), gpt_options.weight_decay_schedule(run)
-    scaler = gpt_options.loss_scaler(run.config)
+    lr, decay = core_configs.learning_rate_schedule(run), core_configs.weight_decay_schedule(run)
+    scaler = core_configs.loss_scaler(run.config)
     vocab_size = run.config.tokenizer.vocab_size or 61
     return {
         "run": {k: v for k, v in vars(run).items() if k != "config"},
         "model": repr(model_table.gpt_config(run.config, vocab_size)),
         "made with": _model_arguments(run, vocab_size),
         "padded": padded_vocab_size(run.config, vocab_size),
-        "dtype": gpt_options.weight_dtype(run.config),
-        "recompute": repr(gpt_options.recompute(run.config)),
+        "dtype": core_configs.weight_dtype(run.config),
+        "recompute": repr(core_configs.recompute(run.config)),
         "grid": repr(run_groups.rank_grid(run)),
         "cuts": _cuts(run, vocab_size),
-        "engine": repr(gpt_options.data_parallel_config(run.config)),
+        "engine": repr(core_configs.data_parallel_config(run.config)),
         "order": _order(run),
-        "optimizer": repr(gpt_options.optimizer_config(run.config)),
+        "optimizer": repr(core_configs.optimizer_config(run.config)),
         "scaler": [type(scaler).__name__, _plain(vars(scaler))],
         "lr": [lr.lr(n) for n in samples],
         "weight decay": [decay.weight_decay(n) for n in samples],
@@ -99,7 +99,7 @@ def plan(argv: list[str], world: int) -> Any:
 
 def _order(run: Run) -> Any:
     several = run.config.pipeline.pipeline_model_parallel_size > 1
-    return gpt_options.pipeline_order(run.config) if several else None
+    return core_configs.pipeline_order(run.config) if several else None
 
 
 def _cuts(run: Run, vocab_size: int) -> Any:

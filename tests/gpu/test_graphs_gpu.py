@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.distributed import DataParallelConfig, capture
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.training import gpt_options
+from megatron.training import core_configs
 from megatron.training.cuda_graphs import CudaRecorder
 from tests.functional_tests.small_run import (
     flags,
@@ -137,7 +137,7 @@ def test_two_ranks_record_their_collectives(tmp_path, more):
 def with_early_gather(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
     """Be a rank whose first gather starts at the end of the optimizer step, past all refusals."""
     with (
-        mock.patch.object(gpt_options, "early_gather", return_value=(True, None)),
+        mock.patch.object(core_configs, "early_gather", return_value=(True, None)),
         mock.patch.object(capture, "unrecordable", return_value=None),
         mock.patch.object(capture.StepRecording, "prepare", prepare_too_early),
     ):

@@ -45,14 +45,14 @@ from megatron.training.config import Config
 from megatron.training.config.layer_pattern import has_attention
 from megatron.training.config.model_table import recurrent_shapes
 from megatron.training.config.resolve import Run
-from megatron.training.data.data_sets import training_batches
-from megatron.training.gpt_options import (
+from megatron.training.core_configs import (
     attention_shape,
     early_gather,
     pipeline_order,
     split,
     weight_dtype,
 )
+from megatron.training.data.data_sets import training_batches
 from megatron.training.layouts import PackedCuts, packed_cuts
 from megatron.training.run_groups import rank_grid
 from megatron.training.session import Session

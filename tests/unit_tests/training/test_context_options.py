@@ -18,7 +18,7 @@ from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.gpt_options import backend
+from megatron.training.core_configs import backend
 from megatron.training.layouts import Layouts, packed_cuts
 from megatron.training.monitoring.describe import context_line, context_words, cut_line
 from megatron.training.monitoring.flops import training_flops, visible_square

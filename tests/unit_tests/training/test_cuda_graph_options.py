@@ -9,7 +9,7 @@ import pytest
 
 from megatron.training import session
 from megatron.training.config.check import check
-from megatron.training.gpt_options import data_parallel_config, early_gather
+from megatron.training.core_configs import data_parallel_config, early_gather
 from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.process_groups import RankGrid
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
-from megatron.training.gpt_options import data_parallel_config
+from megatron.training.core_configs import data_parallel_config
 from megatron.training.run_groups import rank_grid
 from tests.unit_tests.training.small_config import small_config
 

@@ -19,8 +19,8 @@ from megatron.training.config.check import check
 from megatron.training.config.layer_pattern import read_frequency, write_frequency
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.gpt_options import backend
-from megatron.training.gpt_options import split as stage_split
+from megatron.training.core_configs import backend
+from megatron.training.core_configs import split as stage_split
 from megatron.training.run_groups import rank_grid
 from tests.unit_tests.training.small_config import small_config
 

@@ -26,7 +26,7 @@ from megatron.training.config import checkpoint_options
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.config.stages import stage_split
-from megatron.training.gpt_options import backend, split
+from megatron.training.core_configs import backend, split
 from megatron.training.layouts import Layouts
 from megatron.training.monitoring.describe import context_line, linear_lines, parameters
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run

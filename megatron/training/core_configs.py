@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a run's options to the configs of the core, without the model: the optimizer, its schedules,
-what is computed again and where."""
+"""A run's options as configs of the core: data parallelism, optimizer, schedules, recompute.
+
+The model's config comes from the table in config/model_table.py.
+"""
 
 from __future__ import annotations
 

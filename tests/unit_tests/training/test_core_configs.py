@@ -15,7 +15,7 @@ from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossS
 from megatron.core.process_groups import RankGrid
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.gpt_options import (
+from megatron.training.core_configs import (
     data_parallel_config,
     learning_rate_schedule,
     loss_scaler,

@@ -58,8 +58,9 @@ def test_aot_kernels_compile_within_their_budget(beside):
     assert {name.split("/sm_")[1] for name in found["kernels"]} == {"90", "100"}
 
 
-def test_every_kernel_is_described_and_on_record():
-    described = compiled("--list")["described"]
+@pytest.mark.beside("aot", compiled)
+def test_every_kernel_is_described_and_on_record(beside):
+    described = beside.result("aot")["described"]
     names, called = jit_functions(Path(ops.__path__[0]))
     assert len(names) > 30
     assert {name.split("/")[0].split(" ")[0] for name in described} == names - called, (

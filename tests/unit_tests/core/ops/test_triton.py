@@ -38,7 +38,7 @@ def interpret(file: str, marked: str) -> subprocess.CompletedProcess:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,  # at low priority, beside tests that keep all cores busy
         check=False,
     )
 

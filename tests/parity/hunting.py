@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tests.parity.training import Run, rank_of_row, world_of
+from tests.parity.rows import world_of
+from tests.parity.training import Run, rank_of_row
 from tests.parity.verdict import Reference, assert_agrees, reference_of
 from tests.support.covering_array import Row
 from tests.support.executed import Ran, spans_run

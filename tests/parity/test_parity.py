@@ -19,6 +19,7 @@ from tests.parity.rows import (
     row_with,
     rows_for_every_change,
     rows_for_every_night,
+    world_of,
 )
 from tests.parity.training import (
     BATCH,
@@ -30,7 +31,6 @@ from tests.parity.training import (
     rank_of_row,
     rate_of,
     steps_of,
-    world_of,
 )
 from tests.parity.verdict import assert_agrees, assert_same_numbers, reference_of
 from tests.support.closeness import assert_all_close, assert_close_by_metric

@@ -15,10 +15,10 @@ from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import GROUP_NAMES
 from tests.parity.expert_traffic import assert_expert_traffic
 from tests.parity.recurrent_traffic import Sent, sent_by_mixers
-from tests.parity.rows import CUT_WEIGHTS
+from tests.parity.rows import CUT_WEIGHTS, world_of
 from tests.parity.sequences import SEQUENCE, cut_of
 from tests.parity.stages import Blocks, StagePart
-from tests.parity.training import BATCH, HEAD_DIM, HEADS, HIDDEN, LAYERS, Run, Step, world_of
+from tests.parity.training import BATCH, HEAD_DIM, HEADS, HIDDEN, LAYERS, Run, Step
 from tests.support.activation import assert_active, assert_silent, matching, table
 from tests.support.covering_array import Row
 

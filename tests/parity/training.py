@@ -298,6 +298,7 @@ class _Watch:
     def __init__(self, model: GPTModel, engine: DataParallel, optimizer: Optimizer) -> None:
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.scaler = optimizer.scaler
+        self.owned = engine.owned()
         self.nll: list[torch.Tensor] = []
         self.gradients: list[Piece] = []
 
@@ -333,7 +334,7 @@ class _Watch:
         Raises:
             AssertionError: something was never written, padding and frozen weights included.
         """
-        if not all(bool(owned.gradients.isfinite().all()) for owned in self.engine.owned()):
+        if not all(bool(owned.gradients.isfinite().all()) for owned in self.owned):
             raise AssertionError("a gradient is not finite, or what lies between two is not")
         self.gradients = [
             Piece(
@@ -343,7 +344,7 @@ class _Watch:
                 p.of(owned.gradients) / self.scaler.scale,
                 p.replica_ranks,
             )
-            for owned in self.engine.owned()
+            for owned in self.owned
             for p in owned.boxes
         ]
         return self.optimizer.step(lr, weight_decay, norm=norm)
@@ -375,8 +376,3 @@ def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
         run = train_row(kept, ProcessGroupCollection.single(), initial, lanes=range(row["dp"]))
     run.margin, run.dropped = margins.smallest, margins.dropped
     return run
-
-
-def world_of(row: Row) -> int:
-    """Return the number of ranks of a row."""
-    return math.prod(row[axis] for axis in ("tp", "dp", "pp", "cp"))

@@ -101,6 +101,10 @@ class _Space:
         """Return the numbers of a complete row's settings."""
         return [self.settings.index((name, row[name])) for name in self.of]
 
+    def row(self, numbers: Iterable[int]) -> Row:
+        """Return the row of these settings."""
+        return dict(self.settings[n] for n in sorted(numbers))
+
     def tuples(self, strength: int) -> list[tuple[int, ...]]:
         """Return every allowed combination of settings of different factors."""
         chosen: list[tuple[int, ...]] = []
@@ -172,6 +176,7 @@ def covering_array(
     seed: int = 0,
     start: Iterable[Mapping[str, Hashable]] = (),
     candidates: int = 20,
+    cost: Callable[[Row], float] = lambda row: 1.0,
 ) -> list[Row]:
     """Return rows that together hold every allowed combination of `strength` settings.
 
@@ -182,6 +187,7 @@ def covering_array(
         seed: the array is a pure function of it and of the other arguments.
         start: complete rows that are wanted in any case; they come first.
         candidates: how many rows are drafted for each one that is kept.
+        cost: of a row; of the drafts, the one that covers most per cost is kept.
 
     Raises:
         ValueError: an empty factor, an unknown name, a bad `start` row, or no allowed row at all.
@@ -199,9 +205,9 @@ def covering_array(
     draw = random.Random(seed)
     while left := uncovered.left():
         drafts = [_draft(space, uncovered, draw.choice(left), draw) for _ in range(candidates)]
-        rows.append(max(drafts, key=lambda draft: draft.gain).numbers)
+        rows.append(max(drafts, key=lambda d: d.gain / cost(space.row(d.numbers))).numbers)
         uncovered.cover(rows[-1])
-    return [dict(space.settings[n] for n in sorted(numbers)) for numbers in rows]
+    return [space.row(numbers) for numbers in rows]
 
 
 class _Uncovered:

@@ -63,6 +63,7 @@ PRELOAD = (
     "megatron.training.failures.hang_files",
     "megatron.core.datasets.indexed_dataset",
     "tests.functional_tests.small_run",
+    "tests.parity.training",
 )
 
 #: Names the folder of the logs to the ranks.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.parity.pieces import assembled
-from tests.parity.rows import row_with
-from tests.parity.training import rank_of_row, single_run, world_of
+from tests.parity.rows import row_with, world_of
+from tests.parity.training import rank_of_row, single_run
 from tests.support import witness
 from tests.support.covering_array import Row
 from tests.support.ranks import run_ranks

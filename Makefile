@@ -24,6 +24,9 @@ PY := .venv/bin/python
 STAMP := .venv/.installed-torch-$(TORCH_VERSION)
 SOURCES := megatron_core megatron tests tools experimental
 
+# Processes that tests start read compiled modules; each would compile them anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help venv pretrain lint dead format test test-all status parity gpu bench soak coverage
 

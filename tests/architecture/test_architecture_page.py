@@ -24,6 +24,7 @@ def test_a_reduction_keeps_what_is_reached_and_drops_shortcuts() -> None:
 def test_files_that_the_page_names_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", PAGE.read_text(encoding="utf-8")))
     assert len(named) > 30
-    folders = (CORE, ROOT / "megatron", *CORE.iterdir())
+    applications = ROOT / "megatron"
+    folders = (CORE, applications, *CORE.iterdir(), *applications.iterdir())
     missing = [name for name in named if not any((folder / name).exists() for folder in folders)]
     assert not missing

@@ -377,6 +377,9 @@ EFFECTS: dict[str, Effect] = {
     # Experiments, of a checkout
     "experiment": Effect("log", "", "weight_average"),
     "experiment-option": Effect(
-        "refusal", "weight_average.half_life_samples=8", "weight_average.half_life=8", _AVERAGE
+        "log",
+        "weight_average.half_life_samples=1",
+        "weight_average.half_life_samples=1000",
+        f"{_AVERAGE} --eval-interval 1 --eval-iters 1",
     ),
 }

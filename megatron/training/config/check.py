@@ -199,8 +199,8 @@ def _rope_scaling(config: Config) -> Iterator[str]:
             f"{high}: change one"
         )
     slow, fast = position.yarn_beta_slow, position.yarn_beta_fast
-    if slow >= fast:
-        yield f"--yarn-beta-slow {slow} must be below --yarn-beta-fast {fast}: change one"
+    if slow > fast:
+        yield f"--yarn-beta-slow {slow} must not be above --yarn-beta-fast {fast}: change one"
 
 
 def _kernels(config: Config) -> Iterator[str]:

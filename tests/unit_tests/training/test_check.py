@@ -70,9 +70,9 @@ from tests.unit_tests.training.small_config import small_config
             "low-freq-factor 4.0 must be below",
         ),
         (
-            "--position-embedding-type yarn --yarn-beta-slow 32",
+            "--position-embedding-type yarn --yarn-beta-slow 33",
             1,
-            "--yarn-beta-slow 32.0 must be below --yarn-beta-fast 32.0",
+            "--yarn-beta-slow 33.0 must not be above --yarn-beta-fast 32.0",
         ),
         ("--rope-scaling-factor 3", 1, "has no effect without --use-rope-scaling"),
         ("--yarn-beta-fast 64", 1, "has no effect without --position-embedding-type yarn"),

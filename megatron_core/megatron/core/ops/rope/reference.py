@@ -56,8 +56,10 @@ class RopeScaling:
                 f"low_freq_factor={self.low_freq_factor} must be below"
                 f" high_freq_factor={self.high_freq_factor}"
             )
-        if self.beta_slow >= self.beta_fast:
-            problems.append(f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}")
+        if self.beta_slow > self.beta_fast:  # equal ones leave a step, as Kimi-K2 has it
+            problems.append(
+                f"beta_slow={self.beta_slow} must not be above beta_fast={self.beta_fast}"
+            )
         if problems:
             raise ValueError("RopeScaling: " + "; ".join(problems))
 

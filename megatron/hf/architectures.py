@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -24,6 +25,7 @@ from megatron.hf.entries import (
     attention_entries,
     experts,
     fused_experts,
+    gated_shared_expert,
     shared_expert,
 )
 from megatron.hf.hybrid_architectures import MAMBA2, NEMOTRON_H, QWEN3_NEXT
@@ -61,6 +63,7 @@ _LATENT: tuple[AnyEntry, ...] = (
         inner="k",
     ),
 )
+_GATED_SHARED_EXPERT = gated_shared_expert(f"{LAYER}.mlp.shared_expert")
 _MORE_EXPERTS = (EXPERT_BIAS, *shared_expert(f"{LAYER}.mlp.shared_experts"))
 
 #: Copies of the embedding and the head, which is one weight of all layers here.
@@ -85,13 +88,37 @@ LLAMA = Architecture(
     ends=ENDS,
     fields=frozenset({"attention_bias", "mlp_bias"}),
 )
+MISTRAL = Architecture(
+    model_type="mistral",
+    class_name="MistralForCausalLM",
+    blocks={ATTENTION: _ATTENTION, DENSE: MLP},
+    ends=ENDS,
+    fields=frozenset({"sliding_window"}),
+    defaults=MappingProxyType({"num_key_value_heads": 8}),
+)
+QWEN2 = Architecture(
+    model_type="qwen2",
+    class_name="Qwen2ForCausalLM",
+    blocks={ATTENTION: _ATTENTION, DENSE: MLP},
+    ends=ENDS,
+    fields=frozenset({"sliding_window"}),
+    defaults=MappingProxyType({"num_key_value_heads": 32}),
+)
+SEED_OSS = Architecture(
+    model_type="seed_oss",
+    class_name="SeedOssForCausalLM",
+    blocks={ATTENTION: _ATTENTION, DENSE: MLP},
+    ends=ENDS,
+    fields=frozenset({"attention_bias", "mlp_bias"}),
+    defaults=MappingProxyType({"head_dim": 128, "num_key_value_heads": 8}),
+)
 QWEN3 = Architecture(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
     blocks={ATTENTION: _NORMED_ATTENTION, DENSE: MLP},
     ends=ENDS,
     has_query_key_norms=True,
-    fields=frozenset({"attention_bias"}),
+    fields=frozenset({"attention_bias", "sliding_window"}),
     defaults=MappingProxyType({"head_dim": 128}),
 )
 MIXTRAL = Architecture(
@@ -102,6 +129,26 @@ MIXTRAL = Architecture(
     ends=ENDS,
     fields=frozenset({"num_local_experts", "num_experts", "num_experts_per_tok"}),
     defaults=MappingProxyType({"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}),
+)
+QWEN2_MOE = Architecture(
+    model_type="qwen2_moe",
+    class_name="Qwen2MoeForCausalLM",
+    blocks={
+        ATTENTION: _ATTENTION,
+        DENSE: MLP,
+        EXPERTS: experts("mlp", PROJECTIONS, *_GATED_SHARED_EXPERT),
+    },
+    fused={EXPERTS: fused_experts(*_GATED_SHARED_EXPERT)},
+    ends=ENDS,
+    fields=frozenset(
+        {
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+        }
+    ),
+    defaults=MappingProxyType({"num_key_value_heads": 16}),
 )
 QWEN3_MOE = Architecture(
     model_type="qwen3_moe",
@@ -145,15 +192,22 @@ DEEPSEEK_V3 = Architecture(
         }
     ),
 )
+#: DeepSeek-V3 by another name, which transformers does not have.
+KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         kind.model_type: kind
         for kind in (
             LLAMA,
+            MISTRAL,
+            QWEN2,
+            SEED_OSS,
             QWEN3,
             MIXTRAL,
+            QWEN2_MOE,
             QWEN3_MOE,
             DEEPSEEK_V3,
+            KIMI_K2,
             QWEN3_NEXT,
             MAMBA2,
             NEMOTRON_H,

@@ -18,17 +18,17 @@ from megatron.core.models.layer_pattern import (
     ffn_of,
 )
 from megatron.hf.architectures import (
-    DEEPSEEK_V3,
     MAMBA2,
     MIXTRAL,
     NEMOTRON_H,
+    QWEN2_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
 )
 from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
 #: What layers of Nemotron-H are called, by versions of transformers, and what is written.
 _BLOCK_TYPES: Mapping[str, str] = MappingProxyType(
@@ -79,7 +79,7 @@ def read_blocks(kind: Architecture, fields: Fields) -> str:
     if kind is MAMBA2:
         return MAMBA * layers
     ffn = _ffn(kind, fields, layers)
-    mixers = (LATENT if kind is DEEPSEEK_V3 else ATTENTION) * layers
+    mixers = (LATENT if LATENT in kind.blocks else ATTENTION) * layers
     if kind is QWEN3_NEXT:
         mixers = _mixers(fields, layers)
     return "".join(mixer + follows for mixer, follows in zip(mixers, ffn, strict=True))
@@ -115,10 +115,10 @@ def _ffn(kind: Architecture, fields: Fields, layers: int) -> str:
     """Return what follows each layer's mixer."""
     if kind is MIXTRAL:
         return EXPERTS * layers
-    if kind is DEEPSEEK_V3:
+    if LATENT in kind.blocks:
         dense = min(layers, fields.count("first_k_dense_replace", least=0))
         return DENSE * dense + EXPERTS * (layers - dense)
-    if kind not in (QWEN3_MOE, QWEN3_NEXT):
+    if kind not in (QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT):
         return DENSE * layers
     step = fields.count("decoder_sparse_step", 1)
     without = fields.find("mlp_only_layers") or []

@@ -16,14 +16,19 @@ from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm.config import Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.hf.architectures import (
+    ARCHITECTURES,
     DEEPSEEK_V3,
     LLAMA,
     MAMBA2,
+    MISTRAL,
     MIXTRAL,
     NEMOTRON_H,
+    QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
     QWEN3_NEXT,
+    SEED_OSS,
 )
 from megatron.hf.block_types import blocks_fields
 from megatron.hf.config_table import TABLES
@@ -44,8 +49,18 @@ _KEPT = (
 )
 
 
-def architecture_of(config: GPTConfig) -> Architecture:
-    """Return the architecture that a model could be exported as."""
+def architecture_of(config: GPTConfig, base: Mapping[str, Any] | None = None) -> Architecture:
+    """Return the architecture that a model could be exported as.
+
+    Args:
+        config: the model.
+        base: config.json that the model came from: its architecture, if that still is the model.
+    """
+    named = None if base is None else base.get("model_type")
+    if isinstance(named, str) and named in ARCHITECTURES:
+        kind = ARCHITECTURES[named]
+        if _says(_described(kind, config), config):
+            return kind
     attention, kinds = config.attention, set(config.blocks)
     if kinds == {MAMBA} and _expands(config):
         return MAMBA2
@@ -57,8 +72,22 @@ def architecture_of(config: GPTConfig) -> Architecture:
         return NEMOTRON_H
     assert attention is not None, "a GPT has attention"
     if config.moe is not None:
-        return QWEN3_MOE if attention.qk_norm else MIXTRAL
-    return QWEN3 if attention.qk_norm else LLAMA
+        plain = QWEN2_MOE if config.moe.shared_gate else MIXTRAL
+        return QWEN3_MOE if attention.qk_norm else plain
+    return QWEN3 if attention.qk_norm else _dense_architecture(config, attention)
+
+
+def _dense_architecture(config: GPTConfig, attention: AttentionConfig) -> Architecture:
+    """Return the architecture of Llama's form that has a model's biases and window."""
+    biased_mlp = config.mlp is not None and config.mlp.bias
+    if attention.qkv_bias == attention.output_bias:
+        return LLAMA if attention.window is None else MISTRAL
+    return QWEN2 if attention.qkv_bias and not biased_mlp else SEED_OSS
+
+
+def _described(kind: Architecture, config: GPTConfig) -> dict[str, Any]:
+    """Return the fields of config.json that describe a model as an architecture."""
+    return {"model_type": kind.model_type, **_nested(describe(TABLES[kind.model_type], config))}
 
 
 def _expands(config: GPTConfig) -> bool:
@@ -177,15 +206,14 @@ def write_config(
     if base is not None and _says(base, config):
         key = "torch_dtype" if "dtype" not in base and "torch_dtype" in base else "dtype"
         return {**base, key: name}
-    kind = architecture_of(config)
+    kind = architecture_of(config, base)
     fields: dict[str, Any] = {
         "architectures": [kind.class_name],
-        "model_type": kind.model_type,
         "max_position_embeddings": max_length,
         "torch_dtype": name,
         "bos_token_id": None,
         "eos_token_id": _one_or_all(end_tokens),
-        **_nested(describe(TABLES[kind.model_type], config)),
+        **_described(kind, config),
     }
     fields.update({key: base[key] for key in _KEPT if base is not None and key in base})
     if max_length is None:

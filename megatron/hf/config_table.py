@@ -27,15 +27,21 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, LATENT, MAMBA
 from megatron.hf.architectures import (
     DEEPSEEK_V3,
+    KIMI_K2,
     LLAMA,
     MAMBA2,
+    MISTRAL,
     MIXTRAL,
     NEMOTRON_H,
+    QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
     QWEN3_NEXT,
+    SEED_OSS,
 )
 from megatron.hf.block_types import (
+    SLIDING,
     blocks_fields,
     dense_layers,
     first_experts,
@@ -53,6 +59,10 @@ LOW_RANK_EPSILON = 1e-6
 
 #: Of a head's features in Qwen3-Next that rotate, where config.json does not say.
 ROTARY_SHARE = 0.25
+
+#: Attention without its fields in transformers: a window where there is one, and the first layer
+#: that has it in Qwen2 and Qwen3.
+WINDOW, FIRST_WINDOW = 4096, 28
 
 #: Groups of experts count by the sum of so many best scores in DeepSeek-V3 and Nemotron-H.
 GROUP_CANDIDATES = 2
@@ -136,8 +146,14 @@ def _depths(fields: ModelFields, name: str) -> int:
     return depth
 
 
+def _is_null(fields: ModelFields, name: str) -> bool:
+    """Return whether a field is there without a value, which is not the default of its class."""
+    return name in fields.raw and fields.raw[name] is None
+
+
 def _groups(fields: ModelFields, name: str) -> int:
-    return fields.count(name, fields.count("num_attention_heads"))
+    heads = fields.count("num_attention_heads")
+    return heads if _is_null(fields, name) else fields.count(name, heads)
 
 
 def _head_dim(fields: ModelFields, name: str) -> int:
@@ -148,10 +164,36 @@ def _head_dim(fields: ModelFields, name: str) -> int:
             fields.refuse(old, "head_dim is the same field")
         return fields.count(old)
     heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
-    found = fields.count(name, 0)
+    found = 0 if _is_null(fields, name) else fields.count(name, 0)
     if not found and hidden % heads:
         fields.refuse(name, "give it, as heads do not divide hidden_size")
     return found or hidden // heads
+
+
+def _window(fields: ModelFields, name: str) -> int | None:
+    """Return the window of every layer of Mistral; None is none."""
+    size = None if _is_null(fields, name) else fields.count(name, WINDOW)
+    types = fields.raw.get("layer_types") or []
+    if any((kind == SLIDING) != (size is not None) for kind in types):
+        fields.refuse("layer_types", f"with {name} {size} it is not supported")
+    return size
+
+
+def _switched_window(fields: ModelFields, name: str) -> int | None:
+    """Return the window of every layer of Qwen2 and Qwen3; None is none."""
+    used = fields.flag("use_sliding_window", False) and not _is_null(fields, name)
+    size = fields.count(name, WINDOW) if used else None
+    layers, types = fields.count("num_hidden_layers"), fields.raw.get("layer_types")
+    first = fields.count("max_window_layers", FIRST_WINDOW, least=0)
+    sliding = max(0, layers - first) if size else 0
+    if types is not None:
+        sliding = types.count(SLIDING)
+    decides = "max_window_layers" if types is None else "layer_types"
+    if sliding not in (0, layers):
+        fields.refuse(decides, "supported is one window for all layers, or for none")
+    if sliding and size is None:
+        fields.refuse(decides, f"there is no window: give {name} and use_sliding_window")
+    return size if sliding else None
 
 
 def _base(fields: ModelFields, name: str) -> float:
@@ -342,6 +384,21 @@ _BIAS = (
     Row("attention_bias", "attention.output_bias", _flag(False), _unwritten),
 )
 _QUERY_KEY_NORMS = (Row("", "attention.qk_norm", constant(True)),)
+_SWITCHED_WINDOW = (
+    Row("sliding_window", "attention.window", _switched_window, unless(None)),
+    Row(
+        "use_sliding_window",
+        "attention.",
+        _unread,
+        lambda attention, _: True if attention.window else LEFT_OUT,
+    ),
+    Row(
+        "max_window_layers",
+        "attention.",
+        _unread,
+        lambda attention, _: 0 if attention.window else LEFT_OUT,
+    ),
+)
 _ROPE = (
     Row("rope_theta", "rope.base", _base),
     Row("rope_scaling", "rope.", _unread, constant(None)),
@@ -376,6 +433,10 @@ _QWEN3_EXPERTS = (
     Row("decoder_sparse_step", "", _unread, constant(1)),
     Row("mlp_only_layers", "", _unread, dense_layers),
 )
+_GATED_SHARED_EXPERT = (
+    Row("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", _count),
+    Row("", "moe.shared_gate", constant(True)),
+)
 _SIGMOID_EXPERTS = (
     Row("n_routed_experts", "moe.num_experts", _count_of("n_routed_experts", "num_local_experts")),
     Row("moe_intermediate_size", "moe.ffn_hidden_size", _count),
@@ -409,7 +470,36 @@ _ROWS = {
         *_BIAS,
         Row("mlp_bias", "mlp.bias", _flag(False)),
     ),
-    QWEN3.model_type: (*_LAYERS, *_WHOLE_ROPE, *_ATTENTION, *_BIAS, *_QUERY_KEY_NORMS),
+    MISTRAL.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        *_ATTENTION,
+        Row("sliding_window", "attention.window", _window),
+    ),
+    QWEN2.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        *_ATTENTION,
+        *_SWITCHED_WINDOW,
+        Row("", "attention.qkv_bias", constant(True)),
+    ),
+    SEED_OSS.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        *_ATTENTION,
+        Row("attention_bias", "attention.qkv_bias", _flag(True)),
+        Row("attention_out_bias", "attention.output_bias", _flag(False)),
+        Row("residual_dropout", "attention.", _unread, constant(0.0)),
+        Row("mlp_bias", "mlp.bias", _flag(False)),
+    ),
+    QWEN3.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        *_ATTENTION,
+        *_BIAS,
+        *_QUERY_KEY_NORMS,
+        *_SWITCHED_WINDOW,
+    ),
     MIXTRAL.model_type: (
         *_LAYERS,
         *_WHOLE_ROPE,
@@ -417,6 +507,14 @@ _ROWS = {
         Row("num_local_experts", "moe.num_experts", _count_of("num_local_experts", "num_experts")),
         Row("intermediate_size", "moe.ffn_hidden_size", _count),
         Row("num_experts_per_tok", "router.topk", _count),
+    ),
+    QWEN2_MOE.model_type: (
+        *_LAYERS,
+        *_WHOLE_ROPE,
+        *_ATTENTION,
+        Row("qkv_bias", "attention.qkv_bias", _flag(True)),
+        *_QWEN3_EXPERTS,
+        *_GATED_SHARED_EXPERT,
     ),
     QWEN3_MOE.model_type: (
         *_LAYERS,
@@ -482,8 +580,7 @@ _ROWS = {
         Row("", "norm.zero_centered", constant(True)),
         Row("", "attention.output_gate", constant(True)),
         Row("partial_rotary_factor", "rope.percent", _share(ROTARY_SHARE)),
-        Row("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", _count),
-        Row("", "moe.shared_gate", constant(True)),
+        *_GATED_SHARED_EXPERT,
         Row("num_hidden_layers", "", _unread, lambda config, _: len(config.blocks) // 2),
         Row("layer_types", "", _unread, mixer_types),
         Row("linear_num_key_heads", "delta_net.num_key_heads", _count),
@@ -521,6 +618,8 @@ _ROWS = {
         Row("time_step_min", "mamba.", _unread, lambda m, _: m.dt_limit[0] or _NO_FLOOR),
     ),
 }
+
+_ROWS[KIMI_K2.model_type] = _ROWS[DEEPSEEK_V3.model_type]
 
 TABLES: Mapping[str, Table] = MappingProxyType(
     {model_type: Table(_PARTS, rows) for model_type, rows in _ROWS.items()}

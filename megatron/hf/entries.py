@@ -132,15 +132,21 @@ def attention_entries(
     inside: str, *, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 ) -> tuple[Entry, ...]:
     """Return the entries of attention: as many of query, key, value and output as have a name."""
+    biases = ("attention_bias",) * 3 + ("attention_out_bias",)
     ours = (("query", "nh"), ("key", "gh"), ("value", "gh"), ("output", "hn"))
     return tuple(
-        Entry(
-            f"{inside}.{theirs}.weight",
-            f"{{block}}.attention.{name}.weight",
-            shape,
-            "attention_bias",
+        Entry(f"{inside}.{theirs}.weight", f"{{block}}.attention.{name}.weight", shape, biased)
+        for theirs, (name, shape), biased in zip(
+            names, ours[-len(names) :], biases[-len(names) :], strict=True
         )
-        for theirs, (name, shape) in zip(names, ours[-len(names) :], strict=True)
+    )
+
+
+def gated_shared_expert(inside: str) -> tuple[Entry, ...]:
+    """Return the entries of an expert of all tokens whose output a sigmoid gate multiplies."""
+    return (
+        *shared_expert(inside),
+        Entry(f"{inside}_gate.weight", "{block}.moe.shared_gate.weight", "1h"),
     )
 
 

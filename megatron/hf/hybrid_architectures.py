@@ -28,6 +28,7 @@ from megatron.hf.entries import (
     attention_entries,
     experts,
     fused_experts,
+    gated_shared_expert,
     shared_expert,
 )
 
@@ -74,10 +75,7 @@ _DELTA_NET: tuple[AnyEntry, ...] = (
     Entry(f"{LAYER}.linear_attn.norm.weight", "{block}.delta_net.output_norm.weight", "u"),
     Entry(f"{LAYER}.linear_attn.out_proj.weight", "{block}.delta_net.output.weight", "hO"),
 )
-_GATED_SHARED_EXPERT = (
-    *shared_expert(f"{LAYER}.mlp.shared_expert"),
-    Entry(f"{LAYER}.mlp.shared_expert_gate.weight", "{block}.moe.shared_gate.weight", "1h"),
-)
+_GATED_SHARED_EXPERT = gated_shared_expert(f"{LAYER}.mlp.shared_expert")
 QWEN3_NEXT = Architecture(
     model_type="qwen3_next",
     class_name="Qwen3NextForCausalLM",

@@ -13,7 +13,8 @@ import torch
 
 from megatron.cli.two_way_table import build
 from megatron.core.models.gpt import GPTConfig
-from megatron.hf.architectures import ARCHITECTURES, MIXTRAL, NEMOTRON_H
+from megatron.hf.architectures import ARCHITECTURES, MIXTRAL, NEMOTRON_H, QWEN3_MOE
+from megatron.hf.block_types import FULL, SLIDING
 from megatron.hf.config_table import TABLES, ModelFields
 from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
@@ -115,16 +116,23 @@ def _check_neutral(fields: Fields, kind: Architecture) -> None:
         if foreign and value not in (None, False, 0, 1, [], {}):
             fields.refuse(name, "this changes the model and is not supported")
     layer_types = raw.get("layer_types")
+    windows = "sliding_window" in kind.fields
     if layer_types is not None and not kind.is_hybrid:
-        if not isinstance(layer_types, list) or set(map(str, layer_types)) - {"full_attention"}:
-            fields.refuse("layer_types", "supported is 'full_attention' in every layer")
+        known = {FULL, SLIDING} if windows else {FULL}
+        if not isinstance(layer_types, list) or set(map(str, layer_types)) - known:
+            fields.refuse("layer_types", f"supported is {FULL!r} in every layer")
         if len(layer_types) != raw.get("num_hidden_layers"):
             fields.refuse("layer_types", "one is needed for each of num_hidden_layers")
     # Mixtral has a window without a switch, and no types of layers.
     always = kind is MIXTRAL
     windowed = always or (layer_types is None and fields.flag("use_sliding_window", True))
-    if raw.get("sliding_window") is not None and windowed:
+    if raw.get("sliding_window") is not None and windowed and not windows:
         fields.refuse("sliding_window", "a window is not supported")
+    # Without a size it is that of the class, and Qwen3-MoE reads no types of layers.
+    untyped = layer_types is None or kind is QWEN3_MOE
+    sized = "sliding_window" not in raw or raw["sliding_window"] is not None
+    if not windows and untyped and sized and fields.flag("use_sliding_window", False):
+        fields.refuse("use_sliding_window", "a window is not supported")
 
 
 def _dtype(fields: Fields) -> torch.dtype | None:

@@ -135,6 +135,7 @@ def features_of(config: GPTConfig) -> frozenset[str]:
         return frozenset({"direct_query" if direct else "low_rank_query"})
     found = {
         "attention_bias": attention is not None and attention.qkv_bias,
+        "attention_out_bias": attention is not None and attention.output_bias,
         "mlp_bias": config.mlp is not None and config.mlp.bias,
         "use_bias": mamba is not None and mamba.bias,
         "use_conv_bias": mamba is not None and mamba.conv_bias,

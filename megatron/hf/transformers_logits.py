@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
-from megatron.hf.architectures import NEMOTRON_H
+from megatron.hf.architectures import DEEPSEEK_V3, KIMI_K2, NEMOTRON_H
+from megatron.hf.folder import CONFIG, read_object
 
 #: Largest difference between two logits in fp32, in units of the largest one.
 TOLERANCE = 1e-4
@@ -73,7 +74,12 @@ def compare_logits(
         load_checkpoint(checkpoint, chunks, convert_dtype=True)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
-    described = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    fields = read_object(folder / CONFIG, follow_links=True)
+    if fields.get("model_type") == KIMI_K2.model_type:  # which transformers has by one name only
+        renamed = {**fields, "model_type": DEEPSEEK_V3.model_type}
+        described = transformers.DeepseekV3Config.from_dict(renamed)
+    else:
+        described = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
     if described.model_type == NEMOTRON_H.model_type:
         # Up to 5.23 this is taken for the floor of dt, which is the limit's least.
         described.time_step_min = described.time_step_limit[0]

@@ -67,6 +67,11 @@ def test_deepseek_v3_through_training_on_four_ranks_and_back(tmp_path: Path) -> 
     ("case", "layout"),
     [
         ("mixtral-tied-3of8", "--expert-model-parallel-size 2 --use-distributed-optimizer"),
+        (
+            "qwen2moe",
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+            "--expert-model-parallel-size 2",
+        ),
         ("qwen3moe-mixed-biases", "--tensor-model-parallel-size 2 --sequence-parallel"),
         (
             "deepseek-even",

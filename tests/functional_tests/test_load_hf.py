@@ -57,17 +57,22 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("case", "layout"),
     [
-        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
-        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *|-*-",
+        (
+            "qwen3-8to1",
+            "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+        ),
+        ("qwen2-window", "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *|-*-"),
     ],
     ids=["tensor", "pipeline"],
 )
 @pytest.mark.covers("Hugging Face")
-def test_weights_arrive_in_model_and_masters_on_two_ranks(tmp_path: Path, layout: str) -> None:
+def test_weights_arrive_in_model_and_masters_on_two_ranks(
+    case: str, layout: str, tmp_path: Path
+) -> None:
     saved = tmp_path / "saved"
-    model = make_model("qwen3-8to1").to(torch.bfloat16)  # whose masters are memory of their own
+    model = make_model(case).to(torch.bfloat16)  # whose masters are memory of their own
     folder = save_folder(model, tmp_path / "model", max_shard_size="20KB")
     # Steps too small to change a bit: what is saved has gone through the optimizer's masters.
     words = f"{RUN} --lr 1e-30 --weight-decay 0 --bf16 {layout} --load-hf {folder} --save {saved}"

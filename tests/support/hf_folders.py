@@ -41,6 +41,30 @@ DENSE_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3-8to1": ("Qwen3", {"num_key_value_heads": 1}),
     "qwen3-tied-yarn": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3-biases": ("Qwen3", {"attention_bias": True, "num_attention_heads": 6}),
+    "qwen3-window": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    "qwen2-3to1-linear": (
+        "Qwen2",
+        {"num_attention_heads": 6, "tie_word_embeddings": True, "rope_parameters": LINEAR},
+    ),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    "mistral": ("Mistral", {"sliding_window": None, "num_key_value_heads": 4}),
+    "mistral-window-yarn": ("Mistral", {"sliding_window": 7, "rope_parameters": YARN}),
+    "seedoss": ("SeedOss", {"num_attention_heads": 6}),
+    "seedoss-biases": (
+        "SeedOss",
+        {
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 #: The same of models with experts.
@@ -65,6 +89,14 @@ DEEPSEEK: dict[str, Any] = {
     "num_mtp_layers": 1,
 }
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+#: As in Kimi-K2: a step, no ramp, between features that are stretched and those that are not.
+KIMI_YARN = {**MSCALE, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}
+QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 22,
+    "shared_expert_intermediate_size": 14,
+}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 22}
 EXPERT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -81,6 +113,19 @@ EXPERT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
             "mlp_only_layers": [3],
             "attention_bias": True,
+        },
+    ),
+    "qwen2moe": ("Qwen2Moe", QWEN2_MOE),
+    "qwen2moe-mixed-unbiased": (
+        "Qwen2Moe",
+        {
+            **QWEN2_MOE,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "rope_parameters": YARN,
         },
     ),
     "deepseek": ("DeepseekV3", DEEPSEEK),

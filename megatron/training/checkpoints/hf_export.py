@@ -41,7 +41,7 @@ from megatron.hf.folder import (
     read_object,
 )
 from megatron.hf.model_config import DTYPES as MODEL_DTYPES
-from megatron.hf.parts import MappedTensor
+from megatron.hf.parts import MappedTensor, TensorMap
 from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpoints.hf_import import CARRIED_FOLDER
 from megatron.training.config.model_table import model_options
@@ -104,10 +104,12 @@ def export_folder(
             extra = reader.manifest.extra
             config = described_config(checkpoint, reader.manifest)
             check_exportable(config, flags_of=model_options)
-            planned = _plan(reader, config, dtype)
             carried = carried_folder(checkpoint, extra, like)
+            described = inside(carried, CONFIG) if carried is not None else None
+            base = read_object(described) if described is not None else None
+            planned = _plan(reader, tensor_map(architecture_of(config, base), config), dtype)
             temporary.mkdir(parents=True)
-            _write_texts(temporary, config, planned, extra, carried)
+            _write_texts(temporary, config, planned, extra, carried=carried, base=base)
             files = _write_weights(temporary, reader, planned, max_shard_bytes)
             if target.exists():
                 target.rmdir()
@@ -138,10 +140,9 @@ def carried_folder(checkpoint: Path, extra: Mapping[str, Any], like: str | None)
     return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
-def _plan(reader: CheckpointReader, config: GPTConfig, dtype: torch.dtype | None) -> list[_Planned]:
+def _plan(reader: CheckpointReader, mapped: TensorMap, dtype: torch.dtype | None) -> list[_Planned]:
     """List the tensors to write, wide dtypes first so that each is aligned. Raises ValueError."""
     planned = []
-    mapped = tensor_map(architecture_of(config), config)
     for tensor in mapped.theirs.values():
         found, shapes = set(), {}
         for name in {part.ours for part in tensor.parts}:
@@ -166,11 +167,11 @@ def _write_texts(
     config: GPTConfig,
     planned: Sequence[_Planned],
     extra: Mapping[str, Any],
+    *,
     carried: Path | None,
+    base: Mapping[str, Any] | None,
 ) -> None:
     """Write config.json, generation_config.json and the tokenizer's files."""
-    described = inside(carried, CONFIG) if carried is not None else None
-    base = read_object(described) if described is not None else None
     options, tokenizer = extra.get("config", {}), extra.get("tokenizer", {})
     end = tokenizer.get("eod")
     fields = write_config(

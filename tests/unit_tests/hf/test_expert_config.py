@@ -36,8 +36,15 @@ SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 MIXTRAL = {**SHAPE, "model_type": "mixtral", "num_local_experts": 8}
+QWEN2_MOE = {
+    **SHAPE,
+    "model_type": "qwen2_moe",
+    "num_experts": 8,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 30,
+}
 QWEN3_MOE = {**SHAPE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24}
-DEEPSEEK = {
+DEEPSEEK: dict[str, Any] = {
     **SHAPE,
     "model_type": "deepseek_v3",
     "n_routed_experts": 8,
@@ -54,6 +61,8 @@ DEEPSEEK = {
     "v_head_dim": 10,
 }
 
+KIMI_K2 = {**DEEPSEEK, "model_type": "kimi_k2"}
+
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTRAL, {"num_local_experts": None}, "num_local_experts is None"),
     (MIXTRAL, {"num_experts": 9}, "num_experts is 9: num_local_experts is 8"),
@@ -67,6 +76,28 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTRAL, {"num_hidden_layers": 1 << 30}, "num_hidden_layers is 1073741824: more than 10000"),
     (MIXTRAL, {"num_local_experts": 1 << 30}, "with 3 layers that is more than 262144 in all"),
     (DEEPSEEK, {"num_attention_heads": 1 << 30}, "with 3 layers that is more than 262144 in all"),
+    (QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+    (QWEN2_MOE, {"num_experts": None}, "num_experts is None"),
+    (QWEN2_MOE, {"qkv_bias": 1}, "qkv_bias is 1: expected true or false"),
+    (QWEN2_MOE, {"attention_bias": True}, "attention_bias is True"),
+    (QWEN2_MOE, {"norm_topk_prob": 1}, "norm_topk_prob is 1: expected true or false"),
+    (QWEN2_MOE, {"mlp_only_layers": 3}, "mlp_only_layers is 3: expected numbers of layers"),
+    (QWEN2_MOE, {"layer_types": ["sliding_attention"] * 3}, "layer_types is"),
+    (QWEN2_MOE, {"use_sliding_window": True, "sliding_window": 9}, "sliding_window is 9"),
+    (QWEN2_MOE, {"n_shared_experts": 3}, "n_shared_experts is 3: this changes the model"),
+    (KIMI_K2, {"scoring_func": "softmax"}, "scoring_func is 'softmax': supported is 'sigmoid'"),
+    (KIMI_K2, {"attention_bias": True}, "attention_bias is True"),
+    (QWEN2_MOE, {"use_sliding_window": True}, "use_sliding_window is True"),
+    (QWEN3_MOE, {"use_sliding_window": True}, "use_sliding_window is True"),
+    (
+        QWEN3_MOE,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention"] * 3,
+        },
+        "use_sliding_window is True",
+    ),
     (QWEN3_MOE, {"num_experts": "8"}, "num_experts is '8'"),
     (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers is 3: expected numbers of layers"),
     (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
@@ -119,7 +150,12 @@ def test_q_lora_rank_is_null_or_a_number_but_not_absent() -> None:
 
 def test_what_is_absent_has_the_default_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
-    for fields, name in ((MIXTRAL, "Mixtral"), (QWEN3_MOE, "Qwen3Moe"), (DEEPSEEK, "DeepseekV3")):
+    for fields, name in (
+        (MIXTRAL, "Mixtral"),
+        (QWEN2_MOE, "Qwen2Moe"),
+        (QWEN3_MOE, "Qwen3Moe"),
+        (DEEPSEEK, "DeepseekV3"),
+    ):
         theirs = getattr(transformers, f"{name}Config")(**fields)
         found = read_model(fields, where="x").config
         assert found.norm.epsilon == theirs.rms_norm_eps
@@ -129,8 +165,13 @@ def test_what_is_absent_has_the_default_of_transformers() -> None:
         assert found.moe is not None
         normalized = True if name == "Mixtral" else theirs.norm_topk_prob
         assert found.moe.router.normalize == normalized
-        assert found.moe.num_experts == theirs.num_local_experts
-        if name != "Mixtral":
+        assert found.moe.num_experts == 8
+        if name == "Qwen2Moe":
+            assert found.attention is not None
+            assert found.attention.qkv_bias == theirs.qkv_bias
+            assert read_model({**fields, "qkv_bias": False}, where="x").config != found
+        elif name != "Mixtral":
+            assert theirs.num_local_experts == 8
             both = {"num_local_experts": 8, "num_experts": None, "n_routed_experts": None}
             assert read_model({**fields, **both}, where="x").config == found
         if name == "DeepseekV3":
@@ -143,14 +184,16 @@ def test_what_is_absent_has_the_default_of_transformers() -> None:
 
 def test_layers_with_experts_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
-    for changes in (
-        {"decoder_sparse_step": 2},
-        {"mlp_only_layers": [0, 3]},
-        {"decoder_sparse_step": 3, "mlp_only_layers": [2]},
+    for base, name, changes in (
+        (QWEN3_MOE, "Qwen3Moe", {"decoder_sparse_step": 2}),
+        (QWEN3_MOE, "Qwen3Moe", {"mlp_only_layers": [0, 3]}),
+        (QWEN3_MOE, "Qwen3Moe", {"decoder_sparse_step": 3, "mlp_only_layers": [2]}),
+        (QWEN2_MOE, "Qwen2Moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     ):
-        fields = {**QWEN3_MOE, "num_hidden_layers": 7, **changes}
+        fields = {**base, "num_hidden_layers": 7, **changes}
         with torch.device("meta"):
-            model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
+            made = getattr(transformers, f"{name}Config")(**fields)
+            model = getattr(transformers, f"{name}ForCausalLM")(made)
         found = "".join(
             "E" if "experts" in dict(x.mlp.named_children()) else "-" for x in model.model.layers
         )
@@ -316,11 +359,13 @@ def deepseek_models(draw: st.DrawFn) -> GPTConfig:
 
 @st.composite
 def plain_models(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model that Mixtral or Qwen3-MoE can be."""
-    layers, inner, qwen3 = draw(st.integers(1, 9)), draw(st.integers(1, 999)), draw(st.booleans())
-    biased = qwen3 and draw(st.booleans())
+    """Draw a model that Mixtral, Qwen2-MoE or Qwen3-MoE can be."""
+    layers, inner = draw(st.integers(1, 9)), draw(st.integers(1, 999))
+    kind = draw(st.sampled_from(["mixtral", "qwen2_moe", "qwen3_moe"]))
+    qwen, gated = kind != "mixtral", kind == "qwen2_moe"
+    biased = qwen and draw(st.booleans())
     pattern = draw(st.text("-E", min_size=layers - 1, max_size=layers - 1)) + "E"
-    router = RouterConfig(topk=draw(st.integers(2, 8)), normalize=not qwen3 or draw(st.booleans()))
+    router = RouterConfig(topk=draw(st.integers(2, 8)), normalize=not qwen or draw(st.booleans()))
     return GPTConfig(
         num_layers=layers,
         hidden_size=draw(st.integers(1, 9999)),
@@ -330,14 +375,20 @@ def plain_models(draw: st.DrawFn) -> GPTConfig:
             num_query_groups=draw(st.sampled_from([1, 2, 3, 6])),
             kv_channels=2 * draw(st.integers(1, 99)),
             qkv_bias=biased,
-            output_bias=biased,
-            qk_norm=qwen3,
+            output_bias=biased and not gated,
+            qk_norm=kind == "qwen3_moe",
         ),
-        mlp=MLPConfig(ffn_hidden_size=draw(st.integers(1, 999)) if qwen3 else inner),
+        mlp=MLPConfig(ffn_hidden_size=draw(st.integers(1, 999)) if qwen else inner),
         norm=NormConfig(epsilon=draw(st.floats(1e-9, 1e-2))),
         tied=draw(st.booleans()),
-        moe=MoEConfig(num_experts=8, ffn_hidden_size=inner, router=router),
-        ffn_pattern=pattern if qwen3 else "E" * layers,
+        moe=MoEConfig(
+            num_experts=8,
+            ffn_hidden_size=inner,
+            router=router,
+            shared_ffn_hidden_size=draw(st.integers(1, 999)) if gated else None,
+            shared_gate=gated,
+        ),
+        ffn_pattern=pattern if qwen else "E" * layers,
     )
 
 

@@ -50,7 +50,7 @@ from tests.support.ranks import run_ranks
 TOKENS = torch.randint(VOCABULARY, (2, 19), generator=generator(6))
 
 #: A case of each architecture.
-KINDS = ("mixtral", "qwen3moe-mixed-biases", "deepseek")
+KINDS = ("mixtral", "qwen2moe", "qwen3moe-mixed-biases", "deepseek")
 
 
 @pytest.mark.parametrize("case", KINDS)

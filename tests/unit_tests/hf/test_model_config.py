@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -30,18 +31,30 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
     "torch_dtype": "bfloat16",
 }
+MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+SEED_OSS = {**LLAMA, "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 
 
 def test_what_is_absent_has_the_default_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
-    for fields, name in ((LLAMA, "LlamaConfig"), (QWEN3, "Qwen3Config")):
+    for fields, name in (
+        (LLAMA, "LlamaConfig"),
+        (MISTRAL, "MistralConfig"),
+        (QWEN2, "Qwen2Config"),
+        (SEED_OSS, "SeedOssConfig"),
+        (QWEN3, "Qwen3Config"),
+    ):
         theirs = getattr(transformers, name)(num_key_value_heads=6, **fields)
-        found = read_model(fields, where="config.json")
+        found = read_model({**fields, "num_key_value_heads": 6}, where="config.json")
         attention = found.config.attention
-        assert attention.kv_channels == theirs.head_dim
+        assert attention.kv_channels == getattr(theirs, "head_dim", 8)
         assert attention.num_query_groups == 6
-        assert attention.qkv_bias == attention.output_bias == theirs.attention_bias
+        biased = fields is QWEN2 or getattr(theirs, "attention_bias", False)
+        assert attention.qkv_bias == biased
+        assert attention.output_bias == getattr(theirs, "attention_out_bias", False)
+        assert attention.window == (theirs.sliding_window if fields is MISTRAL else None)
         assert found.config.norm.epsilon == theirs.rms_norm_eps
         assert found.config.rope.base == theirs.rope_parameters["rope_theta"]
         assert found.config.tied == theirs.tie_word_embeddings
@@ -50,9 +63,110 @@ def test_what_is_absent_has_the_default_of_transformers() -> None:
         assert found.max_length == 64
 
 
+def test_key_value_heads_and_head_dim_that_are_absent_or_null() -> None:
+    transformers = pytest.importorskip("transformers")
+    for fields, name, nullable in (
+        (MISTRAL, "Mistral", ("head_dim",)),
+        (QWEN2, "Qwen2", ("num_key_value_heads",)),
+        (SEED_OSS, "SeedOss", ("num_key_value_heads", "head_dim")),
+    ):
+        for more in ({}, *({field: None} for field in nullable)):
+            given = {**fields, "hidden_size": 64, "num_attention_heads": 32, **more}
+            theirs = getattr(transformers, f"{name}Config")(**given)
+            attention = read_model(given, where="x").config.attention
+            assert attention.num_query_groups == theirs.num_key_value_heads, (name, more)
+            assert attention.kv_channels == getattr(theirs, "head_dim", 2), (name, more)
+
+
+WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (MISTRAL, {}),
+    (MISTRAL, {"sliding_window": None}),
+    (MISTRAL, {"sliding_window": 9}),
+    *(
+        (base, fields)
+        for base in (QWEN2, QWEN3)
+        for fields in (
+            {},
+            {"sliding_window": 9},
+            {"use_sliding_window": True},
+            {"use_sliding_window": True, "max_window_layers": 0},
+            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 9},
+            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None},
+            {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 9},
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["full_attention"] * 2,
+            },
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "changes"), WINDOWS)
+def test_a_window_is_that_of_transformers(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = {**base, "num_key_value_heads": 6, **changes}
+    name = base["architectures"][0].removesuffix("ForCausalLM")
+    theirs = getattr(transformers, f"{name}Config")(**fields)
+    types = getattr(theirs, "layer_types", ["sliding_attention"])
+    window = theirs.sliding_window if set(types) == {"sliding_attention"} else None
+    assert read_model(fields, where="x").config.attention.window == window
+
+
+WRONG_WINDOWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
+    (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types is"),
+    (MISTRAL, {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "layer_types is"),
+    *(
+        (base, {"use_sliding_window": True, **fields}, text)
+        for base in (QWEN2, QWEN3)
+        for fields, text in (
+            ({"max_window_layers": 1}, "max_window_layers is 1: supported is one window"),
+            ({"max_window_layers": -1}, "max_window_layers is -1"),
+            ({"max_window_layers": 0, "sliding_window": "9"}, "sliding_window is '9'"),
+            ({"use_sliding_window": 1}, "use_sliding_window is 1"),
+            ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
+            ({"layer_types": ["sliding_attention"]}, "layer_types is"),
+            ({"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
+            (
+                {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+                "layer_types is .*: there is no window",
+            ),
+        )
+    ),
+    (SEED_OSS, {"attention_out_bias": 1}, "attention_out_bias is 1: expected true or false"),
+    (SEED_OSS, {"sliding_window": 9}, "sliding_window is 9"),
+    (SEED_OSS, {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
+    (SEED_OSS, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    (QWEN2, {"attention_bias": True}, "attention_bias is True: with Qwen2ForCausalLM"),
+    (QWEN2, {"mlp_bias": True}, "mlp_bias is True: Qwen2ForCausalLM has none"),
+    (QWEN2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    (QWEN2, {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'"),
+    (MISTRAL, {"attention_bias": True}, "attention_bias is True: with MistralForCausalLM"),
+    (MISTRAL, {"head_dim": 0}, "head_dim is 0"),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "text"), WRONG_WINDOWS)
+def test_what_the_dense_families_do_not_support_is_named(
+    base: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    fields = {**base, "num_key_value_heads": 6}
+    assert read_model(fields, where="x").config.mlp is not None
+    with pytest.raises(ValueError, match=text) as error:
+        read_model({**fields, **changes}, where="dir/config.json")
+    assert "dir/config.json" in str(error.value)
+
+
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mistral"}, "model_type is 'mistral': supported are llama, qwen3, mixtral"),
+    ({"model_type": "gemma"}, "model_type is 'gemma': supported are llama, mistral, qwen2"),
     ({"model_type": None}, "model_type is None"),
     ({"model_type": ["llama"]}, "model_type is"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
@@ -84,7 +198,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is absent"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is absent"),
     ({"rope_parameters": {**SCALED, "truncate": False}}, "rope_parameters.truncate is False"),
-    ({"rope_parameters": {**SCALED, "beta_slow": 99.0}}, "beta_slow=99.0 must be below"),
+    ({"rope_parameters": {**SCALED, "beta_slow": 99.0}}, "beta_slow=99.0 must not be above"),
     ({"rope_parameters": {**SCALED, "factor": 0.5}}, "factor=0.5 must be at least 1"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
 ]
@@ -121,6 +235,7 @@ def test_yarn_is_scaled_as_transformers_does() -> None:
             "rope_theta": 10.0,
         },
         {**SCALED, "beta_fast": 64.0, "beta_slow": 0.001},
+        {**SCALED, "beta_fast": 1.0, "beta_slow": 1.0},
     ]
     for parameters in cases:
         fields = {**LLAMA, "rope_parameters": {"rope_theta": 500.0, **parameters}}
@@ -135,10 +250,15 @@ def test_yarn_is_scaled_as_transformers_does() -> None:
 
 @st.composite
 def models(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model that Llama or Qwen3 can be."""
-    qwen3 = draw(st.booleans())
+    """Draw a model that one of the architectures without experts can be."""
+    kind = draw(st.sampled_from(["llama", "mistral", "qwen2", "seed_oss", "qwen3"]))
+    has_window = kind in ("mistral", "qwen2", "qwen3") and draw(st.booleans())
     groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 8))
-    biased = draw(st.booleans())
+    biased = kind == "qwen2" or (kind != "mistral" and draw(st.booleans()))
+    biased_output = biased and kind != "qwen2"
+    biased_mlp = kind in ("llama", "seed_oss") and draw(st.booleans())
+    if kind == "seed_oss":
+        biased_output = draw(st.booleans())
     original, factor = draw(st.integers(1, 9000)), draw(st.floats(1.0, 64.0))
     scaling = draw(
         st.sampled_from(
@@ -167,12 +287,11 @@ def models(draw: st.DrawFn) -> GPTConfig:
             num_query_groups=groups,
             kv_channels=2 * draw(st.integers(1, 99)),
             qkv_bias=biased,
-            output_bias=biased,
-            qk_norm=qwen3,
+            output_bias=biased_output,
+            qk_norm=kind == "qwen3",
+            window=draw(st.integers(1, 9999)) if has_window else None,
         ),
-        mlp=MLPConfig(
-            ffn_hidden_size=draw(st.integers(1, 9999)), bias=not qwen3 and draw(st.booleans())
-        ),
+        mlp=MLPConfig(ffn_hidden_size=draw(st.integers(1, 9999)), bias=biased_mlp),
         norm=NormConfig(epsilon=draw(st.floats(1e-9, 1e-2))),
         rope=RopeConfig(base=draw(st.floats(1.5, 1e7)), scaling=scaling),
         tied=draw(st.booleans()),
@@ -193,6 +312,36 @@ def test_what_is_written_is_read_back(config: GPTConfig, max_length: int) -> Non
         config, max_length=None, dtype=torch.float16, end_tokens=(), base={**fields, "note": 1}
     )
     assert {**again, "dtype": None} == {**fields, "note": 1, "dtype": None}
+
+
+QUERY, OUTPUT = {"qkv_bias": True}, {"output_bias": True}
+WRITTEN: list[tuple[dict[str, Any], bool, str]] = [
+    ({}, False, "llama"),
+    ({**QUERY, **OUTPUT}, True, "llama"),
+    ({"window": 9}, False, "mistral"),
+    (QUERY, False, "qwen2"),
+    ({**QUERY, "window": 9}, False, "qwen2"),
+    (QUERY, True, "seed_oss"),
+    (OUTPUT, False, "seed_oss"),
+    ({"qk_norm": True, "window": 9}, False, "qwen3"),
+]
+
+
+@pytest.mark.parametrize(("attention", "biased", "model_type"), WRITTEN)
+def test_a_model_is_written_as_what_it_is(
+    attention: dict[str, Any], biased: bool, model_type: str
+) -> None:
+    model = read_model(LLAMA, where="x").config
+    changed = dataclasses.replace(
+        model,
+        attention=dataclasses.replace(model.attention, **attention),
+        mlp=dataclasses.replace(model.mlp, bias=biased),
+    )
+    fields = write_config(changed, max_length=9, dtype=torch.float32, end_tokens=())
+    assert fields["model_type"] == model_type
+    assert read_model(fields, where="x").config == changed
+    dropouts = [value for name, value in fields.items() if name.endswith("_dropout")]
+    assert dropouts == [0.0] * (2 if model_type == "seed_oss" else 1)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,23 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, read_json, read_regular
+from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, parse_json, read_json, read_regular
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LONG_RUN = re.compile(r"\S{513,}|\s{513,}")
 # What other tokenizers call the end of a document, the likeliest first.
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+# Byte-level BPE in two files, the classes of transformers that cut texts in a way known here, and
+# where that of Qwen2 cuts them.
+_VOCABULARY, _MERGES = "vocab.json", "merges.txt"
+_BPE_CLASSES = ("GPT2Tokenizer", "Qwen2Tokenizer")
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+_SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 # Tokens of a prompt that the text of what follows can depend on.
 _CONTEXT_TOKENS = 16
@@ -132,6 +143,9 @@ class ArrayTokenizer(Protocol):
 class HuggingFaceTokenizer:
     """A `tokenizer.json` file, run by the library `tokenizers` with its own threads.
 
+    A `vocab.json` with a `merges.txt` beside it is taken too: byte-level BPE as GPT-2 or Qwen2 cut
+    texts, which `tokenizer_class` of `tokenizer_config.json` says.
+
     A `tokenizer_config.json` beside it says which token ends a document (`eos_token`); without one
     it is the first of the usual names that is there. Which special tokens stand around a text says
     the post-processor of the file, as in `transformers`.
@@ -149,13 +163,20 @@ class HuggingFaceTokenizer:
 
         path = Path(path)
         named = not os.path.isdir(path)
-        path = path if named else path / "tokenizer.json"
+        path = path if named else _in_folder(path)
+        merges = None
         try:
             content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
+            if path.name == _VOCABULARY:
+                beside = path.with_name(_MERGES)
+                merges = read_regular(beside, MAX_TOKENIZER_BYTES, follow_links=named)
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a tokenizer.json"
             ) from None
+        if merges is not None:
+            found = _byte_level_bpe(path, content, merges)
+            content = found.to_str().encode()
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
@@ -234,6 +255,80 @@ class HuggingFaceTokenizer:
         add = bool(self._special)
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add)
         return [encoding.ids for encoding in found]
+
+
+def _in_folder(folder: Path) -> Path:
+    """Return the file that a folder's tokenizer is made of, or would be if it were there."""
+    has_json = (folder / "tokenizer.json").exists() or not (folder / _MERGES).exists()
+    return folder / ("tokenizer.json" if has_json else _VOCABULARY)
+
+
+def _byte_level_bpe(path: Path, vocabulary: bytes, merges: bytes) -> Any:
+    """Return the tokenizer of a `vocab.json` and a `merges.txt` (Radford et al. 2019, section 2.2).
+
+    Raises:
+        ValueError: they do not fit each other, or `tokenizer_config.json` says what is not
+            supported.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    described = path.with_name("tokenizer_config.json")
+    kind = config_field(described, "tokenizer_class")
+    family = kind.removesuffix("Fast") if isinstance(kind, str) else None
+    if family not in _BPE_CLASSES:
+        raise ValueError(
+            f"{described}: tokenizer_class is {kind!r}: with {_VOCABULARY} and {_MERGES} supported "
+            f"are {' and '.join(_BPE_CLASSES)}; of others give a tokenizer.json"
+        )
+    for name in ("add_bos_token", "add_eos_token", "add_prefix_space"):
+        if config_field(described, name):
+            raise ValueError(f"{described}: {name} is not supported without a tokenizer.json")
+    try:
+        ids = parse_json(vocabulary)
+        lines = merges.decode().split("\n")
+        lines = lines[1:] if lines[0].startswith("#version") else lines
+        pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
+        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"tokenizer {path} and {_MERGES}: {error}") from None
+    split = None
+    if family == "Qwen2Tokenizer":
+        tokenizer.normalizer = normalizers.NFC()
+        split = Split(Regex(_QWEN2_WORDS), behavior="isolated")
+    bytes_of = ByteLevel(add_prefix_space=False, use_regex=split is None)
+    tokenizer.pre_tokenizer = Sequence([split, bytes_of]) if split is not None else bytes_of
+    tokenizer.decoder = decoders.ByteLevel()
+    for number, token in _added_tokens(described):
+        content, options = token.pop("content"), {k: token[k] for k in _TOKEN_FLAGS if k in token}
+        tokenizer.add_tokens([AddedToken(content, **options)])
+        if tokenizer.token_to_id(content) != number:
+            raise ValueError(f"{described}: {content!r} cannot have the id {number} beside {path}")
+    for name in (*_SPECIAL_NAMES, None):
+        said = END_OF_DOCUMENT if name is None else config_field(described, name)
+        content = said.get("content") if isinstance(said, dict) else said
+        if isinstance(content, str) and tokenizer.token_to_id(content) is not None:
+            tokenizer.add_special_tokens([content])
+    return tokenizer
+
+
+def _added_tokens(described: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the tokens that `tokenizer_config.json` adds, by id. Raises ValueError."""
+    found = config_field(described, "added_tokens_decoder")
+    if found is None:
+        if described.with_name("added_tokens.json").exists():
+            raise ValueError(
+                f"{described} has no added_tokens_decoder: added_tokens.json alone does not say "
+                "which tokens are special; save the tokenizer as a tokenizer.json"
+            )
+        return []
+    try:
+        listed = sorted((int(number), dict(token)) for number, token in found.items())
+    except (AttributeError, TypeError, ValueError):
+        listed = [(0, {})]
+    if any(not isinstance(token.get("content"), str) for _, token in listed):
+        raise ValueError(f"{described}: added_tokens_decoder must give each id a token's content")
+    return listed
 
 
 def config_field(path: Path, name: str) -> Any:

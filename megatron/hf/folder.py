@@ -61,8 +61,10 @@ class HuggingFaceFolder:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Return its tokenizer.json, else its SentencePiece tokenizer.model, if there is one."""
-        return self.file("tokenizer.json") or self.file("tokenizer.model")
+        """Return its tokenizer.json, else its SentencePiece tokenizer.model, else the vocab.json
+        that has a merges.txt beside it, if there is one."""
+        found = self.file("tokenizer.json") or self.file("tokenizer.model")
+        return found or (self.file("merges.txt") and self.file("vocab.json"))
 
     @contextlib.contextmanager
     def open_tensors(self) -> Iterator[OpenTensors]:

@@ -192,6 +192,27 @@ def test_a_sentencepiece_tokenizer_is_taken_too(tmp_path: Path) -> None:
     assert str(folder / "tokenizer.model") in printed
 
 
+def test_a_tokenizer_of_two_files_is_taken_too(tmp_path: Path) -> None:
+    folder = save_folder(make_model("qwen2-window"), tmp_path / "model")
+    train_bpe(["low lower lowest w2"] * 3, 262, tmp_path / "tokenizer.json")
+    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (one,) = results(folder, tmp_path / "one.json")
+    run(convert, f"import --hf {folder} --save {tmp_path / 'imported'}")
+    assert results(tmp_path / "imported", tmp_path / "again.json") == [one]
+    printed = run(pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {folder} --print-config")
+    assert str(folder / "vocab.json") in printed
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    run(pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {folder} --save {saved}")
+    run(convert, f"export --load {saved} --save {out} --verify")
+    for name in ("vocab.json", "merges.txt"):
+        assert (folder / name).read_bytes() == (out / name).read_bytes()
+    configs = [json.loads((f / "config.json").read_text()) for f in (folder, out)]
+    assert configs[0] == configs[1]
+
+
 def results(folder: Path, path: Path, more: str = "") -> list[dict[str, Any]]:
     """Return what generation from a folder or a checkpoint yields."""
     words = f"--load {folder} --temperature 0 --max-new-tokens 8 --device cpu --prompt w2 {more}"

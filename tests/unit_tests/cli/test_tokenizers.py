@@ -6,6 +6,7 @@ import time
 
 import pytest
 import sentencepiece
+import transformers
 from transformers import PreTrainedTokenizerFast
 
 from megatron.cli.tokenizers import (
@@ -60,6 +61,85 @@ def test_ids_are_those_of_transformers(bpe, tmp_path):
     folder = HuggingFaceTokenizer(tmp_path)
     for text in TEXTS:
         assert folder.tokenize(text) == reference.encode(text) == bpe.tokenize(text)
+
+
+HARD = [
+    "It's 12345 o'clock, THEY'LL say\n\n\tso",
+    "e\u0301 \u1e9b\u0323   x  ",
+    "a<|endoftext|>b <|im_start|>user\n<tool> x </s>",
+    "",
+]
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    """A folder with vocab.json and merges.txt."""
+    train_bpe([*TEXTS, *HARD[:2], "12345 12345"] * 5, 330, tmp_path / "tokenizer.json")
+    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"]), ""]
+    (tmp_path / "merges.txt").write_text("\n".join(merges))
+    return tmp_path
+
+
+def describe_tokenizer(folder, **fields):
+    """Write tokenizer_config.json, with two tokens behind the 330 of the vocabulary."""
+    token = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    added = {
+        "331": {**token, "content": "<tool>", "rstrip": True, "special": False},
+        "330": {**token, "content": "<|im_start|>", "special": True},
+    }
+    fields = {"eos_token": "<|im_start|>", "added_tokens_decoder": added, **fields}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast"])
+def test_vocab_json_and_merges_txt_are_read_as_in_transformers(kind, two_files):
+    describe_tokenizer(two_files, tokenizer_class=kind)
+    named = getattr(transformers, kind.removesuffix("Fast"))
+    reference = named.from_pretrained(str(two_files))
+    ours, same = HuggingFaceTokenizer(two_files), HuggingFaceTokenizer(two_files / "vocab.json")
+    assert (ours.vocab_size, ours.eod) == (332, reference.eos_token_id) == (332, 330)
+    for text in [*TEXTS, *HARD]:
+        ids = reference.encode(text)
+        assert ours.tokenize(text) == same.tokenize(text) == ids
+        assert ours.detokenize(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert same.fingerprint == ours.fingerprint
+    other = "GPT2Tokenizer" if kind.startswith("Qwen2") else "Qwen2Tokenizer"
+    describe_tokenizer(two_files, tokenizer_class=other)
+    assert HuggingFaceTokenizer(two_files).tokenize(HARD[0]) != ours.tokenize(HARD[0])
+    assert HuggingFaceTokenizer(two_files).fingerprint != ours.fingerprint
+
+
+def test_what_vocab_json_and_merges_txt_do_not_say_is_refused(two_files):
+    gpt2 = {"tokenizer_class": "GPT2Tokenizer"}
+    for fields, text in (
+        ({}, "tokenizer_class is None"),
+        ({"tokenizer_class": "RobertaTokenizer"}, "tokenizer_class is 'RobertaTokenizer'"),
+        ({**gpt2, "add_bos_token": True}, "add_bos_token"),
+        ({**gpt2, "add_prefix_space": True}, "add_prefix_space"),
+        ({**gpt2, "eos_token": "<nowhere>"}, "names '<nowhere>' as eos_token"),
+        ({**gpt2, "added_tokens_decoder": {"7": {"content": "<x>"}}}, "cannot have the id 7"),
+        ({**gpt2, "added_tokens_decoder": {"x": {"content": "<x>"}}}, "added_tokens_decoder"),
+        ({**gpt2, "added_tokens_decoder": ["<x>"]}, "added_tokens_decoder"),
+    ):
+        describe_tokenizer(two_files, **fields)
+        with pytest.raises(ValueError, match=text):
+            HuggingFaceTokenizer(two_files)
+    (two_files / "tokenizer_config.json").write_text(json.dumps(gpt2))
+    HuggingFaceTokenizer(two_files)
+    (two_files / "added_tokens.json").write_text('{"<x>": 330}')
+    with pytest.raises(ValueError, match=r"added_tokens\.json"):
+        HuggingFaceTokenizer(two_files)
+    (two_files / "added_tokens.json").unlink()
+    for content in (b"\xff", b"a b c\n", b"no such\n"):
+        (two_files / "merges.txt").write_bytes(content)
+        with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt"):
+            HuggingFaceTokenizer(two_files)
+    (two_files / "merges.txt").unlink()
+    with pytest.raises(ValueError, match=r"vocab\.json: No such file|tokenizer"):
+        HuggingFaceTokenizer(two_files / "vocab.json")
 
 
 def test_byte_tokenizer():

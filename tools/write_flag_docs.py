@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.cli.flags import Invocation, default_text, value_text
-from megatron.cli.megatron_names import VALUE_NAMES, answered, answered_prefixes
+from megatron.cli.megatron_names import ALIASES, VALUE_NAMES, answered, answered_prefixes
+from megatron.cli.no_effect import KINDS
 from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
 from megatron.inference.config import GenerateConfig
@@ -23,6 +24,7 @@ from megatron.training.checkpoints.options import (
     VerifyConfig,
 )
 from megatron.training.config import Config
+from megatron.training.config.megatron_flags import NO_EFFECT
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.inspect_data import InspectConfig as InspectDataConfig
 from megatron.training.train_tokenizer import TrainTokenizerConfig
@@ -44,8 +46,9 @@ Names are Megatron's where Megatron has one. `--name VALUE`, `--name=VALUE` and,
 - `--print-config` prints the run with every derived option, as YAML that `--config` reads back, and
   stops. The same options are in every checkpoint: `--use-checkpoint-args` takes the model's from
   there.
-- A flag given twice with different values is an error, and so is a flag or value that does not
-  exist. Errors exit with code 2, in one line for all that can be found together: first what is
+- Of a flag given twice the last wins, and a note on stderr says so, as it does where a flag wins
+  over `--config`; `--strict-flags` refuses the former. A flag or value that does not exist is an
+  error. Errors exit with code 2, in one line for all that can be found together: first what is
   spelled wrong or missing, then values out of range, then options that do not go together.
 - `eval "$(python -m megatron.training.pretrain_gpt --print-completion bash)"` completes flags in
   bash, and the same with `zsh` in zsh.
@@ -57,8 +60,23 @@ Names are Megatron's where Megatron has one. `--name VALUE`, `--name=VALUE` and,
 _ANSWERS = """\
 ## Flags of Megatron that are not here
 
-A script written for Megatron may hold these. Each is answered with one line, and the run does not
-start: nothing is accepted and ignored.
+A script written for Megatron, or somebody who knows another program, may give these. Each is
+answered with one line, and the run does not start.
+
+"""
+
+_NO_EFFECT = """\
+## Flags of Megatron that have no effect here
+
+The entry scripts that train accept these, on the command line and in `--config`, and list those
+that are given once at the start of a run; `--strict-flags` refuses them. They are *already so*
+(what they ask for happens in every run), *reporting only* or *speed only*. A value other than those
+below is refused. Other programs do not have them.
+
+"""
+
+_ALIASES = """\
+## Other names of options
 
 """
 
@@ -125,6 +143,19 @@ def _program(name: str, schema: type) -> Iterator[str]:
             yield table(_HEADER, _rows(found, docs))
 
 
+def _harmless() -> Iterator[list[str]]:
+    """Yield the rows of flags without effect, those of one kind and reason together."""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for flag in sorted(NO_EFFECT, key=lambda flag: KINDS.index(flag.kind)):
+        values = flag.values or "switch"
+        if flag.option.choices:
+            values = " ".join(f"`{choice}`" for choice in flag.option.choices)
+        reason = _cell("; ".join(filter(None, [flag.reason, flag.note])))
+        grouped.setdefault((values, flag.kind, reason), []).append(f"`--{flag.name}`")
+    for key, names in grouped.items():
+        yield [" ".join(names), *key]
+
+
 def _parts() -> Iterator[str]:
     """Yield the parts of the page."""
     yield _INTRODUCTION
@@ -139,6 +170,14 @@ def _parts() -> Iterator[str]:
         for theirs, ours in pairs.items()
     ]
     yield table(["flag", "Megatron's value", "ours"], values)
+    yield _ALIASES
+    aliases = [
+        [f"`--{name}`", f"`--{option} {value}`" if value else f"`--{option}`"]
+        for name, (option, value) in ALIASES.items()
+    ]
+    yield table(["flag", "read as"], aliases)
+    yield _NO_EFFECT
+    yield table(["flag", "values", "kind", "what happens here"], list(_harmless()))
     yield _ANSWERS
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, known in answered().items():

@@ -4,9 +4,10 @@
 Values come from the schema's own parser (`schema.py`), so flags work wherever Python does. Help
 pages and shell completion are made from it too.
 
-Order of precedence: what the caller derives < `--config file.yaml` < flags. A flag given twice with
-different values is an error that shows both. Flags of Megatron that are not in the schema are
-answered by `megatron_names.py`.
+Order of precedence: what the caller derives < `--config file.yaml` < flags. Of a flag given twice
+the last wins, as argparse has it, and a note says so. Flags of Megatron that are not in the schema
+are answered by `megatron_names.py`, or accepted without effect by the caller's table
+(`no_effect.py`).
 
 Shell completion of the entry points: a script for bash or zsh, made from the options.
 
@@ -21,12 +22,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from megatron.cli.megatron_names import answer, answered
+from megatron.cli.megatron_names import ALIASES, answer
+from megatron.cli.no_effect import NoEffectFlag, take_out
 from megatron.cli.schema import (
     Option,
     build,
@@ -185,14 +188,24 @@ class Invocation:
     """Print the resolved options as YAML, which --config reads back, and stop."""
     print_completion: Literal["bash", "zsh"] | None = None
     """Print a script that completes these flags in a shell, and stop."""
+    strict_flags: bool = False
+    """Refuse flags that have no effect: those accepted from scripts of Megatron for what happens
+    here anyway, for reports or for speed, and one that a later flag overrides."""
 
 
 @dataclass(frozen=True)
 class CommandLine(Generic[T]):
-    """What a command line said: the schema's object and the options about options."""
+    """What a command line said: the schema's object and the options about options.
+
+    Args:
+        config: the schema's object.
+        invocation: the options about options.
+        notes: which flags have no effect, and which of two values wins; a line each.
+    """
 
     config: T
     invocation: Invocation
+    notes: tuple[str, ...] = ()
 
 
 class HelpRequested(Exception):
@@ -212,6 +225,7 @@ def parse_command_line(
     print_now: bool = True,
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     replaced: Mapping[str, str] | None = None,
+    no_effect: Sequence[NoEffectFlag] = (),
 ) -> CommandLine[T]:
     """Parse the arguments of an entry point.
 
@@ -220,11 +234,12 @@ def parse_command_line(
         argv: arguments without the program's name.
         prog: how the program is called, for help.
         description: one line on what it does, for help.
-        print_now: whether `--print-config` prints what was parsed; False leaves that to a caller
-            that derives more first and then calls `show_config`.
+        print_now: whether `--print-config` prints what was parsed, and notes go to stderr; False
+            leaves both to a caller that derives more first and then calls `show_config`.
         defaults: told the values given by flags and `--config`, by option name; returns values for
             options that were not given, which win over the schema's own defaults.
         replaced: options to ask for in the place of others that are missing, see `build`.
+        no_effect: flags of Megatron to accept without effect, as flags and in `--config`.
 
     Raises:
         HelpRequested: `--help`, `-h`, `--print-completion` or `--print-config`.
@@ -234,16 +249,25 @@ def parse_command_line(
     if {"-h", "--help"} & set(argv):
         raise HelpRequested(help_text(schema, about=Invocation, prog=prog, description=description))
     known, about = options(schema), options(Invocation)
-    given = read_flags(argv, [*known, *about])
+    notes: list[str] = []
+    harmless = [flag.option for flag in no_effect]
+    given = read_flags(argv, [*known, *about], harmless=harmless, say=notes.append)
     invocation = build(Invocation, {o.name: given.pop(o.name) for o in about if o.name in given})
     if invocation.print_completion is not None:
         raise HelpRequested(completion_script([*about, *known], prog, invocation.print_completion))
     if invocation.config is not None:
-        given = {**read_options(invocation.config, known), **given}
+        file = read_options(invocation.config, [*known, *harmless])
+        for name in given:
+            if name in file and file[name] != given[name]:
+                notes.append(f"--{name} wins over {name} in {invocation.config}")
+        given = {**file, **given}
+    notes += take_out(given, no_effect, strict=invocation.strict_flags)
     if defaults is not None:
         given = {**defaults(given), **given}
-    line = CommandLine(build(schema, given, replaced=replaced), invocation)
+    line = CommandLine(build(schema, given, replaced=replaced), invocation, tuple(notes))
     if print_now:
+        for note in notes:
+            print(f"{prog.rpartition('.')[2]}: {note}", file=sys.stderr)
         show_config(line)
     return line
 
@@ -295,46 +319,86 @@ def _words(argv: Sequence[str]) -> Iterator[_Word]:
         rest = rest[end:]
 
 
-def read_flags(argv: Sequence[str], known: Sequence[Option]) -> dict[str, Any]:
+def read_flags(
+    argv: Sequence[str],
+    known: Sequence[Option],
+    *,
+    harmless: Sequence[Option] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """Turn arguments into values by option name.
 
     `--name VALUE`, `--name=VALUE`, `--name V1 V2 ...` for options of many values, `--name` /
-    `--no-name` for switches. `_` and `-` are alike in a flag.
+    `--no-name` for switches. `_` and `-` are alike in a flag. Of a flag given twice the last wins;
+    with `--strict-flags` that is an error.
+
+    Args:
+        argv: the arguments.
+        known: the options.
+        harmless: flags without effect, which are read too.
+        say: is told which of two values wins.
 
     Raises:
         ValueError: every flag that is unknown, has a wrong value or contradicts another, in one
             line.
     """
-    spellings = {option.name: option for option in known}
-    spellings.update({negative(o.name): o for o in known if o.kind is bool})
+    strict = "--strict-flags" in {word.replace("_", "-") for word in argv}
+    spellings = _spellings(known)
+    suggested = [*spellings, *([] if strict else [option.name for option in harmless])]
+    spellings.update(_spellings(harmless))
     values: dict[str, Any] = {}
-    first: dict[str, _Word] = {}
+    before: dict[str, _Word] = {}
     problems: list[str] = []
     for word in _words(argv):
-        option = spellings.get(word.name)
         try:
-            if option is None:
-                raise ValueError(_unknown(word, spellings))
-            value = _value(option, word)
-            if option.name in values and values[option.name] != value:
-                raise ValueError(f"{first[option.name]} and {word} contradict: keep one")
+            option, value = _read(word, spellings, suggested)
+            earlier = before.get(option.name)
+            if earlier is not None and values[option.name] != value:
+                # An alias that stands for a value is another flag than its option in Megatron.
+                if strict or any(ALIASES.get(w.name, ("", ""))[1] for w in (earlier, word)):
+                    raise ValueError(f"{earlier} and {word} contradict: keep one")
+                say(f"{word} wins over {earlier}, which stands before it")
         except ValueError as error:
             problems.append(str(error))
             continue
         values[option.name] = value
-        first[option.name] = word
+        before[option.name] = word
     if problems:
         raise ValueError("; ".join(problems))
     return values
 
 
-def _unknown(word: _Word, spellings: Mapping[str, Option]) -> str:
+def _spellings(known: Sequence[Option]) -> dict[str, Option]:
+    """Return the options by every name that a flag of theirs may have."""
+    found = {option.name: option for option in known}
+    switches = [option for option in known if option.kind is bool and not option.one_way]
+    return {**found, **{negative(option.name): option for option in switches}}
+
+
+def _read(
+    word: _Word, spellings: Mapping[str, Option], suggested: Sequence[str]
+) -> tuple[Option, Any]:
+    """Return the option that a flag names, and its value. Raises ValueError."""
+    option = spellings.get(word.name)
+    if option is not None:
+        return option, _value(option, word)
+    name, text = ALIASES.get(word.name, (word.name, ""))
+    option = spellings.get(name)
+    if option is None:
+        raise ValueError(_unknown(word, spellings, suggested))
+    if not text:
+        return option, _value(option, word)
+    if word.inline is not None or word.rest:
+        raise ValueError(f"--{word.name} takes no value: it stands for --{name} {text}")
+    return option, option.parse([text], f"--{word.name}")
+
+
+def _unknown(word: _Word, spellings: Mapping[str, Option], suggested: Sequence[str]) -> str:
     """Return what to say of a flag that is no option, with an answer if Megatron has it."""
     known = answer(word.name)
-    if known is not None:
+    if known is not None and (known.nearest is None or known.nearest in spellings):
         return known.text(f"--{word.name}")
-    near = suggest(word.name, [*spellings, *answered()], prefix="--")
-    return f"unknown flag --{word.name}{near}"
+    return f"unknown flag --{word.name}{suggest(word.name, suggested, prefix='--')}"
 
 
 def _value(option: Option, word: _Word) -> Any:
@@ -342,7 +406,8 @@ def _value(option: Option, word: _Word) -> Any:
     name, texts = word.name, list(word.rest)
     if option.kind is bool:
         if word.inline is not None or texts:
-            raise ValueError(f"--{name} takes no value: write --{name} or --{negative(name)}")
+            other = "" if option.one_way else f" or --{negative(name)}"
+            raise ValueError(f"--{name} takes no value: write --{name}{other}")
         return name == option.name
     if word.inline is not None:
         texts.insert(0, word.inline)

@@ -3,7 +3,9 @@
 
 A script written for Megatron names many flags. One that exists here has the same name and is an
 option of the schema. Any other is in the tables below, so that it is answered by a line that says
-what to write instead, or to leave it out, and the reason. Nothing is accepted and ignored.
+what to write instead, or to leave it out, and the reason. What has no effect in training, and is
+accepted there, is in the table of `megatron.training.config.megatron_flags`. Other names of our
+options are aliases.
 """
 
 from __future__ import annotations
@@ -39,34 +41,71 @@ _FUSION = "each kernel has one implementation per device, chosen by --attention-
 _GRAPHS = "one CUDA graph holds forward and backward of a whole step"
 _FP8 = "weights and activations are fp32, bf16 or fp16"
 _FAMILY = "only GPT is trained here"
-_RNG = "random numbers follow from --seed and the position in the run: no state is saved or loaded"
 _TOKENIZER = "a tokenizer is one file: tokenizer.json for hf, a .model for sentencepiece"
 _JOB = "the loop has no such mode"
 
 #: (nearest flag or "", reason, flags).
 _ROWS: tuple[tuple[str, str, str], ...] = (
+    # Words of other programs
+    ("lr", "it is the highest learning rate", "learning-rate max-lr"),
+    ("lr-decay-style", "it names how the learning rate falls", "lr-scheduler-type lr-scheduler"),
+    ("lr-warmup-iters", "warm-up in optimizer steps", "warmup-steps warmup-iters num-warmup-steps"),
+    ("lr-warmup-fraction", "warm-up as a share of the decay length", "warmup warmup-ratio"),
+    ("train-iters", "a run is as long as its optimizer steps or its --train-samples",
+     "epochs num-epochs num-train-epochs max-steps steps num-steps train-steps max-iters"),
+    ("tensor-model-parallel-size", "it is the degree of tensor parallelism",
+     "tp tp-size tensor-parallel-size tensor-parallelism model-parallel-size"),
+    ("pipeline-model-parallel-size", "it is the degree of pipeline parallelism",
+     "pp pp-size pipeline-parallel-size"),
+    ("context-parallel-size", "it is the degree of context parallelism", "cp cp-size"),
+    ("expert-model-parallel-size", "it is the degree of expert parallelism",
+     "ep ep-size expert-parallel-size"),
+    ("num-layers-per-virtual-pipeline-stage", "a stage has several chunks of so many layers",
+     "vpp vp-size virtual-pipeline-model-parallel-size"),
+    ("data-parallel-sharding-strategy", "optim is ZeRO-1, optim_grads ZeRO-2 and "
+     "optim_grads_params ZeRO-3 or FSDP", "zero-stage zero fsdp sharding-strategy"),
+    ("micro-batch-size", "it counts the samples of a rank in one forward pass",
+     "batch-size mbs per-device-train-batch-size train-micro-batch-size-per-gpu"),
+    ("global-batch-size", "microbatches follow from it, the micro-batch size and the ranks",
+     "gbs train-batch-size gradient-accumulation-steps grad-accum"),
+    ("seq-length", "it is the number of tokens in a sample",
+     "seq-len sequence-length max-seq-length max-seq-len context-length block-size"),
+    ("hidden-size", "it is the number of features between layers",
+     "d-model dim hidden-dim n-embd embed-dim"),
+    ("num-layers", "it is the number of layers", "n-layers n-layer num-hidden-layers layers"),
+    ("num-attention-heads", "it is the number of query heads", "n-heads n-head num-heads heads"),
+    ("num-query-groups", "it is the number of key and value heads, with --group-query-attention",
+     "num-key-value-heads num-kv-heads n-kv-heads"),
+    ("ffn-hidden-size", "it is the width inside an MLP", "intermediate-size d-ff ffn-dim"),
+    ("clip-grad", "it is the highest norm of the gradient",
+     "max-grad-norm gradient-clipping grad-clip clip-grad-norm"),
+    ("recompute-granularity", "activations are recomputed in the backward pass",
+     "gradient-checkpointing activation-checkpointing"),
+    ("bf16", "bf16 or fp16 is a switch of its own", "precision dtype torch-dtype mixed-precision"),
+    ("save", "it is the folder of a run's checkpoints", "output-dir save-dir checkpoint-dir"),
+    ("load", "a run goes on from the newest checkpoint of that folder",
+     "resume resume-from resume-from-checkpoint load-dir"),
+    ("load-hf", "it takes model, weights and tokenizer from a Hugging Face folder",
+     "model-name-or-path pretrained-model-name-or-path model-path"),
+    ("data-path", "it names token files, which preprocess_data writes",
+     "dataset dataset-name train-data train-file data-dir"),
+    ("log-interval", "it counts the iterations between log lines", "logging-steps log-every"),
+    ("save-interval", "it counts the iterations between saves", "save-steps save-every"),
+    ("eval-interval", "it counts the iterations between validations", "eval-steps eval-every"),
     # Model
-    ("", "attention probabilities are always computed in fp32", "attention-softmax-in-fp32"),
-    ("", "logits are scaled in fp32 by 1 / sqrt(head features)",
-     "no-query-key-layer-scaling apply-query-key-layer-scaling"),
     ("", _FUSION,
-     "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
-     "no-rope-fusion no-gradient-accumulation-fusion cross-entropy-loss-fusion "
-     "cross-entropy-fusion-impl no-persist-layer-norm bias-swiglu-fusion masked-softmax-fusion "
-     "apply-rope-fusion use-fused-weighted-squared-relu fused-residual-rmsnorm"),
-    ("attention-backend", "it chooses the attention kernel", "use-flash-attn use-flash-attention "
-     "flash-decode attention-impl"),
+     "bias-swiglu-fusion masked-softmax-fusion apply-rope-fusion fused-residual-rmsnorm"),
+    ("attention-backend", "it chooses the attention kernel",
+     "use-flash-attention flash-decode attention-impl"),
     ("position-embedding-type", "none there leaves positions out",
-     "no-position-embedding use-rotary-position-embeddings"),
+     "no-position-embedding"),
     ("swiglu", "without it MLPs have GELU, or the square of relu by --squared-relu",
      "openai-gelu onnx-safe quick-geglu glu-linear-offset activation-func"),
-    ("hybrid-layer-pattern", "it is the name of the same",
-     "hybrid-override-pattern"),
     ("hybrid-layer-pattern", "behind each / in it stand the blocks of one depth",
      "mtp-hybrid-override-pattern"),
     ("hybrid-layer-pattern", "one model class, whose blocks it says",
-     "use-mcore-models use-legacy-models spec hybrid-attention-ratio hybrid-mlp-ratio "
-     "is-hybrid-model model-name"),
+     "use-legacy-models spec hybrid-attention-ratio hybrid-mlp-ratio is-hybrid-model "
+     "model-name"),
     ("", "residuals are added after the sublayer",
      "apply-residual-connection-post-layernorm fp32-residual-connection"),
     ("yarn-rotary-scaling-factor", "it is of every attention, latent too",
@@ -75,11 +114,11 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("init-method-std", "every weight is drawn from a normal distribution",
      "init-method-xavier-uniform embedding-init-method-std"),
     ("", "weights are drawn from --seed alike on every layout and device",
-     "no-initialization use-cpu-initialization data-parallel-random-init"),
+     "no-initialization data-parallel-random-init"),
     ("num-layers", "there is one decoder", "encoder-num-layers decoder-num-layers"),
     ("seq-length", "there is one decoder", "encoder-seq-length decoder-seq-length"),
-    ("transformer-impl", "it names the layers", "export-te-mcore-model te-rng-tracker "
-     "transformer-pipeline-model-parallel-size inference-rng-tracker"),
+    ("transformer-impl", "it names the layers",
+     "export-te-mcore-model transformer-pipeline-model-parallel-size inference-rng-tracker"),
     ("mtp-num-layers", "each depth has one layer of its own, like the model's last",
      "mtp-use-repeated-layer"),
     # Layout
@@ -88,14 +127,11 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("pipeline-model-parallel-layout", "a stage of E alone has the embedding and no layer",
      "standalone-embedding-stage"),
     ("", "transfers between stages are batched and overlap computing under every schedule",
-     "no-overlap-p2p-communication overlap-p2p-communication no-batch-p2p-communication "
-     "batch-p2p-communication overlap-p2p-communication-warmup-flush"),
+     "overlap-p2p-communication no-batch-p2p-communication batch-p2p-communication"),
     ("", "each stage reads its own batch and knows its shapes, which may differ between batches",
      "variable-seq-lengths enable-variable-seq-lengths"),
     ("", "each stage sums its gradients when its own last microbatch has filled them",
-     "no-align-grad-reduce align-grad-reduce no-align-param-gather align-param-gather"),
-    ("pipeline-schedule", "zb-h1 puts off every weight gradient, the head's too",
-     "defer-embedding-wgrad-compute wgrad-deferral-limit"),
+     "align-grad-reduce align-param-gather"),
     ("", "a stage frees its output as soon as it is sent", "deallocate-pipeline-outputs "
      "no-deallocate-pipeline-outputs"),
     ("pipeline-model-parallel-size", "there is one pipeline, over NCCL on GPUs and gloo on CPUs",
@@ -108,11 +144,9 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "hybrid-context-parallel dynamic-context-parallel max-seqlen-per-dp-cp-rank"),
     # Experts
     ("", "all experts of a rank are one grouped product, on a CPU too",
-     "moe-grouped-gemm moe-use-legacy-grouped-gemm moe-mlp-glu-interleave-size"),
-    ("", "tokens are put into the order of their experts by one kernel", "moe-permute-fusion"),
+     "moe-use-legacy-grouped-gemm moe-mlp-glu-interleave-size"),
     ("", "a router computes in fp32, by one kernel of torch's for each operation",
-     "moe-router-dtype moe-router-fusion moe-router-padding-for-quantization "
-     "moe-router-padding-for-fp8"),
+     "moe-router-padding-for-quantization moe-router-padding-for-fp8"),
     ("", "an expert computes the tokens it has, none are padded",
      "moe-pad-expert-input-to-capacity"),
     ("moe-token-dispatcher-type", _DISPATCH,
@@ -124,10 +158,9 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("moe-router-num-groups", "groups of experts limit where a token goes",
      "moe-router-topk-limited-devices"),
     ("moe-router-load-balancing-type", "the log has the load of every expert of every layer",
-     "moe-per-layer-logging moe-router-force-load-balancing moe-router-force-biased"),
+     "moe-router-force-load-balancing moe-router-force-biased"),
     ("moe-shared-expert-overlap", "it is what is computed while tokens are on their way",
-     "overlap-moe-expert-parallel-comm delay-wgrad-compute-for-te-grouped-gemm "
-     "ep-overlap-early-attn-memory-release"),
+     "delay-wgrad-compute-for-te-grouped-gemm ep-overlap-early-attn-memory-release"),
     ("", "python -m megatron.training.upcycle makes experts of a dense checkpoint",
      "moe-use-upcycling moe-upcycling-granularity"),
     ("recompute-granularity", "selective computes the features inside experts again",
@@ -135,37 +168,30 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("", "experts read the whole hidden state", "moe-latent-size"),
     ("", "a cache of latent attention keeps latents, and its way down is one product",
      "cache-mla-latents mla-down-proj-fusion"),
-    ("overlap-param-gather", "its first gathers start at the end of the optimizer step",
-     "overlap-param-gather-with-optimizer-step"),
     ("data-parallel-sharding-strategy", "one engine carries out every strategy",
-     "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 init-model-with-meta-device"),
+     "use-custom-fsdp use-torch-fsdp2 init-model-with-meta-device"),
     ("param-gather-prefetch-bytes", "a budget of bytes decides what stays gathered, and how many "
      "buffers there are", "torch-fsdp2-no-reshard-after-forward fsdp-double-buffer "
      "suggested-communication-unit-size keep-fp8-transpose-cache"),
     ("exp-avg-dtype", "it stands alone, and masters and gradients are fp32",
-     "use-precision-aware-optimizer main-params-dtype main-grads-dtype"),
+     "use-precision-aware-optimizer"),
     ("decoupled-lr", "--min-lr scales with it", "decoupled-min-lr"),
     ("weight-decay-group", "it goes by weight names", "no-weight-decay-cond-type"),
     ("ddp-bucket-size", "buckets are cut by this size alone",
-     "ddp-num-buckets ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw"),
+     "ddp-average-in-collective"),
     ("", "gradients are summed in fp32 unless --grad-reduce-in-bf16 is given",
-     "accumulate-allreduce-grads-in-fp32 grad-reduce-in-fp32 "
-     "use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp DDP-impl"),
-    ("device", "nccl on a GPU, gloo on the CPU", "distributed-backend"),
+     "grad-reduce-in-fp32 use-contiguous-buffers-in-local-ddp "
+     "no-contiguous-buffers-in-local-ddp DDP-impl"),
     ("", "processes are counted and placed by torchrun",
-     "world-size rank local-rank lazy-mpu-init standalone num-nodes "
-     "use-tp-pp-dp-mapping enable-gloo-process-groups disable-gloo-process-groups "
-     "use-ring-exchange-p2p use-sharp high-priority-stream-groups"),
+     "world-size rank local-rank lazy-mpu-init standalone num-nodes enable-gloo-process-groups "
+     "use-ring-exchange-p2p use-sharp"),
     ("tensor-model-parallel-size", "there is one decoder and one layout",
      "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"),
-    ("", "tensor parallel communication is not overlapped with products yet",
-     "async-tensor-model-parallel-allreduce no-async-tensor-model-parallel-allreduce "
-     "delay-wgrad-compute"),
     ("sequence-parallel", "it cuts what tensor parallelism leaves whole",
      "distribute-saved-activations scatter-gather-tensors-in-pipeline"),
     # Numbers
     ("recompute-granularity", "selective means norms and MLP activations",
-     "recompute-activations recompute-modules checkpoint-activations"),
+     "recompute-modules checkpoint-activations"),
     ("cuda-graph-impl", _GRAPHS, "enable-cuda-graph external-cuda-graph cuda-graph-scope "
      "cuda-graph-modules cuda-graph-use-single-mempool cuda-graph-retain-backward-graph"),
     ("", _FP8, "transformer-engine-precision first-last-layers-bf16 num-layers-at-start-in-bf16 "
@@ -182,16 +208,14 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "check-for-large-grads"),
     ("", "faults are planted by tests, not by a run's options",
      "error-injection-rate error-injection-type"),
-    ("muon-split-qkv", "it is a switch with a --no- form", "muon-no-split-qkv"),
     ("optimizer", "muon multiplies whole matrices, in bf16 on a GPU, by the published coefficients",
      "muon-tp-mode muon-fp32-matmul-prec muon-coefficient-type use-muon"),
     ("optimizer", "adam, sgd and muon are here, and adam is AdamW",
-     "adam-decoupled "
-     "override-opt-param-scheduler override-opt_param-scheduler use-checkpoint-opt-param-scheduler "
-     "use-checkpoint-opt_param-scheduler override-lr-scheduler use-checkpoint-lr-scheduler"),
+     "adam-decoupled use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler "
+     "override-lr-scheduler use-checkpoint-lr-scheduler"),
     ("lr-decay-iters", "the schedule's length is given by itself", "lr-decay-tokens"),
     ("global-batch-size", "the batch has one size for the whole run",
-     "rampup-batch-size decrease-batch-size-if-needed step-batch-size-schedule batch-size"),
+     "rampup-batch-size decrease-batch-size-if-needed step-batch-size-schedule"),
     # Data
     ("tokenizer-model", _TOKENIZER,
      "vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens "
@@ -200,27 +224,22 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("tokenizer-hf-no-include-special-tokens", "special tokens are included without it",
      "tokenizer-hf-include-special-tokens"),
     ("", "token files are mapped, never copied to a folder of their own",
-     "no-mmap-bin-files s3-cache-path object-storage-cache-path data-impl mmap-warmup "
-     "dataset-impl num-dataset-builder-threads defer-npy-index-mmap mid-level-dataset-surplus"),
+     "s3-cache-path object-storage-cache-path data-impl mmap-warmup dataset-impl "
+     "defer-npy-index-mmap mid-level-dataset-surplus"),
     ("reset-attention-mask", "masks are never stored: attention knows where documents end",
-     "create-attention-mask-in-dataloader no-create-attention-mask-in-dataloader"),
+     "create-attention-mask-in-dataloader"),
     ("eval-iters", "validation takes the same samples every time",
      "full-validation multiple-validation-sets eval-micro-batch-size eval-global-batch-size "
      "skip-train test-mode"),
     ("dataloader-type", "it says in which order samples come", "data-sharding dataloader-save"),
     # Checkpoints
     ("", _FORMAT,
-     "ckpt-format use-dist-ckpt dist-ckpt-format auto-detect-ckpt-format "
-     "dist-ckpt-strictness dist-ckpt-optim-fully-reshardable "
-     "ckpt-convert-update-legacy-dist-opt-format dist-ckpt-optim-memory-efficient "
-     "load-main-params-from-ckpt strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 "
-     "verify-integrity ckpt-assume-constant-structure"),
+     "use-dist-ckpt dist-ckpt-format ckpt-convert-update-legacy-dist-opt-format "
+     "dist-ckpt-optim-memory-efficient load-main-params-from-ckpt strict-fsdp-dtensor-load "
+     "dist-ckpt-save-pre-mcore-014"),
     ("async-save", _WRITER,
-     "async-strategy use-persistent-ckpt-worker async-ckpt-use-cached-structure "
-     "ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load "
-     "ckpt-parallel-save ckpt-parallel-load ckpt-assume-constant-structure log-progress "
-     "async-ckpt-use-cpu-shm ckpt-fully-parallel-load-exchange-algo async-ckpt-cpu-priority"),
-    ("", _RNG, "no-load-rng no-save-rng"),
+     "ckpt-parallel-save ckpt-parallel-load ckpt-fully-parallel-load-exchange-algo "
+     "async-ckpt-cpu-priority"),
     ("", "python -m megatron.training.checkpoint convert reads torch_dist and DCP folders",
      "ckpt-convert-format ckpt-convert-save"),
     ("", "a checkpoint always holds optimizer state, so that a run can go on", "no-save-optim"),
@@ -230,20 +249,12 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir "
      "non-persistent-local-ckpt-algo replication replication-factor replication-jump"),
     # Logs
-    ("log-interval", "the log line has the time per iteration and no timers per stage",
-     "timing-log-level timing-log-option log-timers-to-tensorboard barrier-with-L1-time "
-     "no-barrier-with-level-1-timing"),
     ("tensorboard-dir", "everything in the log line goes there",
-     "log-validation-ppl-to-tensorboard log-learning-rate-to-tensorboard log-energy "
-     "log-loss-scale-to-tensorboard log-batch-size-to-tensorboard log-memory-to-tensorboard "
-     "log-world-size-to-tensorboard tensorboard-log-interval tensorboard-queue-size "
-     "log-max-attention-logit log-memory-interval log-device-memory-used logging-level "
-     "one-logger-project one-logger-run-name enable-one-logger no-one-logger one-logger-async "
-     "app-tag-run-name app-tag-run-version"),
+     "log-max-attention-logit log-device-memory-used"),
     ("config", "options are YAML with the flags' own names", "yaml-cfg config-logger-dir"),
     # Other jobs
     ("log-straggler", "its report needs no server and no warm-up",
-     "disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count"),
+     "disable-straggler-on-startup"),
     ("use-pytorch-profiler", "a trace has shapes and operators as torch records them",
      "pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack "
      "pytorch-profiler-collect-chakra nvtx-ranges"),
@@ -255,7 +266,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "adlr-autoresume adlr-autoresume-interval result-rejected-tracker-filename "
      "enable-ft-package calc-ft-timeouts run-workload-inspector-server inprocess-restart "
      "inprocess-max-iterations"),
-    ("", _JOB, "iterations-to-skip train-sync-interval empty-unused-memory-level use-nccl-ub"),
+    ("", _JOB,
+     "iterations-to-skip train-sync-interval use-nccl-ub"),
     ("", _FAMILY,
      "mask-prob short-seq-prob mask-type mask-factor classes-fraction num-classes img-h img-w "
      "patch-dim iter-per-epoch dino-local-img-size ict-head-size titles-data-path "
@@ -266,7 +278,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
 _PREFIXES: tuple[tuple[str, str], ...] = (
     ("fp8", _FP8),
     ("fp4", _FP8),
-    ("tp-comm-", "tensor parallel communication is not overlapped with products yet"),
+    ("tp-comm-overlap-", "tensor parallel communication is not overlapped with products yet"),
+    ("tp-comm-bootstrap-", "tensor parallel communication is not overlapped with products yet"),
     (
         "experimental-attention-",
         "G in --hybrid-layer-pattern is a gated delta net, other attention is softmax",
@@ -285,6 +298,16 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     ("inference-", "sampling is python -m megatron.inference.generate"),
     ("cpu-offloading", "weights and activations stay on their device"),
     ("offload-", "weights and activations stay on their device"),
+)
+
+#: Other names of our options: the option, and the value that the name stands for if it is a switch.
+ALIASES: Mapping[str, tuple[str, str]] = types.MappingProxyType(
+    {
+        "hybrid-override-pattern": ("hybrid-layer-pattern", ""),
+        "muon-no-split-qkv": ("muon-split-qkv", "false"),
+        "recompute-activations": ("recompute-granularity", "selective"),
+        "use-rotary-position-embeddings": ("position-embedding-type", "rope"),
+    }
 )
 
 #: Megatron's names of values and ours, by option.
@@ -309,6 +332,16 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
 #: Why a value of Megatron is not here, by option and value.
 _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
     {
+        ("ckpt-format", "torch"): _FORMAT,
+        ("ckpt-format", "torch_dcp"): _FORMAT,
+        ("ckpt-format", "fsdp_dtensor"): _FORMAT,
+        ("ckpt-format", "zarr"): _FORMAT,
+        (
+            "distributed-backend",
+            "gloo",
+        ): "it is for CPUs, where it is taken without being asked for",
+        ("dist-ckpt-strictness", "ignore_all"): "loading is strict",
+        ("moe-router-dtype", "fp64"): "routers compute in fp32",
         ("transformer-impl", "transformer_engine"): "Transformer Engine is not used",
         ("exp-avg-dtype", "fp16"): "its range is too small for it",
         ("exp-avg-dtype", "fp8"): "its range is too small for it",

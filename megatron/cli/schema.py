@@ -41,6 +41,7 @@ class Option:
         many: whether the value is a tuple.
         required: whether there is no default.
         default: the default, where there is one.
+        one_way: whether a switch has no negative form.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Option:
     many: bool = False
     required: bool = False
     default: Any = None
+    one_way: bool = False
 
     def parse(self, texts: list[str], where: str) -> Any:
         """Turn the texts of this option's value into the value.

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.cli.megatron_names import answer
+from megatron.cli.megatron_names import ALIASES, answer
 from megatron.cli.schema import Option, suggest
 from megatron.core.untrusted_files import read_named
 
@@ -54,13 +54,19 @@ def read_options(
     lines: dict[str, int] = {}
     for key_node, value_node in _pairs(path):
         place = f"{path}:{key_node.start_mark.line + 1}"
-        key = str(key_node.value).replace("_", "-")
+        spelled = str(key_node.value).replace("_", "-")
+        key, text = (spelled, "") if spelled in by_name else ALIASES.get(spelled, (spelled, ""))
         if key not in by_name:
             raise ValueError(_unknown(place, key_node.value, key, by_name))
         if key in values:
             raise ValueError(f"{place}: {key} is already set on line {lines[key]}: keep one")
-        where = f"{path}:{value_node.start_mark.line + 1}: {key}"
-        values[key] = _value(by_name[key], value_node, where, environment)
+        where = f"{path}:{value_node.start_mark.line + 1}: {spelled}"
+        if text:
+            if str(value_node.value).lower() != "true":
+                raise ValueError(f"{where} must be true: it stands for {key}: {text}")
+            values[key] = by_name[key].parse([text], where)
+        else:
+            values[key] = _value(by_name[key], value_node, where, environment)
         lines[key] = key_node.start_mark.line + 1
     return values
 
@@ -110,7 +116,7 @@ def _check_events(path: str | Path, events: Any) -> None:
 def _unknown(place: str, spelled: str, key: str, by_name: Mapping[str, Option]) -> str:
     """Return what to say of a key that is no option, with an answer if Megatron has it."""
     known = answer(key)
-    if known is not None:
+    if known is not None and (known.nearest is None or known.nearest in by_name):
         return f"{place}: {known.text(key)}"
     return f"{place}: unknown key {spelled!r}{suggest(key, by_name)}"
 

@@ -25,6 +25,7 @@ from megatron.cli.standard_streams import go_on_without_streams
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import checkpoint_defaults
 from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
+from megatron.training.config.megatron_flags import NO_EFFECT
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.experiments import check_experiments
 from megatron.training.failures.launcher import LauncherWatch, launcher_of
@@ -88,6 +89,7 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
         print_now=False,
         defaults=lambda given: _defaults(given, program),
         replaced=program.replaced,
+        no_effect=NO_EFFECT,
     )
     from megatron.training.config.check import check
 
@@ -95,6 +97,8 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
     problems = problems or check_experiments(line.config.experiments)
     if problems:
         raise ValueError("; ".join(problems))
+    for note in line.notes if launch.rank == 0 else ():
+        print(f"{program.name}: {note}", file=sys.stderr, flush=True)
     run = resolve(line.config, launch.world_size)
     notes = {
         "processes": f"{run.world_size}, data parallel size {run.data_parallel_size}",

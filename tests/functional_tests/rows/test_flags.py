@@ -42,7 +42,9 @@ def refused(capsys, argv: list[str], environment: dict[str, str] | None = None) 
         ("seed: 1\n\nlr: fast", "run.yaml:3: lr is 'fast': expected a number"),
         ("seed: 1\nbf16: true\nseed: 1", "run.yaml:3: seed is already set on line 1: keep one"),
         ("save: a\nload: ${NOT_SET}/b", "run.yaml:2: load: the environment variable NOT_SET is no"),
-        ("moe-grouped-gemm: true", "run.yaml:1: moe-grouped-gemm: leave it out: all experts of"),
+        ("moe-latent-size: 8", "run.yaml:1: moe-latent-size: leave it out: experts read the"),
+        ("ckpt-format: torch", "run.yaml:1: ckpt-format is 'torch': use one of torch_dist"),
+        ("use-mcore-models: false", "use-mcore-models is false: leave it out: there is one"),
     ],
 )
 def test_row_43_a_bad_key_or_value_in_a_file_is_named_with_its_line(
@@ -56,9 +58,12 @@ def test_row_43_a_bad_key_or_value_in_a_file_is_named_with_its_line(
     ("more", "message"),
     [
         (["--num-layer", "3"], "unknown flag --num-layer: did you mean --num-layers?"),
-        (["--lr", "5e-2"], "--lr 5e-3 and --lr 5e-2 contradict: keep one"),
+        (
+            ["--lr", "5e-2", "--strict-flags"],
+            "--lr 5e-3 and --lr 5e-2 contradict: keep one",
+        ),
         (["--seed", "1.5"], "--seed is '1.5': expected an integer"),
-        (["--ckpt-format", "torch"], "--ckpt-format: leave it out: checkpoints have one format"),
+        (["--ckpt-format", "torch"], "--ckpt-format is 'torch': use one of torch_dist: checkpoi"),
     ],
 )
 def test_row_43_a_bad_flag_gets_its_mend(prefix, capsys, more, message):

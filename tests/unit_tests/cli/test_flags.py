@@ -119,24 +119,50 @@ def test_switches_lists_and_equals():
     assert config.training.seq_length == 40
 
 
-def test_a_flag_given_twice_must_say_the_same():
-    def values(text: str):
-        return read_flags(text.split(), options(Config))
+@pytest.mark.parametrize(
+    ("text", "values", "notes"),
+    [
+        (
+            "--seed 1 --bf16 --seed=2",
+            {"seed": 2, "bf16": True},
+            ["--seed 2 wins over --seed 1, which stands before it"],
+        ),
+        (
+            "--bf16 --no-bf16",
+            {"bf16": False},
+            ["--no-bf16 wins over --bf16, which stands before it"],
+        ),
+        (
+            "--data-path a b --data_path a",
+            {"data-path": ("a",)},
+            ["--data-path a wins over --data-path a b, which stands before it"],
+        ),
+        ("--seed 1 --seed=1 --bf16 --bf16", {"seed": 1, "bf16": True}, []),
+    ],
+)
+def test_the_last_of_two_flags_wins_with_a_note(text, values, notes):
+    said: list[str] = []
+    assert read_flags(text.split(), options(Config), say=said.append) == values
+    assert said == notes
+    if notes:
+        known = [*options(Config), *options(Invocation)]
+        with pytest.raises(ValueError, match="contradict: keep one"):
+            read_flags([*text.split(), "--strict_flags"], known, say=said.append)
 
-    with pytest.raises(ValueError, match="--seed 1 and --seed 2 contradict: keep one"):
-        values("--seed 1 --bf16 --seed=2")
-    with pytest.raises(ValueError, match="--bf16 and --no-bf16 contradict: keep one"):
-        values("--bf16 --no-bf16")
-    with pytest.raises(ValueError, match="--data-path a b and --data-path a contr"):
-        values("--data-path a b --data_path a")
-    assert values("--seed 1 --seed=1 --bf16 --bf16") == {"seed": 1, "bf16": True}
+
+def test_a_flag_that_wins_over_the_file_is_said(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("seed: 5\nlr: 1e-3\nbf16: true\n")
+    config = parse(f"{ARGUMENTS} --config {tmp_path / 'run.yaml'} --seed 6")
+    assert (config.training.seed, config.training.bf16) == (6, True)
+    assert capsys.readouterr().err == f"p: --seed wins over seed in {tmp_path / 'run.yaml'}\n"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--num-layer 2", "unknown flag --num-layer: did you mean --num-layers?"),
-        ("--tensor-parallel-size 2", "did you mean --tensor-model-parallel-size?"),
+        ("--tensor-parallel 2", "did you mean --tensor-model-parallel-size?"),
+        ("--tensor-parallel-size 2", "use --tensor-model-parallel-size: "),
         ("--zzzz 2", "unknown flag --zzzz$"),
         ("--num-layers two", "--num-layers is 'two': expected an integer"),
         ("--num-layers 2.0", "expected an integer"),

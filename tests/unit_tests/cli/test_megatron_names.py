@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron's scripts: each is an option here, or is answered with a mend and a reason."""
+"""Flags of Megatron's scripts: each is an option, has no effect, or is answered with a reason."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron.cli.flags import parse_command_line, read_flags
-from megatron.cli.megatron_names import VALUE_NAMES, answer, answered, answered_prefixes, our_value
+from megatron.cli.megatron_names import (
+    ALIASES,
+    VALUE_NAMES,
+    answer,
+    answered,
+    answered_prefixes,
+    our_value,
+)
 from megatron.cli.schema import Option, options
 from megatron.training.config import Config
+from megatron.training.config.megatron_flags import NO_EFFECT
 from tests.support.arguments import last_wins
 from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 
@@ -47,6 +55,7 @@ VALUES = """
 """
 
 KNOWN = {option.name: option for option in options(Config)}
+HARMLESS = {flag.name: flag.option for flag in NO_EFFECT}
 
 
 def words(option: Option, name: str) -> list[str]:
@@ -60,11 +69,19 @@ def words(option: Option, name: str) -> list[str]:
     return [f"--{name}", text]
 
 
+def read(text: str) -> dict:
+    """Return the values that arguments give, as a program that trains reads them."""
+    return read_flags(text.split(), list(KNOWN.values()), harmless=list(HARMLESS.values()))
+
+
 @pytest.mark.parametrize("name", USED.split())
 def test_each_flag_people_use_works_or_is_answered(name):
     option = KNOWN.get(name) or KNOWN.get(name.removeprefix("no-"))
     if option is not None and (name in KNOWN or option.kind is bool):
         assert option.name in read_flags(words(option, name), list(KNOWN.values()))
+        return
+    if name in HARMLESS:
+        assert name in read(" ".join(words(HARMLESS[name], name)))
         return
     with pytest.raises(ValueError, match=f"^--{name}( 2)?: ") as caught:
         read_flags([f"--{name}", "2"], list(KNOWN.values()))
@@ -78,24 +95,29 @@ def test_each_flag_people_use_works_or_is_answered(name):
 def test_a_whole_script_is_answered_in_one_line():
     script = (
         "--pipeline-model-parallel-size 1 --context-parallel-size=1 --transformer-impl "
-        "transformer_engine --ckpt-format torch_dist --attention-softmax-in-fp32 --vocab-file v "
-        "--merge-file m --moe-grouped-gemm --num-layer 2 --recompute-modules mlp"
+        "transformer_engine --ckpt-format torch --attention-softmax-in-fp32 --vocab-file v "
+        "--merge-file m --moe-router-dtype fp64 --num-layer 2 --recompute-modules mlp"
     )
     with pytest.raises(ValueError) as caught:
-        parse_command_line(Config, [*ARGUMENTS.split(), *script.split()], prog="p", description="d")
+        parse_command_line(
+            Config,
+            [*ARGUMENTS.split(), *script.split()],
+            prog="p",
+            description="d",
+            no_effect=NO_EFFECT,
+        )
     problems = str(caught.value).split("; ")
     assert [p.partition(":")[0] for p in problems] == [
         "--transformer-impl is 'transformer_engine'",
-        "--ckpt-format",
-        "--attention-softmax-in-fp32",
+        "--ckpt-format is 'torch'",
         "--vocab-file",
         "--merge-file",
-        "--moe-grouped-gemm",
+        "--moe-router-dtype is 'fp64'",
         "unknown flag --num-layer",
         "--recompute-modules",
     ]
     assert "use one of local: Transformer Engine" in problems[0]
-    assert "use --tokenizer-model: a tokenizer is one file" in problems[3]
+    assert "use --tokenizer-model: a tokenizer is one file" in problems[2]
 
 
 def test_values_may_have_megatrons_names_and_are_shown_by_ours():
@@ -116,7 +138,10 @@ def test_values_may_have_megatrons_names_and_are_shown_by_ours():
 
 
 def test_the_tables_name_no_option_and_mend_by_options_alone():
-    names = set(KNOWN) | {f"no-{o.name}" for o in KNOWN.values() if o.kind is bool}
+    switches = [f"no-{o.name}" for o in KNOWN.values() if o.kind is bool]
+    listed = [*KNOWN, *HARMLESS, *ALIASES, *switches]
+    names = set(listed)
+    assert len(names) == len(listed), "a name stands for one thing"
     assert not names & set(answered()), "an option works and needs no answer"
     assert not [(n, p) for n in names for p in answered_prefixes() if n.startswith(p)]
     for name, known in answered().items():
@@ -147,4 +172,58 @@ def test_an_unknown_flag_may_be_near_an_answered_one():
     assert answer("inference-whatever") is not None
     assert answer("whatever") is None
     with pytest.raises(ValueError, match="did you mean --attention-softmax-in-fp32"):
-        small_config("--attention-softmax-fp32")
+        read("--attention-softmax-fp32")
+    with pytest.raises(ValueError) as caught:
+        read("--attention-softmax-fp32 --strict-flags")
+    assert "--attention-softmax-in-fp32" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_another_name_of_an_option_sets_it(name):
+    option, text = ALIASES[name]
+    given = f"--{name}" if text else f"--{name} a"
+    assert read(given) == read(f"--no-{option}" if text == "false" else f"--{option} {text or 'a'}")
+
+
+def test_another_name_takes_no_other_value_and_contradicts_none():
+    with pytest.raises(ValueError, match="--recompute-activations takes no value"):
+        read("--recompute-activations full")
+    for given in (
+        "--use-rotary-position-embeddings --position-embedding-type none",
+        "--position-embedding-type none --use-rotary-position-embeddings",
+    ):
+        with pytest.raises(ValueError, match="contradict: keep one"):
+            read(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("learning-rate", "lr"),
+        ("tp", "tensor-model-parallel-size"),
+        ("epochs", "train-iters"),
+        ("zero-stage", "data-parallel-sharding-strategy"),
+        ("batch-size", "micro-batch-size"),
+        ("max-grad-norm", "clip-grad"),
+        ("output_dir", "save"),
+    ],
+)
+def test_words_of_other_programs_get_the_name_of_ours(name, ours):
+    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')}: use --{ours}: "):
+        read(f"--{name} 3")
+
+
+def test_a_suggestion_is_never_a_flag_that_is_refused():
+    # A misspelling of every flag with an answer, which is nearest to that flag itself.
+    for name in answered():
+        with pytest.raises(ValueError) as caught:
+            read(f"--{name}x 1")
+        suggested = str(caught.value).partition("did you mean --")[2].rstrip("?")
+        if suggested:
+            accepted = {*KNOWN, *HARMLESS, *(f"no-{n}" for n in KNOWN)}
+            assert suggested in accepted, str(caught.value)
+
+
+def test_an_answer_names_no_option_that_the_program_lacks():
+    with pytest.raises(ValueError, match=r"^unknown flag --learning-rate$"):
+        read_flags(["--learning-rate", "1"], [KNOWN["seed"]])

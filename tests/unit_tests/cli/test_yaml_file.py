@@ -114,8 +114,18 @@ def test_variables_that_are_absent_secret_or_wrong(tmp_path, text, message):
 
 
 def test_megatrons_keys_are_answered_with_their_place(tmp_path):
-    with pytest.raises(ValueError, match=r"run.yaml:2: ckpt-format: leave it out: .* safetensors"):
-        read(tmp_path, "seed: 3\nckpt_format: torch_dist")
+    with pytest.raises(ValueError, match=r"run.yaml:2: load-main-params-from-ckpt: .* saf"):
+        read(tmp_path, "seed: 3\nload_main_params_from_ckpt: true")
+
+
+def test_other_names_of_an_option_are_keys_too(tmp_path):
+    text = "hybrid_override_pattern: MM*-\nrecompute-activations: true"
+    values = {"hybrid-layer-pattern": "MM*-", "recompute-granularity": "selective"}
+    assert read(tmp_path, text) == values
+    with pytest.raises(ValueError, match=r"run.yaml:1: recompute-activations must be true"):
+        read(tmp_path, "recompute-activations: false")
+    with pytest.raises(ValueError, match=r"run.yaml:2: .* already set on line 1"):
+        read(tmp_path, "hybrid-layer-pattern: MM\nhybrid-override-pattern: MM")
 
 
 def test_an_unreadable_file_is_one_line(tmp_path):

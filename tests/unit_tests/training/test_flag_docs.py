@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from megatron.cli.megatron_names import answered
+from megatron.cli.megatron_names import ALIASES, answered
 from megatron.cli.schema import options
 from megatron.training.config import Config
+from megatron.training.config.megatron_flags import NO_EFFECT
 from tools.write_flag_docs import PAGE, page
 
 
@@ -15,4 +16,5 @@ def test_the_page_is_fresh_and_names_every_option_and_answer():
     rows = [line for line in text.splitlines() if line.startswith("| `--")]
     flags = {word.strip("`") for line in rows for word in line.split("|")[1].split()}
     assert {f"--{option.name}" for option in options(Config)} <= flags
-    assert {f"--{name}" for name in answered()} <= flags
+    assert {f"--{name}" for name in (*answered(), *ALIASES)} <= flags
+    assert {f"--{flag.name}" for flag in NO_EFFECT} <= flags

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell how many of Megatron-LM's flags, as its functional tests give them, are accepted here.
+
+python -m tools.upstream_flags [--refused N] [--as-if FLAG ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.cli.flags import read_flags
+from megatron.cli.schema import options
+from megatron.training.config import Config
+from megatron.training.config.megatron_flags import NO_EFFECT
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests" / "support" / "upstream"
+
+_KNOWN = options(Config)
+_HARMLESS = [flag.option for flag in NO_EFFECT]
+
+#: A flag that another project's library would be needed for; what it computes is here.
+PRESENT = ("--transformer-impl=transformer_engine",)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is accepted.
+
+    Args:
+        uses: of flags in configurations that train.
+        accepted: how many of them, by each flag's commonest value.
+        configs: configurations that train decoder-only models.
+        unchanged: how many of them have no flag that is refused.
+        flags: how many flags these have together.
+        refused: flags of theirs that are refused, with their values, and how often.
+    """
+
+    uses: int
+    accepted: int
+    configs: int
+    unchanged: int
+    flags: int
+    refused: Counter[str]
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
+    header, *rows = (line.split("\t") for line in lines if not line.startswith("# "))
+    for row in rows:
+        yield dict(zip(header, row, strict=True))
+
+
+def is_accepted(words: list[str]) -> bool:
+    """Tell whether a training program reads a flag with its value; what it means is not looked
+    at."""
+    if "=".join(words) in PRESENT:
+        return True
+    if len(words) > 1 and "${" in words[1]:  # a value that a run of it fills in: a number or a path
+        return any(is_accepted([words[0], value]) for value in ("1", "path"))
+    try:
+        read_flags(words, _KNOWN, harmless=_HARMLESS)
+    except ValueError:
+        return False
+    return True
+
+
+def _flags(text: str) -> Iterator[list[str]]:
+    """Yield the words of each flag in `--a --b=1 --c=[1 2]`."""
+    for flag in re.split(r" (?=--)", text.strip()):
+        name, equals, value = flag.partition("=")
+        if name:
+            yield [name, *value.strip("[]").split()] if equals else [name]
+
+
+def figures(as_if: Collection[str] = ()) -> Figures:
+    """Return what is accepted, and would be if these flags were, with any value."""
+    uses = accepted = configs = unchanged = total = 0
+    for row in _rows("flags.tsv"):
+        value = row["commonest_values"].split("; ")[0]
+        count = int(row["uses_in_training"])
+        uses += count
+        words = [row["flag"], *([value] if value else [])]
+        known = row["today"] == "accepted" or row["flag"] in as_if or (count and is_accepted(words))
+        accepted += count if known else 0
+    refused: Counter[str] = Counter()
+    for row in _rows("configs.tsv"):
+        given = [flag for flag in _flags(row["not_accepted_today"]) if flag[0] not in as_if]
+        words = [flag for flag in given if not is_accepted(flag)]
+        refused.update("=".join([flag[0], " ".join(flag[1:])]).rstrip("=") for flag in words)
+        configs += 1
+        total += int(row["flags"])
+        unchanged += not words
+    return Figures(uses, accepted, configs, unchanged, total, refused)
+
+
+def main() -> None:
+    """Print the two shares, and on request what is refused most often."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--refused", type=int, default=0, metavar="N", help="list N refused flags")
+    parser.add_argument("--as-if", nargs="+", default=[], help="count these as accepted, no dashes")
+    words = parser.parse_args()
+    found = figures([f"--{name}" for name in words.as_if])
+    share, whole = found.accepted / found.uses, found.unchanged / found.configs
+    print(f"uses in training configs accepted: {found.accepted} of {found.uses}, {share:.1%}")
+    print(f"configs that parse with no edit: {found.unchanged} of {found.configs}, {whole:.1%}")
+    left = found.refused.total()
+    print(f"flags of these accepted: {found.flags - left} of {found.flags}")
+    print(f"({PRESENT[0]} is counted as accepted)")
+    for flag, count in found.refused.most_common(words.refused):
+        print(f"{count:6} {flag}")
+
+
+if __name__ == "__main__":
+    main()

@@ -211,7 +211,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("optimizer", "muon multiplies whole matrices, in bf16 on a GPU, by the published coefficients",
      "muon-tp-mode muon-fp32-matmul-prec muon-coefficient-type use-muon"),
     ("optimizer", "adam, sgd and muon are here, and adam is AdamW",
-     "adam-decoupled use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler "
+     "adam-decoupled"),
+    ("use-checkpoint-opt-param-scheduler", "without it the schedule is as given",
      "override-lr-scheduler use-checkpoint-lr-scheduler"),
     ("lr-decay-iters", "the schedule's length is given by itself", "lr-decay-tokens"),
     ("global-batch-size", "the batch has one size for the whole run",

@@ -23,7 +23,10 @@ from megatron.cli.flags import CommandLine, parse_command_line, show_config
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import go_on_without_streams
 from megatron.training.config import Config
-from megatron.training.config.checkpoint_options import checkpoint_defaults
+from megatron.training.config.checkpoint_options import (
+    checkpoint_defaults,
+    with_checkpoint_schedule,
+)
 from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
 from megatron.training.config.megatron_flags import NO_EFFECT
 from megatron.training.config.resolve import Run, resolve
@@ -93,13 +96,14 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
     )
     from megatron.training.config.check import check
 
-    problems = list(program.problems(line.config)) or check(line.config, launch.world_size)
-    problems = problems or check_experiments(line.config.experiments)
+    config, overridden = with_checkpoint_schedule(line.config, launch.world_size)
+    problems = list(program.problems(config)) or check(config, launch.world_size)
+    problems = problems or check_experiments(config.experiments)
     if problems:
         raise ValueError("; ".join(problems))
-    for note in line.notes if launch.rank == 0 else ():
+    for note in (*line.notes, *overridden) if launch.rank == 0 else ():
         print(f"{program.name}: {note}", file=sys.stderr, flush=True)
-    run = resolve(line.config, launch.world_size)
+    run = resolve(config, launch.world_size)
     notes = {
         "processes": f"{run.world_size}, data parallel size {run.data_parallel_size}",
         "microbatches per step": str(run.num_microbatches),

@@ -331,6 +331,7 @@ EFFECTS: dict[str, Effect] = {
     "load-fallback": Effect("log", base="--load {damaged}"),
     "load-optim": Effect("loss", base="--load {saved} --train-iters 4"),
     "use-checkpoint-args": Effect("refusal", base="--load {saved}", without="--num-layers"),
+    "use-checkpoint-opt-param-scheduler": Effect("plan", base="--load {saved} --lr 1e-2"),
     "pretrained-checkpoint": Effect("loss", "", "{saved}"),
     "load-hf": Effect("refusal", "", "{hf}", without="--num-layers --hidden-size"),
     "hf-export-check": Effect("log"),

@@ -54,6 +54,48 @@ def test_the_shape_comes_from_the_checkpoint_and_what_is_given_wins(saved, tmp_p
     assert printed(capsys, tmp_path, again) == given
 
 
+SCHEDULE = (
+    "--lr 1e-2 --min-lr 1e-3 --lr-decay-style linear --lr-decay-iters 40 --lr-warmup-iters 1 "
+    "--weight-decay 0.3"
+)
+FROM_CHECKPOINT = "--use-checkpoint-opt_param-scheduler"
+
+
+def test_the_schedule_of_a_checkpoint_wins_where_it_is_asked_for(saved, tmp_path, capsys):
+    names = ["lr", "min-lr", "lr-decay-style", "lr-decay-iters", "lr-warmup-iters", "weight-decay"]
+    words = " ".join(flags(saved / "tokens", f"{SHORT} --train-iters 4 {SCHEDULE}"))
+    first = printed(capsys, tmp_path, " ".join(flags(saved / "tokens", SHORT)))
+    given = printed(capsys, tmp_path, words)
+    assert all(given[name] != first[name] for name in names)
+    load = f"--load {saved / 'save'}"
+    taken = printed(capsys, tmp_path, f"{words} {load} {FROM_CHECKPOINT}")
+    assert [taken[name] for name in names] == [first[name] for name in names]
+    assert taken["train-iters"] == 4
+    for more in (
+        load,
+        FROM_CHECKPOINT,
+        f"--load {tmp_path / 'none'} {FROM_CHECKPOINT}",
+        f"{load} {FROM_CHECKPOINT} --finetune",
+        f"{load} {FROM_CHECKPOINT} --no-load-optim",
+    ):
+        kept = printed(capsys, tmp_path, f"{words} {more}")
+        assert [kept[name] for name in names] == [given[name] for name in names], more
+
+
+def test_a_schedule_that_counts_other_batches_is_refused(saved, capsys):
+    more = f"--load {saved / 'save'} {FROM_CHECKPOINT} --global-batch-size 16"
+    assert run_here(flags(saved / "tokens", f"{SHORT} {more}")) == ExitCode.USER_ERROR
+    err = capsys.readouterr().err
+    assert "--global-batch-size 8" in err
+    assert "--use-checkpoint-opt-param-scheduler" in err
+
+
+def test_what_a_checkpoint_overrides_is_said(saved, capsys):
+    more = f"{SHORT} --load {saved / 'save'} {FROM_CHECKPOINT} --lr 1e-2 --print-config"
+    assert run_here(flags(saved / "tokens", more)) == 0
+    assert "--lr is 0.005 as in " in capsys.readouterr().err
+
+
 def test_a_run_goes_on_with_the_options_of_its_checkpoint(saved, tmp_path):
     more = "--train-iters 3 --log-interval 1 --eval-interval 0"
     words = f"--use-checkpoint-args --load {saved / 'save'} --global-batch-size 8 {more}"

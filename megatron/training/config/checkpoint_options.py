@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options out of a checkpoint: `--use-checkpoint-args`.
+"""Options out of a checkpoint: `--use-checkpoint-args` and the schedule of a run that goes on.
 
 Every checkpoint holds the resolved options of its run. The model's shape and the tokenizer come
 from there where they are not given, and so does what a run cannot do without: its data, its length
@@ -9,10 +9,11 @@ and every option that has no default.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.cli.schema import Option, options
+from megatron.cli.schema import Option, flatten, options
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 from megatron.core.dist_checkpointing.run_folder import latest_checkpoint
@@ -32,6 +33,27 @@ _DATA = {
     "train-data-path",
     "per-split-data-args-path",
     "mock-data",
+}
+
+#: What `--use-checkpoint-opt-param-scheduler` takes, by section.
+_SCHEDULE = {
+    "schedule": (
+        "lr",
+        "min-lr",
+        "decoupled-lr",
+        "lr-decay-style",
+        "lr-decay-iters",
+        "lr-decay-samples",
+        "lr-warmup-iters",
+        "lr-warmup-samples",
+        "lr-warmup-fraction",
+    ),
+    "optimizer": (
+        "weight-decay",
+        "start-weight-decay",
+        "end-weight-decay",
+        "weight-decay-incr-style",
+    ),
 }
 
 
@@ -74,25 +96,82 @@ def _is_wanted(option: Option, given: Mapping[str, Any]) -> bool:
     return option.section in _SECTIONS or option.name in _WEIGHTS or option.required
 
 
-def saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any], Manifest]:
-    """Return the first checkpoint that a root holds, its options and its manifest.
+def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
+    """Return a config with the schedule of the checkpoint that its run goes on from.
+
+    Args:
+        config: as given; anything else than `--use-checkpoint-opt-param-scheduler` with a
+            checkpoint in `--load`, whose optimizer state is loaded, leaves it as it is.
+        world_size: number of processes.
+
+    Returns the config, and a line for each option that the checkpoint overrides.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the checkpoint is damaged, holds no schedule, or counts in other batches.
     """
+    flag, chosen = "--use-checkpoint-opt-param-scheduler", config.checkpoint
+    goes_on = chosen.load_optim and not chosen.finetune
+    if not (chosen.use_checkpoint_opt_param_scheduler and chosen.load and goes_on):
+        return config, ()
+    found = _newest([chosen.load], flag)
+    if found is None:
+        return config, ()
+    folder, manifest = found
+    saved = manifest.extra.get("config")
+    names = [name for section in _SCHEDULE.values() for name in section]
+    if not isinstance(saved, dict) or not saved.keys() >= {*names, "global-batch-size"}:
+        raise ValueError(f"{flag}: {folder} holds no schedule: leave the flag out")
+    training = config.training
+    batch = training.global_batch_size or training.micro_batch_size * (
+        world_size // config.model_parallel_size
+    )
+    counts = saved["lr-decay-iters"] or saved["lr-warmup-iters"]
+    if counts and saved["global-batch-size"] != batch:
+        raise ValueError(
+            f"{flag}: {folder} counts its schedule in batches of {saved['global-batch-size']} "
+            f"samples, this run's have {batch}: give --global-batch-size "
+            f"{saved['global-batch-size']}, or leave the flag out and give the schedule"
+        )
+    lines: list[str] = []
+    sections: dict[str, Any] = {}
+    known = {option.name: option for option in options(Config)}
+    given = flatten(config)
+    for section, members in _SCHEDULE.items():
+        values = {}
+        for name in members:
+            value = known[name].from_json(saved[name], f"{folder}: {name}")
+            values[known[name].field] = value
+            if given[name] not in (value, None):
+                lines.append(f"--{name} is {value} as in {folder}, not {given[name]}")
+        sections[section] = replace(vars(config)[section], **values)
+    return replace(config, **sections), tuple(lines)
+
+
+def _newest(roots: list[str], flag: str) -> tuple[Path, Manifest] | None:
+    """Return the first checkpoint that a root holds, and its manifest; None = there is none."""
     try:
         for root in map(Path, roots):
             one = root.name.startswith("iter_") and root.is_dir()
             # Which one is used, and why, is said again when it is loaded.
             folder = root if one else latest_checkpoint(root, say=lambda text: None)
             if folder is not None:
-                manifest = read_manifest(folder)
-                saved = manifest.extra.get("config")
-                break
-        else:
-            raise ValueError(f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}")
+                return folder, read_manifest(folder)
     except CheckpointError as error:
-        raise ValueError(f"--use-checkpoint-args: {error}") from error
+        raise ValueError(f"{flag}: {error}") from error
+    return None
+
+
+def saved_options(roots: list[str]) -> tuple[Path, Mapping[str, Any], Manifest]:
+    """Return the first checkpoint that a root holds, its options and its manifest.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    found = _newest(roots, "--use-checkpoint-args")
+    if found is None:
+        raise ValueError(f"--use-checkpoint-args: no checkpoint in {' or '.join(roots)}")
+    folder, manifest = found
+    saved = manifest.extra.get("config")
     if not isinstance(saved, dict):
         raise ValueError(f"--use-checkpoint-args: {folder} holds no options: give them as flags")
     return folder, saved, manifest

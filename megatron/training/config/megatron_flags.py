@@ -77,7 +77,7 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (_SPEED, "", "--attention-backend chooses the attention kernel", "use-flash-attn"),
     (_SPEED, "", "all experts of a rank are one grouped product", "moe-grouped-gemm"),
     (_SPEED, "", "token files are mapped", "no-mmap-bin-files"),
-    (_SPEED, "INT", "one thread builds the indices", "num-dataset-builder-threads"),
+    (_SPEED, "INT", "it only says how fast indices are built", "num-dataset-builder-threads"),
     (_SPEED, "", _WRITER,
      "use-persistent-ckpt-worker ckpt-assume-constant-structure async-ckpt-use-cached-structure "
      "async-ckpt-use-cpu-shm ckpt-fully-parallel-load ckpt-fully-parallel-save "

@@ -202,6 +202,9 @@ class CheckpointConfig:
     """Take the model's shape and the tokenizer from the checkpoint in --load, else in
     --pretrained-checkpoint, and where none are given the data, the length of the run and what is
     required; what is given wins."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Take learning rate, warm-up, decay and weight decay from the checkpoint in --load, whatever
+    is given; without a checkpoint there, or with --finetune or --no-load-optim, as given."""
     pretrained_checkpoint: str | None = None
     """Folder of checkpoints, or one iter_ folder, to take weights from while --load holds no
     checkpoint yet; the run starts at iteration 0."""

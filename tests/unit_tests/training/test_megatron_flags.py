@@ -139,7 +139,7 @@ REFUSED = """
 --step-batch-size-schedule 0:384 --decrease-batch-size-if-needed --use-precision-aware-optimizer
 --vocab-file v --merge-file m --vocab-extra-ids 100 --tiktoken-pattern v2 --fim-data --fim-rate 0.5
 --full-validation --eval-global-batch-size 8 --skip-train --test-mode --data-sharding
---create-attention-mask-in-dataloader --use-checkpoint-lr-scheduler
+--create-attention-mask-in-dataloader --override-lr-scheduler
 --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --check-for-large-grads
 --error-injection-rate 100 --iterations-to-skip 3 --train-sync-interval 5 --adlr-autoresume
 --exit-signal-handler-for-dataloader --no-save-optim --ckpt-step 3

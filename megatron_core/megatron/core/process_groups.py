@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups of a parallel run, and the grid of its ranks that they are made from.
+"""Process groups of a parallel run, and the grid of its ranks.
 
 `ProcessGroupCollection` is the one object that calls `torch.distributed.new_group`; an entry script
 builds it and passes it (or single `Group`s of it) down. There is no other way to find a group.
 
-RankGrid: the ranks of a parallel run on its axes. Pure arithmetic, tested without processes.
-
-Two factorisations of one world (distributed.md 1.1):
+`RankGrid` is pure arithmetic on ranks, tested without processes. Two factorisations of one world:
 
     dense:   tp · gtp · cp · dp_inner · dp_outer · pp          leftmost varies fastest
     expert:  etp · ep · egtp · edp_inner · edp_outer · pp
 
-Hybrid sharding cuts data parallelism in two: weights are sharded over the inner axis and repeated
-over the outer one (of size `instances`, 1 unless asked for). `dp` = dp_inner · dp_outer and `edp`
-stay names for both together.
+Hybrid sharding splits data parallelism in two: weights are sharded over the inner axis and
+replicated over the outer one (of size `instances`, 1 by default). `dp` = dp_inner · dp_outer and
+`edp` name both together.
 
-`dp` alone is ambiguous, so two names are used throughout: `replicate` (dp: the ranks that hold the
-same weights and optimizer state when nothing is sharded over data) and `lanes` (gtp × cp × dp: the
-ranks that see different tokens). `samples` (gtp × dp) are those that see different samples: ranks
-of cp share one. `inner_lanes` × `outer_lanes` are the lanes.
+`dp` alone is ambiguous, so these names are used throughout: `replicate` (dp) are the ranks that
+hold the same weights and optimizer state when nothing is sharded over data; `lanes` (gtp × cp × dp)
+are the ranks that see different tokens, the data-parallel ranks over which gradients are reduced;
+`samples` (gtp × dp) are those that see different samples, as cp ranks share one. `inner_lanes` ×
+`outer_lanes` are the lanes.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class RankGrid:
             raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
-        """List everything that makes this layout impossible, with its mend; empty if it is fine."""
+        """List everything that makes this layout impossible, with its fix; empty if it is fine."""
         named = ("tp", "gtp", "cp", "pp", "etp", "ep", "egtp", "instances")
         degrees = {name: getattr(self, name) for name in named}
         found = [
@@ -250,9 +249,9 @@ class RankGrid:
 
     @property
     def replica_names(self) -> tuple[str, ...]:
-        """Names of the parts of the tensor parallel groups: "tp/2" is 2 consecutive ranks of one.
+        """Names of the subgroups of tensor parallel groups: "tp/2" is 2 consecutive ranks of one.
 
-        Where tp is larger than what it cuts (kv heads), so many ranks hold the same piece.
+        Where tp is larger than what it shards (kv heads), so many ranks hold the same shard.
         """
         return tuple(f"tp/{n}" for n in range(2, self.tp + 1) if self.tp % n == 0)
 
@@ -292,7 +291,7 @@ class RankGrid:
 
 
 #: Groups whose communicators carry one kind of traffic only, and which kind: what is queued on one
-#: communicator runs in turn, so a gather must not stand behind the reduction of a large bucket.
+#: communicator runs in turn, so a gather must not queue behind the reduction of a large bucket.
 TRAFFIC: Mapping[str, str] = MappingProxyType(
     {
         "lanes": "gradients",

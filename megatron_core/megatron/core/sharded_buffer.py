@@ -40,7 +40,7 @@ class Member:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where each member lies in a flat buffer [numel] that `parts` ranks share evenly."""
+    """Where each member is in a flat buffer [numel] that `parts` ranks share evenly."""
 
     members: tuple[Member, ...]
     numel: int

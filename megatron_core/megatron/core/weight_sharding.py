@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a weight, its gradient and its optimizer state lie over the grid, and what follows from it.
+"""How a weight, its gradient and its optimizer state are sharded over the grid, and what follows.
 
-A `WeightSharding` is a description, never a tensor. From it and a `RankGrid` alone are derived: the
-local shape with its padding, the boxes of the logical tensors that a rank holds (initial values,
-checkpoint chunks and Hugging Face slices are loops over these), which ranks hold replicas of them,
-who counts them in the gradient norm, the bytes they take, and the gradient plan with its one
-factor.
+A `WeightSharding` is a description of one weight, never a tensor. From it and a `RankGrid` alone
+follow: the local shape with its padding; the boxes of the logical tensors that a rank holds, and
+where they are in its local tensor or any range of it (initial values, checkpoint chunks and Hugging
+Face slices are loops over these); which ranks hold replicas, who counts them in the gradient norm,
+the bytes they take; and the gradient plan: the sums that complete the gradient, with the one loss
+factor that goes with them.
 
-Vocabulary of this package:
+Terms:
 
 - A *logical tensor* is what a checkpoint names: unfused, unpadded, whole. A fused weight (q|k|v,
   gate|up, the projections of a state-space layer) is one weight with several logical tensors, its
   *segments*.
-- The *local tensor* is what one rank multiplies with: the `stay` cuts applied, padded so that it
-  has one shape on every rank. Its elements in row-major order are the flat space that buckets and
-  shards cut further.
-- A `gather` cut (generalized tensor parallelism, ZeRO-3) and a placement (ZeRO-1/2) are ranges of
-  that flat space; a row-aligned range is the same thing with a larger quantum.
-
-WeightSharding: the description of one weight over the grid. Never a tensor.
-
-Which boxes of logical tensors lie where in a rank's local tensor, and in any range of it.
-
-The sums that make a weight's gradient whole, and the one loss factor that goes with them.
+- The *local tensor* is what one rank multiplies with: the weight sharded over its `stay` axes,
+  padded to one shape on every rank. Its elements in row-major order are the flat space that buckets
+  and shards divide further.
+- Sharding over a `gather` axis (generalized tensor parallelism, ZeRO-3) and a placement (ZeRO-1/2)
+  are ranges of that flat space; a row-aligned range is the same thing with a larger quantum.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ if TYPE_CHECKING:
 
 GradientKind = Literal["identical", "partial"]
 
-#: The data axes: ranks along them see different tokens. Hybrid sharding cuts over the inner ones.
+#: The data axes: ranks along them see different tokens. Hybrid sharding shards over the inner ones.
 INNER_LANES = ("gtp", "cp", "dp_inner")
 OUTER_LANES = ("dp_outer",)
 DENSE_LANES = INNER_LANES + OUTER_LANES
@@ -58,15 +53,15 @@ OUTER_STRATEGIES = ("no_shard", "optim")
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """One cut of a logical tensor along `dim` over a grid axis.
+    """How one grid axis shards a logical tensor along `dim`.
 
     Args:
         axis: the axis, for instance "tp" or "ep".
         dim: the dimension of the logical tensor; only dimension 0 may be uneven (it is then
             padded).
-        mode: "stay" is computed on as it lies (tensor or expert parallel); "gather" is storage only
-            and put together again just before use.
-        parts: number of pieces; None means one per rank of the axis. Fewer pieces than ranks (kv
+        mode: "stay" is computed on as a shard (tensor or expert parallel); "gather" shards storage
+            only and is gathered just before use.
+        parts: number of shards; None means one per rank of the axis. Fewer shards than ranks (kv
             heads < tp) leave axis / parts consecutive ranks with the same piece: the replica
             sub-group.
     """
@@ -77,7 +72,7 @@ class Cut:
     parts: int | None = None
 
     def pieces(self, grid: RankGrid) -> int:
-        """Return the number of pieces on this grid."""
+        """Return the number of shards on this grid."""
         return grid.size(self.axis) if self.parts is None else self.parts
 
 
@@ -102,7 +97,7 @@ class Segment:
         return tuple(c for c in self.cuts if c.mode == "stay")
 
     def pieces(self, axis: str, grid: RankGrid) -> int:
-        """Return into how many pieces the `stay` cuts over one axis divide it."""
+        """Return into how many shards the `stay` entries of one axis divide it."""
         over = (cut for cut in self.cuts if cut.axis == axis and cut.mode == "stay")
         return math.prod(cut.pieces(grid) for cut in over)
 
@@ -119,9 +114,10 @@ class Placement:
 def placement(strategy: str, outer: str = "no_shard") -> Placement:
     """Return which data axes shard weight, gradient and optimizer state.
 
-    ZeRO stages 0 to 3 (Rajbhandari et al. 2020, section 5) over the inner lanes, which are all
-    lanes unless the grid has `instances`. Over the outer lanes everything is repeated (hybrid
-    sharding, Zhao et al. 2023, section 3.2), except the optimizer state if `outer` says so.
+    ZeRO stages 0 to 3 (Rajbhandari et al. 2020, section 5) over the inner data-parallel
+    ranks, which are all of them unless the grid has `instances`. Over the outer ones everything is
+    replicated (hybrid sharding, Zhao et al. 2023, section 3.2), except the optimizer state if
+    `outer` specifies that.
 
     Args:
         strategy: one of `STRATEGIES`.
@@ -163,12 +159,12 @@ class WeightSharding:
         interleave: number of logical units (kv groups, for instance) that the segments interleave
             by: the local tensor is unit after unit, each holding its share of every segment. 1 is
             plain concatenation.
-        gradient: for every axis of size > 1 that does not cut it and sees different inputs or
+        gradient: for every axis of size > 1 that does not shard it and sees different inputs or
             heads: "identical" (each rank computes the whole gradient) or "partial" (each computes
                 an addend).
         stages: the pipeline stages that own it; a tied weight is one name with several owners.
             Empty is the one stage that declares it.
-        expert: it lies on the expert grid (etp, ep, egtp, edp) instead of the dense one.
+        expert: it is on the expert grid (etp, ep, egtp, edp) instead of the dense one.
         weight_decay: whether decoupled weight decay applies.
     """
 
@@ -379,8 +375,8 @@ def replica_ranks(
     """List the global ranks that hold the same boxes of a segment as `rank`, itself included.
 
     Args:
-        sharded: axes of the placement over which the role in question is cut (ranks along them hold
-            different elements).
+        sharded: axes of the placement over which the role in question is sharded (ranks along them
+            hold different elements).
 
     Returns:
         Global ranks, ascending.
@@ -452,10 +448,10 @@ def _units(sharding: WeightSharding, grid: RankGrid) -> int:
 def _origin(
     segment: Segment, grid: RankGrid, at: Coordinates
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the first logical row of a rank's piece, and its inner offsets and sizes."""
+    """Return the first logical row of a rank's shard, and its inner offsets and sizes."""
     index = 0
     offsets, sizes = [0] * (len(segment.shape) - 1), list(segment.shape[1:])
-    for cut in segment.stay_cuts:  # ordered: an earlier cut is the outer one
+    for cut in segment.stay_cuts:  # ordered: an earlier axis is the outer one
         if cut.dim == 0:
             index = index * cut.pieces(grid) + _piece(cut, grid, at)
         else:
@@ -501,8 +497,8 @@ class GradientPlan:
     Args:
         lanes: the group that its buckets are reduced over ("lanes" or "expert_lanes").
         steps: sums over model axes, in order, after that.
-        lanes_reached: the number of data lanes whose tokens the result holds; the loss factor
-            assumes all.
+        lanes_reached: the number of data-parallel ranks whose tokens the result holds; the loss
+            factor assumes all.
     """
 
     lanes: str
@@ -514,9 +510,9 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
     """Derive the sums that make a weight's gradient whole.
 
     Raises:
-        ValueError: an axis of size > 1 neither cuts the weight nor has a declared gradient kind, it
-            is tied between other stages than the first and the last, or the sums would not reach
-            every data lane exactly once (the silent factor of ep or etp/tp in experts).
+        ValueError: an axis of size > 1 neither shards the weight nor has a declared gradient kind,
+            it is tied between other stages than the first and the last, or the sums would not reach
+            every data-parallel rank exactly once (the silent factor of ep or etp/tp in experts).
     """
     names = tuple(s.name for s in sharding.segments)
     steps = []
@@ -529,7 +525,7 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
             if parts == 1 and not any(c.axis == axis for c in segment.stay_cuts):
                 whole.append(segment.name)
             elif parts < size:
-                # Replicas of a piece feed different consumers (other query heads): addends of one
+                # Replicas of a shard feed different consumers (other query heads): addends of one
                 # gradient.
                 steps.append(GradientStep(f"{axis}/{size // parts}", (segment.name,)))
         if whole and axis not in sharding.gradient:
@@ -548,7 +544,7 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
         steps.append(GradientStep(TIED, names))
     lanes = "expert_lanes" if sharding.expert else "lanes"
     reached = Fraction(math.prod(grid.size(a) for a in sharding.lane_axes))
-    if sharding.expert:  # dispatch brings the tokens of etp·ep ranks, which are etp·ep/tp lanes
+    if sharding.expert:  # dispatch brings the tokens of etp·ep ranks, etp·ep/tp data-parallel ones
         reached *= Fraction(grid.size("etp") * grid.ep, grid.tp)
     every = math.prod(grid.size(a) for a in DENSE_LANES)
     if reached != every:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepRecording: keep a data-parallel engine's step within itself while a CUDA graph records it.
+"""StepRecording: make a data-parallel engine's step self-contained while a CUDA graph captures it.
 
-What is recorded runs no Python when it is replayed, and must not touch what was put on the GPU
-outside. So, between `begin_step` and `finish` of the step that is recorded:
+A captured step runs no Python when it is replayed, and must not touch work that was put on the GPU
+outside. So, between `begin_step` and `finish` of the captured step:
 
-- no event of before is waited for: nothing is under way, and the arenas start empty, as a buffer
-  given back earlier carries an event;
-- the side streams, which the step itself starts behind the recording one, end before it;
-- every need of a gathered weight is one that the plan foresaw;
-- what is stale is what is stale behind an applied update, so that a replay gathers all of that,
-  also if the step that is recorded follows a skipped one.
+- it waits for no earlier event: nothing is in flight, and the arenas start empty, as a buffer given
+  back earlier carries an event;
+- the side streams, which the step itself starts after the capturing stream, end before it;
+- every request for a gathered weight is one that the plan foresaw;
+- what is stale is what is stale after an applied update, so that a replay gathers all of that,
+  also if the captured step follows a skipped one.
 
-Afterwards the buffers that were leased meanwhile are the recording's, and eager steps lease others.
-What the engine calls stale after a replay may be fresh already, never the other way round.
+Afterwards the buffers that were leased meanwhile belong to the recording, and eager steps lease
+others. What the engine calls stale after a replay may already be up to date, never the reverse.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def unforeseen_needs(engine: DataParallel) -> int:
 
 
 def unrecordable(config: DataParallelConfig) -> str | None:
-    """Return why an engine's step cannot be recorded, and the mend; None if it can."""
+    """Return why an engine's step cannot be recorded, and the fix; None if it can."""
     if config.overlap_param_gather and config.fsdp_all_gather_in_start_param_sync:
         return (
             "a recorded step cannot wait for a gather that was started before it: set "
@@ -72,7 +72,7 @@ class StepRecording:
         return found + [bucket.stream for bucket in self.engine.buckets[:1]]
 
     def prepare(self) -> None:
-        """Bring the engine where it is behind every applied update, with nothing under way.
+        """Bring the engine to its state after every applied update, with nothing under way.
 
         Every rank calls this for the same step: it gathers what `start_param_sync` does.
         """

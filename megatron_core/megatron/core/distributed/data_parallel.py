@@ -5,41 +5,36 @@ A step, as its caller sees it:
 
     engine.begin_step(microbatches)
     for each microbatch:  loss = model.loss(...);  engine.backward(loss, last=...)
-    engine.finish()              # gradients are whole: on every rank, or each rank's range of them
+    engine.finish()              # gradients are complete: on every rank, or each rank's range
     ...                          # the optimizer writes the ranges of `owned()`
-    engine.start_param_sync()    # the other ranks' ranges follow, at once or when they are needed
+    engine.start_param_sync()    # all-gather the other ranks' ranges, at once or when needed
 
-Where a rank has several parts of a model, as the chunks of a pipeline, each with its own order of
-microbatches, the caller says more:
+Where a rank has several model chunks, as in an interleaved pipeline, each with its own order of
+microbatches, the caller specifies more:
 
     engine.begin_step(program=names of the segments in the order in which they run)
-    engine.segment(name)         # before what runs forward or backward through a part
-    engine.last(part)            # before the step's last puts into a part
-    engine.close(part)           # behind a microbatch's last put into it
+    engine.segment(name)         # before the forward or backward of a model chunk
+    engine.last(part)            # before the step's last gradients of a model chunk
+    engine.close(part)           # after a microbatch's last gradient of it
 
 A strategy is the placement of weight, gradient and optimizer state on the data axes, nothing else:
-`Gatherer` makes cut weights whole, `GradientBucket` sums gradients into where they are kept.
+`Gatherer` unshards weights, `GradientBucket` reduces gradients into where they are kept.
 
 All scaling is in the loss, so every reduction is a plain sum. A bucket is reduced as soon as each
-of its weights has had all its puts; what is still open is reduced by `close` or `finish`, which
-then carries out the remaining sums of the gradient plan (weights whole on tp that saw different
-tokens or heads, weights of two stages).
+of its weights has had all its gradients accumulated; buckets still open are reduced by `close` or
+`finish`. `finish` then carries out the remaining sums of the gradient plan over model axes
+(`ModelSums`): of weights that are replicated over an axis, or over a subgroup of it, and saw
+different tokens or heads there, as on tp or in two pipeline stages. All such ranges of all buckets
+go into one all-reduce per group.
 
-DataParallelConfig: how weights, gradients and optimizer state go over the data lanes.
-
-GradientBucket: the gradients of one bucket, from backward's puts to what the optimizer reads.
+`GradientBucket` holds the gradients of one bucket, from accumulation in backward to the optimizer:
 
     gradients   backward fills                  reduced                 kept
-    whole       one buffer all step long        once, at the end        it, or its own range (optim)
-    cut         a leased buffer a microbatch    in every microbatch     this rank's shard, fp32
+    whole       one buffer for the whole step   once, at the end        it, or its own range (optim)
+    sharded     a leased buffer a microbatch    in every microbatch     this rank's shard, fp32
 
-A reduction is a sum over the ranks that share the bucket; over the outer ranks of hybrid sharding
-another one follows, once a step, of this rank's shard.
-
-ModelSums: the sums of the gradient plans over model axes, as ranges of what ranks keep.
-
-They are weights that lie whole on an axis (or twice on part of it) and saw different tokens or
-heads there. Every such range of every bucket goes into one all-reduce per group.
+A reduction is a sum over the ranks that share the bucket. Under hybrid sharding a second one
+follows once a step, of this rank's shard over the outer ranks.
 """
 
 from __future__ import annotations
@@ -89,18 +84,18 @@ class DataParallelConfig:
 
     Args:
         strategy: "no_shard" (gradients are all-reduced, every rank updates everything), "optim"
-            (ZeRO-1: each rank keeps 1/lanes of the optimizer state), "optim_grads" (ZeRO-2: and of
-            the gradients), "optim_grads_params" (ZeRO-3: and of the weights).
+            (ZeRO-1: each rank keeps its shard of the optimizer state), "optim_grads" (ZeRO-2: and
+            of the gradients), "optim_grads_params" (ZeRO-3: and of the weights).
         outer: over the outer axis of hybrid sharding, everything is repeated ("no_shard") or the
-            optimizer state is cut once more ("optim").
+            optimizer state is sharded once more ("optim").
         overlap_grad_reduce: reduce a bucket as soon as backward has filled it; False waits: for
-            the end of backward, or where gradients are cut, for each reduction.
+            the end of backward, or where gradients are sharded, for each reduction.
         overlap_param_gather: gather weights while something else is computed; False gathers all
-            after the optimizer step, or where weights are cut, each when it is needed.
+            after the optimizer step, or where weights are sharded, each when it is needed.
         fsdp_all_gather_in_start_param_sync: with `overlap_param_gather`, start the first gathers at
             the end of the optimizer step; False starts none before the next forward, which whole
             iterations captured in a CUDA graph need.
-        granularity: what is gathered at a time where weights are cut: a "unit" (a layer) or a
+        granularity: what is gathered at a time where weights are sharded: a "unit" (a layer) or a
             "weight".
         prefetch_bytes: gathered ahead beyond the next bucket, with `overlap_param_gather`.
         grad_dtype: of the gradient buffers that backward fills.
@@ -172,16 +167,17 @@ class GradientBucket:
     Args:
         arena: where buffers of one microbatch are leased.
         stream: where reductions run.
-        on_full: called when every weight has had all its puts.
+        on_full: called when every weight has had all its gradients accumulated.
 
     Attributes:
-        part: of the model that its weights belong to.
+        part: the model chunk that its weights belong to.
         gradients: what the optimizer reads, [owned].
         cut: gradients are kept in shards, and reduced in every microbatch.
         wide: bf16 gradients are summed in fp32, out of a second leased buffer.
-        puts: how often each weight's gradient was put since the last reduction.
+        puts: how often each weight's gradient was accumulated since the last reduction.
         reductions: in this step.
-        observe: told this rank's own gradients before each reduction; it must not change them.
+        observe: called with this rank's own gradients before each reduction; must not change
+            them.
     """
 
     def __init__(
@@ -198,7 +194,7 @@ class GradientBucket:
         self.arena, self.stream, self.on_full = arena, stream, on_full
         self.trainable = [h for h in bucket.handles if h.trainable]
         self.cut = bool(self.placement.gradient)
-        # on a single lane nothing is reduced, and so nothing is widened
+        # on a single data-parallel rank nothing is reduced, and so nothing is widened
         self.wide = config.fp32_accumulation and bool(self.placement.optimizer)
         self.puts: dict[str, int] = {}
         self.waiting = 0
@@ -242,7 +238,7 @@ class GradientBucket:
         self._start_afresh()
 
     def begin_last(self) -> None:
-        """Count from here on the puts of the last microbatch, if they fill a buffer kept so far."""
+        """Count the last microbatch's gradients from here on, if they fill a buffer kept so far."""
         if not self.cut:
             self._expect()
 
@@ -251,7 +247,7 @@ class GradientBucket:
     def open(self) -> None:
         """Give every trained weight a slot, in a leased buffer."""
         self._whole = self.arena.lease(self.bucket.layout.numel, self.config.grad_dtype)
-        for start, stop in self._gaps:  # what no put writes takes part in the sum
+        for start, stop in self._gaps:  # elements without a gradient take part in the sum
             self._whole[start:stop].zero_()
         self._bind(self._whole)
 
@@ -276,7 +272,7 @@ class GradientBucket:
     # --- reduction --------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Start summing what was put; weights without a put count as zero."""
+        """Start summing what was put; weights without a gradient count as zero."""
         if self._whole is None:
             self.open()
         assert self._whole is not None
@@ -443,7 +439,7 @@ class GradientObserver(Protocol):
 
 
 class DataParallel:
-    """Train the weights of a store over the data lanes.
+    """Train the weights of a store over the data-parallel ranks.
 
     Args:
         store: materialised for the same strategy; frozen weights get no gradients.
@@ -533,7 +529,7 @@ class DataParallel:
         Args:
             microbatches: of this step; another number than that costs time, not correctness.
             program: the segments of this step in the order in which they will run, instead of each
-                microbatch forward and backward; `segment` then says when each begins. Likewise.
+                microbatch forward and backward; `segment` then marks when each begins. Likewise.
         """
         self._phase, self.launched_in_backward = _Phase.STEP, 0
         self._last.clear()
@@ -571,10 +567,10 @@ class DataParallel:
             self.gatherer.start_segment(name)
 
     def last(self, part: int) -> None:
-        """Say that from here on the step's last microbatch puts gradients into a part's weights.
+        """Declare that the step's last microbatch now accumulates gradients of a model chunk.
 
-        With `overlap_grad_reduce`, buckets of the part are reduced as they fill. All earlier
-        microbatches must have had their puts.
+        With `overlap_grad_reduce`, buckets of the chunk are reduced as they fill. All earlier
+        microbatches must have accumulated their gradients.
 
         Raises:
             ValueError: no step has begun.
@@ -587,10 +583,10 @@ class DataParallel:
                 bucket.begin_last()
 
     def close(self, part: int) -> None:
-        """Say that a microbatch has put all its gradients into a part's weights.
+        """Declare that a microbatch has accumulated all its gradients of a model chunk's weights.
 
-        Cut gradients that got fewer puts than were declared are reduced; behind the last
-        microbatch, with `overlap_grad_reduce`, so is every bucket of the part that has not been.
+        Sharded gradients that were accumulated less often than declared are reduced; after the last
+        microbatch, with `overlap_grad_reduce`, so is every bucket of the chunk that has not been.
 
         Raises:
             ValueError: no step has begun.
@@ -620,7 +616,7 @@ class DataParallel:
         self.segment(FORWARD)
 
     def accumulate(self, *, last: bool) -> None:
-        """Say whether the step's last puts follow, in all parts at once."""
+        """Declare whether the step's last gradients follow, in all model chunks at once."""
         for part in self._parts if last else ():
             self.last(part)
 
@@ -683,7 +679,7 @@ class DataParallel:
     def complete_weights(self) -> None:
         """Have all updates arrive in what this rank stores, before that is saved or read.
 
-        Ranks that store the same hold the same after it. Every rank of the lanes calls this.
+        Ranks that store the same hold the same after it. All data-parallel ranks call this.
 
         Raises:
             ValueError: a step is under way.

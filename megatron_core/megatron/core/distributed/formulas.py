@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a strategy of data parallelism costs: bytes kept per rank, and collectives per step.
 
-Pure arithmetic on the sizes of the buckets, for tests that hold the engine to it, for the line a
-run starts with, and to choose a strategy by. With w, g, s bytes of weight, gradient and optimizer
-state per element, over i inner and o outer lanes (ZeRO: Rajbhandari et al. 2020, section 5):
+Pure arithmetic on the sizes of the buckets, for tests that compare the engine with it, for the line
+that a run logs at its start, and to choose a strategy by. With w, g, s bytes of weight, gradient
+and optimizer state per element, over i inner and o outer data-parallel ranks (ZeRO: Rajbhandari et
+al. 2020, section 5):
 
     no_shard              w + g + s
     optim                 w + g + s/i
@@ -11,7 +12,7 @@ state per element, over i inner and o outer lanes (ZeRO: Rajbhandari et al. 2020
     optim_grads_params    (w + 4 + s)/i         and these, and the gathered weights
       outer "optim"       (w + 4)/i + s/(i·o)
 
-Gradients that are cut are kept in fp32, whatever the buffers that backward fills.
+Sharded gradients are kept in fp32, whatever the dtype of the buffers that backward fills.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class BucketSize:
         outer: ranks that hold the same shard, under hybrid sharding.
         root: its weights belong to no unit.
         trainable: it has gradients.
-        expert: it lies on the expert lanes.
+        expert: it is on the expert data-parallel ranks.
     """
 
     numel: int
@@ -51,7 +52,7 @@ class BucketSize:
     @property
     def alone(self) -> bool:
         """Whether nobody shares it: it is whole whatever the strategy, as experts are that lie on
-        one lane."""
+        one data-parallel rank."""
         return self.inner * self.outer == 1
 
     @staticmethod
@@ -137,8 +138,8 @@ def bytes_per_rank(
     """Return the bytes on one rank.
 
     Args:
-        buckets: of its part of the model.
-        placed: what is cut over which lanes.
+        buckets: of its model chunks.
+        placed: what is sharded over which data-parallel ranks.
         of: bytes per element.
         prefetch, ahead: whether the next unit is gathered early, and the bytes beyond it.
         overlap: a bucket is reduced while backward fills the next.
@@ -186,18 +187,18 @@ def collectives_per_step(
     microbatches: int,
     gathers: Sequence[int] | None = None,
 ) -> list[Traffic]:
-    """Return what one step sends over the data lanes, up to the weights of the next.
+    """Return what one step sends over the data-parallel ranks, up to the weights of the next.
 
     Args:
-        buckets: of this rank's part of the model.
-        placed: what is cut over which lanes.
+        buckets: of this rank's model chunks.
+        placed: what is sharded over which data-parallel ranks.
         of: bytes per element.
         microbatches: of the step.
         gathers: how often each bucket is gathered; None is once where any rank's range of it is
-            trained. Where weights are stored in shards the gather plan says it.
+            trained. Where weights are stored in shards the gather plan determines it.
 
     Returns:
-        Sorted by kind and group; nothing on a single lane.
+        Sorted by kind and group; nothing on a single data-parallel rank.
     """
     counts: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
@@ -243,7 +244,7 @@ def _together(buckets: Sequence[BucketSize], units: int) -> int:
 
 
 def _parts(axes: tuple[str, ...], inner_size: int, outer_size: int) -> int:
-    """Return into how many parts a role is cut."""
+    """Return into how many shards a role is divided."""
     if not axes:
         return 1
     return inner_size * (outer_size if any(axis in axes for axis in OUTER_LANES) else 1)

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OptimizerConfig, and which weights take which share of rate and decay.
+"""OptimizerConfig, and which share of learning rate and weight decay each weight gets.
 
-OptimizerConfig: what an optimizer does at every step, apart from the scheduled learning rate.
-
-Which elements of an owned range are updated with which share of the rate and of the decay.
-
-By default every weight takes the whole learning rate, and all but biases and norms take weight
-decay. Patterns over logical weight names (shell wildcards, the first that matches wins) replace
-either factor. Logical names are the same on every layout, and so are the factors.
+The config is what an optimizer does at every step, apart from the scheduled learning rate. By
+default every weight takes the whole learning rate, and all but biases and norms take weight decay.
+Patterns over logical weight names (shell wildcards, the first that matches wins) replace either
+factor. Logical names are the same on every layout, and so are the factors.
 """
 
 from __future__ import annotations
@@ -127,11 +124,11 @@ class MuonConfig:
         nesterov: orthogonalise G + momentum M' instead of M'.
         num_ns_steps: Newton-Schulz iterations.
         scale_mode: how an update is scaled by its matrix's shape.
-        extra_scale_factor: a factor of every update beside that.
+        extra_scale_factor: a factor of every update in addition to that.
         split_fused: orthogonalise each logical tensor of a fused weight (q, k, v; gate, up) by
             itself; False joins those of one weight along their rows. Either way every expert has
             matrices of its own.
-        adam_names: patterns of logical names of further matrices that AdamW updates, beside
+        adam_names: patterns of logical names of further matrices that AdamW updates, in addition to
             embedding and head.
         round_bytes: what the buffers of a round of exchanges may take on any rank; a matrix that
             alone needs more makes a round of its own.

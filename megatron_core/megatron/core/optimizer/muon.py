@@ -3,33 +3,30 @@
 
     M <- mu M + G,   U = G + mu M (Nesterov),   W <- (1 - lr decay) W - lr scale NS(U)
 
-Momentum lies like the gradients, in flat shards cut anywhere. Every matrix has an owner among the
-ranks; pieces of U travel to it by one all-to-all a round, it orthogonalises the whole, and pieces
-of the update travel back to all who hold them. What has several holders gets its update from one
-rank, so replicas stay equal in every bit. A weight of experts [e, rows, cols] is e matrices.
-
-Memory beside momentum: the buffers of two rounds (one under way while the other is computed), each
-within `round_bytes` or those of one matrix, and for the largest matrix [m, n], m <= n, about
-2 m^2 + 2 m n elements of products.
-
-Which rank orthogonalises which matrix, and what travels for it: arithmetic on boxes.
-
-Ranks hold pieces of matrices, cut anywhere, some of them the same ones. From the pieces of all
-ranks, and nothing else, every rank computes the same plan:
-
-    owner      the rank that orthogonalises a matrix; the work is shared out evenly
-    rounds     matrices whose pieces travel together, so that buffers stay small
-    transfers  piece by piece: from one of its holders to the owner, and back to all holders
-
-Orthogonalisation of a matrix by Newton-Schulz iterations, and the scale of such an update.
-
-With U = G / |G|_F (G transposed if it has more rows than columns), each step is
+NS orthogonalises a matrix by Newton-Schulz iterations. With U = G / |G|_F (G transposed if it has
+more rows than columns), each step is
 
     A = U U^T,    U <- a U + (b A + c A^2) U,    (a, b, c) = (3.4445, -4.7750, 2.0315)
 
-a quintic that takes every singular value s in (0, 1] to a s + b s^3 + c s^5 and so, after five
-steps, to about 1 (0.68 to 1.21 for s above 0.002): G's singular vectors with all singular
-values near 1. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+a quintic that maps every singular value s in (0, 1] to a s + b s^3 + c s^5 and so, after five
+steps, to about 1 (0.68 to 1.21 for s above 0.002): G's singular vectors with all singular values
+near 1. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+
+Momentum is sharded like the gradients, in flat shards with arbitrary boundaries; some ranks may
+hold the same shard. Each matrix has an owner, and is orthogonalised whole there. From the shards of
+all ranks, and nothing else, every rank computes the same plan:
+
+    owner      the rank that orthogonalises a matrix; the work is divided evenly
+    rounds     matrices whose shards travel together, so that buffers stay small
+    transfers  shard by shard: of U from one of its holders to the owner, of the update back to
+               all holders, one all-to-all each way and round
+
+All holders of a shard get its update from one rank, so replicas stay bit-equal. A weight of experts
+[e, rows, cols] is e matrices.
+
+Memory in addition to momentum: the buffers of two rounds (one in flight while the other is
+computed), each within `round_bytes` or those of one matrix, and for the largest matrix [m, n],
+m <= n, about 2 m^2 + 2 m n elements of products.
 """
 
 from __future__ import annotations
@@ -81,7 +78,7 @@ class Piece:
         matrix: whose box it is.
         box: in the matrix.
         rank: who holds it.
-        index: its number among that rank's pieces.
+        index: its number among that rank's shards.
     """
 
     matrix: Matrix
@@ -92,7 +89,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class MomentumTransfer:
-    """A piece on its way between its holder (`piece.rank`) and the owner of its matrix."""
+    """A shard on its way between its holder (`piece.rank`) and the owner of its matrix."""
 
     piece: Piece
     owner: int
@@ -117,11 +114,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices whose pieces travel together.
+    """Matrices whose shards travel together.
 
     Args:
         own: those that this rank orthogonalises.
-        gather: pieces to their owners.
+        gather: shards to their owners.
         give_back: updates to all holders.
     """
 
@@ -131,10 +128,10 @@ class Round:
 
 
 def matrices_of(pieces: Sequence[Piece]) -> list[Matrix]:
-    """List the matrices of all ranks' pieces, ascending.
+    """List the matrices of all ranks' shards, ascending.
 
     Raises:
-        ValueError: the different pieces of a matrix do not add up to it.
+        ValueError: the different shards of a matrix do not add up to it.
     """
     found: dict[Matrix, int] = {}
     for (matrix, _), same in _boxes(pieces):
@@ -195,7 +192,7 @@ def plan_rounds(
     for number, ((matrix, _), same) in enumerate(_boxes(pieces)):
         owner = owners[matrix]
         own = [piece for piece in same if piece.rank == owner]
-        # holders of the same piece take turns
+        # holders of the same shard take turns
         source = own[0] if own else same[number % len(same)]
         gathers[matrix].append(MomentumTransfer(source, owner))
         returns[matrix] += [MomentumTransfer(piece, owner) for piece in same]
@@ -214,7 +211,7 @@ def plan_rounds(
 
 
 def _boxes(pieces: Sequence[Piece]):
-    """Return ((matrix, box), the pieces that are this box) in ascending order."""
+    """Return ((matrix, box), the shards that are this box) in ascending order."""
     return [
         (key, list(same))
         for key, same in itertools.groupby(
@@ -341,7 +338,7 @@ def update_scale(mode: str, rows: int, cols: int) -> float:
     raise ValueError(f"unknown scale mode {mode!r} of muon")
 
 
-#: Columns of a piece's description: key, matrix rows and cols, row, col, rows, cols.
+#: Columns of a shard's description: key, matrix rows and cols, row, col, rows, cols.
 _COLUMNS = 7
 
 
@@ -350,7 +347,7 @@ class Muon:
 
     Args:
         states: this rank's, all of kind "muon"; there may be none.
-        group: the ranks that hold pieces of the same matrices.
+        group: the ranks that hold shards of the same matrices.
         device: of weights and gradients.
         weights: descriptions of this rank's weights, needed to join what is fused.
         stages: the pipeline stage of every rank of the group: a matrix stays on those that hold it.
@@ -397,7 +394,7 @@ class Muon:
         self.owned_matrices = sum(len(one.own) for one in self.rounds)
 
     def update(self, numbers: StepNumbers) -> None:
-        """Update momentum and masters in place. Collective, unless no matrix is cut."""
+        """Update momentum and masters in place. Collective, unless no matrix is sharded."""
         for state in self.states:
             for alike in state.updates:
                 for start, stop in alike.ranges:
@@ -417,7 +414,7 @@ class Muon:
             self._apply(one.give_back, self._give_back(one, updates).wait(), numbers)
 
     def _gather(self, one: Round, numbers: StepNumbers) -> Pending:
-        """Start to send the pieces of U to the owners of their matrices."""
+        """Start to send the shards of U to the owners of their matrices."""
         sent = self._buffer(one.gather.send_counts)
         for transfer, part in _parts(one.gather.sends, sent):
             state, held = self._held[transfer.piece.index]
@@ -443,14 +440,14 @@ class Muon:
         return update.float().mul_(scale * self.config.extra_scale_factor)
 
     def _give_back(self, one: Round, updates: dict[Matrix, torch.Tensor]) -> Pending:
-        """Start to send the pieces of the updates to all who hold them."""
+        """Start to send the shards of the updates to all who hold them."""
         sent = self._buffer(one.give_back.send_counts)
         for transfer, part in _parts(one.give_back.sends, sent):
             part.copy_(updates[transfer.piece.matrix][transfer.piece.box.slices])
         return self._exchanged(one.give_back, sent)
 
     def _apply(self, exchange: Exchange, arrived: torch.Tensor, numbers: StepNumbers) -> None:
-        """Decay this rank's pieces and move them by their updates."""
+        """Decay this rank's shards and move them by their updates."""
         for transfer, part in _parts(exchange.receives, arrived):
             state, held = self._held[transfer.piece.index]
             lr_factor, decay_factor = self._factors[transfer.piece.index]
@@ -472,7 +469,7 @@ class Muon:
         )
 
     def _all_pieces(self, own: Sequence[tuple[int, ...]]) -> list[Piece]:
-        """Return the pieces of all ranks, the same list on each."""
+        """Return the shards of all ranks, the same list on each."""
         if self.group.size == 1:
             return [_piece(row, 0, index) for index, row in enumerate(own)]
         count = torch.tensor([len(own)], device=self.device)
@@ -513,7 +510,7 @@ def _joined(weights: Collection[WeightSharding]) -> dict[str, tuple[str, int, in
 
 
 def _described(held: LocalBox, joined: dict[str, tuple[str, int, int]]) -> tuple[int, ...]:
-    """Return a box as the numbers that ranks tell each other."""
+    """Return a box as the numbers that ranks send each other."""
     name, before, rows = joined.get(held.name, (held.name, 0, held.shape[0]))
     (row, col), sizes = held.box
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer: AdamW, SGD or Muon over flat ranges of weights, with fp32 main weights.
 
-A range is a few contiguous pieces (with and without weight decay, and what patterns of names set
-apart), so a step is a handful of fused kernels whatever the number of weights. Where weights are
-fp32 they are their own masters. Unscaling and clipping cost no pass of their own: they are one
-factor handed to the update. Gradients and moments in bf16 are widened one range at a time.
+A range is a few contiguous spans (with and without weight decay, and those that name patterns
+select), so a step is a handful of fused kernels whatever the number of weights. fp32 weights are
+their own main weights. Unscaling and clipping need no pass of their own: they are one factor of the
+update. Gradients and moments in bf16 are widened one range at a time.
 
-The norm counts every weight once: pieces that are replicas of another model-parallel rank's are
-left out, the sum runs over the data lanes only if they hold different ranges, and where several
-hold the same one it is divided by their number. Every pipeline stage takes part in every sum, also
-one that has nothing to add, so all decide alike.
+The gradient norm counts every weight once: replicas of another model-parallel rank's weights are
+left out; the sum runs over the data-parallel ranks only if they hold different ranges, and where
+several hold the same one it is divided by their number. Every pipeline stage takes part in every
+sum, also one that has nothing to add, so all take the same decision.
 
-HostUpdates: ranges whose masters and moments live in host memory, and are updated there.
-
-Per range a step copies the gradients over, updates on the host and copies the weights back (Ren et
-al. 2021, "ZeRO-Offload"). The copies run beside the host's arithmetic, on a stream for each
+`HostUpdates` keeps the main weights and moments of ranges in host memory and updates them there.
+Per range a step copies the gradients to the host, updates, and copies the weights back (Ren et al.
+2021, "ZeRO-Offload"). The copies overlap with the host's arithmetic, on one stream for each
 direction: while range i is updated, the gradients of i + 1 arrive and the weights of i - 1 leave.
 On a CPU the same steps are plain copies.
 """

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW and SGD on a flat range of weights: its states and updates.
+"""AdamW and SGD on a flat range of weights: its states, and updates by torch's fused kernels.
 
-AdamW and SGD on the flat pieces of a range, by torch's fused kernels.
-
-Updates compute in fp32 whatever the dtype of gradients and of kept moments: what is narrower is
+Updates compute in fp32 whatever the dtype of gradients and of stored moments: narrower ones are
 widened one range at a time.
 
-RangeState: the optimizer's tensors for one range, with one rule and in one memory; and how owned
+`RangeState` holds the optimizer's tensors for one range, with one rule and in one memory; owned
 ranges are divided until that is so.
 """
 
@@ -32,7 +30,7 @@ from megatron.core.optimizer.config import (
 from megatron.core.weight_gather.store import OwnedRange
 from megatron.core.weight_sharding import LocalBox, range_boxes
 
-#: Where a range is cut between host and device: a multiple of this, so that both start aligned.
+#: Where a range is split between host and device: a multiple of this, so that both start aligned.
 CUT_QUANTUM = 32
 
 
@@ -47,7 +45,7 @@ class RangeState:
     Attributes:
         master: fp32 [k]; the weights themselves where those are fp32 and on the same device.
         writes_back: the master is a copy, to be written to the weights after an update.
-        saves_master: the master says more than the weights do.
+        saves_master: the main weights are more precise than the weights.
     """
 
     def __init__(
@@ -156,7 +154,7 @@ def split_range(owned: OwnedRange, cuts: Sequence[int]) -> list[OwnedRange]:
         cuts: elements at which a new range starts, ascending, inside the range.
 
     Returns:
-        One range more than there are cuts, as views of the same tensors.
+        One range more than there are splits, as views of the same tensors.
     """
     edges = [0, *cuts, len(owned.weights)]
     return [_part(owned, *edge) for edge in itertools.pairwise(edges)]

@@ -71,7 +71,7 @@ class LearningRateSchedule:
             raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
-        """List everything that is wrong with these settings, each with its mend."""
+        """List everything that is wrong with these settings, each with its fix."""
         found = []
         if not 0.0 <= self.min_lr <= self.max_lr < math.inf:
             found.append(

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight handles, the only way a layer sees a weight, and what is behind them.
+"""Weight handles, the only way a layer sees a weight, and the buckets and gathers under them.
 
 A layer declares a weight and keeps its handle; it computes by `handle.linear(x)`,
-`handle.embedding(ids)`, `handle.use()`. Where the weight and its gradient lie is decided after the
-model is built, by whoever materialises the store, and model code never changes for it.
+`handle.embedding(ids)`, `handle.use()`. Where the weight and its gradient are stored is decided
+after the model is built, by the code that materialises the store; model code does not depend on it.
 
-    handle, grouped, queue   what a layer calls; gradients put off
-    store, layout, bucket    declaration, and the division into flat buckets
-    module                   a store's weights as the parameters of an nn.Module
-    owned                    what a rank stores and what its optimizer updates, in logical terms
-    plan, arena, gatherer    cut weights made whole just before use: when, where, and by whom
+    handle      WeightHandle, deferred weight gradients, buckets and their storage
+    grouped     grouped linear layers: runs of rows, one weight each
+    matmul      the matrix products of a linear layer
+    store       WeightStore: declaration and layout; what a rank's optimizer owns of a bucket
+    module      StoreModule: a store's weights as the parameters of an nn.Module
+    plan        when sharded weights are gathered and released
+    gatherer    Gatherer and Arena: all-gathers into leased buffers, just before use
 """
 
 from megatron.core.weight_gather.gatherer import (

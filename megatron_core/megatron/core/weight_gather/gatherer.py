@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gatherer: unshards the weights of buckets just before use, in buffers of an arena.
+"""Gatherer: unshards the weights of buckets just before use, in buffers leased from an arena.
 
-The first step runs on demand and leaves a trace of which bucket every segment (forward, backward)
-needs and when. From it the next step's plan is compiled (`plan`), and is followed as long as what
-is needed is what was planned; after a mismatch everything is gathered on demand until the step
-ends, is counted, and the step after that has a new plan. A plan changes when something is
-gathered, never what, so no result depends on it.
+The first step gathers on demand and records which bucket every segment (forward, backward) needs,
+and when. The next step's plan (`plan`) is compiled from this trace and followed as long as the
+requests match it. After a mismatch everything is gathered on demand until the step ends, the
+mismatch is counted, and the step after that gets a new plan. A plan changes when a bucket is
+gathered, never what is gathered, so results do not depend on it.
 
-Two kinds of buckets go through it:
+Two kinds of buckets are gathered:
 
 - stored in shards: gathered into a leased buffer and released again, within a budget of bytes;
-- stored whole, of which the optimizer has written one range on each rank: gathered in place, once
-  a step.
+- stored whole, with one range updated by each rank's optimizer: gathered in place, once a step.
 
-A gather has two parts under hybrid sharding with a sharded optimizer: over the outer ranks, once
+Under hybrid sharding with a sharded optimizer a gather has two stages: over the outer ranks, once
 after every optimizer step, then over the ranks that share the bucket.
 
-The arena: leases of flat buffers for gathered weights and gradients under way.
-
-A lease belongs to whoever took it until it is given back; no storage is leased twice at a time.
-Buffers are kept by size and dtype, so the steps of a training run allocate only at first. On a GPU
-a buffer given back carries an event: the stream of its next holder waits until its last reader has
-run. With `poison`, buffers hold NaN when they are leased and again when they are given back, so a
-read before the gather or after the release shows in the loss, and autograd refuses a saved view.
+`Arena` leases flat buffers for gathered weights and for gradients in flight. A lease belongs to its
+holder until it is given back; no storage is leased twice at a time. Buffers are kept by size and
+dtype, so a training run allocates only in its first steps. On a GPU a returned buffer carries an
+event: the stream of its next holder waits until its last reader has run. With `poison`, buffers
+hold NaN when they are leased and again when they are given back, so a read before the gather or
+after the release shows in the loss, and autograd refuses a saved view.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Arena:
     """Lease flat buffers on one device.
 
     Args:
-        device: where they lie.
+        device: where they are.
         poison: fill buffers with NaN (integers: their largest value) at lease and at release.
     """
 
@@ -104,7 +102,7 @@ class Arena:
         return tensor
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Give a lease back; call it where the current stream has been told of the last reader.
+        """Give a lease back; call it where the current stream waits for the last reader.
 
         Args:
             tensor: what `lease` returned, itself and not a view of it.
@@ -165,7 +163,7 @@ FORWARD, BACKWARD, EVALUATION = "forward", "backward", "evaluation"
 
 
 def segment_name(kind: str, part: int) -> str:
-    """Return the name of what runs through one part of the model: "forward", "forward.1" …"""
+    """Return the name of what runs through one model chunk: "forward", "forward.1" …"""
     return kind if part == 0 else f"{kind}.{part}"
 
 
@@ -413,7 +411,7 @@ class Gatherer:
     # --- inside -----------------------------------------------------------------------------------
 
     def _plan(self, program: tuple[str, ...]) -> GatherPlan | None:
-        # A part without weights needs nothing; if none does, all is there until the first update.
+        # A model chunk without weights needs nothing; if none does, all is there until an update.
         if any(name not in self._traces for name in program):
             return None
         if not any(self._traces[name] for name in program):
@@ -430,7 +428,7 @@ class Gatherer:
         return self._plans[program]
 
     def _follow(self, bucket: Bucket) -> bool:
-        """Do what the plan says for this need; False if it says nothing of it."""
+        """Follow the plan for this request; False if the plan does not foresee it."""
         program = self._program
         if program.plan is None or program.segment is None:
             return False

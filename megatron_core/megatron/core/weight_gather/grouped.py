@@ -21,7 +21,7 @@ from megatron.core.weight_gather.handle import WeightHandle
 
 @dataclass(frozen=True, eq=False)
 class RowRuns:
-    """How [r, h] rows are cut into runs, one after the other.
+    """How [r, h] rows are divided into runs, one after the other.
 
     Args:
         counts: rows of each run, on the host.
@@ -109,9 +109,9 @@ def _products(
 
 
 def _is_one_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Say whether torch's grouped product takes these: bf16 on a GPU, 16-byte rows and addresses.
+    """Return whether torch's grouped product takes these: bf16 on a GPU, 16-byte alignment.
 
-    On a CPU it is the same loop as ours in C++, within a few percent of it from a dozen rows up.
+    On a CPU it is this loop in C++, within a few percent of it from a dozen rows up.
     """
     if x.device.type != "cuda" or x.dtype is not torch.bfloat16 or not len(x):
         return False
@@ -131,7 +131,7 @@ def _wgrad_(
     """Put dW into the slot [runs · c, o/c, h] fp32.
 
     A loop on every device: a grouped product rounds its sums to the operands' dtype, and cannot
-    write where it is told.
+    write to an output buffer.
     """
     dtype = matmul_dtype(x, cpu_dtype)
     grad, x = grad.to(dtype), x.to(dtype)

@@ -1,40 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight handles and the buckets that their weights lie in.
+"""Weight handles: how a layer computes with a weight, and the buckets that store weights.
 
-WeightHandle: how a layer computes with a weight, and how its gradient reaches its slot.
+`WeightHandle`: the functional ops take the handle's parameter as an *anchor*. It makes the output
+require a gradient; its backward returns None for it, so `.grad` stays None. The gradient is
+accumulated directly in the handle's slot (`main_grad`), a view of a flat fp32 buffer, so optimizer
+and reduction never touch parameters. The whole local weight may be resident, or be gathered when an
+op asks for it and released afterwards; only `get()` knows. The weights of one op must be in one
+bucket: a request for another bucket may release the first.
 
-The functional ops take the handle's parameter as an *anchor*: it makes the output require a
-gradient, its backward returns None for it, and `.grad` stays None. The gradient goes straight into
-the handle's slot, a view of a flat fp32 buffer, so the optimizer and the reduction never touch
-parameters.
+`WgradQueue`: the weight gradients of a split backward (its W half). While a queue is open on a
+store, backward computes input gradients only and appends one item per weight use; a schedule drains
+the queue at any time, first in first out. Gradients that are already computed (norms, biases) go
+through the queue as well: accumulated early, they would keep a whole bucket open from I to W, and
+change the summation order of a tied weight.
 
-The whole local weight may always be there, or be gathered when an op asks for it and taken away
-afterwards; only `get()` knows. An op's weights must lie in one bucket: asking for another may end
-the life of the first.
+`Bucket`: weights in one flat buffer, which are gathered together and whose gradients are reduced
+together. It is stored whole, or as one shard on each of the ranks that share it; the whole buffer
+then exists only while the gatherer has it bound (`bind` … `unbind`). Handles see views of the bound
+buffer.
 
-Weight gradients put off: the W half of a split backward.
-
-While a queue is open on a store, backward computes input gradients only and leaves one item per
-weight use here; a schedule drains them when it likes, first in first out. Gradients that are
-already computed (norms, biases) go through the queue as well: put early, they would hold a whole
-bucket open from I to W, and the summation order of a tied weight would change.
-
-Bucket: weights that lie, are gathered, and whose gradients are reduced, together.
-
-A bucket is one flat buffer. It is stored whole, or one shard of it on each of the ranks that share
-it; then the whole exists only while the gatherer holds it (`bind` … `unbind`). Handles see views
-of whatever is bound.
-
-Storage: how the weights of a store are divided into buckets and over the ranks that share them.
+`Storage` divides the weights of a store into buckets and shards them:
 
 strategy             stored            a bucket is
 no_shard, optim,     whole             about `bucket_bytes` of fp32 gradients, in reverse order
 optim_grads                            of declaration (backward's order: early ones fill first)
 optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit; by
-                                       weight: a matrix and the vectors declared behind it
+                                       weight: a matrix and the vectors declared after it
 
-Dense weights and experts have lanes of their own, and weights of another dtype buckets. A bucket
-whose lanes are one rank is stored whole under every strategy, and neither gathered nor reduced.
+Dense weights and experts have different data-parallel groups, and thus different buckets; so have
+weights of different dtypes. A bucket whose data-parallel group is one rank is stored whole under
+every strategy, and neither gathered nor reduced.
 """
 
 from __future__ import annotations
@@ -69,9 +64,9 @@ class Deferral:
     """What all handles of a store know about split backward.
 
     Args:
-        queue: where puts wait at the moment; None runs them at once.
+        queue: where weight gradients are queued; None runs them at once.
         splits: backward will be split: what an op could compute for a weight gradient before
-            backward belongs behind it, with all that is put off.
+            backward belongs after it, with all that is deferred.
     """
 
     queue: WgradQueue | None = None
@@ -79,7 +74,7 @@ class Deferral:
 
 
 class WgradQueue:
-    """First-in-first-out list of deferred gradient puts."""
+    """First-in-first-out list of deferred weight gradients."""
 
     def __init__(self) -> None:
         self._items: deque[Callable[[], None]] = deque()
@@ -116,12 +111,12 @@ class Bucket:
         handles: they, in the order in which they lie.
         groups: who shares it.
         weights: the whole or this rank's shard.
-        placement: which axes cut what; none if this rank is alone on the bucket's lanes.
+        placement: which axes shard what; none if the bucket's data-parallel group is this rank.
 
     Attributes:
         name: of its unit, or of its first and last weight.
         root: its weights belong to no unit.
-        part: of the model that its weights belong to.
+        part: the model chunk that its weights belong to.
         owned_range: the elements that this rank's optimizer updates.
         outer_shards: the outer ranks own different parts of the same shard.
         group: the ranks that share it; each owns one of `group.size` ranges of it.
@@ -239,7 +234,7 @@ class GradientSink(Protocol):
         """Give every trained weight of the bucket a slot."""
 
     def put_done(self, handle: WeightHandle) -> None:
-        """Take note of a put."""
+        """Record an accumulated gradient."""
 
 
 class WeightParameter(nn.Parameter):
@@ -284,13 +279,13 @@ class WeightHandle:
             many puts.
         param: what this rank stores of it: the local weight, or the part of it in this rank's
             shard [k]; None until the store is materialised.
-        bucket: where it lies.
+        bucket: where it is.
         whole: the local weight while it is bound; the bucket sets it.
         slot: where its gradient goes, of the local shape; None while it is frozen or no buffer is
             open.
-        fresh: the slot holds nothing yet: the next put overwrites.
-        gradients: who opens slots and is told of puts; None while it is frozen or not training.
-        deferral: whether puts wait, shared with the other weights of the store.
+        fresh: the slot holds nothing yet: the next gradient overwrites.
+        gradients: opens slots and is notified of gradients; None if it is frozen or not training.
+        deferral: whether weight gradients are deferred, shared with the other weights of the store.
         cpu_dtype: what a CPU multiplies the weight in, see `ops.dispatch.matmul_dtype`.
         keeps_grad: without `gradients`, puts go to the `.grad` of `param`, as autograd's would: in
             one process, until an engine is built.
@@ -460,7 +455,7 @@ class WeightHandle:
             run()
 
     def _open(self) -> torch.Tensor:
-        """Return the slot, opening it if this is the bucket's first put."""
+        """Return the slot, opening it if this is the bucket's first gradient."""
         if self.gradients is None:
             return self._open_grad()
         if self.slot is None:
@@ -624,10 +619,10 @@ class Storage:
         return placement(self.strategy, self.outer)
 
     def effective(self, groups: ProcessGroupCollection) -> Placement:
-        """Return the placement on these ranks: none where each is alone on its lanes, those of
-        dense weights and those of experts.
+        """Return the placement on these ranks: none where the data-parallel groups of dense weights
+        and of experts both have one rank.
 
-        Where it is alone on one of them only, buckets of these have no placement of their own.
+        Where only one of the two has one rank, its buckets have no placement of their own.
         """
         lanes = (DENSE_LANES, EXPERT_LANES)
         sizes = [groups.grid.size(axis) for axes in lanes for axis in axes]
@@ -642,7 +637,7 @@ class BucketPlan:
         name: of its unit, or of its first and last weight.
         handles: in the order in which backward fills them.
         root: they belong to no unit.
-        part: of the model that they belong to.
+        part: the model chunk that they belong to.
     """
 
     name: str
@@ -660,7 +655,7 @@ def bucket_plans(
     storage: Storage,
     cut: bool,
 ) -> list[BucketPlan]:
-    """Divide weights into buckets, each of one lane group, one dtype and one part.
+    """Divide weights into buckets, each of one data-parallel group, one dtype and one model chunk.
 
     A weight of several pipeline stages has a bucket to itself: its owners then lay it out alike,
     and hold the same ranges of it, whatever else they have.
@@ -686,7 +681,7 @@ def bucket_plans(
         name = unit or (first if first == last else f"{first} ... {last}")
         found.append(BucketPlan(name, members, unit is None, part))
 
-    # Backward goes through the last part first, in whatever order the parts were declared.
+    # Backward goes through the last model chunk first, in whatever order they were declared.
     for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
         kind = plans[handle.name].lanes, handle.dtype
         shared = len(set(handle.sharding.stages)) > 1
@@ -721,7 +716,7 @@ class BucketGroups:
 
     @staticmethod
     def of(groups: ProcessGroupCollection, lanes: str, placement: Placement) -> BucketGroups:
-        """Choose the groups for the lanes ("lanes" or "expert_lanes") of a placement."""
+        """Choose the data-parallel groups ("lanes" or "expert_lanes") of a placement."""
         alone = Group.single("outer", groups.rank)
         hybrid = groups.grid.instances > 1 and bool(placement.optimizer)
         shared = groups[lanes.replace("lanes", "inner_lanes") if hybrid else lanes]

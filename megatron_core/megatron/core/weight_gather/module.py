@@ -5,12 +5,13 @@
     named_buffers()      the states of the store
     state_dict()         both, detached; load_state_dict() writes into the same memory
 
-A parameter is this rank's part: [o/tp, h] of a weight cut over tp, and the flat range [k] of it
-where weights are stored in shards (ZeRO-3). Such a state_dict is of one rank, and only the same
-rank of the same layout loads it; `dist_checkpointing` saves for any other.
+A parameter is this rank's shard: [o/tp, h] of a weight sharded over tp, and the flat range [k] of
+it where weights are stored in shards (ZeRO-3). Such a state_dict belongs to one rank, and only the
+same rank of the same layout can load it; `dist_checkpointing` saves for any other.
 
-Weights lie in flat buckets at fixed addresses. What would give a parameter other memory (another
-dtype or device, `assign=True`, a copy of the module) is refused with the call to make instead.
+Weights are views of flat buckets at fixed addresses. An operation that would give a parameter other
+memory (another dtype or device, `assign=True`, a copy of the module) raises and names the call to
+make instead.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class StoreModule(nn.Module):
                 + ": call complete_weights() of the DataParallel engine on every rank before it"
             )
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # torch keeps it beside the tensors, and hands it back as `local_metadata`.
+        # torch keeps it next to the tensors, and hands it back as `local_metadata`.
         metadata: dict[str, dict[str, Any]] | None = vars(destination).get("_metadata")
         if metadata is not None and prefix[:-1] in metadata:
             metadata[prefix[:-1]]["shard"] = self._shard

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gather plan: which gathered weights are released and which gathers start at every use.
 
-A block is a set of weights that is gathered as one. A step is a program of segments ("forward",
+A block is a set of weights that is gathered together. A step is a program of segments ("forward",
 "backward", ...), each with a trace of the blocks that it needs, known before the step starts. The
-plan walks through the whole program once and says, use by use, what to release and what to start:
+plan walks through the whole program once and gives, for each use, what to release and what to
+start:
 
-- what fits in the budget stays; what has to go is what is needed furthest ahead (Belady 1966, "A
-  study of replacement algorithms for a virtual-storage computer": the fewest loads for blocks of
-  one size), so a turn from forward to backward keeps the last layers;
-- the next block is always under way while one is computed with, and more if their bytes allow it.
+- blocks stay while they fit in the budget; the one evicted is the one needed furthest in the future
+  (Belady 1966, "A study of replacement algorithms for a virtual-storage computer": the fewest loads
+  for blocks of one size), so the turn from forward to backward keeps the last layers;
+- the next block is always in flight while one is computed with, and more if their bytes allow it.
 
-Release after forward, depth of prefetch and "keep the head" are therefore one number, the budget.
-Pure data: a plan is made, checked and counted without processes.
+Release after forward, prefetch depth and "keep the head" are therefore one number, the budget. Pure
+data: a plan is compiled, checked and counted without processes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """WeightStore: all weights of a model in flat buckets, and what a rank's optimizer owns of them.
 
-Building a model only declares. `materialize` then decides the layout (`bucket_plans`), allocates
-what this rank stores, binds every handle and writes the initial values, each a function of (seed,
-name, logical index).
+Building a model only declares weights. `materialize` then decides the layout (`bucket_plans`),
+allocates what this rank stores, binds every handle and writes the initial values, each a function
+of (seed, name, logical index).
 
-What one rank owns of a bucket: the range of weights and gradients that its optimizer updates.
-
-The range is plain flat tensors plus plain data about them, so an optimizer needs to know nothing of
-weights, buckets or strategies, and a checkpoint can name every element of the optimizer's state.
+`OwnedRange` is the range of a bucket's weights and gradients that this rank's optimizer updates:
+flat tensors and plain data about them. An optimizer thus needs to know nothing of weights, buckets
+or strategies, and a checkpoint can name every element of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ class WeightStore:
         dtype: of the weights.
         device: where they live.
         cpu_dtype: what a CPU multiplies weights of `dtype` in: that dtype, or fp32. None is what it
-            does faster; ranks that must compute alike are told (`ops.dispatch.matmul_dtype`).
+            does faster; ranks that must compute alike are given it (`ops.dispatch.matmul_dtype`).
 
     Attributes:
         storage: how they were laid out.
-        placement: what of them is cut over the data lanes: nothing on a single lane. Buckets of
-            which this rank has no sharers are whole, see `Bucket.placement`.
+        placement: what of them is sharded over the data-parallel ranks: nothing on a single one.
+            Buckets of which this rank has no sharers are whole, see `Bucket.placement`.
         states: fp32 tensors of the model that are no weights, by name.
         buckets: none if this rank has no weights, which also is a store.
         materialized: `materialize` has been called.
@@ -116,7 +115,7 @@ class WeightStore:
 
         Raises:
             ValueError: a description that cannot lie on the grid, a name declared differently or
-                in another part before.
+                in another model chunk before.
         """
         if self.materialized:
             raise ValueError(
@@ -296,7 +295,7 @@ class WeightStore:
         # Weights without decay last: the optimizer then sees two ranges a bucket, not one a weight.
         handles = sorted(plan.handles, key=lambda h: not h.sharding.weight_decay)
         lanes = self.plans[handles[0].name].lanes
-        # Experts may have a lane of their own on every rank, and then nobody to share with.
+        # The data-parallel group of experts may have one rank, with nobody to share with.
         placement = self.placement if self.groups[lanes].size > 1 else Placement()
         groups = BucketGroups.of(self.groups, lanes, placement)
         layout = BufferLayout.of(

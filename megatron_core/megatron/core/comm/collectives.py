@@ -5,18 +5,14 @@ The identity on a group of one rank. Only SUM and MAX: AVG on gloo is silently S
 2.10, so all scaling is done by the caller, before the sum. Method names of the process group that
 differ between versions of torch are chosen in `_gather_method` and `_scatter_method`, nowhere else.
 
-Values that show when memory is read before it is written.
-
-A collective under way: what it reads and writes, how it starts, and what waits for it.
-
-Collectives between CPUs as sends and receives: every rank to every rank at once.
-
-Gloo's own gather copies through a buffer and its scatter goes round in a ring; a direct exchange
+Between CPUs, gather and scatter are sends and receives, every rank to every rank at once (`Gather`,
+`Scatter`). Gloo's own gather copies through a buffer and its scatter is a ring; a direct exchange
 moves the same bytes in about half the time on one machine. Sums are taken in the order of ranks.
-Gloo's all-reduce is as fast as both together, and stays.
+Gloo's all-reduce is as fast as both together, so it is used. Several exchanges may be in flight on
+one communicator: messages between two ranks arrive in the order in which they were sent, and all
+ranks start exchanges in one order.
 
-Several exchanges may be under way on one communicator: messages between two ranks arrive in the
-order in which they were sent, and all ranks start exchanges in one order.
+Under test, buffers are poisoned, so that memory read before it is written shows in the results.
 """
 
 from __future__ import annotations
@@ -488,7 +484,7 @@ def _splits(
 
 
 def _launch(transfer: Transfer, wide: torch.Tensor, *, how: str = "") -> Pending:
-    """Start a transfer whose wide side is `wide`, its observers told before."""
+    """Start a transfer whose wide side is `wide`, after calling its observers."""
     waits = observe(transfer.kind, transfer.group, wide, how=how)
     return Pending(transfer.output, transfer.launch(), transfer.source, waits)
 

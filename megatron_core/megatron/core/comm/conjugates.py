@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentiable collectives: conjugate pairs, and those whose two halves overlap with computation.
+"""Differentiable collectives: conjugate pairs, and split ones that overlap with computation.
 
-Differentiable collectives in conjugate pairs: what a forward does, its backward undoes.
+In a conjugate pair backward runs the conjugate of forward's collective:
 
 | function | forward | backward |
 |---|---|---|
@@ -15,14 +15,14 @@ Differentiable collectives in conjugate pairs: what a forward does, its backward
 Rows are dimension 0. Source of the pairs: Shoeybi et al. 2019, section 3 (f, g); Korthikanti et al.
 2022, section 4.2 (g, g-bar for sequence parallelism). Each is the identity on a group of one rank.
 
-Flight: a differentiable collective in two halves, with something else computed in between.
+A flight is a differentiable collective in two halves, with other computation in between:
 
     buffer = depart(x, flight)      starts it
-    ...                             whatever does not need it
+    ...                             computation that does not need it
     y = arrive(buffer, flight)      waits for it
 
-Backward goes the other way round: at `arrive` the conjugate collective starts, and what was
-computed in between has its backward before `depart` waits for it.
+In backward `arrive` starts the conjugate collective, the computation in between runs its backward,
+and `depart` waits.
 
 | flight | forward | backward |
 |---|---|---|

@@ -2,14 +2,14 @@
 """All-to-all context parallelism: the tokens of whole rows for 1/cp of the heads, and back.
 
 Attention (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509) and recurrences exchange tokens
-for heads alike: `all_to_all_cp2hp` scatters heads and gathers tokens, `all_to_all_hp2cp` undoes it.
-A head lies in consecutive columns, so the split over ranks is a plain one, and there is one
+for heads alike: `all_to_all_cp2hp` scatters heads and gathers tokens, `all_to_all_hp2cp` reverses
+it. A head is consecutive columns, so the split over ranks is a plain one, and there is one
 all-to-all each way, however many sequences are packed.
 
-Attention brings what comes into the order of places. A recurrence leaves it as it lies: on the way
-there `Places` say where the packed tokens are; on the way back a gather puts tokens in the order
-that ranks get. So what reads it, the prologue or the norm and gate of a mixer, folds the order in
-its loads.
+Attention sorts the received tokens by place. A recurrence keeps them in the received order: on the
+way there `Places` give the indices of the packed tokens; on the way back a gather puts tokens in
+the order that ranks receive. So the kernels that read the result, the prologue or the norm and gate
+of a mixer, apply the order in their loads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def all_to_all_hp2cp(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """What came out of a recurrence for s · b tokens and n heads, or units of them, as it lies.
+    """What came out of a recurrence for s · b tokens and n heads, or units of them, as stored.
 
     Args:
         rows: [m, n/parts, ...].
@@ -86,7 +86,7 @@ class Placed:
 def scatter_heads(
     x: torch.Tensor, layout: SequenceLayout, group: Group
 ) -> tuple[torch.Tensor, Places | None]:
-    """Give this rank the tokens of whole rows, for its part of the heads.
+    """Give this rank the tokens of whole rows, for its share of the heads.
 
     Args:
         x: [s/cp, b, n, w], this rank's tokens, w columns for each of n heads; may be a slice of the

@@ -1,34 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a sequence sharded over cp ranks: ring, all-gather and all-to-all.
 
-Every rank has the queries, keys and values of its own tokens, and its queries must see keys of
-others. The engines bring them together; blocks of queries and keys that see each other are then
-attended one by one and merged by their log-sum-exp (`blockwise`), the same way in all of them.
+Every rank has the queries, keys and values of its own tokens, and its queries attend to keys of
+other ranks. An engine brings them together. Blocks of queries and keys that see each other are then
+attended one by one and merged by their log-sum-exp (`blockwise`), the same way in all engines.
 
 | engine | forward moves | backward moves | keeps of other ranks |
 |---|---|---|---|
 | p2p | keys and values, step by step | them again, and their gradients | one rank's at a time |
 | all_gather | keys and values at once | them again; gradients reduced | all at a time |
-| a2a | q, k, v and the output: heads are cut, not the sequence | their gradients | nothing |
+| a2a | q, k, v and the output: shards heads, not the sequence | their gradients | nothing |
 
-Ring: Liu et al. 2023 (arXiv 2310.01889), in the zigzag order of Brandon et al. 2023 (2311.09431).
-All-gather: Llama 3 (2407.21783), section 3.3.2. All-to-all: DeepSpeed Ulysses (2309.14509).
+p2p, or ring: at step i rank r has the keys and values of rank r - i, attends to what its queries
+see of them and merges the result; meanwhile they are sent on to rank r + 1. In backward keys and
+values go round the ring again, followed by the sums of their gradients, which need one more step to
+return to their rank. Liu et al. 2023 (arXiv 2310.01889), in the zigzag order of Brandon et al. 2023
+(2311.09431).
 
-Attend: what every engine is told about one attention call, beside its tensors.
+all_gather: keys and values are gathered before attention, and again for backward. Llama 3
+(2407.21783), section 3.3.2.
 
-Attention with the keys and values of all ranks gathered before, and again for backward.
-
-Attention of whole rows on each rank, for a part of the heads: the cut moves from sequence to
-heads before, and back behind.
-
-With fewer key heads than ranks, consecutive ranks get copies of one; the gradients of copies are
-summed where the head came from.
-
-Attention with keys and values that go round the ranks, a step ahead of the computation.
-
-At step i a rank has the keys and values of rank r - i, attends to what its queries see of them and
-merges that into what it has; meanwhile they travel on to rank r + 1. In backward they go round once
-more, and behind them the sums of their gradients, one more step, which takes them home.
+a2a: each rank attends over whole rows with a share of the heads; one all-to-all before moves the
+sharding from sequence to heads, one after moves it back. With fewer key heads than ranks,
+consecutive ranks get copies of one; the gradients of copies are summed on the head's own rank.
+DeepSpeed Ulysses (2309.14509).
 """
 
 from __future__ import annotations
@@ -64,10 +59,10 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Attend:
-    """One attention over a cut sequence.
+    """One attention over a split sequence.
 
     Args:
-        layout: of the microbatch; its cut says which rank has which tokens.
+        layout: of the microbatch; its split gives the tokens of each rank.
         group: cp.
         scale: factor on the logits, usually 1 / sqrt(d).
         window: a query at place q sees only keys k with q - k < window.
@@ -175,7 +170,7 @@ def _gathered(
     key: torch.Tensor, value: torch.Tensor, attend: Attend
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values of whole rows [s, b, g, d] in the order of their places; one
-    rank's own as they lie."""
+    rank's own as stored."""
     if attend.group.size == 1:
         return key, value
     both = all_gather(torch.cat([key, value], dim=2), attend.group)  # [cp · s/cp, b, 2g, d]
@@ -249,7 +244,7 @@ def _collected(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _own(sinks: torch.Tensor, attend: Attend) -> torch.Tensor:
-    """Return this rank's part of the heads' sinks [n], a view."""
+    """Return this rank's share of the heads' sinks [n], a view."""
     return sinks.chunk(attend.group.size)[attend.group.rank]
 
 
@@ -361,13 +356,13 @@ def context_attention(
     Args:
         query: [s/cp, b, n, d].
         key, value: [s/cp, b, g, d], g dividing n.
-        attend: the layout, cut over the ranks of the group, and the rules. On one rank it attends
+        attend: the layout, split over the ranks of the group, and the rules. On one rank it attends
             to its own keys, document by document.
         engine: "p2p", "all_gather", "a2a", or "auto" for the one that moves least.
         sinks: [n], learned logits.
 
     Raises:
-        ValueError: a layout that is cut for other ranks, heads that do not divide for a2a.
+        ValueError: a layout that is split for other ranks, heads that do not divide for a2a.
     """
     layout, group = attend.layout, attend.group
     cut = layout.cut

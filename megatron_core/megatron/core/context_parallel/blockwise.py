@@ -3,16 +3,14 @@
 
     lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
-(online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). A block is one call of the op, so a
-row that is cut over ranks or packed with documents needs no mask but the op's own, and no pair of
-two documents is ever computed. Given the complete out and lse, backward is a sum over blocks.
+(online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). A block is one call of the op.
+Given the complete out and lse, backward is a sum over blocks.
 
-Blocks of queries and keys that see each other: what attention between two ranks computes.
-
-A query sees the keys of its own document, under a causal mask none behind itself, in a window none
-too far before itself. The visible pairs of two ranks' tokens are cut into squares on the diagonal,
-where the order within the block matters, and rectangles, where it does not. Attention then never
-looks at a pair of two documents, and needs no mask by document.
+A query sees the keys of its own document, under a causal mask none after itself, in a window none
+too far before itself. The visible pairs of two ranks' tokens are divided into squares on the
+diagonal, where the order within the block matters, and rectangles, where it does not. So a row that
+is split over ranks or packed with documents needs no mask but the op's own, and no pair of two
+documents is ever computed.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class AttentionBlock:
         q0, q1: local indices of the queries, [q0, q1).
         k0, k1: local indices of the keys, [k0, k1).
         q_place, k_place: place of the first query and of the first key; the others follow.
-        causal: whether a query sees no key behind itself; the block is then a square on the
+        causal: whether a query sees no key after itself; the block is then a square on the
             diagonal. False: every pair is visible but for the window.
     """
 
@@ -58,7 +56,7 @@ class AttentionBlock:
 
 
 class Visits(NamedTuple):
-    """Where the blocks of one attention lie in a tensor [s, b, ...], in their order.
+    """Where the blocks of one attention are in a tensor [s, b, ...], in their order.
 
     Args:
         places: (row0, row1, first, last) of each block.
@@ -90,7 +88,7 @@ class Blocks(tuple[AttentionBlock, ...]):
         return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
 
     def visits(self, side: Literal["query", "key"], rows: int, length: int) -> Visits:
-        """Return where the blocks lie in all queries or all keys; work it out the first time.
+        """Return where the blocks are in all queries or all keys; work it out the first time.
 
         Args:
             side: whose tensors, values being keys.
@@ -123,7 +121,7 @@ def attention_blocks(
         rows: b.
         documents: of each row, where its documents begin and end by place, [0, ..., s]; None is
             one document a row. Rows next to each other that agree share blocks.
-        causal: a query sees no key behind itself.
+        causal: a query sees no key after itself.
         window: a query at place q sees only keys k with q - k < window.
         joined: let rectangles of several runs grow together. `q_place` and `k_place` then hold for
             the first query and key only: for an op that does not count in places, so without
@@ -209,14 +207,14 @@ def _pairs(
 def _visible(query: _Part, key: _Part) -> Iterator[tuple[_Part, _Part, bool]]:
     """Yield a causal square where queries and keys are the same tokens, and the rectangles left.
 
-    With queries that begin before the keys, or keys that end behind the queries, those see nothing.
+    With queries that begin before the keys, or keys that end after the queries, those see nothing.
     """
     first, end = max(query.place, key.place), min(query.end, key.end)
     if first >= end:  # no token in common: all of the keys are before the queries, or none
         if key.end <= query.place:
             yield query, key, False
         return
-    if end - first == 1:  # one token in common: the keys behind it are left out, the rest is whole
+    if end - first == 1:  # one token in common: the keys after it are left out, the rest is whole
         yield query.between(first, query.end), key.between(key.place, end), False
         return
     yield query.between(first, end), key.between(first, end), True
@@ -225,7 +223,7 @@ def _visible(query: _Part, key: _Part) -> Iterator[tuple[_Part, _Part, bool]]:
 
 
 def _reached(query: _Part, key: _Part, window: int) -> tuple[_Part, _Part]:
-    """Leave out the queries that are too far behind all keys, and the keys none of them reaches."""
+    """Leave out the queries that are too far after all keys, and the keys none of them reaches."""
     query = query.between(query.place, key.end - 1 + window)
     return query, key.between(query.place - window + 1, key.end)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine brings queries and keys together, chosen by what it moves. Pure arithmetic.
+"""Which engine brings queries and keys together, chosen by communication volume. Pure arithmetic.
 
 Per layer and rank, forward and backward, with t = s/cp local tokens of b rows, d features a head
-and cp - 1 of cp parts leaving the rank:
+and cp - 1 of cp shards leaving the rank:
 
     ring        2 (cp-1) steps of keys and values, and cp steps of their gradients in fp32
     all_gather  twice the keys and values of the others, once the gradients of theirs
@@ -61,7 +61,7 @@ class CommTypeChoice:
 
 
 def head_problem(heads: int, groups: int, cp: int) -> str | None:
-    """Return why heads cannot be cut over cp ranks, with the mend; None if they can."""
+    """Return why heads cannot be sharded over cp ranks, with the fix; None if they can."""
     if heads % cp:
         return f"{heads} query heads do not divide over {cp} context parallel ranks: use p2p"
     if groups % cp and cp % groups:

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SequenceCut: which tokens of a row each context-parallel rank holds, and where the rest are.
+"""SequenceCut: which tokens of a row each context-parallel rank holds, and where the others are.
 
-A row is cut as one, or each of its sequences apart. Zigzag cuts a sequence into 2·cp chunks and
-gives rank r chunks r and 2·cp - 1 - r, in that order: under a causal mask every rank then has the
-same work (Brandon et al. 2023, arXiv 2311.09431). Contiguous gives rank r chunk r of cp. A rank's
-parts of the sequences follow each other in the order of the sequences.
+A row is split as one, or each of its sequences separately. Zigzag splits a sequence into 2·cp
+chunks and gives rank r chunks r and 2·cp - 1 - r, in that order: under a causal mask every rank
+then has the same work (Brandon et al. 2023, arXiv 2311.09431). Contiguous gives rank r chunk r of
+cp. A rank's chunks follow each other in the order of the sequences. The place of a token is its
+index in its row, padding not counted; its local index is its position on its rank. All of this is
+integer arithmetic: no tensors, no device.
 
-Words: the place of a token is its index in its row, padding not counted; its local index is where
-its rank keeps it. Everything here is whole numbers: no tensors, no device.
-
-How packed rows are cut over ranks: each row as one, or each document apart. Pure arithmetic.
-
-In zigzag order every rank sees as many pairs of a row of one document. Of several documents, each
-on some of the ranks alone, it does not: with two of 3/4 and 1/4 of a row the slowest of two ranks
-has 1.6 times the mean. A document that is cut apart is spread over all ranks evenly, but is padded
-to a multiple of 2 · cp tokens, so that ranks work on up to 2 · cp - 1 tokens more for each.
+Whether packed rows are better split as one or document by document is a matter of cost. In zigzag
+order every rank computes as many (query, key) pairs of a row of one document, but not of several
+documents, each on some of the ranks only: with two of 3/4 and 1/4 of a row the slowest of two ranks
+has 1.6 times the mean. A document that is split separately is spread evenly over all ranks, but is
+padded to a multiple of 2 · cp tokens, so ranks compute up to 2 · cp - 1 more tokens for each.
 
     cost of a rank = tokens, padding included · cost of a token + pairs · cost of a pair
                      + pieces · cost of a piece
 
-A piece is what a rank holds of a document in one run: attention has a block or two for each. An
-engine that cuts heads instead of tokens is even by either cut, and so is best off without padding.
+A piece is a rank's tokens of one document in one run: attention has a block or two for each. An
+engine that shards heads instead of tokens is balanced with either split, so it is best off without
+padding.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Run:
         start: local index of the first.
         length: how many.
         place: of the first in the row.
-        sequence: number of the separately cut sequence they are of.
+        sequence: number of the separately split sequence they are of.
     """
 
     start: int
@@ -57,12 +56,12 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """Return the local index behind the last token."""
+        """Return the local index after the last token."""
         return self.start + self.length
 
     @property
     def end(self) -> int:
-        """Return the place behind the last token."""
+        """Return the place after the last token."""
         return self.place + self.length
 
 
@@ -105,15 +104,15 @@ class Halo:
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How the tokens of a row lie over `size` ranks; equal cuts compare and hash equal.
+    """How the tokens of a row lie over `size` ranks; equal splits compare and hash equal.
 
     Args:
         length: tokens of the row, padding not counted.
         size: ranks.
         order: "zigzag" or "contiguous".
-        bounds: where the sequences that are cut apart begin and end, [0, ..., length]; (0, length)
-            cuts the row as one.
-        padded: the same with padding behind each sequence; equal to `bounds` without.
+        bounds: where the sequences that are split separately begin and end, [0, ..., length];
+            (0, length) splits the row as one.
+        padded: the same with padding after each sequence; equal to `bounds` without.
 
     Raises:
         ValueError: bounds that are none, or a sequence that does not divide.
@@ -134,16 +133,16 @@ class SequenceCut:
         cu_seqlens: Sequence[int] | None = None,
         padded_cu_seqlens: Sequence[int] | None = None,
     ) -> SequenceCut:
-        """Return the cut of rows of `length` tokens over `size` ranks.
+        """Return the split of rows of `length` tokens over `size` ranks.
 
         Args:
             length: tokens of a row, padding not counted.
             size: ranks.
             order: "zigzag" balances causal attention; "contiguous" keeps each rank's tokens in one
                 run.
-            cu_seqlens: cumulative lengths of the sequences to cut apart, on the host; None cuts the
-                row as one.
-            padded_cu_seqlens: the same with padding behind each sequence.
+            cu_seqlens: cumulative lengths of the sequences to split separately, on the host; None
+                splits the row as one.
+            padded_cu_seqlens: the same with padding after each sequence.
 
         Raises:
             ValueError: bounds that are none, or a sequence that does not divide.
@@ -200,7 +199,7 @@ class SequenceCut:
 
     @property
     def _folds(self) -> bool:
-        """Return whether a rank holds two chunks of a sequence; of one rank nothing is cut."""
+        """Return whether a rank holds two chunks of a sequence; of one rank nothing is split."""
         return self.order == ZIGZAG and self.size > 1
 
     @property
@@ -298,7 +297,7 @@ def _append(found: list[Run], run: Run) -> None:
 def _pairs(
     bounds: Sequence[int], padded: Sequence[int]
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield each sequence's first place and the one behind, without and with padding."""
+    """Yield each sequence's first place and the one after, without and with padding."""
     for i in range(len(bounds) - 1):
         yield (bounds[i], bounds[i + 1]), (padded[i], padded[i + 1])
 
@@ -384,7 +383,7 @@ def joined_documents(documents: Documents) -> tuple[int, ...]:
 def cut_documents(
     documents: Documents, size: int, *, multiple: int = 1, at_least: int = 0
 ) -> SequenceCut:
-    """Return the cut of one row that holds all rows, one after another, each document apart.
+    """Return the split of one row that holds all rows, one after another, each document apart.
 
     Args:
         documents: of each row.
@@ -418,7 +417,7 @@ def work_of(
         documents: of each row.
         window: a query at place q sees only keys k with q - k < window.
         by_heads: attention gives a rank all pairs of some heads, as `a2a` does, which is even
-            whatever the cut: a pair counts as its share of the heads.
+            however rows are split: a pair counts as its share of the heads.
     """
     runs = [cut.runs(rank) for rank in range(cut.size)]
     pairs, pieces = [0] * cut.size, [0] * cut.size

@@ -1,30 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SequenceLayout: how the tokens of a microbatch lie over context-parallel ranks.
+"""SequenceLayout: how the tokens of a microbatch are distributed over context-parallel ranks.
 
-`make` works everything out on the host, once per microbatch: index maps both ways, where each row's
-documents begin, and on first use the blocks of attention. What layers need on the device is copied
-there without waiting for it; nothing is ever read back.
+`make` computes everything on the host, once per microbatch: index maps between whole rows and each
+rank's tokens, in both directions; where each row's documents begin; on first use the blocks of
+attention. What layers need on the device is copied there asynchronously; nothing is read back. The
+maps use NumPy: torch's multithreaded versions take far longer where threads share a core.
 
-Index maps between whole rows and what each rank holds of them, on the host.
+`PackedTokens` packs the tokens of rows for a recurrence, document after document, and unpacks them.
+One gather undoes the split over ranks, drops padding, and turns columns of rows into rows of
+columns. The inverse map is known, so backward gathers too: no additions and no scatter.
 
-NumPy, for what torch does with several threads takes far longer where they must share a core.
+`OwnPieces` are the sub-sequences that a rank holds, and how those of all ranks continue each other.
+A piece is the intersection of a run and a document. Pieces follow each other in the order of the
+local tokens, row after row. A piece that begins where its document does starts from zero; another
+continues the piece before it, which is on another rank, since a rank joins adjacent runs. So only
+the last piece of a run is continued, and only the first continues another. This is computed on the
+host for all ranks alike, so a state that no rank needs is not sent.
 
-PackedTokens: the tokens of rows packed for a recurrence, document after document, and the way back.
-
-One gather does all of it: it undoes the cut over ranks, leaves padding out, and turns columns of
-rows into rows of columns. The map of the way back is known, so backward gathers too: nothing is
-added up, and nothing is scattered.
-
-OwnPieces: the parts of documents that a rank holds, and how those of all ranks go on.
-
-A piece is what a run and a document share. Pieces follow each other in the order of the local
-tokens, row after row. A piece that begins where its document does begins from nothing; another goes
-on where the piece before it ended, and that is on another rank, since a rank joins runs that meet.
-So only the last piece of a run is continued, and only the first continues another.
-
-Everything is worked out on the host, for all ranks alike: what nobody needs, nobody sends.
-
-ContextParallel: the ranks that share the tokens of a row, and how their attention meets.
+`ContextParallel` names the ranks that share the tokens of a row, and their attention engine.
 """
 
 from __future__ import annotations
@@ -179,10 +172,10 @@ class _Plans:
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """What layers need to know of the tokens beside their values; the one description of rows.
+    """What layers need to know of the tokens apart from their values; the one description of rows.
 
-    Without a cut a rank has whole rows; s/cp is then s. Rows with a past, whose keys and values or
-    states a cache has, have positions that go on from it and the document ids of cached tokens too.
+    Without a split a rank has whole rows; s/cp is then s. Rows with a past, whose keys and values
+    or states a cache has, have positions that continue it and the document ids of cached tokens.
 
     Args:
         positions: int64 [s/cp] or [s/cp, b], each token's position in its sequence; 0 for padding.
@@ -194,9 +187,9 @@ class SequenceLayout:
             `sample_length`.
         places: int64 [s/cp], each token's place in its row, -1 for padding; None where that is its
             position.
-        cut: how rows lie over the context-parallel ranks; None where that was never asked.
+        cut: how rows are split over the context-parallel ranks; None if that was never requested.
         rank: this one of them.
-        rows: b, known with a cut.
+        rows: b, known with a split.
         documents: of each row, where its documents begin and end by place, [0, ..., s]; None is
             one document a row.
         columns: int64 [s/cp] on the host: the column of a row that each local token is.
@@ -230,7 +223,7 @@ class SequenceLayout:
         sample_ids: torch.Tensor | None = None,
         device: torch.device | None = None,
     ) -> SequenceLayout:
-        """Return the layout of whole rows, without a cut; several documents are masked by ids.
+        """Return the layout of whole rows, without a split; several documents are masked by ids.
 
         Args:
             length: s.
@@ -259,16 +252,16 @@ class SequenceLayout:
         masks_by_ids: bool = False,
         device: torch.device | None = None,
     ) -> SequenceLayout:
-        """Return the layout of this rank's part of rows that are cut over ranks.
+        """Return the layout of this rank's part of rows that are split over ranks.
 
         Args:
-            cut: of every row. Sequences that it cuts apart are documents.
+            cut: of every row. Sequences that it splits separately are documents.
             rank: the context-parallel rank.
             rows: b.
             positions: int64 [b, s] on the host, each token's position in its document; None is its
                 place in the row.
             document_ids: int [b, s] on the host, not falling along a row; None is one document for
-                each sequence that is cut apart.
+                each sequence that is split separately.
             sample_ids: int64 [b] on the host; None turns dropout off.
             masks_by_ids: keep document ids of this rank's tokens, for one call of an op that masks
                 by them; -1 for padding. The blocks do without.
@@ -276,7 +269,7 @@ class SequenceLayout:
 
         Raises:
             ValueError: no such rank, tensors that do not fit or are not on the host, ids that fall,
-                or a document in two sequences that are cut apart.
+                or a document in two sequences that are split separately.
         """
         given = {"positions": positions, "document_ids": document_ids}
         for name, tensor in given.items():
@@ -383,7 +376,7 @@ class SequenceLayout:
 
     @property
     def visits_made(self) -> int:
-        """Return how often it was worked out where blocks lie among queries or keys: at most once
+        """Return how often it was worked out where blocks are among queries or keys: at most once
         for each of the two and each kind of blocks."""
         return self._plans.visits_made
 
@@ -420,7 +413,7 @@ class SequenceLayout:
 
         Returns:
             [b, s/cp] or [b, s/cp, ...], b = 1 where a row holds all samples; `x` itself where
-            nothing is cut.
+            nothing is split.
 
         Raises:
             ValueError: rows of another length, or not on the host.
@@ -450,7 +443,7 @@ class SequenceLayout:
             joined: see `attention_blocks`.
 
         Raises:
-            ValueError: a layout without a cut, no such rank, or a window below 1.
+            ValueError: a layout without a split, no such rank, or a window below 1.
         """
         cut = self._known_cut()
         return self._plan(
@@ -466,7 +459,7 @@ class SequenceLayout:
             window: a query at place q sees only keys k with q - k < window.
 
         Raises:
-            ValueError: a layout without a cut, or a window below 1.
+            ValueError: a layout without a split, or a window below 1.
         """
         cut = self._known_cut()
         return self._plan(("rows", window, False), lambda: _whole(cut), lambda: _whole(cut))
@@ -557,7 +550,7 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _check_sequences(documents: Sequence[Sequence[int]], cut: SequenceCut) -> None:
-    """Raise ValueError where a document is in two sequences that are cut apart."""
+    """Raise ValueError where a document is in two sequences that are split separately."""
     for row, bounds in enumerate(documents):
         crossed = sorted(set(cut.bounds) - set(bounds))
         if crossed:
@@ -573,7 +566,7 @@ class PackedTokens:
     Made on the host, once; the maps are copied to the device without waiting.
 
     Args:
-        places: int64 [t] on the host, where each packed token lies: column · b + row. None twice
+        places: int64 [t] on the host, where each packed token is: column · b + row. None twice
             the same; what is in none is padding.
         bounds: where sequences of packed tokens begin and end, [0, ..., t].
         length: n.
@@ -582,7 +575,7 @@ class PackedTokens:
 
     Attributes:
         sequences: the packed tokens, on the device.
-        places: of the packed tokens among [n · b, ...]; None where they are all, as they lie.
+        places: of the packed tokens among [n · b, ...]; None where they are all, as stored.
 
     Raises:
         ValueError: bounds of another number of tokens.
@@ -643,7 +636,7 @@ def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
     are sequences.
 
     Args:
-        layout: of this rank; without a cut, of whole rows.
+        layout: of this rank; without a split, of whole rows.
         batch: b.
 
     Raises:
@@ -690,7 +683,7 @@ class Link:
     Args:
         source: the rank that holds the piece before.
         export: number of that piece among those of `source` that are continued.
-        target: the rank that holds the piece behind.
+        target: the rank that holds the piece after.
         entry: number of that piece among those of `target` that continue others.
     """
 
@@ -701,7 +694,7 @@ class Link:
 
 
 Chain = tuple[Link, ...]
-"""Links one behind the other: the piece behind each is the one before the next."""
+"""Links one after the other: the piece after each is the one before the next."""
 
 
 @dataclass(frozen=True)
@@ -725,7 +718,7 @@ class PieceHalo:
 
 @dataclass(frozen=True)
 class _Lent:
-    """Tokens of one row of the batch that a run borrows: where they lie at both ends."""
+    """Tokens of one row of the batch that a run borrows: where they are at both ends."""
 
     source: int
     target: int
@@ -796,7 +789,7 @@ class OwnPieces(PackedTokens):
 
     @property
     def crossed(self) -> bool:
-        """Return whether any document goes on from one rank to another; all ranks say the same."""
+        """Return whether any document continues on another rank; all ranks return the same."""
         return bool(self.chains)
 
     @property
@@ -842,7 +835,7 @@ class OwnPieces(PackedTokens):
 
 
 def own_pieces(layout: SequenceLayout, batch: int) -> OwnPieces:
-    """Return the pieces of a layout's rank; without a cut, of whole rows.
+    """Return the pieces of a layout's rank; without a split, of whole rows.
 
     Args:
         layout: of this rank.
@@ -876,7 +869,7 @@ class _Ends:
         """Yield the chains of a row, whose documents have these borders."""
         links: list[Link] = []
         for (run, number, source), (behind, other, target) in pairwise(self._owned):
-            following = borders[bisect_right(borders, run.place)]  # the border behind its first
+            following = borders[bisect_right(borders, run.place)]  # the border after its first
             if links and following <= run.end:
                 yield tuple(links)
                 links = []
@@ -906,7 +899,7 @@ def _lent(
         for piece in pieces:
             place = places[piece.target][piece.run]
             top = place - width  # the place of the halo's first row
-            # Where the document of the run's first token begins; all is cut if that is the run's.
+            # Rows before the document of the run's first token are left out.
             begin = borders[bisect_right(borders, place) - 1]
             less = max(0, begin - (top + piece.row))
             if less < piece.length:
@@ -930,7 +923,7 @@ def _numbers_of(parts: Sequence[tuple[int, int]]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """How the sequences of a model are cut over ranks.
+    """How the sequences of a model are split over ranks.
 
     Args:
         group: cp.
@@ -946,7 +939,7 @@ class ContextParallel:
 
 
 def context_problems(engine: str, *, heads: int, groups: int, cp: int) -> list[str]:
-    """List what keeps an engine from attending over cp ranks, with the mend.
+    """List what keeps an engine from attending over cp ranks, with the fix.
 
     Args:
         engine: "p2p", "all_gather", "a2a" or "auto".

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of generation: keys and values, states of recurrent mixers.
+"""Caches of generation: keys and values of attention layers, states of recurrent mixers.
 
-Key/value cache: keys and values of the tokens so far, one buffer pair per attention layer.
-
-State cache: what recurrent mixers carry from token to token, one slot a sequence.
-
-A sequence takes a slot when it begins and frees it when it ends; the next one that takes the slot
-starts from zeros. What a slot holds does not grow with the sequence, so slots, unlike keys and
-values, are made once and used again by batch after batch.
-
-Batch cache: what a model is given while it generates for one batch, keys, values and states.
+The key/value cache holds keys and values of the tokens so far, one buffer pair per attention layer.
+The state cache holds the states of recurrent mixers, one slot a sequence. A sequence takes a slot
+when it begins and frees it when it ends; the next one that takes the slot starts from zeros. The
+size of a slot does not grow with the sequence, so slots, unlike keys and values, are allocated once
+and reused by batch after batch. The batch cache is what a model gets while it generates for one
+batch: keys, values and states.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from megatron.core.device import pin
 class StateCache:
     """Hold [slots + 1, ...] buffers by name, for every recurrent mixer those that it asks for.
 
-    A buffer is made when it is first asked for, with the shape and dtype that the mixer says: a
+    A buffer is allocated when first requested, with the shape and dtype that the mixer gives: a
     model without recurrent mixers has none. The last row of each is nobody's: rows that write
     nothing that counts, those of slot -1, write there.
 
@@ -181,10 +178,10 @@ class BatchCache(KVCache):
     """Keys and values of a batch for attention, and its states for recurrent mixers.
 
     Attention keeps every token, left padding too, which its document mask hides. Recurrent mixers
-    take real tokens only: of each row the last ones, and the caller says how many before each call.
+    take real tokens only: the last ones of each row, so many as the caller gives before a call.
 
         cache = BatchCache(capacity, rows=2, device=device)
-        cache.begin([5, 3])  # the first row has 5 new tokens, the second 3 behind padding
+        cache.begin([5, 3])  # the first row has 5 new tokens, the second 3 after padding
         model(tokens, layout=layout, cache=cache)
         cache.end(1)  # the second row takes no more tokens: its slot is free
         cache.begin([1, 0])
@@ -274,7 +271,7 @@ class BatchCache(KVCache):
 
 
 def last_tokens(length: int, counts: Sequence[int], *, device: torch.device) -> PackedTokens:
-    """Return the last tokens of each row of [length, b], so many as `counts` say; host work."""
+    """Return the last tokens of each row of [length, b], as many as `counts` gives; host work."""
     batch = len(counts)
     columns = [np.arange(length - count, length) for count in counts]
     places = [column * batch + row for row, column in enumerate(columns)]

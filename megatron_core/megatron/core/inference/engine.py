@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate continuations for a batch of prompts: prefill, then one decode step a token.
 
-Prompts of different lengths share a batch (`padded_batch`). A sequence's output is a function of
-its own prompt, seed and identity, up to the rounding of matrix products of another batch size.
-
-What generation asks of a model.
-
-Padded batch: prompts of different lengths, padded on the left, and how a model is fed them.
-
-The newest token of every sequence is the last row, so one decode step advances them all:
+Prompts of different lengths share a batch (`padded_batch`), padded on the left. The newest token of
+every sequence is the last row, so one decode step advances them all:
 
     pad pad  A   B   C  |  D
      P   Q   R   S   T  |  U
 
 Padding counts for nothing: its document id is -1, which no real token attends to, and every real
 token carries its own position, counted from 0 at the first real token. Recurrent mixers never see
-padding: the cache says which tokens are real.
+padding: the cache specifies which tokens are real.
+
+A sequence's output is a function of its own prompt, seed and identity, up to the rounding of matrix
+products of another batch size.
 """
 
 from __future__ import annotations
@@ -166,10 +163,10 @@ def check_requests(
         requests: what was asked.
         max_new_tokens: tokens to generate for each.
         max_length: longest sequence, prompt and new tokens together; None means no limit.
-        vocab_size: token ids must lie below it.
+        vocab_size: token ids must be below it.
 
     Raises:
-        ValueError: naming the request by its place, the values and the mend.
+        ValueError: naming the request by its place, the values and the fix.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max-new-tokens is {max_new_tokens}: use a positive number")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder: a stack of pre-norm residual blocks built from a layer pattern, or a range of them.
 
-Each block is delta = mixer(norm(stream)), stream += delta. The addition is carried into the next
+Each block is delta = mixer(norm(stream)), stream += delta. The addition is fused into the next
 block's norm, which reads both anyway, so the stream is read and written once a block.
 """
 
@@ -197,16 +197,16 @@ class Decoder(nn.Module):
     """Blocks of a pattern and the final norm.
 
     Names, initial values and dropout of a block are functions of its place in the whole pattern, so
-    they do not depend on where that is cut.
+    they do not depend on where that is split.
 
     Args:
         name: prefix of all weights; block i of the pattern is `{name}.blocks.{i}`.
         blocks: [first, last) of the pattern's blocks; None is all of them.
-        normed: whether the final norm is behind them. Without it the result is the stream.
+        normed: whether the final norm follows them. Without it the result is the stream.
 
     Attributes:
-        layers: [first, last) of `blocks` for each layer; a layer is the unit in which cut weights
-            are gathered. Of a layer that the range cuts, the part inside counts as one.
+        layers: [first, last) of `blocks` for each layer; a layer is the unit in which sharded
+            weights are gathered. Of a layer that the range splits, the blocks inside count as one.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class Decoder(nn.Module):
         Both are [s/tp, b, h] under sequence parallelism.
 
         Args:
-            hidden: [s, b, h], the embeddings or the stream behind the blocks before these.
+            hidden: [s, b, h], the embeddings or the stream after the blocks before these.
             cache: of the keys and values of these attention blocks, numbered from 0.
             aux_factor: fp32 scalar, the factor of routers' auxiliary losses in the step's loss;
                 None adds none.
@@ -330,10 +330,10 @@ class Decoder(nn.Module):
             else:
                 delta, stream = run(delta, stream)
         if self.final_norm is None:
-            # The norm would have rounded this sum to the stream's dtype as well, so a cut changes
+            # The norm would have rounded this sum to the stream's dtype as well, so a split changes
             # no bit of the forward. In backward the norm joins both gradients of the sum before it
-            # rounds; behind a cut autograd joins them rounded. In fp32 that is the same, in bf16
-            # one rounding more a cut.
+            # rounds; after a split autograd joins them rounded. In fp32 that is the same, in bf16
+            # one rounding more a split.
             return delta if stream is None else stream + delta
         return self.final_norm(delta) if stream is None else self.final_norm(delta, stream)[0]
 
@@ -344,7 +344,7 @@ def _through(
     stream: torch.Tensor | None,
     **context: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return delta and stream, each [s/tp, b, h], behind one block or more."""
+    """Return delta and stream, each [s/tp, b, h], after one block or more."""
     for block in blocks:
         delta, stream = block(delta, stream, **context)
     assert stream is not None

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Language models of a layer pattern: embedding, decoder, vocabulary head, multi-token prediction.
 
-`GPTModel` is any such model: attention and MLPs alternating are a GPT, a pattern with experts,
+`GPTModel` is any such model: alternating attention and MLPs are a GPT, a pattern with experts,
 Mamba-2 or gated delta nets is a mixture of experts or a hybrid (`models/hybrid.py`).
 
-Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
-
-Depth k = 0 … D - 1 predicts token t + k + 2 at position t, where the main model predicts t + 1:
+Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): depth k = 0 … D - 1
+predicts token t + k + 2 at position t, where the main model predicts t + 1:
 
     x_k = projection([norm(embedding(token t + k + 1)), norm(h_(k-1))])
     h_k = final_norm(blocks_k(x_k))         h_(-1) are the main model's final hidden states
@@ -14,9 +13,9 @@ Depth k = 0 … D - 1 predicts token t + k + 2 at position t, where the main mod
 
     training loss = main loss + factor / D · sum over k of the loss of depth k
 
-The token losses of a depth are weighted as in the main loss, so both are divided by the same
-number of tokens, although a depth counts fewer: those whose label is in the row, in the same
-document and counted where the main model predicts it.
+The token losses of a depth are weighted as in the main loss, so both are divided by the same number
+of tokens. A depth counts fewer: those whose label is in the row, in the same document and counted
+where the main model predicts it.
 
 Only training computes the depths. They follow the main model's last layer, in one chunk with the
 head, so with several pipeline stages the embedding is a weight of the first and the last one.
@@ -95,7 +94,7 @@ class GPTModel(StoreModule):
     Args:
         config: the model.
         groups: the process groups; `ProcessGroupCollection.single()` for one process.
-        sequence_parallel: cut activations between blocks along the sequence over tp.
+        sequence_parallel: shard activations between blocks along the sequence over tp.
         seed: of initial values and dropout.
         dtype, device: of the weights and activations.
         vocab_multiple: each rank's vocabulary rows are padded to a multiple of this; changes no
@@ -443,7 +442,7 @@ class Ahead:
     """What the depths of multi-token prediction read and predict, for every token of a microbatch.
 
     Args:
-        tokens: int64 [D, b, s], token t + k + 1 of each row; 0 behind its end. With context
+        tokens: int64 [D, b, s], token t + k + 1 of each row; 0 after its end. With context
             parallelism those of this rank's t, s is s/cp then.
         labels: int64 [D, b, s], token t + k + 2.
         weights: fp32 [D, b, s], the factor of each token's loss; 0 leaves it out.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrids that are published: each a `GPTConfig` with the blocks of a pattern.
+"""Published hybrid models: each a `GPTConfig` with the blocks of a pattern.
 
 Called without arguments a function returns the published model; its arguments make smaller ones of
 the same kind. examples/hybrid has the same models as options of pretrain_hybrid.
@@ -13,7 +13,7 @@ from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm.config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 
-#: Three gated delta nets to one attention; behind each an MLP or experts.
+#: Three gated delta nets to one attention; after each an MLP or experts.
 QWEN3_NEXT_LAYERS = "GGG*"
 
 #: Of Nemotron-H-8B.

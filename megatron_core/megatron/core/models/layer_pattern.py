@@ -10,18 +10,17 @@
     E       mixture of experts
 
 A GPT of L layers is `*-` repeated L times, with `*E` where a layer has experts; Qwen3-Next is
-`GEGEGE*E` repeated. Behind each `/` stand the blocks of one depth of multi-token prediction, the
-same in all: `*-*-/*-/*-` has two depths.
+`GEGEGE*E` repeated. Each `/` starts the blocks of one depth of multi-token prediction, the same in
+all depths: `*-*-/*-/*-` has two.
 
-StageSplit: which blocks of a layer pattern every virtual pipeline stage has. Pure data.
-
-With p stages of v chunks each, chunk c of stage r is virtual stage g = c · p + r; data goes from g
-to g + 1. The embedding is in the first virtual stage, final norm, head and loss are in the last.
-A virtual stage may have any number of blocks, none included. Three ways to write a split:
+`StageSplit` is pure data: the blocks of every virtual pipeline stage. With p stages of v chunks
+each, chunk c of stage r is virtual stage g = c · p + r; data goes from g to g + 1. The embedding is
+in the first virtual stage; final norm, head and loss are in the last. A virtual stage may have any
+number of blocks, none included. A split is given in one of three ways:
 
     numbers   evenly, or with other numbers of layers in the first and the last stage
-    pattern   "*-*-|*-*|-*-|"    `|` cuts between any two blocks
-    layout    "Et*2|(tt|)*2,L"   E embedding, t layer, L loss, `|` cuts, `*n` repeats what is before
+    pattern   "*-*-|*-*|-*-|"    `|` splits between any two blocks
+    layout    "Et*2|(tt|)*2,L"   E embedding, t layer, L loss, `|` splits, `*n` repeats the item
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Pattern:
     """A written pattern, taken apart; `pattern_problems` must have found nothing.
 
     Args:
-        main: the blocks of the model, with cuts.
+        main: the blocks of the model, with splits.
         further: the blocks of each depth of multi-token prediction; empty if there are none.
         depths: how many there are.
     """
@@ -65,7 +64,7 @@ class Pattern:
 
     @staticmethod
     def of(text: str) -> Pattern:
-        """Take a written pattern apart; a `/` with nothing behind it means nothing."""
+        """Take a written pattern apart; a `/` with nothing after it means nothing."""
         main, *parts = text.split(FURTHER)
         parts = [part for part in parts if part]
         return Pattern(main, parts[0] if parts else "", len(parts))
@@ -77,7 +76,7 @@ class Pattern:
 
 
 def symbols_of(pattern: str) -> str:
-    """Return the blocks of a pattern alone, without the cuts between stages."""
+    """Return the blocks of a pattern alone, without the splits between stages."""
     return pattern.replace(CUT, "")
 
 
@@ -93,7 +92,7 @@ def ffn_of(symbols: str) -> str | None:
 
 
 def symbol_problems(pattern: str) -> list[str]:
-    """List what is wrong with the symbols of blocks and cuts; empty if nothing is."""
+    """List what is wrong with the symbols of blocks and splits; empty if nothing is."""
     symbols, what = symbols_of(pattern), f"layer pattern {pattern!r}"
     if not symbols:
         return [f"{what} must be one or more of {_KNOWN}, with '|' where a pipeline stage ends"]
@@ -134,9 +133,9 @@ def written_problems(text: str) -> list[str]:
 
 
 def layer_blocks(symbols: str) -> list[tuple[int, int]]:
-    """Return the [first, last) blocks of each layer of a pattern without cuts.
+    """Return the [first, last) blocks of each layer of a pattern without splits.
 
-    A block that mixes tokens and the MLP or experts behind it are one layer, any other block is one
+    A block that mixes tokens and the MLP or experts after it are one layer, any other block is one
     by itself.
     """
     layer = f"[{re.escape(ATTENTIONS)}{RECURRENT}][{FEED_FORWARD}]|."
@@ -193,7 +192,7 @@ class StageSplit:
     def describe(self) -> str:
         """Say how many layers each stage has: "3|2 layers", or "2+1|1+1 layers" in two chunks.
 
-        In blocks where a layer of two blocks is cut, and of a hybrid: "3|5 blocks".
+        In blocks where a layer of two blocks is split, and of a hybrid: "3|5 blocks".
         """
         each = self.layer_blocks
         whole = each > 1 and all(last % each == 0 for _, last in self.ranges)
@@ -273,7 +272,7 @@ class StageSplit:
 
     @staticmethod
     def from_layout(layout: str, stages: int, *, num_layers: int) -> StageSplit:
-        """Cut a GPT as a layout says.
+        """Split a GPT as a layout specifies.
 
         Args:
             layout: such as "Et*2|(tt|)*2,L"; commas and blanks mean nothing.
@@ -300,7 +299,7 @@ def even_problems(
     count_loss: bool = False,
     layer_blocks: int = len(_LAYER),
 ) -> list[str]:
-    """List why `StageSplit.even` cannot be, each with its mend; empty if it can."""
+    """List why `StageSplit.even` cannot be, each with its fix; empty if it can."""
     noun = "layers" if layer_blocks > 1 else "blocks"
     named = {noun: num_layers, "pipeline stages": stages, "chunks of a stage": chunks}
     found = [f"{size} {name}: use 1 or more" for name, size in named.items() if size < 1]
@@ -330,7 +329,7 @@ def even_problems(
 
 
 def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = None) -> list[str]:
-    """List why a pattern cannot be cut like that, each with its mend; empty if it can."""
+    """List why a pattern cannot be split like that, each with its fix; empty if it can."""
     found = symbol_problems(pattern)
     found += part_problems(f"layer pattern {pattern!r}", pattern, stages)
     if ffn_pattern is None:
@@ -338,7 +337,7 @@ def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = Non
     wanted = "".join(ATTENTION + kind for kind in ffn_pattern)
     if symbols_of(pattern).replace(LATENT, ATTENTION) != wanted:
         same = set(ffn_pattern) == {DENSE}
-        # Of another number of layers: which of them have experts is for the pattern to say.
+        # Of another number of layers: the pattern must specify which of them have experts.
         others = symbols_of(pattern).replace(ATTENTION, "")
         free = EXPERTS in others and len(others) != len(ffn_pattern)
         kinds = "'*-' or '*E'" if free else "'*-'"
@@ -348,7 +347,7 @@ def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = Non
 
 
 def layout_problems(layout: str, stages: int, *, num_layers: int) -> list[str]:
-    """List why a layout cannot be, each with its mend; empty if it can."""
+    """List why a layout cannot be, each with its fix; empty if it can."""
     text, found = _written_out(layout)
     what = f"pipeline layout {layout!r}"
     if found:  # repetitions may be wrong, so nothing can be counted

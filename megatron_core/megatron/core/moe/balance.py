@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balance: what the routers of a model counted, summed over all ranks, and the biases it moves.
+"""Balance: the token counts of a model's routers, summed over all ranks, and the biases they move.
 
     b_e += rate · sign(mean over experts of their tokens - tokens of e)
 
 once a step (Wang et al. 2024, arXiv 2408.15664): tokens are those of the step's whole batch, on all
-lanes, before any are dropped.
+data-parallel ranks, before any are dropped.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch: bring tokens to the ranks of their experts and the results back.
 
-Ranks of the group are numbered etp fastest: rank i + etp · j has part i of the experts j · E/ep up
+Ranks of the group are numbered etp fastest: rank i + etp · j has shard i of the experts j · E/ep up
 to (j + 1) · E/ep. With t tokens a rank, k experts a token, h features and n = etp · ep ranks:
 
-| dispatcher | a rank's rows on the way there and, of another sum, back | how |
+| dispatcher | a rank's rows there, and as many back | how |
 |---|---|---|
 | alltoall | t · k · etp | each row goes to the ranks of its expert |
-| allgather | t · n | every row goes to all ranks, which pick theirs; the results are summed |
+| allgather | t · n | every row goes to all ranks, which select rows; the results are summed |
 
 So all-gather moves less where ep < k. A single rank moves nothing.
 """

@@ -2,9 +2,9 @@
 """MoE: router, dispatch and experts of one block (Shazeer et al. 2017; Fedus et al. 2021).
 
 hidden [s, b, h] → rows [t, h] of this rank → router → dispatch → experts → weighted sums [t, h] →
-[s, b, h], plus the shared expert's. The shared expert is computed while rows are under way.
+[s, b, h], plus the shared expert's. The shared expert is computed while rows are in flight.
 
-Experts: this rank's MLPs of a mixture, over rows in runs, one run an expert.
+`Experts` are this rank's MLPs, applied to rows sorted by expert, one run of rows per expert.
 
 gated: down_e(activation(gate_e(x)) · up_e(x)), gate and up one product; plain as in `MLP`.
 
@@ -13,7 +13,7 @@ gated: down_e(activation(gate_e(x)) · up_e(x)), gate and up one product; plain 
 | gate, up | [E, f, h] each | [2 E/ep, f/etp, h], an expert's gate before its up |
 | down | [E, h, f] | [E/ep, h, f/etp] |
 
-A rank's results are addends of an expert's over etp.
+A rank's results are partial sums of an expert's over etp.
 """
 
 from __future__ import annotations

@@ -6,25 +6,20 @@
     the k experts with the highest score + bias, within the best groups if those are limited
     weights = their scores, over their sum if normalised, times a factor
 
-The ranks of a pipeline stage route different tokens, so the gradient of W is partial on tp.
+The ranks of a pipeline stage route different tokens, so the gradient of W is partial on tp. With
+sequence parallelism the tp ranks have different rows already. Without it all have the same rows:
+each then routes its share of them (`Share`), and the results are gathered; rows that do not divide
+are padded. An expert of limited capacity drops tokens (`within_capacity`). The jitter of the
+router's input is a function of sample, position and feature, without state.
 
-Which experts tokens go to, and which of them an expert of limited capacity takes.
-
-Jitter of what a router reads: a function of sample, place and feature, without state.
-
-Auxiliary losses of a router, and how they get into the gradient.
+Auxiliary losses, each over a set of T tokens on several ranks:
 
     balance   E / (k · T²) · sum over experts of (its tokens) · (sum of its shares of scores)
     z         mean over tokens of logsumexp(logits)²
 
-Each is over a set of T tokens that several ranks hold: the numbers of tokens are summed over them,
-and what a rank computes is its tokens' part, so that the parts of all ranks add up to the loss.
-
-Share: the rows of a microbatch that a rank sends to experts; every row is one rank's.
-
-With sequence parallelism a rank has other rows than its tp peers already. Without it all have the
-same ones: each then takes its part of them, and the results are gathered. Rows that do not divide
-are filled up with padding.
+Token counts are summed over the ranks; each rank computes the terms of its own tokens, and the
+terms of all ranks add up to the loss. `carry` attaches a loss to an activation, through which it
+gets into the gradient.
 """
 
 from __future__ import annotations
@@ -91,7 +86,7 @@ def within_capacity(
     if policy == "probs":
         order = weights.flatten().argsort(descending=True, stable=True)
     wanted = experts.flatten()
-    if real is not None:  # behind all others
+    if real is not None:  # after all others
         wanted = wanted.where(real.repeat_interleave(experts.shape[1]), experts.numel())
     order = order[wanted[order].argsort(stable=True)]  # by expert
     sorted_experts = wanted[order]
@@ -152,7 +147,7 @@ def tokens_of_experts(
 def balance_loss(
     shares: torch.Tensor, counts: torch.Tensor, *, topk: int, sets: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's part of the mean over sets of the balance loss, a scalar.
+    """Return this rank's share of the mean over sets of the balance loss, a scalar.
 
     Args:
         shares: fp32 [t, E], each token's scores, adding up to 1; zeros for padding.
@@ -171,7 +166,7 @@ def balance_loss(
 def z_loss(
     logits: torch.Tensor, tokens: torch.Tensor, *, real: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's part of the mean of the squared log-sum-exp of logits [t, E], a scalar.
+    """Return this rank's share of the mean of the squared log-sum-exp of logits [t, E], a scalar.
 
     Args:
         tokens: of all ranks, a scalar.
@@ -302,7 +297,7 @@ class Share:
         return found
 
 
-#: What a router counts, behind the tokens of each expert. The losses are without coefficients.
+#: What a router counts, after the tokens of each expert. The losses are without coefficients.
 MEASURES = ("places", "dropped", "entropy", "balance_loss", "z_loss", "microbatches")
 
 
@@ -436,7 +431,7 @@ class Router(nn.Module):
         balance: torch.Tensor,
         z: torch.Tensor,
     ) -> None:
-        """Add to `counted`; as ranks have parts of the losses, each counts a part of the
+        """Add to `counted`; as ranks have shares of the losses, each counts a share of the
         microbatch."""
         places = wanted.sum()
         taken = places if routing.kept is None else routing.kept.sum().float()

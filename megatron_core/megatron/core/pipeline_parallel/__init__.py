@@ -2,13 +2,11 @@
 """Pipeline parallelism: schedules as lists of actions, their simulation, and one executor.
 
 schedule    what every rank computes, in order: 1F1B, interleaved, ZB-H1
-transfers   sends, receives, gathers and reductions added to that
-simulate    timed without processes, on the graph of dependence
-check       what is wrong with lists
-runtime     carried out: one executor over a worker
-stage       the worker of a model's chunks, by autograd
+transfers   sends, receives, gathers and reductions added to these lists
+simulate    timing without processes, on the graph of dependences; mistakes in lists
+runtime     execution: one executor over a worker; AutogradWorker computes a model's chunks
 
-The first four are pure: torch is imported when a name of the last two is asked for.
+The first three are pure: torch is imported when a name of `runtime` is asked for.
 """
 
 from typing import TYPE_CHECKING

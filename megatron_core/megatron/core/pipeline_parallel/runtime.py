@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running one rank's list of a pipeline schedule.
 
-It knows no model. A `Worker` computes; what forward computes and what backward computes go over two
-groups of the same ranks, so that neither waits for the other's turn. Transfers of one direction
-that stand next to each other start as one batch. A receive starts where it stands and is waited for
-by the computation that it feeds; a send starts where it stands, and its tensor is forgotten once it
-has left. Nothing is decided here, so what runs is the list.
+The runtime knows no model and decides nothing: it runs the list. A `Worker` computes. Activations
+and their gradients are sent over two groups of the same ranks, so that neither waits for the other.
+Adjacent transfers of one direction start as one batch. A receive starts at its place in the list,
+and the computation that needs it waits for it. A send starts at its place too, and its tensor is
+released once it has been sent.
 
-AutogradWorker: the chunks of one stage, computed forward by a function and backward by autograd.
+`AutogradWorker` computes the chunks of one stage, forward by a function and backward by autograd:
 
 F   hidden -> output; kept until backward: the input, and the edge of the graph at the output,
     not the output itself, whose memory is free once it has been sent
 B   backward through that graph
 I   the same, with every weight gradient put into a queue
-W   drains the queue: the products that I put off, no second forward or backward
+W   drains the queue: the products that I deferred, no second forward or backward
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class StageEngine(Protocol):
         """Start the gathers that a segment needs first."""
 
     def last(self, part: int) -> None:
-        """Say that the step's last puts into a part's weights follow."""
+        """Declare that the step's last gradients of a model chunk's weights follow."""
 
     def close(self, part: int) -> None:
-        """Say that a part's weights have got all puts of a microbatch."""
+        """Declare that a model chunk's weights have all gradients of a microbatch."""
 
 
 #: Computes a chunk's output [s/tp, b, h], or the loss (a scalar) in the model's last chunk, from
@@ -114,7 +114,7 @@ class AutogradWorker:
         return hidden.grad.contiguous()
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Carry out what `backward` has put off."""
+        """Carry out what `backward` has deferred."""
         if microbatch == self._last:
             self._engine.last(chunk)
         self._queues.pop((chunk, microbatch)).drain()
@@ -172,7 +172,7 @@ class Worker(Protocol):
         """
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Carry out what a split backward has put off."""
+        """Carry out what a split backward has deferred."""
 
     def gather(self, chunk: int, microbatch: int) -> None:
         """Start to make the weights whole that a chunk needs next."""
@@ -189,7 +189,7 @@ class Executor:
         worker: computes.
         group: the pipeline's, for what forward computes.
         backward_group: the same ranks over another communicator, for gradients.
-        observe: told every action before it is carried out.
+        observe: called with every action before it is carried out.
 
     Raises:
         ValueError: the schedule is for another number of stages, or the groups' ranks differ.

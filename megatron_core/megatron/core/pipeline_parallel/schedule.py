@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules as data: for every rank the list of what it does, in order.
+"""Pipeline schedules as data: for every rank the list of its actions, in order.
 
-`make_schedule` gives the computing alone; `transfers.py` adds what passes between ranks, and
+`make_schedule` gives the computes alone; `transfers.py` adds the transfers between ranks, and
 `simulate.py` runs and checks lists without processes. With p stages, m microbatches and v chunks:
 
 - "1f1b": rank r computes min(p - r - 1, m) forwards, then forward and backward in turn, then the
-  backwards that are left (Narayanan et al. 2021, "Efficient large-scale language model training on
-  GPU clusters", section 2.2). At most p - r microbatches are alive. Idle is the part
-  (p - 1) / (m + p - 1) of the time.
+  remaining backwards (Narayanan et al. 2021, "Efficient large-scale language model training on GPU
+  clusters", section 2.2). At most p - r microbatches are alive. The fraction
+  (p - 1) / (m + p - 1) of the time is idle.
 - "interleaved": the same over v chunks a rank, in groups of N microbatches (ibid.). Idle is
   (p - 1) / (v m + p - 1) for N = p, for 1 + (p - 1) / (p v) times the activations.
-- "zb-h1": 1f1b with split backward: rank r puts each weight gradient off by r microbatches, which
+- "zb-h1": 1f1b with split backward: rank r defers each weight gradient by r microbatches, which
   fills its time at the end (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv
   2401.10241, section 2.2). Every rank keeps at most p microbatches alive, which is the most of any
   rank in 1f1b.
@@ -88,11 +88,11 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
 
     def virtual_stage(self, rank: int, chunk: int) -> int:
-        """Return where in the model a rank's chunk lies, from 0 to p · v - 1."""
+        """Return where in the model a rank's chunk is, from 0 to p · v - 1."""
         return chunk * self.stages + rank
 
     def following(self, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Return (rank, chunk) that gets this chunk's output; None behind the last."""
+        """Return (rank, chunk) that gets this chunk's output; None after the last."""
         following = self.virtual_stage(rank, chunk) + 1
         if following == self.stages * self.chunks:
             return None
@@ -146,11 +146,11 @@ def make_schedule(
             is the least that leaves no group too small, p where m is a multiple of it. "1f1b" and
             "zb-h1" have none.
         weight_delay: how many microbatches "zb-h1" puts weight gradients off at most, and so keeps
-            what they need; r if None. With 0 each W is right behind its I, and a rank idles
+            what they need; r if None. With 0 each W is right after its I, and a rank idles
             (p - 1)(F + I).
 
     Raises:
-        ValueError: everything that `problems` says.
+        ValueError: everything that `problems` lists.
     """
     wrong = problems(
         name, stages=stages, microbatches=microbatches, chunks=chunks, group_size=group_size
@@ -182,7 +182,7 @@ def make_schedule(
 def problems(
     name: str, *, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> list[str]:
-    """Return everything that keeps a schedule from being made, each with its mend.
+    """Return everything that keeps a schedule from being made, each with its fix.
 
     "interleaved" needs groups of at least p microbatches, the last one included, or of all of them:
     with fewer, rank 0 would need its second chunk's input before the last rank can have made it.

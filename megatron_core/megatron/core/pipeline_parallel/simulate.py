@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulation of pipeline schedules: their dependences, time, idleness, memory, and mistakes.
 
-How long a schedule takes, what it idles and keeps: simulated without processes.
-
-A schedule is a graph: an action starts when everything before it has ended. Computes of a rank
-follow each other in the order of its list; transfers, gathers and reductions run beside them. A
-schedule of computes alone is taken as if every tensor left when it is ready.
+A schedule is a graph: an action starts when everything before it has ended. It is timed, and its
+lists are checked, without processes. Computes of a rank follow each other in the order of its list;
+transfers, gathers and reductions overlap with them. In a schedule of computes alone, every tensor
+is sent when it is ready.
 
 There are two rules for the transfers of a list:
 
-- eager: a send leaves when the rank's list reaches it, and its receive ends when it is there and
-  reached. Nothing blocks.
+- eager: a send starts when the rank's list reaches it, and its receive ends when the tensor has
+  arrived and the list has reached the receive. Nothing blocks.
 - rendezvous, the rule of NCCL with a communicator for each direction: adjacent transfers of one
   direction are one batch. The batches of a rank and direction follow each other, a transfer starts
-  when both its ranks are at its batch, and what needs one transfer of a batch waits for the whole
-  batch. Lists that pair their transfers up badly deadlock.
-
-What has to end before what starts in a schedule: a graph, and the walk through it in time.
-
-Everything that is wrong with the lists of a schedule, found without carrying them out.
+  when both its ranks are at its batch, and an action that needs one transfer of a batch waits for
+  the whole batch. Lists that pair their transfers up badly deadlock.
 """
 
 from __future__ import annotations
@@ -240,7 +235,7 @@ class Dependence:
         return needs
 
     def _stuck(self, spans: dict[Node, tuple[float, float]]) -> str:
-        """Say for every rank that stands still where it is and what it waits for."""
+        """Say for every rank that hangs where it is and what it waits for."""
         texts = []
         for rank, actions in enumerate(self._schedule.ranks):
             nodes = [Node("do", rank, index) for index in range(len(actions))]
@@ -380,7 +375,7 @@ def simulate(schedule: Schedule, times: Times, *, rendezvous: bool = False) -> T
         rendezvous: transfers follow the rule of NCCL, else nothing blocks.
 
     Raises:
-        DeadlockError: what ranks wait for never comes; says which, and for what.
+        DeadlockError: what ranks wait for never comes; names them.
     """
     graph = Dependence(schedule, times.of, rendezvous=rendezvous)
     spans = graph.walk()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule's ranks pass to each other and when their weights travel, added to its lists.
+"""The transfers of a schedule, added to its lists: activations, gradients and weights.
 
 **No deadlock.** Every transfer is given a place in one order of all events of all ranks: the time
 at which its tensor is computed when forward, input gradient and weight gradient take one unit each
@@ -70,10 +70,10 @@ def _units(kind: Kind) -> int:
 
 
 def _ends(schedule: Schedule) -> list[list[int]]:
-    """Return when each compute of each rank ends: what `simulate` says, without its graph.
+    """Return when each compute of each rank ends: as `simulate` computes it, without its graph.
 
     Raises:
-        DeadlockError: computes that wait for each other; says which, and for what.
+        DeadlockError: computes that wait for each other; names them.
     """
     stages, many = schedule.stages, schedule.microbatches
     behind = stages * schedule.chunks * many

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a recurrence meets the tokens of other ranks, chosen by what it sends. Pure arithmetic.
+"""How a recurrence gets the tokens of other ranks, chosen by communication volume. Pure arithmetic.
 
 Per layer and rank, forward and backward, with t = s/cp local tokens of b rows:
 
-    headwise  (cp-1)/cp of the features that travel in and of what comes out, and their gradients
-    segments  to each of cp - 1 ranks a state and what it is multiplied by, fp32, for each summary,
+    headwise  (cp-1)/cp of the input features and of the outputs, and their gradients
+    segments  to each of cp - 1 ranks a state and its transition, fp32, for each summary,
               and a state again backward; W - 1 tokens for each summary to one rank, and back
 
-A rank sends a summary for each of its runs that another continues: 2 of a row in zigzag order, 1 of
-contiguous, whatever documents are in it; as many again for each sequence that is cut apart. So what
-headwise sends grows with the tokens, and what segments send with the sequences. Where a document
-ends within a run less is said than is counted here.
+A rank sends a summary for each of its runs that another rank continues: 2 of a row in zigzag order,
+1 of a contiguous one, however many documents it holds; as many again for each sequence that is
+split separately. So the volume of headwise grows with the tokens, that of segments with the
+sequences. Where a document ends within a run, less is sent than is counted here.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class LinearShape:
         conv_channels: that are convolved.
         conv_width: W.
         shared_features: of `features_in`, those that several heads of a unit share: where there are
-            fewer units than ranks, heads are cut, and of these every rank gets a copy. 0 is of
-            units that cannot be cut.
+            fewer units than ranks, heads are sharded, and of these every rank gets a copy. 0 is of
+            units that cannot be sharded.
         tokens: local ones of a row, s/cp, padding included.
         rows: b.
-        sequences: of a row that are cut apart.
+        sequences: of a row that are split separately.
         order: "zigzag" or "contiguous".
         element_bytes: of an activation.
     """
@@ -74,12 +74,12 @@ class LinearShape:
         """Return the shape with the tokens of a layout.
 
         Args:
-            layout: of a microbatch, cut over ranks.
+            layout: of a microbatch, split over ranks.
             rows: b.
             element_bytes: of an activation.
 
         Raises:
-            ValueError: a layout without a cut.
+            ValueError: a layout without a split.
         """
         cut = layout.cut
         if cut is None:
@@ -161,7 +161,7 @@ class LinearModeChoice:
 
 
 def head_problem(shape: LinearShape, cp: int) -> str | None:
-    """Return why heads cannot be cut over cp ranks, with the mend; None if they can."""
+    """Return why heads cannot be sharded over cp ranks, with the fix; None if they can."""
     if shape.units % cp == 0:
         return None
     if shape.shared_features and cp % shape.units == 0 and shape.heads % cp == 0:

@@ -60,7 +60,7 @@ class GatedDeltaNetConfig:
         return found or mode_problems(mode, self.cut_problem(tp, cp))
 
     def cut_problem(self, tp: int, cp: int) -> str | None:
-        """Return why a tp rank's heads cannot be cut over cp ranks once more; None if they can."""
+        """Return why a tp rank's heads cannot be sharded over cp ranks too; None if they can."""
         heads = self.num_key_heads // tp
         if heads % cp:
             return f"{heads} key heads of a rank do not divide over {cp} context parallel ranks"
@@ -78,7 +78,7 @@ class Mamba2Config:
         num_groups: G; the H / G heads of a group share what is written and read by (B and C).
         conv_width: tokens that the causal convolution sees.
         conv_bias, bias: whether the convolution, and the projections, have biases.
-        norm_groups: of channels that are normalised together behind the gate; None is G.
+        norm_groups: of channels that are normalised together after the gate; None is G.
         dt_limit: [least, most] step dt of a token.
     """
 
@@ -139,9 +139,9 @@ class Mamba2Config:
         return found or mode_problems(mode, self.cut_problem(tp, cp))
 
     def cut_problem(self, tp: int, cp: int) -> str | None:
-        """Return why a tp rank's heads cannot be cut over cp ranks once more; None if they can.
+        """Return why a tp rank's heads cannot be sharded over cp ranks once more; None if they can.
 
-        A group is cut with copies of what its heads share.
+        A group is sharded with copies of what its heads share.
         """
         groups, heads = max(1, self.num_groups // tp), self.num_heads // tp
         if heads % cp:
@@ -152,11 +152,11 @@ class Mamba2Config:
 
 
 def mode_problems(mode: str, cut_problem: str | None) -> list[str]:
-    """List what keeps a recurrence from meeting the tokens of other ranks, with the mend.
+    """List what keeps a recurrence from meeting the tokens of other ranks, with the fix.
 
     Args:
         mode: one of `LINEAR_MODES`.
-        cut_problem: why heads cannot be cut over the ranks.
+        cut_problem: why heads cannot be sharded over the ranks.
     """
     if mode not in LINEAR_MODES:
         return [f"linear-cp-mode {mode!r}: use {', '.join(LINEAR_MODES)}"]

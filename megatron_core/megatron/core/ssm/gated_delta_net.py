@@ -29,7 +29,7 @@ from megatron.core.weight_sharding import WeightSharding
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """The gated delta net of one block; heads are cut over tp.
+    """The gated delta net of one block; heads are sharded over tp.
 
     Args:
         name: prefix of its weights.

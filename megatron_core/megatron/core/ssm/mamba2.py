@@ -8,9 +8,9 @@ a causal convolution and SiLU. Per head, with state S [N, P] and A = −e^A_log:
 
 and out = RMSNorm(y · SiLU(gate)), normalised in groups of channels, one weight a channel.
 
-With fewer groups than tp ranks each B and C is held by consecutive ranks, whose heads all use it;
-their gradients of it are addends, which the gradient plan sums. Over context-parallel ranks copies
-of it travel in the same way.
+With fewer groups than tp ranks each B and C is replicated on consecutive ranks, whose heads all use
+it; their gradients of it are addends, which the gradient plan sums. Over context-parallel ranks
+copies of it are sent in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIRST_STEPS = (1e-3, 0.1)
 
 
 class Mamba2(RecurrentMixer):
-    """The Mamba-2 mixer of one block; heads are cut over tp.
+    """The Mamba-2 mixer of one block; heads are sharded over tp.
 
     Args:
         name: prefix of its weights.
@@ -189,9 +189,9 @@ class Mamba2(RecurrentMixer):
         return add_skip(out, inputs.value, part.of(self.skip.use(torch.float32)))
 
     def spread(self, units: torch.Tensor, copies: int) -> torch.Tensor:
-        """Return units [..., u, w] cut further, [..., u · copies, w'], with copies of B and C.
+        """Return units [..., u, w] sharded further, [..., u · copies, w'], with copies of B and C.
 
-        Heads are cut, what they share is repeated, for consecutive ranks.
+        Heads are sharded, what they share is repeated, for consecutive ranks.
         """
         config = self.config
         values, state = self.heads * config.head_channels, config.state_channels

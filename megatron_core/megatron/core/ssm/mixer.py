@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RecurrentMixer: how a gated delta net and Mamba-2 bring their recurrence to the tokens.
+"""RecurrentMixer: how a gated delta net and Mamba-2 apply their recurrence to the tokens of a row.
 
 hidden [s, b, h] → units [s, b, u, w] → convolution → recurrence → [s, b, u, w_out] → gate and norm
 → output [s, b, h]
 
-A unit is a key head, or a group, with everything that belongs to it: so any cut of the rows of the
-fused input projection by units is one by heads. The gate stays where its token is; the other
-features of a unit meet the tokens before them in one of four ways:
+A unit is a key head (gated delta net) or a group (Mamba-2) with all its features. So the rows of
+the fused input projection can be sharded by units, which is sharding by heads. The gate stays with
+its token; the other features of a unit depend on earlier tokens, in one of four ways:
 
 | way | tokens | heads | sent |
 |---|---|---|---|
 | one rank | packed in the order of the rows | all of the rank's | nothing |
-| headwise | the same of all ranks | 1/cp of them | features before, and what comes out behind |
-| segments | those of this rank | all of the rank's | a state, what it is multiplied by, a halo |
-| generation | the new ones, behind what a cache carries | all of the rank's | nothing |
+| headwise | the same of all ranks | 1/cp of them | features before, outputs after |
+| segments | those of this rank | all of the rank's | a state, its transition, a halo |
+| generation | the new ones, after those in the cache | all of the rank's | nothing |
 
-State of recurrent mixers while generating: by name, one slot a sequence.
-
-A mixer keeps two buffers, the last rows before its convolution and the states of its recurrence. A
-call of many new tokens carries both on; a call of one new token a row changes them in place:
+A cache for generation holds the state of each mixer by name, one slot a sequence: the last rows
+before its convolution, and the state of its recurrence. A call with many new tokens returns new
+states; a call with one new token a row updates them in place:
 
     conv = cache.buffer(f"{name}.conv", (W - 1, *c), dtype=x.dtype, device=x.device)
     state = cache.buffer(f"{name}.state", (H, K, V), dtype=torch.float32, device=x.device)
@@ -33,7 +32,7 @@ call of many new tokens carries both on; a call of one new token a row changes t
     keep(state, cache.slots, last)
     return rows.unpack(out)
 
-Nothing here is differentiable: there is no backward pass while generating.
+Generation is not differentiable: it has no backward pass.
 """
 
 from __future__ import annotations
@@ -162,7 +161,7 @@ class RecurrentMixer(nn.Module, ABC):
         self.recur = build.backend.recurrence
         self._store, self._tp = build.store, build.region.group
 
-    # --- what a mixer says of itself --------------------------------------------------------------
+    # --- what a mixer specifies of itself ---------------------------------------------------------
 
     @abstractmethod
     def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -173,7 +172,7 @@ class RecurrentMixer(nn.Module, ABC):
         return out
 
     def spread(self, units: torch.Tensor, copies: int) -> torch.Tensor:
-        """Return units [..., u, w] cut further, [..., u · copies, w']."""
+        """Return units [..., u, w] sharded further, [..., u · copies, w']."""
         raise ValueError(f"{self.name}: {self.units} units do not divide over context ranks")
 
     def weights(self, part: Part, dtype: torch.dtype) -> PrologueWeights:
@@ -185,7 +184,7 @@ class RecurrentMixer(nn.Module, ABC):
     # --- weights ----------------------------------------------------------------------------------
 
     def declare_per_head(self, part: str, heads: int, init: InitSpec) -> WeightHandle:
-        """Declare one fp32 number for each head, cut over tp."""
+        """Declare one fp32 number for each head, sharded over tp."""
         sharding = WeightSharding.of(
             f"{self.name}.{part}", (heads,), Cut(axis="tp", dim=0), weight_decay=False
         )
@@ -263,7 +262,7 @@ class RecurrentMixer(nn.Module, ABC):
         return layout.once((self.context.linear_mode, self.shape, rows, size), choose)
 
     def _copies(self, part: Part) -> int:
-        """Return in how many a unit is cut so that each share has one."""
+        """Return in how many a unit is sharded so that each share has one."""
         return 1 if self.units % part.count == 0 else part.count // self.units
 
     def _read(
@@ -326,7 +325,7 @@ class RecurrentMixer(nn.Module, ABC):
             arrived = cache.buffer(
                 f"{self.name}.arrived", (self.units,), dtype=torch.int32, device=units.device
             )
-        # Weights as they lie, not copies: nothing here is saved for a backward pass.
+        # Weights as stored, not copies: nothing here is saved for a backward pass.
         bias = None if self.conv_bias is None else self.conv_bias.get().view(self.units, -1)
         return recurrence_decode(
             units,

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State passing: recurrences over sequences whose segments lie on several ranks.
+"""State passing: recurrences over sequences whose segments are on several ranks.
 
-Each segment is first worked out as if it began from zero, as far as its last state needs, and so is
-M, what its first state is multiplied by. From [S_ext | M] of all segments follow all first states
-(`Fold`), and with these the segments run as sequences of their own. Backward: the gradients of
-first states as if nothing read the last ones, then the same chains back with Mᵀ, then each segment
-with the gradient of its last state. M itself needs no gradient: what it depends on gets its own
-from the run with the true first state.
+A segment is affine in its first state, S_last = M · S_first + S_ext. Each segment is first computed
+from a zero state, as far as its last state needs, which gives S_ext and the transition M. `Fold`
+derives all first states from the [S_ext | M] of all segments: chains of small products, all chains
+side by side, for which segments need not wait for each other. With these states the segments run as
+sequences of their own. `Links` gives which states a rank sends and receives, and in which order.
+
+Backward: the gradients of first states as if nothing read the last ones, then the same chains in
+reverse with Mᵀ, then each segment with the gradient of its last state. M itself needs no gradient:
+its inputs get theirs from the run with the true first state.
 
 Source: the affine form of a chunk (Yang et al. 2024, arXiv 2412.06464, section 3.3), and of SSD
 (Dao & Gu 2024, arXiv 2405.21060, section 6), used for segments.
-
-Chains of segments: states handed from one to the next, all chains side by side.
-
-A segment is affine in its first state, S_last = M · S_first + S_ext. So the states between segments
-follow from their (S_ext, M) alone, as small products, and the segments themselves need not wait for
-each other. Gradients of states go the same way back, with Mᵀ.
-
-Links: which states own pieces give to other ranks and get from them, and in which order.
 """
 
 from __future__ import annotations
@@ -66,7 +61,7 @@ class Step(NamedTuple):
 class Fold:
     """What follows chains step by step and hands out the states.
 
-    Steps behind the last that has a taker are left out.
+    Steps after the last that has a taker are left out.
 
     Args:
         chains: of steps.
@@ -202,7 +197,7 @@ class Links:
             for link in reversed(chain):
                 slot = link.target * entries + link.entry
                 taker = pieces.exports[link.export] if link.source == rank else NOBODY
-                # The piece behind this link is the one before the next, which exported its M.
+                # The piece after this link is the one before the next, which exported its M.
                 steps.append(Step(slot, behind, taker))
                 behind = link.source * exports + link.export
             last.append(steps)
@@ -219,7 +214,7 @@ class Links:
 
 
 def filled_up(x: torch.Tensor, slots: int) -> torch.Tensor:
-    """Return x [n, ...] with rows of zeros behind, [slots, ...]."""
+    """Return x [n, ...] with rows of zeros after, [slots, ...]."""
     if x.shape[0] == slots:
         return x
     return functional.pad(x, (0, 0) * (x.ndim - 1) + (0, slots - x.shape[0]))
@@ -227,12 +222,12 @@ def filled_up(x: torch.Tensor, slots: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _SegmentCall:
-    """What the autograd function is told beside tensors.
+    """The arguments of the autograd function other than tensors.
 
     Args:
         recurrence: which.
         sequences: of the packed tokens.
-        links: to other ranks; None where all say that there are none.
+        links: to other ranks; None where no rank has any.
     """
 
     recurrence: Recurrence
@@ -261,7 +256,7 @@ def recur_in_segments(
         out [t, H, V] in value's dtype.
 
     Raises:
-        ValueError: pieces of another rank or cut, tokens of another number.
+        ValueError: pieces of another rank or split, tokens of another number.
     """
     _check(pieces, group)
     sequences = pieces.sequences
@@ -411,7 +406,7 @@ def halo_rows(
     One exchange forward of the tokens that are needed, one backward of their gradients.
 
     Args:
-        x: [t, ...], own tokens, packed as `pieces` do; with `places` [n, ...], as they lie.
+        x: [t, ...], own tokens, packed as `pieces` do; with `places` [n, ...], as stored.
         pieces: own ones, of the layout of all ranks.
         group: cp.
         width: of a convolution, less 1.
@@ -422,7 +417,7 @@ def halo_rows(
         [N, width, ...]; None, which is zeros, where no document goes on from one rank to another.
 
     Raises:
-        ValueError: pieces of another rank or cut, or tokens of another number.
+        ValueError: pieces of another rank or split, or tokens of another number.
     """
     _check(pieces, group)
     if places is None:
@@ -438,7 +433,7 @@ def halo_rows(
 
 
 class _Halo(torch.autograd.Function):
-    """forward: the rows that others need, exchanged; dgrad: theirs back, added up. Saves none."""
+    """forward: exchange rows that others need; dgrad: their gradients back, summed. Saves none."""
 
     @staticmethod
     def forward(ctx, x, halo: PieceHalo, group: Group, width: int, channels: int):

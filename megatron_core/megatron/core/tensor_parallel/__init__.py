@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose weights are cut over the tensor-parallel group, sequence parallel or not."""
+"""Layers whose weights are sharded over the tensor-parallel group, sequence parallel or not."""
 
 from megatron.core.tensor_parallel.linear import (
     ColumnParallelLinear,

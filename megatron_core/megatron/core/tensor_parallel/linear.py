@@ -5,19 +5,18 @@
 |---|---|---|---|---|
 | column | [o/tp, h] | y = gather(x) Wᵀ | reduce(dy W) | dyᵀ gather(x) |
 | row | [o, h/tp] | y = reduce(x Wᵀ) | gather(dy) W | gather(dy)ᵀ x |
+| replicated | [o, h] | y = x Wᵀ | dy W | dyᵀ x |
 
 Without sequence parallelism gather is the identity and reduce an all-reduce; with it gather is an
 all-gather of the sequence and reduce a reduce-scatter. The column layer saves its input as it came
-in, [s/tp, b, h], and gathers it again in backward; its dgrad's reduction runs while the wgrad is
-computed. In a split backward the wgrad gathers it, which is then kept cut in between.
+in, [s/tp, b, h], and gathers it again in backward; its dgrad's reduction overlaps with the wgrad.
+In a split backward the input stays sharded until the wgrad gathers it.
 
-TensorParallelRegion: the tp group, and whether the sequence is cut over it between blocks.
+The replicated layer is for products outside the tensor-parallel blocks, without communication.
+Under sequence parallelism every rank has tokens of its own, whose weight gradients the gradient
+plan sums; without it all ranks compute the same.
 
-ReplicatedLinear: a linear layer outside the tensor-parallel blocks, whole on every tp rank.
-
-forward y = x Wᵀ; dgrad dx = dy W; wgrad dW = dyᵀ x. No communication: under sequence parallelism
-every rank has tokens of its own, whose weight gradients the gradient plan sums; without it all
-ranks compute the same.
+`TensorParallelRegion` is the tp group, and whether the sequence is sharded over it between blocks.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class TensorParallelRegion:
 
     @property
     def scatters(self) -> bool:
-        """Whether the sequence is really cut (sequence parallelism on more than one rank)."""
+        """Whether the sequence is really sharded (sequence parallelism on more than one rank)."""
         return self.sequence_parallel and self.group.size > 1
 
     @property
@@ -108,12 +107,12 @@ class ReplicatedLinear(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x Wᵀ + b, cut by output features; several logical weights may be fused into one product.
+    """y = x Wᵀ + b, sharded by output features; several logical weights may be fused into one.
 
     Args:
         name: the fused weight's name; its bias is `name` with ".bias".
-        outputs: (logical name, output features, pieces) of each fused part; pieces None means tp.
-            Fewer pieces than tp (kv heads < tp) leave replicas.
+        outputs: (logical name, output features, shards) of each fused part; shards None means tp.
+            Fewer shards than tp (kv heads < tp) leave replicas.
         input_size: h.
         interleave: units that the parts interleave by, see `WeightSharding`.
     """
@@ -167,7 +166,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = reduce(x Wᵀ) + b, cut by input features; the whole bias is added once, after the sum."""
+    """y = reduce(x Wᵀ) + b, sharded by input features; the bias is added once, after the sum."""
 
     def __init__(
         self,

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabulary-parallel embedding, output projection and cross entropy.
 
-VocabParallelEmbedding: token embeddings cut by vocabulary rows, any vocabulary size.
+The embedding and the head are sharded by vocabulary rows over tp, for any vocabulary size.
 
-Cross entropy of a vocabulary-parallel projection, a chunk of tokens at a time.
+The cross entropy is computed a chunk of tokens at a time. Each chunk's logits [t, V/tp] exist only
+while that chunk is computed: its softmax statistics are combined over tp (one all-reduce of the
+maximum, one of the sums), and both gradients are computed at once, since the weight of every
+token's loss is known in forward. Backward only multiplies by the incoming gradient. Where one rank
+has the whole vocabulary there is nothing to combine, and a CPU computes a chunk in one pass, a few
+rows in its cache at a time.
 
-Each chunk's logits [t, V/tp] exist only while that chunk is worked on: its softmax statistics are
-combined over tp (one all-reduce of the maximum, one of the sums), and both gradients are made on
-the spot, since the weight of every token's loss is known in forward. Backward only multiplies by
-the incoming gradient. Where one rank has the whole vocabulary there is nothing to combine, and a
-CPU goes through a chunk once, a few rows in its cache at a time.
-
-A split backward costs the memory of all logits from forward to the weight gradient: dlogits wait
-for it, in the dtype of the products.
-
-VocabParallelHead: hidden states to logits or to the loss, over a vocabulary cut by tp.
+A split backward costs the memory of all logits from forward to the weight gradient: dlogits are
+kept for it, in the dtype of the products.
 """
 
 from __future__ import annotations
@@ -244,7 +241,7 @@ def vocabulary_sharding(
     row_multiple: int = 1,
     stages: tuple[int, ...] = (),
 ) -> WeightSharding:
-    """Describe a [V, h] weight cut by rows over tp, each rank's rows padded to a multiple.
+    """Describe a [V, h] weight sharded by rows over tp, each rank's rows padded to a multiple.
 
     Args:
         stages: the pipeline stages that own it, if more than the one that declares it.

@@ -7,12 +7,12 @@ sigmoid(gate) before the output projection (Qiu et al. 2025, arXiv 2505.06708; a
 
 With context parallelism s is s/cp everywhere, and attention alone sees the tokens of other ranks.
 
-With fewer kv heads than tp ranks each kv head is held by tp/g consecutive ranks, whose query heads
-all use it; their gradients of it are addends, which the gradient plan sums (`weight_sharding`).
+With fewer kv heads than tp ranks each kv head is replicated on tp/g consecutive ranks, whose query
+heads all use it; their gradients of it are addends, which the gradient plan sums
+(`weight_sharding`).
 
-CoreAttention: softmax attention of a rank's heads, the part that all attention layers share.
-
-RopeTable: the cosines and sines of a microbatch's positions, shared by all layers.
+`CoreAttention` is softmax attention of a rank's heads, which all attention layers share;
+`RopeTable` the cosines and sines of a microbatch's positions, shared by all layers.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class CoreAttention:
             key, value: [s_k, b, g/tp, d].
             sinks: [n/tp], learned logits.
             implementation: of the op, "reference", "triton" or None (by device); not for tokens
-                that are cut over ranks.
+                that are sharded over ranks.
         """
         dropout = None
         if self.rate and layout.sample_ids is not None:

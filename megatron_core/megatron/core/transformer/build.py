@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerBuild: what every layer's constructor needs beside its own numbers."""
+"""LayerBuild: what every layer's constructor needs in addition to its own numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LayerBuild:
 
     Args:
         store: where weights are declared.
-        region: the tp group and whether the sequence is cut outside blocks.
+        region: the tp group and whether the sequence is sharded outside blocks.
         backend: the implementations to use.
         hidden_size: h.
         init: initial values of input projections.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """LatentAttention: multi-head latent attention (DeepSeek-AI 2024, section 2.1.1).
 
-Queries, and keys with values, pass through vectors of low rank; the rotary position embedding has
-features of its own, for keys one set for all heads.
+Queries, and keys with values, pass through low-rank vectors (latents); the rotary position
+embedding has features of its own, for keys one set for all heads.
 
-hidden [s, b, h] → query latent | latent | key rope, norms → up, heads cut over tp: query
+hidden [s, b, h] → query latent | latent | key rope, norms → up, heads sharded over tp: query
 [s, b, n/tp, nope + rope], key nope | value [s, b, n/tp, nope + v] → attention → [s, b, n·v/tp] →
 output [s, b, h]
 
@@ -13,7 +13,7 @@ together. New tokens attend to it as multi-query attention: with keys K c and va
 
     q · (K c) = (Kᵀ q) · c        Σ p V c = V Σ p c
 
-so K is applied to the queries and V to the result, and no key or value of a head is made.
+so K is applied to the queries and V to the result, and no key or value of a head is computed.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class LatentAttention(nn.Module):
         return query.unflatten(-1, (self.heads, -1)), self.kv_norm(latent), key_rope.unsqueeze(2)
 
     def _joined(self, nope: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
-        """Return heads [s, b, n/tp, d] of both kinds of features, zeros behind them.
+        """Return heads [s, b, n/tp, d] of both kinds of features, zeros after them.
 
         Args:
             nope: [s, b, n/tp, nope].
@@ -255,7 +255,7 @@ class LatentAttention(nn.Module):
         if self.region.scatters:
             latent = gather_from_group(latent, self.region.group)  # [s, b, kv_lora]
         kept = torch.cat([latent.unsqueeze(2), key_rope], dim=-1)
-        # Values are features of the same latent: the cache has none beside the keys.
+        # Values are features of the same latent: the cache has none in addition to the keys.
         return cache.extend(self.layer, kept, kept[..., :0])[0]
 
     def _absorbed(

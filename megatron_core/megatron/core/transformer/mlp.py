@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLP: gated (SwiGLU, GeGLU) or plain, its inner features cut over tp.
+"""MLP: gated (SwiGLU, GeGLU) or plain, its inner features sharded over tp.
 
 gated: down(activation(gate(x)) · up(x)), gate and up one product; plain: down(activation(up(x))).
 """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation recompute (Chen et al. 2016): keep less until backward and compute it again there.
+"""Activation recompute (Chen et al. 2016): save fewer activations, recompute the rest in backward.
 
-Weights come from handles and dropout has no state, so what is computed again is equal to the last
-bit, and so are all gradients. Collectives inside are issued again, in one order on all ranks.
+Weights come from handles and dropout has no state, so recomputed activations are bit-equal, and so
+are all gradients. Collectives inside are issued again, in one order on all ranks.
 
 | granularity | keeps | computes again |
 |---|---|---|
 | full | the inputs of a run of layers, 2 · [s, b, h] | everything inside, once |
-| selective | all but what one cheap pass makes for a matrix product | norms, MLP activations |
+| selective | all but a matrix product's input that is cheap to compute | norms, MLP activations |
 
 Selective recompute of the core attention would free nothing here: attention saves no [s, s] matrix
 but its inputs, its log-sum-exp and its output, which the output projection needs as well.
@@ -35,7 +35,7 @@ class Recompute:
 
     Args:
         granularity: "full" whole layers, "selective" norms and MLP activations, None nothing.
-        method: of full, in each chunk of a pipeline: "uniform" cuts all layers into runs of
+        method: of full, in each chunk of a pipeline: "uniform" splits all layers into runs of
             `num_layers`, the last one perhaps shorter; "block" takes the first `num_layers` layers,
             each alone.
         num_layers: see `method`.
@@ -95,7 +95,7 @@ def recomputed(
         run: a function of its arguments and of weights; the same values each time.
         delta, stream: [s, b, h] ([s/tp, b, h] under sequence parallelism).
         anchors: of the weights inside. One that is trained makes the result require a gradient
-            even if no input does, as behind a frozen embedding.
+            even if no input does, as after a frozen embedding.
     """
     anchor = next((anchor for anchor in anchors if anchor.requires_grad), None)
     return apply_function(_Recompute, delta, stream, anchor, run)

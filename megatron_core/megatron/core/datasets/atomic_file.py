@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that appear whole or not at all.
 
-A file is written under a temporary name beside its target, flushed to the disk, and renamed. A
+A file is written under a temporary name next to its target, flushed to the disk, and renamed. A
 rename within one folder is atomic on POSIX, so a reader sees the old file, the new file or none,
 and any number of writers of the same content need no lock.
 """
@@ -17,7 +17,7 @@ from megatron.core.untrusted_files import open_to_write
 
 
 def temporary_path(target: Path) -> Path:
-    """Return a name beside `target` that no other writer uses.
+    """Return a name next to `target` that no other writer uses.
 
     Args:
         target: the final path; the temporary file must share its folder for the rename.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blended data sets: samples drawn in given proportions, from the words of a command line.
+"""Blended data sets: data paths, weights and split shares, as a command line gives them.
 
-From the words of a command line to data sets: data paths, blend weights and split shares.
+Samples are drawn from the data sets in the proportions of the weights.
 """
 
 from __future__ import annotations

@@ -2,16 +2,14 @@
 """Fine-tuning samples: conversations packed into rows of s + 1 tokens.
 
 Two `.bin/.idx` pairs hold the same sequences: PREFIX the token ids, PREFIX.mask a 1 for each token
-that is learnt. A conversation sees only itself, with positions from 0; padding is a document of its
-own without loss. A conversation of more than s + 1 tokens keeps its first s + 1; one of which
-nothing (then) is learnt is left out. Both are counted.
-
-Sequences of uneven length put together into rows of a fixed capacity, epoch by epoch.
+that counts in the loss. A conversation sees only itself, with positions from 0; padding is a
+document of its own without loss. A conversation of more than s + 1 tokens keeps its first s + 1;
+one without a token in the loss (after that) is left out. Both are counted.
 
 The packing of an epoch is a pure function of (lengths, capacity, seed, epoch): it is the same on
 any layout and for any length of the run. Sequences are taken in a random order; each goes into the
 fullest open row that still has room for it (best fit). The number of open rows is bounded, so rows
-are made of neighbours in that order and the cost is a search among a few numbers each.
+consist of neighbours in that order and the cost is a search among a few numbers each.
 """
 
 from __future__ import annotations

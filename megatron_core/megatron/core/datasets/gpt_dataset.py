@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT samples: s + 1 consecutive tokens of shuffled documents, or made up.
-
-Which tokens make up sample i: three index arrays, pure functions of lengths, size and seed.
+"""GPT samples: s + 1 consecutive tokens of shuffled documents, or synthetic ones.
 
 The sequences of a split are repeated for some epochs, shuffled, and read as one endless line of
-tokens cut into samples of s + 1 tokens that overlap by one (the last label of a sample is the first
-input of the next):
+tokens, divided into samples of s + 1 tokens that overlap by one (the last label of a sample is the
+first input of the next). Three index arrays, pure functions of lengths, size and seed, give the
+tokens of sample i:
 
     document_index  [epochs * sequences]  the order in which sequences are laid out
     sample_index    [N + 1, 2]            (position in document_index, token offset) of token k * s
@@ -14,10 +13,9 @@ input of the next):
 The arrays equal Megatron's for equal arguments: numpy's frozen RandomState stream, used first for
 the document order, then for the sample order.
 
-Samples made up from (seed, split, number): for trying a model or a machine without any file.
-
-A document counts up through the vocabulary by a step of its own, from a start of its own, and ends
-with the end-of-document token if there is one. So there is something to learn.
+Synthetic samples, computed from (seed, split, number), are for trying a model or a machine without
+any file. A document counts up through the vocabulary with its own start and step, and ends with the
+end-of-document token if there is one. So there is something to learn.
 """
 
 from __future__ import annotations
@@ -154,7 +152,7 @@ def build_sample_index(
 
 
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """Shuffle the samples; those of a separate final epoch stay behind all others.
+    """Shuffle the samples; those of a separate final epoch stay after all others.
 
     Args:
         plan: repetitions.
@@ -183,7 +181,7 @@ class GPTDatasetConfig:
         vocab_size: token ids must be smaller; None leaves them unchecked.
         eod_token: id of the end-of-document token; needed by the next three only.
         eod_mask_loss: no loss where the input is `eod_token` (what follows it is unrelated).
-        reset_position_ids: count positions anew behind each `eod_token`.
+        reset_position_ids: count positions anew after each `eod_token`.
         reset_attention_mask: tokens see only their own document, up to its `eod_token`.
         cache_dir: folder for index arrays, local to the node; None builds them in memory.
 
@@ -255,7 +253,7 @@ class GPTDataset:
     Args:
         source: the tokens.
         config: length, seed and checks.
-        sequences: range of sequence numbers the samples are cut from.
+        sequences: range of sequence numbers the samples are taken from.
         num_samples: samples needed; the sequences are repeated until they suffice. None means
             one pass.
         name: of the split, for cache files and messages.

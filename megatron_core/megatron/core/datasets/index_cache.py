@@ -92,7 +92,7 @@ class IndexCache:
         try:
             found = self._load(stem, text, names)
         except _DAMAGED:
-            found = None  # another process may be mending it: told below
+            found = None  # another process may be repairing it: reported below
         if found is not None:
             return found
         with self._alone(stem):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Megatron's `.bin/.idx` token files: reader and writer.
-
-Reader of Megatron's `.bin/.idx` pair: token sequences mapped into memory, checked at open.
+r"""Megatron's `.bin/.idx` token files: memory-mapped reader and streaming writer.
 
 `<prefix>.bin` holds the tokens of all sequences back to back, without a header. `<prefix>.idx`,
-little endian, says how to cut it:
+little endian, divides it into sequences and documents:
 
     offset        type        content
     0             9 bytes     b"MMIDIDX\0\0"
@@ -17,10 +15,9 @@ little endian, says how to cut it:
     34 + 12S      int64[D]    sequence at which each document starts; first 0, last S
     34 + 12S + 8D int8[S]     modes, only in multimodal data
 
-Everything the index promises is checked against the two files when they are opened, so that a
-truncated or foreign file is one line before training and never a crash or a wrong token in it.
-
-Writer of Megatron's `.bin/.idx` pair: streaming, checked, and visible only when complete.
+The reader checks the whole index against the two files when it opens them, so that a truncated or
+foreign file is one line before training and never a crash or a wrong token in it. The writer
+streams, checks, and shows its files under their names only when they are complete.
 """
 
 from __future__ import annotations
@@ -101,8 +98,8 @@ class IndexedDataset:
         prefix: path without `.bin` or `.idx`.
 
     Raises:
-        ValueError: a file is missing, truncated, foreign, or says something the other one does not
-            hold; the message names the file, the byte, what was expected and how to mend it.
+        ValueError: a file is missing, truncated, foreign, or contradicts the other
+            one; the message names the file, the byte, what was expected and how to fix it.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -533,7 +530,7 @@ def _draft_paths(prefix: str | Path, draft: str) -> _DraftPaths:
 
 
 def _open_draft(path: Path, written: Written | None, size: int) -> BinaryIO:
-    """Open an unfinished file for more, cut to what counts; a new one without `written`."""
+    """Open an unfinished file for more, truncated to what counts; a new one without `written`."""
     if written is None:
         return open_to_write(path, "w")
     found = path.stat().st_size if path.exists() else -1

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sample goes to which lane at which step: a function of the samples consumed so far.
+"""Which sample goes to which data-parallel rank at which step: a function of the samples consumed.
 
-All lanes together consume the samples 0, 1, 2, ... of one order, a step the next g of them, which
-`Division` gives to lanes and microbatches. So a step consumes the same samples, in the same blocks,
-for every number of lanes, and a run resumes exactly from the number of samples consumed, on any
-layout.
+All ranks together consume the samples 0, 1, 2, ... of one order, a step the next g of them, which
+`Division` assigns to data-parallel ranks and microbatches. So a step consumes the same samples, in
+the same blocks, for every number of ranks, and a run resumes exactly from the number of samples
+consumed, on any layout.
 
-Microbatches read ahead by threads, in the order in which they would be read without them.
-
-What a microbatch is depends on the number of samples consumed before it and on nothing else, so
-threads may read any of them; they are handed out in order. An error is raised where its microbatch
-would have been.
+A microbatch depends only on the number of samples consumed before it, so threads may read any of
+them ahead; they are returned in order. An error is raised where its microbatch would have been
+returned.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTBatch:
-    """One microbatch of one lane, on the host.
+    """One microbatch of one data-parallel rank, on the host.
 
     Args:
         tokens: int64 [b, s + 1], inputs and labels in one.
@@ -151,18 +149,18 @@ class GPTBatch:
 
 
 class GPTBatches(Iterator[GPTBatch]):
-    """Microbatches of one lane; its only state is the number of samples consumed.
+    """Microbatches of one data-parallel rank; its only state is the number of samples consumed.
 
     Args:
         dataset: where the samples come from.
         micro_batch_size: b.
-        lanes_rank: this lane. Ranks that share a lane (tensor, context, pipeline) give the same
-            number and read the same batch.
-        lanes_size: number of lanes.
-        consumed_samples: by all lanes together before this run; a step begins there.
+        lanes_rank: this data-parallel rank. Tensor, context and pipeline ranks of one data-parallel
+            rank give the same number and read the same batch.
+        lanes_size: number of data-parallel ranks.
+        consumed_samples: by all data-parallel ranks together before this run; a step begins there.
         order: None means every sample once (`SingleOrder`), without the rest that is less than
-            one microbatch of each lane.
-        step_samples: g, of a step; None is b * lanes.
+            one microbatch of each data-parallel rank.
+        step_samples: g, of a step; None is b for each data-parallel rank.
 
     Raises:
         ValueError: numbers that cannot be, or more samples consumed than there are.
@@ -188,7 +186,7 @@ class GPTBatches(Iterator[GPTBatch]):
         )
         self._lane = lanes_rank
         self._first, self._taken = consumed_samples, 0  # where the first step begins; microbatches
-        self.places()  # checks the lane
+        self.places()  # checks the data-parallel rank
         if consumed_samples < 0:
             raise ValueError(f"{consumed_samples} samples consumed: impossible")
         if self._order.end is not None and consumed_samples > self._order.end:
@@ -199,7 +197,7 @@ class GPTBatches(Iterator[GPTBatch]):
 
     @property
     def consumed_samples(self) -> int:
-        """Samples consumed by all lanes together; what a checkpoint keeps."""
+        """Samples consumed by all data-parallel ranks together; what a checkpoint keeps."""
         return self._consumed(self._taken)
 
     def _consumed(self, taken: int) -> int:
@@ -209,14 +207,14 @@ class GPTBatches(Iterator[GPTBatch]):
 
     def places(self, ahead: int = 0) -> range:
         """Return the places in the order of the microbatch that comes after `ahead` more; the empty
-        range behind its step for a filler."""
+        range after its step for a filler."""
         steps, number = divmod(self._taken + ahead, self._division.rounds)
         within = self._division.places(self._lane, number)
         first = self._first + steps * self._division.samples
         return range(first + within.start, first + within.stop)
 
     def has(self, ahead: int = 0) -> bool:
-        """Say whether there is a microbatch after `ahead` more, the same on all lanes."""
+        """Return whether there is a microbatch after `ahead` more, the same on all ranks."""
         end = self._order.end
         return end is None or self._consumed(self._taken + ahead + 1) <= end
 
@@ -251,7 +249,7 @@ class GPTBatches(Iterator[GPTBatch]):
         """Return the next microbatch.
 
         Raises:
-            StopIteration: fewer samples are left than all lanes take now, on all lanes alike.
+            StopIteration: fewer samples are left than all ranks take now, on all ranks alike.
         """
         if not self.has():
             raise StopIteration
@@ -284,7 +282,7 @@ class PrefetchedBatches(Iterator[GPTBatch]):
 
     @property
     def consumed_samples(self) -> int:
-        """Samples taken by all lanes together, without those that are read ahead."""
+        """Samples taken by all data-parallel ranks together, without those that are read ahead."""
         return self._batches.consumed_samples
 
     def __next__(self) -> GPTBatch:

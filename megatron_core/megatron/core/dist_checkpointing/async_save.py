@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving while training goes on.
+"""Asynchronous saves: checkpoints written while training continues.
 
     saver = AsyncSaver(root, chunks, coordinator=...)   plans once: the layout of a run is constant
     saver.save(iteration, extra)                        begins; returns at once
     ...forward, backward...
     saver.settle()                                      before the tensors change
-    saver.finished()                                    what has become of saves, at any time
+    saver.finished()                                    the outcome of saves, at any time
 
-Every rank does so. A thread copies the state into shared memory and agrees with the other ranks; a
-process of its own, without Python's lock of the trainer, digests, writes and commits
-(`writer_process`). A checkpoint appears when the shards of all ranks are on disk. What fails is
-reported, never raised: training goes on, and the next save begins from scratch.
+Every rank does so. `Staging` copies exactly the bytes that a rank writes, in their layout on disk,
+into shared memory that is allocated once. On the CPU a thread copies, without the trainer's GIL;
+on a GPU the copies are put on a stream of their own, into pinned memory. Either way the tensors may
+not change before `settle` has returned.
 
-Staging: a copy of exactly the bytes a rank writes, in shared memory, as they shall lie on disk.
-
-The memory is allocated once and used for every save. On the CPU a thread copies, without Python's
-lock, while the trainer goes on; on a GPU the copies are put on a stream of their own, into pinned
-memory. Either way the tensors may not change before `settle` has returned.
-
-The trainer's end of a writer process: start it, give it orders, notice its death.
+The thread coordinates with the other ranks. A separate process (`writer_process`), which
+`WriterProcess` starts, commands and watches, digests, writes and commits without the trainer's GIL.
+A checkpoint appears when the shards of all ranks are on disk. A failure is reported, never raised:
+training continues, and the next save begins from scratch.
 """
 
 from __future__ import annotations
@@ -127,7 +124,7 @@ class Staging:
         self._copied.record(self._stream)
 
     def carry_out(self) -> None:
-        """Complete the copy, on another thread; always called behind `begin`."""
+        """Complete the copy, on another thread; always called after `begin`."""
         try:
             for copy in self._from_host:
                 copy()
@@ -198,7 +195,7 @@ def _shared_memory() -> int:
         return os.dup(file.fileno())
 
 
-#: How long a new writer may take to say that it is there, in seconds: it imports little.
+#: How long a new writer may take to report that it runs, in seconds: it imports little.
 START_SECONDS = 60.0
 
 
@@ -212,7 +209,7 @@ class WriterProcess:
         memory_fd: shared memory that holds the shard.
         root: folder of all checkpoints.
         timeout_seconds: after which a writer that gives no sign of life is killed.
-        niceness: how far it steps back behind the trainer, 0 to 19.
+        niceness: its scheduling priority below the trainer's, 0 to 19.
     """
 
     def __init__(
@@ -336,7 +333,7 @@ class WriterProcess:
             self._process = None
 
 
-#: How far a writer process steps back behind trainers where it cannot ask for idle cores only.
+#: The niceness of a writer process where it cannot ask for idle cores only.
 NICENESS = 19
 
 
@@ -348,7 +345,7 @@ class SaveReport:
         iteration: of the checkpoint.
         folder: where it is, or would be.
         error: why it failed; None if it did not.
-        lines: what else to tell the user.
+        lines: what else to report to the user.
         written: whether there is a new checkpoint; else it failed or the step was there already.
         seconds: from its begin to its commit.
     """
@@ -428,7 +425,7 @@ class AsyncSaver:
 
         Args:
             iteration: the step that the state belongs to.
-            extra: JSON to keep beside the tensors; rank 0's is stored.
+            extra: JSON to keep in addition to the tensors; rank 0's is stored.
 
         Raises:
             ValueError: `extra` is no JSON.
@@ -477,7 +474,7 @@ class AsyncSaver:
     def _run(self) -> None:
         """Carry out saves, one after the other."""
         self.staging.touch()
-        with contextlib.suppress(Exception):  # the first save will say so
+        with contextlib.suppress(Exception):  # the first save will report it
             self._ensure_writer()
         self._idle.set()
         while (job := self._jobs.get()) is not None:
@@ -486,7 +483,7 @@ class AsyncSaver:
         self.writer.close()
 
     def _carry_out(self, job: _Job) -> SaveReport:
-        """Save, and say how it went."""
+        """Save, and report the outcome."""
         folder = checkpoint_folder(self._root, job.iteration)
         lines: list[str] = []
         error, written = None, False
@@ -511,7 +508,7 @@ class AsyncSaver:
         """Agree, write and commit; return whether there is a new checkpoint.
 
         Args:
-            lines: take what to tell the user.
+            lines: take what to report to the user.
 
         Raises:
             CheckpointError: on all ranks alike.
@@ -551,7 +548,7 @@ class AsyncSaver:
 
     def _begin(self) -> list[str]:
         """Complete the copy; return this rank's plan, or nothing if rank 0 has it from an earlier
-        save, and what is to be told of its writer."""
+        save, and what is to be reported of its writer."""
         self.staging.carry_out()
         lost = self.writer.end_of_last()
         self._ensure_writer()

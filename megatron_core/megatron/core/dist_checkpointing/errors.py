@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one error that saving, loading and checking a checkpoint raise; any error as one line.
 
-Where the few lines meant for people go if nobody says otherwise.
+Where the few lines meant for people go by default.
 """
 
 from __future__ import annotations

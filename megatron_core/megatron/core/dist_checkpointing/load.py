@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading: any boxes of the stored logical tensors, on any layout, reading only what is needed.
 
-A checkpoint held open to read box after box, for what must not be in memory whole.
+A checkpoint may be kept open to read box after box, for tensors that do not fit in memory whole.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class CheckpointReader:
     Args:
         folder: an `iter_...` folder.
 
-    Attribute `manifest` says what it holds.
+    Attribute `manifest` describes its contents.
 
     Raises:
         CheckpointError: it is no undamaged checkpoint, or was saved without digests.

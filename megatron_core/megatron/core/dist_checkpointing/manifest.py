@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: what a checkpoint holds and where, as JSON that vouches for itself.
+"""The manifest: what a checkpoint holds and where, as JSON with its own digest.
 
-`manifest.json` is one JSON object whose first field, named by its kind, is the digest of all bytes
-after that field, so that an edited or damaged manifest is refused. It names the files with their
-sizes, and for every logical tensor its boxes with their byte ranges and one digest per block.
+`manifest.json` is one JSON object whose first field, named after the algorithm, is the digest of
+all bytes after that field, so that an edited or corrupt manifest is refused. It names the files
+with their sizes, and for every logical tensor its boxes with their byte ranges and one digest per
+block.
 
-What ranks tell rank 0 about their shards: the plans before they write, the digests after it.
+Ranks send rank 0 the plans of their shards before they write, and the digests after. Rank 0 checks
+in the plans that nothing is missing and nothing written twice, and joins them with the digests into
+the manifest's tables. Nothing here needs torch: a writer process does it, too.
 
-Rank 0 sees from the plans that nothing is missing and nothing written twice, and joins them with
-the digests into the manifest's tables. Nothing here needs torch: a writer process does it, too.
-
-Comparing the model a checkpoint was saved from with the one that is to load it.
+When a model loads a checkpoint, it is compared with the model that was saved.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything a checkpoint says about itself.
+    """Everything a checkpoint states about itself.
 
-    `digests` says whether blocks of `block_bytes` have been digested; `xxh3` is the identity of
+    `digests` records whether blocks of `block_bytes` have been digested; `xxh3` is the identity of
     the manifest as read ("" before it is written); `extra` is the caller's JSON.
     """
 
@@ -229,7 +229,7 @@ def _split_head(raw: bytes, path: Path) -> tuple[str, str, memoryview]:
 
 
 def read_extra(folder: Path | str) -> Mapping[str, Any]:
-    """Return the JSON that was saved beside the tensors. Raises CheckpointError."""
+    """Return the JSON that was saved in addition to the tensors. Raises CheckpointError."""
     return read_manifest(folder).extra
 
 

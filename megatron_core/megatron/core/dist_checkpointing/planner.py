@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank saves of a model, and planning who writes which chunk where.
+"""What a rank saves of a model, and which rank writes which chunk where.
 
-Planning a save: who writes which chunk, and where it lies in the file.
-
-Everything here is pure: no files, no messages. A rank lays out its own shard from its own chunks;
-rank 0 checks the layouts of all ranks together (`shard_records`).
-
-What a rank saves of a model and of its optimizer: chunks of logical tensors, views of memory.
+A rank saves chunks of logical tensors, views of memory, of the model and of its optimizer:
 
     save_checkpoint(root, step, weight_chunks(model.store), {}, coordinator=Solo())
     load_checkpoint(latest_checkpoint(root), weight_chunks(other.store))
 
-Tensors go by logical names, a weight under its own and optimizer state under
-`optimizer.KIND/WEIGHT`, so what one layout saved another loads. After loading, an optimizer over
-the weights has to be told: `Optimizer.after_load`.
+Tensors have logical names, a weight its own and optimizer state `optimizer.KIND/WEIGHT`, so any
+layout loads what another has saved. After loading, call `Optimizer.after_load` of an optimizer over
+the weights.
+
+Planning is pure: no files, no messages. A rank lays out its own shard from its own chunks; rank 0
+checks the layouts of all ranks together (`shard_records`).
 """
 
 from __future__ import annotations
@@ -208,7 +206,7 @@ def _is_stored(chunk: TensorChunk) -> bool:
 
 
 def encode_plan(plan: ShardPlan) -> dict[str, Any]:
-    """Return the message that tells rank 0 about a shard."""
+    """Return the message to rank 0 about a shard."""
     return {
         "file": plan.file,
         "total_bytes": plan.total_bytes,

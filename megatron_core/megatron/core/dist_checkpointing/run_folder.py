@@ -9,18 +9,13 @@ The commit protocol: a checkpoint appears under its name complete and on disk, o
 
 A process may be killed between any two of these. A name is never renamed over.
 
-Who reads a checkpoint holds it: retention removes none that a reader of any process has open.
-
-Readers share a `flock` on the manifest, whoever removes the folder needs it alone. It ends with the
-process, however that ends.
-
-Checking a whole checkpoint without a model: sizes always, every byte on request.
+At start-up a run locks its save folder: one run at a time, checked to be writable, leftovers of
+interrupted saves removed. Readers share a `flock` on a checkpoint's manifest, which retention needs
+exclusively, so a checkpoint that any process has open is not removed. A lock ends with its process,
+however that ends. Verification checks a whole checkpoint without a model: sizes always, every byte
+on request. Retention chooses which checkpoints are removed once a newer one is complete.
 
 Nothing here needs torch.
-
-Claiming a save folder at start-up: one run at a time, known to be writable, leftovers swept.
-
-Retention: which checkpoints of a run are removed once a newer one is there.
 """
 
 from __future__ import annotations
@@ -73,7 +68,7 @@ def checkpoint_folder(root: Path | str, iteration: int) -> Path:
 
 
 def temporary_folder(folder: Path) -> Path:
-    """Return a name beside `folder` that nobody else uses and that `is_temporary` recognises."""
+    """Return a name next to `folder` that nobody else uses and that `is_temporary` recognises."""
     return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")
 
 
@@ -236,7 +231,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What was verified, and files that lie in the folder without belonging to the checkpoint."""
+    """What was verified, and files that are in the folder without belonging to the checkpoint."""
 
     bytes_verified: int
     unexpected_files: tuple[str, ...]
@@ -274,7 +269,7 @@ def _verify(folder: Path, *, digests: bool) -> VerifyReport:
 
 
 def unexpected_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """List what lies in a checkpoint's folder without belonging to it."""
+    """List what is in a checkpoint's folder without belonging to it."""
     known = {MANIFEST_NAME, *manifest.files}
     return tuple(sorted(path.name for path in folder.iterdir() if path.name not in known))
 
@@ -361,14 +356,14 @@ def latest_checkpoint(
 ) -> Path | None:
     """Return the checkpoint to resume from, or None if there is no trace of one.
 
-    That is the newest undamaged one, whatever the tracker says: the tracker is a hint for people
-    and other programs. One line tells when it names another one or none, when newer ones are
+    That is the newest undamaged one, whatever the tracker contains: it is a hint for people and
+    other programs. One line reports when it names another one or none, when newer ones are
     damaged, and when there are files in the folder that do not belong to it.
 
     Args:
         root: folder of all checkpoints of a run.
         digests: whether "undamaged" means every byte, or manifest and file sizes.
-        passed_over: checkpoints in `root` that are known to be damaged and have been told of.
+        passed_over: checkpoints in `root` that are known to be corrupt and have been reported.
         fall_back: whether an older one may be returned if the newest one is damaged.
         say: receives the lines.
 
@@ -407,7 +402,7 @@ def latest_checkpoint(
 
 
 def unexpected_line(folder: Path, files: Sequence[str]) -> str:
-    """Return a line about files that lie in a checkpoint's folder and are no part of it."""
+    """Return a line about files that are in a checkpoint's folder and are no part of it."""
     listed = ", ".join(files[:MAX_FILES])
     more = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
     return f"WARNING: {folder} holds files that do not belong to it and are ignored: {listed}{more}"
@@ -432,7 +427,7 @@ def sweep_temporary(root: Path | str) -> list[Path]:
             doomed = temporary_folder(path.with_name(path.name.split(".")[0]))
             os.rename(path, doomed)
             if doomed.is_symlink() or not doomed.is_dir():
-                doomed.unlink()  # no save makes such a thing: what a link leads to is not ours
+                doomed.unlink()  # no save makes such a thing: a link's target is not this run's
             else:
                 shutil.rmtree(doomed)
         elif path.name.startswith(f"{TRACKER_NAME}.tmp-"):
@@ -590,7 +585,7 @@ def prune_checkpoints(
     Kept are the newest `keep_last` undamaged ones, so the newest one always, those at multiples of
     `retain_interval`, the one that the tracker names, damaged ones, for someone to look at, and
     what any process is reading (`reading`). Nothing is waited for: what cannot be removed now is
-    told to `say` and tried again the next time.
+    reported to `say` and tried again the next time.
 
     Args:
         root: folder of all checkpoints of a run, which the caller alone saves in.

@@ -57,7 +57,7 @@ def save_checkpoint(
         root: folder of all checkpoints of a run, on a file system that all ranks share.
         iteration: the step that the state belongs to.
         chunks: what this rank holds.
-        extra: JSON to keep beside the tensors; rank 0's is stored.
+        extra: JSON to keep in addition to the tensors; rank 0's is stored.
         coordinator: connects the ranks; `Solo()` for one process.
         digests: whether to store digests, which loading verifies.
         existing: what to do if this step has been saved already: raise, or say so in one line

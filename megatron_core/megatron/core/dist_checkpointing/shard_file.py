@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An open shard: positioned reads of whole blocks, verified before they are used; without torch.
 
-Memory mapping is avoided on purpose: a file that is cut short under a mapping kills the process
+Memory mapping is avoided on purpose: a file that is truncated under a mapping kills the process
 with SIGBUS, a short read is an error that can be named.
 """
 
@@ -33,7 +33,7 @@ class ShardFile:
 
     Args:
         path: the shard.
-        file: what the manifest says about it.
+        file: what the manifest states about it.
         block_bytes: bytes under one digest.
         verify: whether to compare digests.
 
@@ -138,7 +138,7 @@ class ShardFile:
 
 
 def check_size(path: Path, file: StoredFile) -> None:
-    """Raise DamagedCheckpointError unless `path` is a file of the size that the manifest says."""
+    """Raise DamagedCheckpointError unless `path` is a file of the size in the manifest."""
     try:
         size = regular_size(path)
     except OSError as error:

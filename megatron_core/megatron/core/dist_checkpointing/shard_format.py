@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of shard files: safetensors header, digests, streams.
+"""The format of shard files: safetensors header, digests, streams.
 
-The safetensors container: sizes of dtypes, and the header that says where each tensor lies.
+Safetensors (huggingface.co/docs/safetensors): 8 bytes, the little-endian length of a JSON object;
+the object, `{key: {"dtype", "shape", "data_offsets": [begin, end]}}` with offsets from its end;
+then the row-major, little-endian tensors without gaps.
 
-Format (huggingface.co/docs/safetensors): 8 bytes, the little-endian length of a JSON object; the
-object, `{key: {"dtype", "shape", "data_offsets": [begin, end]}}` with offsets from its end; then
-the row-major, little-endian tensors without gaps.
+Digests are xxh3-64, or BLAKE2b-64 where xxhash is not installed. The text of a digest names its
+algorithm: 16 hexadecimal digits are xxh3-64; `blake2b:` and 16 digits are BLAKE2b, which every
+Python has but which takes about ten times as long. Either is read wherever its algorithm is
+available.
 
-The digests of a checkpoint: xxh3-64, or BLAKE2b-64 where xxhash is not installed.
-
-A digest's text says which it is: 16 hexadecimal digits are xxh3-64, `blake2b:` and 16 digits the
-other, which every Python has but which takes about ten times as long. Either is read wherever its
-algorithm is at hand.
-
-A file written as a stream: digested in blocks as it passes, with the disk kept busy.
+A file is written as a stream, digested in blocks as it passes, with the disk kept busy.
 """
 
 from __future__ import annotations
@@ -33,13 +30,13 @@ XXH3, BLAKE2B = "xxh3", "blake2b"
 
 
 class Hasher(Protocol):
-    """Digests a stream of pieces."""
+    """Digests a stream of chunks."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Take in a piece."""
+        """Take in a chunk."""
 
     def hexdigest(self) -> str:
-        """Return 16 hexadecimal digits over all pieces so far."""
+        """Return 16 hexadecimal digits over all chunks so far."""
 
 
 def written_kind() -> str:
@@ -85,13 +82,13 @@ def digest(data: bytes | memoryview, kind: str | None = None) -> str:
 #: Small enough to stay in a core's cache between its digest and its copy to the page cache.
 PIECE_BYTES = 1 << 20
 
-#: The disk is set to work whenever this much waits for it. It then writes while the next pieces
+#: The disk is set to work whenever this much waits for it. It then writes while the next chunks
 #: are digested and copied, not all at the end: 0.27 against 0.38 s for 500 MB with the sync.
 WRITEBACK_BYTES = 8 << 20
 
 
 class BlockDigester:
-    """Digests a stream in blocks of fixed size, however it is cut into pieces."""
+    """Digests a stream in blocks of fixed size, however it is chunked."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -101,7 +98,7 @@ class BlockDigester:
         self._found: list[str] = []
 
     def update(self, piece: memoryview) -> None:
-        """Take in a piece of any length."""
+        """Take in a chunk of any length."""
         while len(piece):
             part = piece[: self._left]
             self._hash.update(part)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shard files: writing and reading their tensors.
 
-Reading boxes of tensors from a shard: the blocks that are needed, straight to where they go.
-
-Writing a shard: a stream of small pieces, digested as they pass, synced at the end.
-
-No second copy of the tensors is made: a contiguous CPU tensor is written from where it lies, any
-other goes through one scratch buffer piece by piece.
+A read of boxes of tensors reads the blocks that it needs, straight to their destination. A shard is
+written as a stream of small chunks, digested as they pass, synced at the end, without a second copy
+of the tensors: a contiguous CPU tensor is written from its own memory, any other goes through one
+scratch buffer chunk by chunk.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's elements in row-major order; each piece is valid until the next."""
+    """Yield a tensor's elements in row-major order; each chunk is valid until the next."""
     if not tensor.numel():
         return
     if _is_plain(tensor):
@@ -145,7 +143,7 @@ class ShardReader(ShardFile):
 
     Args:
         path: the shard.
-        file: what the manifest says about it.
+        file: what the manifest states about it.
         block_bytes: bytes under one digest.
         verify: whether to compare digests.
         scratch: buffer shared by the readers of one load.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that writes a rank's asynchronous saves: `python -c`, started by `WriterProcess`.
 
-It has no torch and none of the trainer's locks: bytes come through shared memory that holds the
-shard as it shall lie on disk, orders through a socket as JSON. It starts in milliseconds, runs at
-low priority, and ends with its trainer, however that ends, so that no save is finished by an orphan
-while another run has begun on the same folder.
+It has no torch and none of the trainer's locks. Bytes come through shared memory that holds the
+shard in its layout on disk, orders through a socket as JSON. It starts in milliseconds, runs at low
+priority, and ends with its trainer, however that ends, so that no orphan finishes a save while
+another run has begun on the same folder.
 
 Orders, each answered with {"value": ...} or {"error": text}, after any number of {"beat": true}:
 
-    shard   how the bytes in shared memory are cut into header and chunks
+    shard   how the bytes in shared memory are divided into header and chunks
     plans   the shards of all ranks, compared with each other            (rank 0)
     open    make the temporary folder; null if the step has been saved   (rank 0)
     write   write this rank's shard durably, return its digests as JSON text
@@ -163,7 +163,7 @@ class Writer:
         return json.dumps({"header_xxh3": head, "xxh3": found}, separators=(",", ":"))
 
     def _stream(self, fd: int, data: memoryview, block_bytes: int) -> list[list[str]]:
-        """Write all bytes, those of a piece right after they were digested."""
+        """Write all bytes, those of a chunk right after they were digested."""
         output, begin, found = Output(fd), self._begin, []
         for end in self._ends:
             digester = BlockDigester(block_bytes)

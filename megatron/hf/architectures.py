@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mapping tables: one per architecture, from its names of weights to ours."""
+"""The mapping tables: one per architecture, from Hugging Face's weight names to this project's."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _COUNTS = (
 
 
 def blocks_fields(blocks: str) -> dict[str, Any]:
-    """Return the fields of `GPTConfig` that say which blocks a model has."""
+    """Return the fields of `GPTConfig` that specify which blocks a model has."""
     ffn = ffn_of(blocks)
     if ffn is not None:
         return {"num_layers": len(ffn), "ffn_pattern": ffn}
@@ -103,7 +103,7 @@ def first_experts(config: GPTConfig, _: GPTConfig) -> int:
 
 
 def _check_size(fields: Fields, layers: int, name: str) -> None:
-    """Refuse more layers, which the field `name` says, or more of their parts than can be."""
+    """Refuse more layers, which the field `name` gives, or more of their parts than can be."""
     if layers > MAX_LAYERS:
         fields.refuse(name, f"more than {MAX_LAYERS}")
     for counted in _COUNTS:

@@ -38,7 +38,7 @@ from megatron.hf.model_config import DTYPES, HuggingFaceModel, read_model
 #: Returns the flags of training that describe a model, by name.
 FlagsOf = Callable[[GPTConfig], Mapping[str, Any]]
 
-#: Fields of somebody's config.json that say nothing about the function and may be kept.
+#: Fields of somebody's config.json that have no effect on the function and may be kept.
 _KEPT = (
     "bos_token_id",
     "eos_token_id",
@@ -140,7 +140,7 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
 
 
 def _mamba_of(config: GPTConfig) -> Mamba2Config | None:
-    """Return a Mamba-2 with its groups of norms said."""
+    """Return a Mamba-2 with its groups of norms specified."""
     mamba = config.mamba
     return None if mamba is None else dataclasses.replace(mamba, norm_groups=mamba.normed_groups)
 

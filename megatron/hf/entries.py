@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the mapping tables are made of, and the entries that several architectures share.
+"""What the mapping tables consist of, and the entries that several architectures share.
 
 Queries, keys, values, gate and up are logical weights of their own here, so most entries are two
-names and a shape. Experts are slices of one weight here and tensors of their own there; some
-tensors of latent attention and of recurrent mixers are several weights here. All are read in both
-directions.
+names and a shape. Experts are slices of one weight here and tensors of their own in Hugging Face;
+some tensors of latent attention and of recurrent mixers are several weights here. All are mapped in
+both directions.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Architecture:
         fused: of those whose experts are one tensor a layer in files of models as they are in
             memory, the entries there.
         ends: embedding, final norm and head.
-        blocks_per_layer: two where a layer of theirs is a mixer and what follows it.
+        blocks_per_layer: two where a Hugging Face layer is a mixer and what follows it.
         has_query_key_norms: whether queries and keys are normalised per head.
-        further: entries of a layer of further prediction beside its blocks.
+        further: entries of a layer of further prediction in addition to its blocks.
         fields: of config.json that it has and most have not.
         defaults: of fields that are absent.
         other_prefix: what names start by in files of models as they are in memory, in place of
@@ -171,7 +171,7 @@ def experts(place: str, names: tuple[str, str, str], *more: AnyEntry) -> tuple[A
     Args:
         place: inside a layer.
         names: of gate, up and down.
-        more: entries beside router and experts.
+        more: entries in addition to router and experts.
     """
     gate, up, down = (f"{LAYER}.{place}.{EXPERT}.{name}.weight" for name in names)
     return (
@@ -188,7 +188,7 @@ def fused_experts(*more: AnyEntry) -> tuple[AnyEntry, ...]:
     """Return the entries of a mixture of experts of two tensors in all, as in memory.
 
     Args:
-        more: entries beside router and experts.
+        more: entries in addition to router and experts.
     """
     inside = f"{LAYER}.mlp"
     return (

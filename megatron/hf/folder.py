@@ -21,7 +21,7 @@ from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-#: What is carried from folder to folder beside weights and config.json.
+#: What is carried from folder to folder in addition to weights and config.json.
 CARRIED = (
     GENERATION_CONFIG,
     "tokenizer.json",
@@ -71,7 +71,7 @@ class HuggingFaceFolder:
         """Open all files of weights and check their headers.
 
         Raises:
-            ValueError: a file is damaged, or lacks a tensor that the index says it holds.
+            ValueError: a file is damaged, or lacks a tensor that the index lists in it.
         """
         with contextlib.ExitStack() as stack:
             opened = {}
@@ -110,7 +110,7 @@ class OpenTensors:
         return self._files[name]
 
     def find(self, name: str) -> FoundTensor:
-        """Return what the header says about a tensor."""
+        """Return what the header states about a tensor."""
         return self._files[name].tensors[name]
 
     @property
@@ -218,7 +218,7 @@ def read_object(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
 
 
 def _weight_map(path: Path, follow_links: bool) -> dict[str, str]:
-    """Return the file of every tensor: as the index says, or all tensors of the only file."""
+    """Return the file of every tensor: as the index specifies, or all tensors of the only file."""
     index = inside(path, INDEX, follow_links=follow_links)
     if index is not None:
         weight_map = read_object(index, follow_links=follow_links).get("weight_map")

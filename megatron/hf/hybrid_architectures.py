@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mapping tables of hybrid models: Qwen3-Next, Mamba-2 and Nemotron-H.
 
-In a gated delta net of theirs the rows of two products lie together by key head, a key head's
+In Hugging Face's gated delta net the rows of two products are ordered by key head, a key head's
 query and key before the values and gates of its value heads; a convolution has all queries, then
-all keys, then all values. In a Mamba-2 of theirs every part is one run of rows.
+all keys, then all values. In its Mamba-2 every part is one run of rows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class HuggingFaceModel:
         kind: its architecture.
         config: our configuration of it, without dropout.
         max_length: longest sequence it is meant for, in tokens.
-        dtype: of its weights, if it says.
+        dtype: of its weights, if it specifies it.
     """
 
     kind: Architecture

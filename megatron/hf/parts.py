@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements of a tensor of theirs are which of ours: equal boxes, in both directions.
+"""Which elements of a Hugging Face tensor are which of this project's: equal boxes, both ways.
 
-A tensor of theirs may be a slice of one of ours (an expert), or several of ours lie in it (keys
-and values of latent attention). Both are cut into parts: boxes of whole rows, one run of elements
-on both sides, that together cover each tensor once.
+A Hugging Face tensor may be a slice of a tensor here (an expert), or contain several (keys and
+values of latent attention). Both are divided into parts: boxes of whole rows, contiguous on both
+sides, that together cover each tensor once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.boxes import Box, intersect
 
 
 class Part(NamedTuple):
-    """The same elements in a tensor of theirs and in one of ours.
+    """The same elements in a Hugging Face tensor and in one of this project.
 
     `sizes` are those of the box in the last dimensions of both tensors; before them it has one
     index in either, such as that of an expert.
@@ -33,15 +33,15 @@ class Part(NamedTuple):
         return Box((0,) * len(self.sizes), self.sizes)
 
     def in_theirs(self, box: Box) -> Box:
-        """Return a box that counts from this part's first element as one of their tensor."""
+        """Return a box counted from this part's first element as one of the Hugging Face tensor."""
         return _placed(box, self.their_offsets)
 
     def in_ours(self, box: Box) -> Box:
-        """Return a box that counts from this part's first element as one of our tensor."""
+        """Return a box counted from this part's first element as one of this project's tensor."""
         return _placed(box, self.our_offsets)
 
     def common(self, ours: Box) -> Box | None:
-        """Return what a box of our tensor has of this part, counted from its first element."""
+        """Return this part's share of a box of this project's tensor, from its first element."""
         whole = self.in_ours(self.whole)
         found = intersect(whole, ours)
         if found is None:
@@ -79,9 +79,10 @@ class TensorMap:
     """All tensors of a model by both names.
 
     Attributes:
-        theirs, ours: by name. Parts come in the order of elements in both.
-        copies: tensors of theirs that repeat one of ours, and that files need not have: name and
-            name of ours.
+        theirs, ours: Hugging Face's and this project's tensors, by name. Parts are in the order of
+            elements in both.
+        copies: Hugging Face tensors that repeat one of this project and that files may omit: name
+            and this project's name.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ class TensorMap:
         self.ours[part.ours].parts.append(part)
 
     def add_copy(self, theirs: str, ours: str) -> None:
-        """Add a tensor of theirs that repeats one of ours, whose parts are all there."""
+        """Add a Hugging Face tensor that repeats one of this project, whose parts are all there."""
         source = self.ours[ours]
         self.copies[theirs] = ours
         zeros = (0,) * len(source.shape)

@@ -119,7 +119,7 @@ def _is_left_out(name: str, model: HuggingFaceModel) -> bool:
 
 
 class _Read(NamedTuple):
-    """A box of a tensor of theirs, and the view of our memory that it goes to."""
+    """A box of a Hugging Face tensor, and the view of a local tensor that it is copied to."""
 
     name: str
     box: Box
@@ -149,7 +149,7 @@ def read_weights(
 
     Args:
         folder: where from.
-        model: what its config.json says.
+        model: what its config.json specifies.
         chunks: boxes of logical weights, under our names; converted to the dtype of each.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One safetensors file of somebody else: its header checked before use, parts of tensors read.
+"""One safetensors file from outside: its header checked before use, slices of tensors read.
 
 Nothing is taken from the file but numbers. The header must describe the file exactly - every byte
 of data in one tensor, none in two - and is bounded, so a malicious one costs neither memory nor a
@@ -48,7 +48,7 @@ class SafetensorsFile:
         path: the file.
         follow_links: follow a link wherever it leads.
 
-    Attribute `tensors` says what it holds.
+    Attribute `tensors` describes its contents.
 
     Raises:
         ValueError: it cannot be read, or its header is not what the format allows.
@@ -123,7 +123,7 @@ class SafetensorsFile:
             target[band.slices].copy_(scratch.view(dtype).view(band.sizes))
 
     def _read_runs(self, name: str, box: Box, target: memoryview) -> None:
-        """Read a box piece by piece, each a run of the file, into memory in row-major order."""
+        """Read a box chunk by chunk, each a run of the file, into memory in row-major order."""
         found = self.tensors[name]
         itemsize = DTYPES[found.dtype].itemsize
         strides = [itemsize] * len(found.shape)

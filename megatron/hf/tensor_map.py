@@ -27,7 +27,7 @@ def tensor_map(kind: Architecture, config: GPTConfig, *, names: Iterable[str] = 
     Args:
         kind: the table.
         config: the model.
-        names: of the tensors in their files, which say in which of their ways these are named; none
+        names: of the tensors in their files, which show which of their naming schemes is used; none
             for the hub's.
     """
     names = tuple(names)
@@ -226,7 +226,7 @@ class _Mapping:
         self.map.add(part)
 
     def _theirs(self, name: str, words: Mapping[str, str]) -> str:
-        """Return a name of theirs as their files have it."""
+        """Return a Hugging Face name as the files have it."""
         if self._prefix is not None and name.startswith(self._prefix[0]):
             name = self._prefix[1] + name.removeprefix(self._prefix[0])
         return name.format(**words)

@@ -46,8 +46,8 @@ class CheckpointModel:
     Args:
         model: this rank's part of it.
         tokenizer: the one it was trained with, or the one that was asked for.
-        max_length: longest sequence it is meant for, in tokens; None if it does not say.
-        vocab_size: token ids lie below it.
+        max_length: longest sequence it is meant for, in tokens; None if it does not specify it.
+        vocab_size: token ids are below it.
         device: where it is.
         folder: the `iter_` or Hugging Face folder it came from.
         stop_tokens: ids that end a text.

@@ -5,11 +5,10 @@ r"""Continue prompts with a trained model: `python -m megatron.inference.generat
         --prompt "The list type" --max-new-tokens 64 --temperature 0.7 --top-p 0.95
 
 One process loads a checkpoint of any layout; `torchrun --nproc-per-node N` with
-`--tensor-model-parallel-size N` spreads it. Both write the same text.
+`--tensor-model-parallel-size N` shards it. Both write the same text.
 
-What was generated for one prompt, and the JSON file of all of them.
-
-Text of growing lists of tokens: pieces that never split a character, and prompts in order.
+Generated text is shown while its list of tokens grows, without splitting a character and with
+prompts in order. One JSON file can hold what was generated for all prompts.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ PROG = "python -m megatron.inference.generate"
 
 
 class OnToken(Protocol):
-    """Is told the generated tokens so far of prompt `index`, after every token."""
+    """Called after every token with the generated tokens so far of prompt `index`."""
 
     def __call__(self, index: int, tokens: Sequence[int], *, finished: bool) -> None: ...
 
@@ -288,7 +287,7 @@ def run(config: GenerateConfig, launch: Launch) -> None:
     """Load the model, continue the prompts; rank 0 prints and writes what came out.
 
     Raises:
-        ValueError: anything the user can mend.
+        ValueError: anything the user can fix.
     """
     texts = read_prompts(config.prompts)
     path = config.output.output_json if launch.rank == 0 else None
@@ -330,7 +329,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Args:
         argv: arguments without the program's name.
-        environment: of this process, where torchrun says which rank it is.
+        environment: of this process, where torchrun gives its rank.
     """
     # All ranks meet the same user errors, as they read the same files: rank 0 speaks for them.
     speaks = environment.get("RANK", "0") == "0"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a run to and from checkpoints: weights, optimizer, schedule and data position.
 
-Tensors go by logical names: a weight under its own, optimizer state under `optimizer.KIND/WEIGHT`.
-Beside them the manifest's `extra` holds JSON:
+Tensors have logical names: a weight its own, optimizer state `optimizer.KIND/WEIGHT`. In addition
+the manifest's `extra` holds JSON:
 
     model        fields of the model, compared when loading
     config       every option of the run, by flag name
-    tokenizer    how to make the tokenizer again
+    tokenizer    how to build the tokenizer again
     progress     `Progress`
     optimizer    kind, steps, loss scaler
     data         what the order of samples depends on
@@ -62,7 +62,7 @@ class RunFacts:
         config: every option by flag name.
         tokenizer: how to make the tokenizer again.
         data: what the order of samples depends on.
-        other_data_is_fine: resume on other data than the checkpoint's, and say so.
+        other_data_is_fine: resume on other data than the checkpoint's, and log it.
         batch_follows_world: whether the global batch follows from the number of processes.
         cpu_matmul: the dtype that a CPU multiplies in, where that is a choice.
     """
@@ -79,7 +79,7 @@ class RunFacts:
 def run_extra(
     *, optimizer: Optimizer, progress: Progress, window: StepWindow, facts: RunFacts
 ) -> dict[str, Any]:
-    """Return the JSON that a checkpoint of a run holds beside its tensors."""
+    """Return the JSON that a checkpoint of a run holds in addition to its tensors."""
     return {
         "format": FORMAT,
         "model": dict(facts.model),
@@ -149,7 +149,7 @@ def load_run(
     moved = _other_state_dtypes(extra, facts) if with_optimizer else []
     if moved:
         coordinator.say(f"converting optimizer state of {folder}: {'; '.join(moved)}")
-    # weights keep theirs where there is optimizer state: --bf16 and --fp16 were compared
+    # weights keep their dtype where there is optimizer state: --bf16 and --fp16 were compared
     convert = bool(moved) or not with_optimizer
     load_checkpoint(folder, chunks, coordinator=coordinator, convert_dtype=convert)
     try:
@@ -243,8 +243,8 @@ def _check_options(folder: Path, extra: Mapping[str, Any], facts: RunFacts) -> N
 
 
 def _check_batch(extra: Mapping[str, Any], facts: RunFacts) -> None:
-    """See that a run with fewer or more processes keeps its global batch, unless it is told to
-    change it. Raises ValueError."""
+    """See that a run with fewer or more processes keeps its global batch, unless an option
+    changes it. Raises ValueError."""
     saved, now = (c.get("global-batch-size") for c in (extra["config"], facts.config))
     if facts.batch_follows_world and saved not in (None, now):
         raise ValueError(

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FullIterationGraph: forward and backward of all microbatches of a step, replayed as one graph.
+"""FullIterationGraph: forward and backward of all microbatches of a step as one CUDA graph.
 
     steps 1 … n     eager: kernels are compiled, communicators opened, the gather plan is made
-    step n + 1      recorded, then replayed
-    from there on   inputs are copied to the addresses that were recorded, and one call launches all
+    step n + 1      captured, then replayed
+    from there on   inputs are copied to the captured addresses, and one call launches everything
 
 Inside are every gather and reduction between `begin_step` and `finish`; outside, with all that
 needs a number on the host, the loss factors, the sum of the loss and the votes over the ranks, the
 optimizer, evaluation, checkpoints and logs. Dropout has no state: its masks follow from the sample
 numbers, which are inputs. The loss scale is a factor of the inputs too, so it may change.
 
-CudaRecorder: record GPU work once as a CUDA graph, launch all of it again in one call.
+`CudaRecorder` captures GPU work once as a CUDA graph and launches it again in one call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Recorder(Protocol):
         """Record what `run` puts on the device, without carrying it out."""
 
     def replay(self) -> None:
-        """Carry out what was recorded, behind what was put on the current stream."""
+        """Carry out what was recorded, after what was put on the current stream."""
 
 
 class CudaRecorder:
@@ -78,11 +78,11 @@ class CudaRecorder:
             raise
 
     def replay(self) -> None:
-        """Carry out what was recorded, behind what was put on the current stream."""
+        """Carry out what was recorded, after what was put on the current stream."""
         self._graph.replay()
 
 
-#: Eager steps behind the warm-up in which the needs of weights may still differ from the plan.
+#: Eager steps after the warm-up in which the needs of weights may still differ from the plan.
 PATIENCE = 4
 
 
@@ -201,7 +201,7 @@ class FullIterationGraph:
         )
 
 
-#: What of a layout differs between steps of one form: all else follows from its cut.
+#: What of a layout differs between steps of one form: all else follows from its split.
 _OF_LAYOUT = ("positions", "document_ids", "sample_ids")
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: which tokens of its samples' rows this rank has, and where documents meet in them.
 
-Made on the host, where batches are read: all layers of a microbatch then share one, and only the
-tokens that this rank works on are copied to its device.
+A layout is made on the host, where batches are read: all layers of a microbatch then share one, and
+only the tokens that this rank computes are copied to its device.
 
-Which cut packed rows get over context parallel ranks: `--context-parallel-cut`.
-
-A function of a microbatch's documents and of the model's shape alone, so that all ranks that share
-the microbatch come to the same. Only where experts gather the tokens of ranks with other documents
-do these agree on it, and on how many tokens there are.
+How packed rows are split over context-parallel ranks (`--context-parallel-cut`) is a function of a
+microbatch's documents and of the model's shape alone, so that all ranks that share the microbatch
+choose the same. Only where experts gather the tokens of ranks with other documents do these agree
+on it, and on the number of tokens.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ Agree = Callable[[Sequence[float]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The cut of one microbatch.
+    """The split of one microbatch.
 
     Args:
-        row, apart: what ranks have to do with rows cut as one, and with documents cut apart.
-        cut: of one row that holds all; None cuts each row as one.
+        row, apart: the work of ranks for rows split as one, and for documents split separately.
+        cut: of one row that holds all; None splits each row as one.
     """
 
     row: Work
@@ -64,7 +63,7 @@ class Choice:
 
 
 class PackedCuts:
-    """Chooses the cut of each microbatch of packed rows.
+    """Chooses the split of each microbatch of packed rows.
 
     Args:
         kind: "row", "documents" or "auto", which takes what costs the slowest rank less.
@@ -93,8 +92,8 @@ class PackedCuts:
         self._multiple, self._agree = multiple, agree
 
     def of(self, documents: Documents) -> SequenceCut | None:
-        """Return the cut of one row that holds all rows, each document apart; None cuts each row
-        as one. Ranks that must agree call it together.
+        """Return the split of one row that holds all rows, each document separately; None splits
+        each row as one. Ranks that must agree call it together.
 
         Args:
             documents: of each row of the microbatch, where they begin and end.
@@ -133,8 +132,8 @@ class PackedCuts:
 
 
 def packed_cuts(run: Run, place: RunGroups, model: GPTConfig) -> PackedCuts | None:
-    """Return what chooses the cuts of a run's rows; None where rows are not cut over ranks, hold
-    one document each, or have no pairs to share out."""
+    """Return what chooses the splits of a run's rows; None where rows are not split over ranks,
+    hold one document each, or have no pairs to divide."""
     parallel, data = run.config.parallel, run.config.data
     packed = data.sft or data.reset_attention_mask
     if parallel.context_parallel_size == 1 or not packed or model.attention is None:
@@ -202,7 +201,7 @@ class Layouts:
             one; None masks them.
         recurrent: whether layers carry states along documents, so that they must know where these
             begin.
-        cuts: choose how packed rows are cut; None cuts each as one.
+        cuts: choose how packed rows are split; None splits each as one.
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class Layouts:
         )
 
     def _apart(self, batch: GPTBatch, cut: SequenceCut) -> SequenceLayout:
-        """Return the layout of one row that holds all samples, each document cut apart."""
+        """Return the layout of one row that holds all samples, each document split separately."""
         ids, positions = batch.document_ids, batch.positions
         assert ids is not None
         samples, length = ids.shape

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint a folder means, and going on from an older one where the newest is damaged.
+"""Which checkpoint a folder means, and fallback to an older one where the newest is corrupt.
 
-Every rank calls these and all of them come to the same checkpoint.
+Every rank calls these and all of them choose the same checkpoint.
 
-Checkpoints of other programs where one of ours is expected: recognised, never read.
-
-A run that took such a folder for an empty one would start anew.
+Checkpoints of other programs where one of this project is expected are recognised, never read. A
+run that took such a folder for an empty one would start from scratch.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def foreign_line(path: Path) -> str:
     """Return what to do with a foreign checkpoint, in one line; "" if there is none.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints. One of ours among them, even a damaged one,
-            makes it ours.
+        path: a checkpoint, or a folder of checkpoints. One of this project among them, even a
+            corrupt one, makes it a folder of this project.
     """
     found = list_checkpoints(path) if path.is_dir() else []
     if any((folder / MANIFEST_NAME).exists() for folder in (path, *found)):
@@ -94,7 +93,7 @@ def load_newest(
     flag: str = "--load",
     fall_back: bool = True,
 ) -> tuple[Path, T] | None:
-    """Load the checkpoint that `--load` means; where its bytes turn out to be damaged, say so and
+    """Load the checkpoint that `--load` means; where its bytes turn out to be corrupt, log it and
     load the next older one. Retention removes nothing that is being loaded.
 
     Args:
@@ -192,7 +191,7 @@ class _Search:
         raise AssertionError("the last attempt returns or raises")
 
     def _refuse_foreign(self) -> None:
-        """Raise CheckpointError where a checkpoint of another program lies in place of ours."""
+        """Raise CheckpointError where the checkpoint is another program's."""
         if line := foreign_line(self._path):
             raise CheckpointError(f"{self._flag} {self._path}: {line}")
 

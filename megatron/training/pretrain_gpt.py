@@ -45,9 +45,9 @@ class Program:
     Args:
         name: of the module in megatron.training, and in front of its messages.
         description: one line on what it does, for help.
-        problems: says what is wrong with a config for this program alone, each with its mend; of a
-            config that is another program's, nothing else is said.
-        defaults: told the options given; returns its own values of others.
+        problems: lists what is wrong with a config for this program alone, each with its fix; of a
+            config that is another program's, nothing else is listed.
+        defaults: called with the options given; returns its own values of others.
         replaced: options that it needs in the place of others that have no default.
     """
 
@@ -122,7 +122,7 @@ def _defaults(given: Mapping[str, Any], program: Program) -> dict[str, Any]:
 
         found = folder_defaults(given)
     found = {**checkpoint_defaults({**given, **found}), **found}
-    # A pattern that is given says how many layers there are, whatever others say.
+    # A pattern that is given determines the number of layers, whatever other options specify.
     return {**program.defaults(given), **found, **pattern_defaults(given)}
 
 
@@ -156,7 +156,7 @@ def start_watch(
             save,
             attempt=launch.attempt,
             rank=launch.rank,
-            # Before the others give up, and the launcher ends this process with theirs.
+            # Before the others give up, and the launcher ends this process with their processes.
             frozen_seconds=max(0.5 * seconds, 2.5),
         )
     return launch, PeerWatch(
@@ -192,7 +192,7 @@ def main(
 
     Args:
         argv: arguments without the program's name.
-        environment: of this process, where torchrun says which rank it is.
+        environment: of this process, where torchrun gives its rank.
         program: which of the entry scripts this is.
     """
     launches: list[Launch] = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry script: pretrain a hybrid, a model of the blocks that a layer pattern says.
+"""Entry script: pretrain a hybrid, a model of the blocks that a layer pattern specifies.
 
     torchrun --nproc-per-node 2 -m megatron.training.pretrain_hybrid --hybrid-layer-pattern G-*- ...
 
 The same program as pretrain_gpt, for any pattern. As recurrent blocks know where a token is,
-attention has no positions here unless --position-embedding-type says so.
+attention has no positions here unless --position-embedding-type specifies so.
 """
 
 from __future__ import annotations

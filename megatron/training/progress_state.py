@@ -27,7 +27,7 @@ class Progress:
         rollbacks: how often weights were taken back to a checkpoint.
         validation_pending: 1 if the run stopped before a validation that was due, else 0.
         failed_saves: saves that failed and did not end the run.
-        recent_losses: of the last applied steps, which tell a spike.
+        recent_losses: of the last applied steps, which define a spike.
     """
 
     iteration: int = 0

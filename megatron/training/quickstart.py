@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole way on this machine: text, tokenizer, token files, training on two ranks,
-continuations.
+"""The whole way on this machine: text, tokenizer, token files, training, continuations.
 
-Every stage leaves its result in one folder; a second call reuses what is finished and goes on with
-what is not.
+Every stage leaves its result in one folder; a second call reuses finished results and continues
+with the rest.
 
-Text that every Python carries: its language reference and the sources of its standard library.
-
-About 32 MB where the library's own tests are installed, 12 MB where they are not. Documents come in
-an order that depends on the Python version only, shuffled, so that a validation split cut from the
-end resembles the rest.
+The text is what every Python installs: its language reference and the sources of its standard
+library. It is about 32 MB where the library's own tests are installed, 12 MB where they are not.
+Documents are shuffled in an order that depends on the Python version only, so that a validation
+split taken from the end resembles the rest.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from megatron.core.untrusted_files import (
     replace_file,
 )
 
-# Installed beside the standard library, but not part of it.
+# Installed next to the standard library, but not part of it.
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
 # Holds the topics, which are documents of their own.
 _TOPICS_SOURCE = Path("pydoc_data", "topics.py")
@@ -313,7 +311,7 @@ def run_module(
     """Run `python -m module` with its output on this terminal.
 
     Raises:
-        RunStopped: it failed; its own output says why.
+        RunStopped: it failed; its own output gives the reason.
     """
     shown = "torchrun" if module == "torch.distributed.run" else f"python -m {module}"
     say(f"      $ {shown} {shlex.join(arguments)}")

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step: microbatches forward and backward, gradients made whole, one optimizer update.
+"""One training step: forward and backward of all microbatches, gradient sums, one optimizer update.
 
 The mean loss of a step (all scaling is here, in the weight of each token's loss, and nowhere else):
 
-    mean:       mean over lanes and microbatches of (masked sum over the microbatch / its tokens);
-                of microbatches of several sizes each counts by its samples
+    mean:       mean over data-parallel ranks and microbatches of
+                (masked sum over the microbatch / its tokens); microbatches of several sizes are
+                weighted by their samples
     per token:  masked sum over everything / all tokens of the step
 
 both with the microbatch's tokens counted over context-parallel ranks. Every gradient reduction is
-then a plain sum, and the reported loss is the sum of what each lane computed.
+then a plain sum, and the reported loss is the sum of what each data-parallel rank computed.
 
-The microbatches of a step through a pipeline: what `ForwardBackward` is for a single stage.
-
-Every stage reads the microbatches of its lane, so that all know the shape of what arrives, and
-sequences may be as long as they like. The loss is computed in the last stage; the others add 0 to
-it, so that the sum over all ranks is the step's.
+A pipeline has its own counterpart of the single stage's `ForwardBackward`. Every stage reads the
+microbatches of its data-parallel rank, so that all know the shape of the activations that arrive,
+and sequence lengths may vary. The loss is computed in the last stage; the others add 0 to it, so
+that the sum over all ranks is the step's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Microbatch:
         return self.layout.with_samples(None)
 
     def further(self, factor: torch.Tensor) -> dict[str, Ahead]:
-        """Return what a model is to predict beside the labels in training; nothing if that is all.
+        """Return further targets of a model in training, in addition to the labels; may be empty.
 
         Args:
             factor: of the token losses.
@@ -87,7 +87,7 @@ class LossModel(Protocol):
 
     @property
     def has_auxiliary_losses(self) -> bool:
-        """Whether `loss` takes the factor of losses beside it, `aux_factor`, and needs it in
+        """Whether `loss` takes the factor of auxiliary losses, `aux_factor`, and needs it in
         training."""
 
     def loss(
@@ -102,7 +102,7 @@ class LossModel(Protocol):
         """Return (sum of token_weights · nll, nll [b, s]).
 
         Args:
-            training: `aux_factor` and `ahead`, for models that have losses beside this one.
+            training: `aux_factor` and `ahead`, for models that have losses in addition to this one.
         """
 
 
@@ -293,8 +293,8 @@ class TrainStep:
         scaler = self.optimizer.scaler
         factors = self.loss_factors(microbatches) * scaler.scale
         total = self.forward_backward(microbatches, factors)
-        # Every rank takes part, although those of one lane have the same loss: a decision that
-        # some ranks come to and others do not would leave them in different collectives.
+        # Every rank takes part, although ranks with the same tokens have the same loss: a decision
+        # that some ranks come to and others do not would leave them in different collectives.
         # NaN and Inf times 0 are NaN, so they reach all ranks from every one.
         own = total * float(self.groups.coordinates["tp"] == 0)
         numbers = torch.cat([own.view(1), own.new_tensor(list(votes))])
@@ -325,8 +325,8 @@ class TrainStep:
         return shares * counts.clamp(min=1.0).reciprocal()  # with the rounding of the line above
 
     def evaluate(self, microbatches: Iterable[Microbatch], *, at_a_time: int = 1) -> float:
-        """Return the mean loss per token over all lanes, without dropout and without touching
-        gradients.
+        """Return the mean loss per token over all data-parallel ranks, without dropout and without
+        touching gradients.
 
         Args:
             at_a_time: microbatches that go through the stages of a pipeline together.
@@ -353,7 +353,7 @@ class PipelineForwardBackward:
         group_size: microbatches that a chunk of the interleaved schedule takes in turn.
         weight_delay: how many microbatches "zb-h1" puts weight gradients off at most; the same on
             all stages. Take 0 if layers are recomputed: what W needs is kept, recomputed or not.
-        observe: told every action of this rank before it is carried out.
+        observe: called with every action of this rank before it is carried out.
         shown: shown what each chunk of this rank receives and sends in the forward of a step.
     """
 
@@ -505,8 +505,8 @@ def weight_traffic(engine: DataParallel) -> tuple[str, str]:
     """Return how often a step gathers each chunk's weights, and reduces its gradients: "none",
     "once" or "each" time that they are used, or put.
 
-    Nothing travels only where experts, too, are alone on their lanes, which may be more or fewer
-    than those of dense weights.
+    Nothing is sent only where the data-parallel groups of experts, too, have one rank; they may
+    be larger or smaller than those of dense weights.
     """
     placement: Placement = engine.placement
     if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a checkpoint describes, compared with the tensors that it holds before anything is
-made of either.
+"""The model that a checkpoint describes, compared with its tensors before either is built.
 
-A description may ask for any number of layers or any size. Numbers that something is made for each
-of are compared with what the manifest has, then the shape of every weight, on the meta device.
+A description may ask for any number of layers or any size. Numbers that determine how much is built
+are compared with the manifest, then the shape of every weight, on the meta device.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ def check_stored(folder: Path) -> str:
     """See that a checkpoint of a run holds every tensor that it should.
 
     Returns:
-        A line on why that cannot be told; "" if it can, or if the checkpoint is of no run.
+        A line on why that is unknown; "" if it is known, or if the checkpoint is of no run.
 
     Raises:
         DamagedCheckpointError: it does not.

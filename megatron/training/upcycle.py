@@ -141,7 +141,7 @@ def upcycle(config: UpcycleConfig) -> Path:
 
 
 def _extra(dense: Mapping[str, Any], model: GPTConfig, config: UpcycleConfig) -> dict[str, Any]:
-    """Return what the checkpoint says about itself: what the dense one did, but for progress."""
+    """Return what the checkpoint states about itself: what the dense one did, but for progress."""
     assert model.moe is not None
     options = {
         "num-experts": config.num_experts,

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints to one file, and foreign folders to checkpoints: streamed, one process.
 
-A foreign folder is read only where `--from` says what it is.
-
-The model that flags describe, for a folder that does not say what model it is of.
-
-Whole tensors on their way into a file or a checkpoint: made when they are written, in pieces.
+A foreign folder is read only where `--from` specifies its kind. Flags describe the model of a
+folder that does not. Whole tensors are built when they are written into the file or checkpoint, a
+chunk at a time.
 """
 
 from __future__ import annotations
@@ -131,7 +129,7 @@ def of_folder(folder: DcpFolder, name: str) -> WholeTensor:
 
 
 def of_parts(folder: DcpFolder, mapped: MappedTensor) -> WholeTensor:
-    """Return a tensor of ours that is made of parts of those of a foreign folder."""
+    """Return a tensor of this project that consists of parts of a foreign folder's tensors."""
     dtypes = {folder.tensors[part.theirs].dtype for part in mapped.parts}
     dtype = "F32" if mapped.fp32 or len(dtypes) > 1 else dtypes.pop()
 
@@ -205,11 +203,11 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def convert(chosen: ConvertConfig | ConvertToNativeConfig) -> int:
-    """Convert a checkpoint and say what was made and what was left out. Returns 0.
+    """Convert a checkpoint and print what was written and what was left out. Returns 0.
 
     Raises:
         ValueError: the source is none, is refused or does not fit, or the target is taken.
-        CheckpointError: a checkpoint of ours is damaged.
+        CheckpointError: a checkpoint of this project is corrupt.
     """
     if isinstance(chosen, ConvertConfig):
         _to_file(chosen)
@@ -319,9 +317,9 @@ def _upstream(folder: DcpFolder, model: DescribedModel) -> TensorMap:
 
 
 def _by_name(folder: DcpFolder, config: GPTConfig) -> TensorMap:
-    """Return the map of a folder whose names are ours, or those of transformers.
+    """Return the map of a folder whose names are this project's, or those of transformers.
 
-    They may stand behind one prefix, as `model.` of a dict in a dict.
+    They may stand after one prefix, as `model.` of a dict in a dict.
 
     Raises:
         ValueError: they are neither.
@@ -364,7 +362,7 @@ def _own_names(config: GPTConfig) -> TensorMap:
 
 
 def _prefixed(mapped: TensorMap, prefix: str) -> TensorMap:
-    """Return a map in which all names of theirs have a prefix."""
+    """Return a map in which all Hugging Face names have a prefix."""
 
     def moved(tensor: MappedTensor, name: str) -> MappedTensor:
         parts = [part._replace(theirs=f"{prefix}{part.theirs}") for part in tensor.parts]
@@ -416,7 +414,7 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
 
 
 def _extra(model: DescribedModel, tensors: list[WholeTensor]) -> Mapping[str, object]:
-    """Return what the checkpoint says about itself: as training does, but for its progress."""
+    """Return what the checkpoint states about itself: as training does, but for its progress."""
     dtypes = {tensor.dtype for tensor in tensors}
     return {
         "format": FORMAT,
@@ -428,7 +426,7 @@ def _extra(model: DescribedModel, tensors: list[WholeTensor]) -> Mapping[str, ob
 
 
 def _say_padding(mapped: TensorMap) -> None:
-    """Say which rows of theirs have been taken for padding: nothing in the folder tells."""
+    """Report which foreign rows have been taken for padding: the folder does not specify it."""
     for name, tensor in mapped.theirs.items():
         rows = sum(part.sizes[0] for part in tensor.parts)
         if len(tensor.shape) == 2 and len(tensor.parts) == 1 and rows < tensor.shape[0]:

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of torch.distributed.checkpoint held open, to read boxes of its tensors.
+"""A folder of torch.distributed.checkpoint opened to read boxes of its tensors, without unpickling.
 
-Positioned reads of what is wanted, into memory that is reused; nothing is unpickled.
+Reads are positioned, of the wanted bytes only, into memory that is reused.
 
-A pickle read as data: nothing is imported, looked up or called, whatever it asks for.
+The `.metadata` file lists the tensors and where they are. It is a pickle of dataclasses, read as
+data and then checked field by field: nothing is imported, looked up or called, whatever the pickle
+asks for. A pickle is a program for a small stack machine; this reader implements the instructions
+that build plain values. Where the program would call something, the reader records the name, the
+arguments and the state; a name that is not on the caller's list ends the reading.
 
-A pickle is a program for a small stack machine. This one knows the instructions that build plain
-values. Where the program would call something, it notes the name, the arguments and the state; a
-name that is not on the caller's list ends the reading.
-
-The `.metadata` file of torch.distributed.checkpoint: which tensors there are, and where.
-
-It is a pickle of dataclasses, read as data (`pickle_data`) and then checked field by field.
-
-One tensor as torch.save writes it: where its elements lie, found without unpickling anything.
-
-It is a zip archive of members that are stored as they are: `data.pkl`, which says dtype, shape and
-strides, and `data/0`, the elements. Format: PKWARE's APPNOTE 4.3, with the 64-bit records that
-torch always writes.
+One tensor is stored as torch.save writes it: a zip archive of uncompressed members, `data.pkl` with
+dtype, shape and strides, and `data/0`, the elements. Format: PKWARE's APPNOTE 4.3, with the 64-bit
+records that torch always writes.
 """
 
 from __future__ import annotations
@@ -236,7 +230,7 @@ _METADATA_DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
 _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _PROPERTIES = frozenset({f"{_METADATA}.TensorProperties", f"{_SHARDED}.TensorProperties"})
 
-#: Dtypes too that no checkpoint of ours holds: their tensors are refused, not the whole folder.
+#: Dtypes that no checkpoint of this project has: their tensors are refused, not the whole folder.
 _OTHER_DTYPES = ("complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz")
 METADATA_GLOBALS = frozenset(
     {
@@ -336,7 +330,7 @@ class _Odd(Exception):
 
 
 def _places(value: Any) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[str, int, int]]]:
-    """Yield where each chunk of a tensor lies, by name and offsets."""
+    """Yield where each chunk of a tensor is, by name and offsets."""
     for key, item in _pairs(value):
         index = _fields(key, f"{_METADATA}.MetadataIndex")
         if index.get("offset") is None:
@@ -505,7 +499,7 @@ def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> Save
     if found.get("byteorder", b"little") != b"little":
         _refuse(where, "its bytes are not in little-endian order")
     tensor = _described(read_pickle(found["data.pkl"], TENSOR_GLOBALS, where), inside, where)
-    # Last: of a description that asks for a program to be run, that is to be told.
+    # Last: of a description that asks for a program to be run, that is to be reported.
     for name, data in found.items():
         if checksums and zlib.crc32(data) != inside[name].crc32:
             raise ValueError(
@@ -562,7 +556,7 @@ def _members(read: Read, length: int, where: str) -> dict[str, _Member]:
             header = read(member.begin, 30)
             if header[:4] != _LOCAL:
                 raise ValueError
-            # The data lie behind the header before them, whose lengths are its own.
+            # The data lie after the header before them, whose lengths are its own.
             begin = member.begin + 30 + sum(struct.unpack_from("<HH", header, 26))
             if begin + member.size > length:
                 raise ValueError
@@ -594,7 +588,7 @@ def _directory(read: Read, length: int) -> tuple[int, int, int]:
 
 
 def _entry(directory: bytes, position: int) -> tuple[str, _Member, int]:
-    """Return name, member (`begin` is that of its header) and the position behind an entry."""
+    """Return name, member (`begin` is that of its header) and the position after an entry."""
     if directory[position : position + 4] != _MEMBER:
         raise ValueError
     method, crc32, packed, size, name_bytes, extra_bytes, comment_bytes = struct.unpack_from(
@@ -709,7 +703,7 @@ class DcpFolder:
             target[common.seen_from(box.offsets).slices].copy_(source)
 
     def _open(self, name: str, tensor: StoredTensor, stored: StoredBytes) -> SavedTensor:
-        """Return where the elements of a chunk lie, which is checked once."""
+        """Return where the elements of a chunk are, which is checked once."""
         if stored in self._found:
             return self._found[stored]
         where = f"{self.path / stored.file}: {name}{stored.box}"

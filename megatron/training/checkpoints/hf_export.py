@@ -88,7 +88,7 @@ def export_folder(
         save: the folder to make; there must be none of that name, or an empty one.
         like: folder whose config.json and tokenizer files are carried; None looks for the one
             that the model came from.
-        dtype: to convert the weights to; None keeps theirs.
+        dtype: to convert the weights to; None keeps their dtype.
         max_shard_bytes: size at which a new file begins.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face folder to a checkpoint: streamed piece by piece, no model is ever built.
+"""A Hugging Face folder to a checkpoint: streamed chunk by chunk, no model is ever built.
 
 The checkpoint holds weights only, in the dtype they came in; `hugging_face/` beside it keeps the
 folder's tokenizer, config.json and generation_config.json for whoever exports the model again.
@@ -38,7 +38,7 @@ from megatron.hf.read_weights import check_copies, check_tensors
 from megatron.training.checkpoint_io import FORMAT
 from megatron.training.checkpoints.hf_options import folder_options
 
-#: Folder beside the checkpoint for the files that are carried.
+#: Folder next to the checkpoint for the files that are carried.
 CARRIED_FOLDER = "hugging_face"
 
 
@@ -53,9 +53,9 @@ def import_folder(
 
     Args:
         folder: where from.
-        model: what its config.json says.
+        model: what its config.json specifies.
         save: folder of checkpoints, made if absent.
-        dtype: to convert the weights to; None keeps theirs.
+        dtype: to convert the weights to; None keeps their dtype.
 
     Raises:
         ValueError: the folder is damaged, or the checkpoint cannot be written.
@@ -148,7 +148,7 @@ def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict
 def _extra(
     model: HuggingFaceModel, tokenizer: dict[str, Any], dtypes: set[torch.dtype]
 ) -> dict[str, Any]:
-    """Return what the checkpoint says about itself: as training does, but for its progress."""
+    """Return what the checkpoint states about itself: as training does, but for its progress."""
     options = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in folder_options(model).items()

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the checkpoint commands list, inspect, verify and compare.
 
-What one checkpoint holds, from its manifest alone: no tensor is read.
-
-Which folder a command means, and what it says of sizes.
-
-A checkpoint's tensors read piece after piece, in pieces that suit its digests.
-
-Two checkpoints compared by their logical tensors, whatever layouts they were saved on.
-
-The checkpoints of a run: which are whole, which one a run would load, and who is writing.
-
-Every byte of one checkpoint, or of all in a folder, compared with its digest.
+- list: the checkpoints of a run: which are complete, which one a run would load, who is writing.
+- inspect: the contents of one checkpoint, from its manifest alone; no tensor is read.
+- verify: every byte of one checkpoint, or of all in a folder, against its digest.
+- compare: two checkpoints by their logical tensors, whatever layouts they were saved on. Tensors
+  are read in chunks that match their digests.
 """
 
 from __future__ import annotations
@@ -279,7 +273,7 @@ _BITS: Mapping[int, torch.dtype] = MappingProxyType(
 
 @dataclass(kw_only=True)
 class Difference:
-    """How a tensor differs, gathered piece by piece.
+    """How a tensor differs, gathered chunk by chunk.
 
     Args:
         differing: elements of other bits.
@@ -583,7 +577,7 @@ def verify_folders(config: VerifyConfig) -> int:
 
 
 def _verify(folder: Path) -> bool:
-    """Verify one checkpoint, say what came out, and return whether it is whole."""
+    """Verify one checkpoint, print the result, and return whether it is whole."""
     try:
         manifest = read_manifest(folder)
         report = verify_checkpoint(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a GPT in upstream's `torch_dist` checkpoints, and which of ours lie in them.
+"""The tensors of a GPT in Megatron's `torch_dist` checkpoints, and this project's weights in them.
 
 Layers are either one tensor with a first axis of layers, `decoder.layers.mlp.linear_fc2.weight`, or
 a tensor each, `decoder.layers.0.mlp...`. Queries, keys and values are one tensor, whose rows are
@@ -30,7 +30,7 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
     """Return all weights of a model by both names.
 
     Args:
-        tensors: of the folder, which say how layers are stored and how the vocabulary is padded.
+        tensors: of the folder, which show how layers are stored and how the vocabulary is padded.
         config: the model.
 
     Raises:
@@ -62,7 +62,7 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
 
 
 def shape_of_folder(tensors: Tensors) -> dict[str, object]:
-    """Return what the tensors alone say of the model, by flag, as far as they say it."""
+    """Return what the tensors alone specify of the model, by flag, as far as they do."""
     layers = {int(found[1]) for n in tensors if (found := re.match(r"decoder\.layers\.(\d+)\.", n))}
     shapes = {re.sub(r"\.layers\.\d+\.", ".layers.", n): t.shape for n, t in tensors.items()}
     stacked = [t.shape[0] for n, t in tensors.items() if re.match(r"decoder\.layers\.[a-z]", n)]
@@ -182,7 +182,7 @@ class _Map:
         ]
 
     def _add_norm(self, layer: int, fused: str, plain: str, ours: str) -> None:
-        """Add a norm, which is named after the linear layer behind it where both are one."""
+        """Add a norm, which is named after the linear layer after it where both are one."""
         for kind in self._norm_kinds():
             named = self._place(layer, f"{fused}{kind}")[0] in self._tensors
             theirs = f"{fused}{kind}" if named else f"{plain}{kind}"
@@ -194,7 +194,7 @@ class _Map:
     def _add_rows(
         self, layer: int, theirs: str, runs: list[tuple[str, int]], inner: tuple[int, ...]
     ) -> None:
-        """Add a tensor whose rows are runs of rows of ours, in this order."""
+        """Add a tensor whose rows are runs of rows of this project's tensors, in this order."""
         name, first, layers = self._place(layer, theirs)
         rows, totals = 0, dict.fromkeys((ours for ours, _ in runs), 0)
         for ours, count in runs:

@@ -22,7 +22,7 @@ from megatron.training.data import data_paths
 
 
 def check(config: Config, world_size: int) -> list[str]:
-    """List every problem of a config on `world_size` processes, each with its mend."""
+    """List every problem of a config on `world_size` processes, each with its fix."""
     config = layer_pattern.with_layers(config)
     return list(
         itertools.chain(

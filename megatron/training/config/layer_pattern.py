@@ -121,7 +121,7 @@ def num_layers(config: Config) -> int:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Name what is wrong with the layer pattern and beside it, each with its mend."""
+    """Name what is wrong with the layer pattern and beside it, each with its fix."""
     text, model = config.hybrid.hybrid_layer_pattern, config.model
     if text is None:
         return

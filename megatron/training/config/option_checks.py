@@ -32,7 +32,7 @@ DOCUMENTS = "--reset-attention-mask"
 
 
 def cuda_graph_problems(config: Config) -> Iterator[str]:
-    """Name what does not go together with recorded steps, each with its mend."""
+    """Name what does not go together with recorded steps, each with its fix."""
     chosen = config.execution
     if chosen.cuda_graph_impl == "none":
         return
@@ -251,7 +251,7 @@ def beyond_the_run(config: Config, world_size: int) -> Iterator[str]:
 
 
 def attention_problems(config: Config) -> Iterator[str]:
-    """Name what does not go with latent attention, each with its mend; nothing without it."""
+    """Name what does not go with latent attention, each with its fix; nothing without it."""
     flag, model = "--multi-latent-attention", config.model
     if not config.attention.multi_latent_attention or model.num_attention_heads is None:
         return
@@ -292,7 +292,7 @@ def attention_problems(config: Config) -> Iterator[str]:
 
 
 def expert_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Name what is wrong with experts on `world_size` processes, each with its mend."""
+    """Name what is wrong with experts on `world_size` processes, each with its fix."""
     yield from _layers(config)
     if config.experts.num_experts is None:
         return
@@ -386,7 +386,7 @@ def _switches(config: Config) -> Iterator[str]:
 
 
 def hybrid_problems(config: Config) -> Iterator[str]:
-    """Name what is wrong with the shapes of recurrent blocks, each with its mend."""
+    """Name what is wrong with the shapes of recurrent blocks, each with its fix."""
     # Not above: they are made of a whole config.
     from megatron.training.config.model_table import recurrent_shapes
 
@@ -408,7 +408,7 @@ def hybrid_problems(config: Config) -> Iterator[str]:
 
 
 def context_problems(config: Config) -> Iterator[str]:
-    """Name what cannot be cut over the context parallel ranks, each with its mend."""
+    """Name what cannot be cut over the context parallel ranks, each with its fix."""
     parallel, length = config.parallel, config.training.seq_length
     cp, kernel = parallel.context_parallel_size, parallel.attention_backend
     if cp == 1:

@@ -85,7 +85,7 @@ _UNEVEN = (
 
 
 def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
-    """Name what does not go together here, each with its mend.
+    """Name what does not go together here, each with its fix.
 
     Args:
         cut_pattern: the layer pattern if it says where stages begin, else None.
@@ -170,7 +170,7 @@ class DataParallelConfig:
 def data_parallel_problems(
     config: DataParallelConfig, *, data_parallel_size: int, bf16: bool, context_size: int = 1
 ) -> Iterator[str]:
-    """Name what does not go together, each with its mend."""
+    """Name what does not go together, each with its fix."""
     yield from _instances(config, data_parallel_size, context_size)
     strategy = config.strategy
     if strategy == "optim_grads_params" and config.ddp_bucket_size is not None:

@@ -46,7 +46,7 @@ def schedule_name(config: Config) -> str:
 
 
 def problems(config: Config, world_size: int) -> Iterator[str]:
-    """Name what is wrong with the stages on `world_size` processes, each with its mend."""
+    """Name what is wrong with the stages on `world_size` processes, each with its fix."""
     chosen = config.pipeline
     found = [*parallel_options.problems(chosen, _cut_pattern(config)), *_pattern(config)]
     stages, cut = chosen.pipeline_model_parallel_size, _cut_pattern(config)

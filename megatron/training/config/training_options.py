@@ -206,7 +206,7 @@ class ScheduleConfig:
 
 
 def optimizer_problems(config: OptimizerConfig) -> Iterator[str]:
-    """Name what does not go together in an optimizer, each with its mend."""
+    """Name what does not go together in an optimizer, each with its fix."""
     yield from _state("--exp-avg-dtype", config.exp_avg_dtype, "--adam-beta1", config)
     yield from _state("--exp-avg-sq-dtype", config.exp_avg_sq_dtype, "--adam-beta2", config)
     if config.optimizer_cpu_offload and config.optimizer == "muon":

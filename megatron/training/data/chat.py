@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation as token ids and a mask of what is learnt: the assistant's turns, ends included.
+"""A conversation as token ids and a loss mask: the assistant's turns, ends included.
 
 The ids are those of the whole rendered text, as `transformers` gives them: special tokens such as
-BOS are the template's to write, none are added. Which of its characters
-the assistant says is either marked by the template (`{% generation %}`) or found by rendering the
-conversation up to the turn with the generation prompt, and with the turn: what is added is learnt,
-exactly what a model is asked for at inference.
+BOS are the template's to write, none are added. The characters of the assistant are either marked
+by the template (`{% generation %}`) or found by rendering the conversation up to the turn with the
+generation prompt, and with the turn: the text added counts in the loss, exactly what a model is
+asked for at inference.
 
-Chat templates: from a tokenizer's folder, a file or a built-in name, rendered in a sandbox.
-
-A template is Jinja text as Hugging Face tokenizers carry it, with the same settings, so that its
-rendering is that of `transformers`. It gets no clock: a text must not depend on the day. It is
-rendered in a process of its own, with limits on memory and time: see `template_process.py`.
+Chat templates come from a tokenizer's folder, a file or a built-in name. A template is Jinja text
+as in Hugging Face tokenizers, with the same settings, so that its rendering is that of
+`transformers`. It gets no clock: a text must not depend on the day. It is rendered in a sandboxed
+process of its own, with limits on memory and time: see `template_process.py`.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class ChatTemplate:
 
     @property
     def marks_generation(self) -> bool:
-        """Say whether the template marks what the assistant says with `{% generation %}`."""
+        """Return whether the template marks the assistant's text with `{% generation %}`."""
         return "generation %}" in self.source and "endgeneration" in self.source
 
     @property
@@ -470,7 +469,7 @@ def _read(path: Path, *, named: bool = False) -> str:
 
 
 def _described(folder: Path | None) -> Mapping[str, Any]:
-    """Return what `tokenizer_config.json` says; nothing if there is none."""
+    """Return the contents of `tokenizer_config.json`; nothing if there is none."""
     path = folder / "tokenizer_config.json" if folder is not None else None
     if path is None or not path.is_file():
         return {}
@@ -536,7 +535,7 @@ def encode_conversations(
         template: how the turns are written.
 
     Returns:
-        (ids, mask) of each, or why it cannot be learnt from; mask is 1 on what the assistant says,
+        (ids, mask) of each, or why it cannot be learnt from; mask is 1 on the assistant's text,
         the token that ends it included.
 
     Raises:
@@ -628,7 +627,7 @@ def _answers(turns: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list
 def spoken(
     messages: Sequence[Mapping[str, Any]], rendering: Rendering, template: ChatTemplate
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Find what the assistant says in a rendered conversation.
+    """Find the assistant's text in a rendered conversation.
 
     Args:
         messages: of the conversation.
@@ -658,7 +657,7 @@ def spoken(
 
 
 def _end(after: str, start: int, content: str) -> int:
-    """Leave out white space behind the mark that ends a turn: a model stops at the mark."""
+    """Leave out white space after the mark that ends a turn: a model stops at the mark."""
     said = after[start:].rstrip()
     if said.endswith(content.rstrip()):  # there is no mark: the white space ends the turn
         return len(after)

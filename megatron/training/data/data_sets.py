@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data sets of a run, the microbatches of a lane, and what identifies data in a checkpoint."""
+"""The data sets of a run, a rank's microbatches, and what identifies data in a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DataSets:
         validation: samples to validate on, the same at every validation; None without validation.
         test: samples for one evaluation at the end of the run; None if there are none.
         identity: what the order of the samples depends on, save for the length of the run, as JSON.
-        notes: lines that say what became of the data.
+        notes: lines that describe what became of the data.
     """
 
     train: TokenSource
@@ -139,7 +139,7 @@ def _split(
     sources: Sequence[IndexedDataset],
 ) -> TokenSource:
     config = run.config.data
-    # cyclic permutes one pass itself; a weighted blend has no "one pass" and is cut to length.
+    # cyclic permutes one pass itself; a weighted blend has no "one pass": it is truncated.
     cyclic = config.dataloader_type == "cyclic" and split.path.weights is None
     return build_split(
         split.path,
@@ -172,7 +172,7 @@ def _data_sets(
 
 
 def _chat_notes(found: Mapping[str, TokenSource]) -> list[str]:
-    """Say for each part of the training data what became of its conversations."""
+    """Log for each part of the training data what became of its conversations."""
     train = found.get("train")
     parts = train.datasets if isinstance(train, BlendedDataset) else [train]
     notes = []
@@ -191,11 +191,11 @@ def _chat_notes(found: Mapping[str, TokenSource]) -> list[str]:
 def training_batches(
     data: DataSets, run: Run, *, lanes: Group, consumed_samples: int
 ) -> GPTBatches:
-    """Return this lane's microbatches from a position on.
+    """Return this data-parallel rank's microbatches from a position on.
 
     Args:
         lanes: the ranks that see different samples.
-        consumed_samples: samples used before, by all lanes together.
+        consumed_samples: samples used before, by all data-parallel ranks together.
     """
     order: SampleOrder
     if run.config.data.dataloader_type == "cyclic":
@@ -222,7 +222,7 @@ def read_ahead(batches: GPTBatches, run: Run) -> GPTBatches | PrefetchedBatches:
 def validation_batches(
     data: DataSets, run: Run, *, lanes: Group, split: Literal["validation", "test"] = "validation"
 ) -> GPTBatches:
-    """Return this lane's microbatches of one validation; every validation sees the same samples."""
+    """Return this rank's microbatches of one validation, each of which sees the same samples."""
     source = data.validation if split == "validation" else data.test
     assert source is not None
     return GPTBatches(

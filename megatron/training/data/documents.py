@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """From input files to documents: the files, their blocks of records, the documents in them.
 
-The documents in blocks of input files; what cannot be one is counted, never lost.
+An `--input` may be files, folders and patterns; the order of the files never varies. Input files
+are read in blocks: about a MiB of whole records, and the position after them. Workers encode blocks
+and a journal counts them. How files are divided changes neither the documents nor their order.
 
-A record is a line of a JSONL file, a row of a Parquet table or a whole `.txt` file. It holds one
-value under each key that is asked for; a `.txt` file's only value is its text.
+A record is a line of a JSONL file, a row of a Parquet table (read a few rows at a time) or a whole
+`.txt` file. It holds one value under each key that is asked for; a `.txt` file's only value is its
+text. A record that cannot be a document is counted, never lost. Memory is bounded by the block and
+by the longest document allowed: a longer one is skipped as it is read.
 
-Which files an `--input` means: files, folders and patterns, in an order that never varies.
-
-Rows of Parquet files, a few at a time; the one module that imports the library `pyarrow`.
-
-Input files cut into blocks: about a MiB of whole records, and where to go on after them.
-
-Blocks are what workers encode and what a journal counts. How files are cut changes neither the
-documents nor their order. Memory is bounded by the block and by the longest document allowed: a
-longer one is skipped over as it is read.
+This is the one module that imports the library `pyarrow`.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ _REFUSED = {
 
 
 class Kind(Enum):
-    """How documents lie in a file."""
+    """How documents are stored in a file."""
 
     LINES = "lines"
     """A JSON object per line."""
@@ -65,7 +61,7 @@ class InputFile:
 
     Args:
         path: as it was named or found.
-        kind: how documents lie in it.
+        kind: how documents are stored in it.
         size: of the file, in bytes.
         modified_ns: time of its last change; with the size it tells whether it is still the same.
     """
@@ -104,7 +100,7 @@ class Inputs:
 
 
 def kind_of(path: str | Path) -> Kind:
-    """Return how documents lie in a file, by its ending; an unknown ending means lines of JSON."""
+    """Return how a file stores documents, by its ending; an unknown ending means lines of JSON."""
     name = Path(path).name.lower()
     if name.endswith(".txt"):
         return Kind.TEXT
@@ -262,7 +258,7 @@ def _batches(table: Any, columns: Sequence[str], first: int, *, block_bytes: int
         batch = batch.slice(skipped)
         if batch.num_rows == 0:
             continue
-        # A batch of long documents is cut further; nbytes counts the slice only.
+        # A batch of long documents is split further; nbytes counts the slice only.
         pieces = max(1, round(batch.nbytes / block_bytes))
         step = -(-batch.num_rows // pieces)
         start = begin - batch.num_rows
@@ -352,7 +348,7 @@ class Block:
         parts: of one file or of several small ones.
         size: of the records, in bytes.
         end: where to go on.
-        read_bytes: how much of all input files, as they lie on the disk, is read by then.
+        read_bytes: how much of all input files, as stored on the disk, is read by then.
     """
 
     parts: tuple[Part, ...]
@@ -383,7 +379,7 @@ def read_blocks(
         block_bytes: least size of a block, save for the last.
 
     Yields:
-        Blocks that together hold every record behind the position once.
+        Blocks that together hold every record after the position once.
 
     Raises:
         ValueError: a file cannot be read; names the file.
@@ -412,7 +408,7 @@ def read_blocks(
 def _read(
     file: InputFile, begin: Position, limits: tuple[int, int], *, columns: Sequence[str]
 ) -> Iterator[_Step]:
-    """Read one file; `limits` are the longest document and the size to cut at, in bytes."""
+    """Read one file; `limits` are the longest document and the size to split at, in bytes."""
     try:
         if file.kind is Kind.TEXT:
             yield _text(file, begin, limits[0])
@@ -523,7 +519,7 @@ class Tally:
 
     Args:
         documents: accepted.
-        read_bytes: of the input files as they lie on the disk, rejected records included.
+        read_bytes: of the input files as stored on the disk, rejected records included.
         rejected: records that hold no document, by reason.
         examples: the first place of each reason, `file:line`, and its detail.
         strict: whether a record that holds no document is an error.
@@ -655,7 +651,7 @@ def _contents(part: Part, keys: Sequence[str]) -> Iterator[Any]:
         assert not isinstance(part.content, bytes)
         return zip(*(part.content[key] for key in keys), strict=True)
     assert isinstance(part.content, bytes)
-    # Not splitlines(): that also cuts at a carriage return.
+    # Not splitlines(): that also splits at a carriage return.
     return iter(part.content.split(b"\n") if part.kind is Kind.LINES else [part.content])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of a run: from its tokenizer, or from what is written beside its token files."""
+"""The vocabulary of a run: from its tokenizer, or from what is written next to its token files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_vocabulary(config: TokenizerConfig, prefixes: Sequence[str]) -> Vocabul
             them.
 
     Raises:
-        ValueError: nothing says how large the vocabulary is, or the files were written with
+        ValueError: nothing specifies how large the vocabulary is, or the files were written with
             another tokenizer.
     """
     written = {prefix: describe_files(prefix) for prefix in prefixes}
@@ -87,7 +87,7 @@ def _check_special_tokens(prefix: str, description: Mapping[str, Any], found: Vo
 
 
 def describe_files(prefix: str) -> dict[str, Any]:
-    """Return what `PREFIX.json` says about the tokenizer; nothing if there is no such file.
+    """Return what `PREFIX.json` states about the tokenizer; nothing if there is no such file.
 
     Its `special_tokens` are None for conversations, which have those of their template. Files of
     before there was a record were written without any.

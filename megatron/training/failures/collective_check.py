@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare every collective between its ranks before it starts (`--check-collectives`).
 
-Ranks that come to different collectives wait for each other without end, or mix up numbers. Here
-each rank of a group writes down what it is about to do, in the store, and reads what the others
-wrote about the same position in the group's sequence. All of them see a difference, and before
-anything is sent. Sends and receives are left out, between pipeline stages and in a ring of context
-parallel ranks: which of them follow one another is written in a schedule, and the two ends come to
-them at different times.
+Ranks that enter different collectives wait for each other without end, or mix up numbers. With the
+check each rank of a group writes the collective that it is about to enter to the store, and reads
+what the others wrote about the same position in the group's sequence. All ranks see a difference
+before anything is sent. Sends and receives are left out, between pipeline stages and in a ring of
+context-parallel ranks: their order is fixed by a schedule, and the two ends reach them at different
+times.
 """
 
 from __future__ import annotations

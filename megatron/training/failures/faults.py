@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does about a step that went wrong: report, go on, roll back, or stop with a code.
+"""What a run does after a faulty step: report, continue, roll back, or stop with an exit code.
 
-Every rank calls it with the same outcome, so all of them do the same.
+Every rank calls it with the same outcome and the same numbers, so all take the same decision. A
+loss that is not finite, or that spikes, must not change the weights.
 
-Steps that must not change the weights: what a spike of the loss is, and steps in words.
-
-Every rank calls these functions with the same numbers and comes to the same decisions.
-
-What went wrong in a run, kept twice: numbers as an event of kind `fault` in metrics.jsonl, which
-goes back with a resume, and a line in SAVE/faults.jsonl, which names machines and stays.
-
-A line of faults.jsonl is one JSON object:
+Faults are recorded twice: as numbers in an event of kind `fault` in metrics.jsonl, which a resume
+rewinds, and as a line in SAVE/faults.jsonl, which names machines and stays. A line of faults.jsonl
+is one JSON object:
 
     time        when, UTC
     iteration   the step, counted from 1
@@ -21,19 +17,16 @@ A line of faults.jsonl is one JSON object:
     bits        the same numbers, exact: Python's float.hex
     tensors     replicas: what differs
 
-Machines that a run must keep off, as they have computed a step wrongly: SAVE/faulty_hosts.json.
+A step that is suspicious every time: is the machine faulty, or the data? The first time the run
+notes step and machines in the save folder and exits with 16. If the step is suspicious on other
+machines too, it is the data or the settings: exit 17. If it is sound there, the noted machines
+compute wrongly, and no later start may use them. SAVE/faulty_hosts.json lists them:
 
     {"hosts": [{"host": "a", "rank": 1, "iteration": 3, "kind": "nan",
                 "values": ["nan", "nan"], "sound": "0x1.8p+2", "sound_on": ["b"]}]}
 
-`values` came out there, `sound` elsewhere, as Python's float.hex. Remove an entry to use its
-machine again.
-
-A step that is suspicious every time: is the machine to blame, or the data?
-
-The first time the run notes step and machines in the save folder and exits with 16. If the step is
-suspicious on other machines too, it is the data or the settings: exit 17. If it is sound there, the
-noted machines compute wrongly, and no later start may use them.
+`values` are the results on this host, `sound` the result elsewhere, as Python's float.hex. Remove
+an entry to use its machine again.
 """
 
 from __future__ import annotations
@@ -70,7 +63,7 @@ def spike_limit(config: Config, recent_losses: Sequence[float]) -> float:
 
 
 def remember_loss(config: Config, recent_losses: list[float], loss: float) -> None:
-    """Add the loss of an applied step to those that tell a spike, where they are used."""
+    """Add the loss of an applied step to those that define a spike, where they are used."""
     if config.failures.loss_spike_factor is not None:
         recent_losses.append(loss)
         del recent_losses[: -config.failures.loss_spike_window]
@@ -462,7 +455,7 @@ class Faults(TrainingHooks):
             loss_limit: above which the step was skipped.
 
         Raises:
-            RunStopped: it is suspicious every time, and other machines shall say why.
+            RunStopped: it is suspicious every time, and other machines shall show why.
         """
         iteration, doubt = progress.iteration + 1, outcome.doubt
         if doubt is None:
@@ -511,7 +504,7 @@ class Faults(TrainingHooks):
             self._roll_back(progress, last)
 
     def _roll_back(self, progress: Progress, last: str) -> None:
-        """Take weights and optimizer back; the position in the data stays behind the bad steps.
+        """Take weights and optimizer back; the position in the data stays after the bad steps.
 
         Raises:
             RunStopped: there is no checkpoint.

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank leaves in the save folder when a run is stuck.
+"""What a rank leaves in the save folder when a run hangs.
 
     SAVE/hang_report_attempt_A.txt                where every rank is, by the first that knows
     SAVE/stacks/attempt_A_rank_R.txt              stacks of all threads
     SAVE/stacks/attempt_A_rank_R_collectives.json the last collectives, oldest first
     SAVE/stacks/attempt_A_rank_R_torch.json       torch's record of them, if it keeps one
-    SAVE/stacks/attempt_A_rank_R_frozen.txt       stacks of a rank whose interpreter stands still
+    SAVE/stacks/attempt_A_rank_R_frozen.txt       stacks of a rank whose interpreter is frozen
 
-The last is written without the interpreter, by a timer that is set anew at every beat.
+The last is written without the interpreter, by a timer that is reset at every heartbeat.
 
-The last collectives of this rank: which it has come to, and whether it came out of them.
-
-A rank that is stuck shows here where it waits, and what came before. `groups.observers` has the log
-of a run; it costs a few microseconds a collective.
-
-torch's own record of collectives, which on a GPU knows what has really begun and ended there.
-
-It is kept where the environment asks for it before process groups are made, and is read as JSON.
-
-Where every thread of a process stands, in a file: what a rank leaves when the run is stuck.
+The log of collectives gives for each whether this rank has entered and left it, so it shows where a
+rank hangs and what came before. A run's log is in `groups.observers`; it costs a few microseconds a
+collective. torch's own record of collectives (the flight recorder) also knows, on a GPU, which have
+really begun and ended there. It exists if the environment enables it before process groups are
+created, and is read as JSON.
 """
 
 from __future__ import annotations
@@ -64,7 +59,7 @@ class Entry:
         self.waited = self.ended = 0.0
         self.state = "started"
         """`started`, `waiting`, `returned` or `failed`; on a GPU the host does not wait for what it
-        has queued, so `returned` says that it was queued."""
+        has queued, so `returned` means that it was queued."""
 
     def __enter__(self) -> None:
         if self.state != "failed":  # else who clears the step away waits for it once more
@@ -134,7 +129,7 @@ class CollectiveLog:
     def stuck(self) -> Entry | None:
         """Return the first one that this rank waits in, or that has failed; None if all is well.
 
-        What fails behind a failure, while the step is cleared away, does so because of that.
+        What fails after a failure, while the step is cleared away, does so because of that.
         """
         found = [entry for entry in self.entries() if entry.state in ("waiting", "failed")]
         return found[0] if found else None
@@ -160,12 +155,12 @@ def describe(record: CollectiveRecord) -> str:
 #: How many collectives torch keeps; the second name is that of older versions.
 SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
-#: What is asked for where the user has said nothing.
+#: What is asked for where the user has specified nothing.
 SIZE = 2000
 
 
 def ask_for_record(environment: MutableMapping[str, str]) -> None:
-    """Have torch keep its record, unless the environment says how much to keep."""
+    """Have torch keep its record, unless the environment specifies how much to keep."""
     if not any(name in environment for name in SIZE_NAMES):
         environment[SIZE_NAMES[0]] = str(SIZE)
 
@@ -225,7 +220,7 @@ class HangFiles:
         save: the save folder.
         attempt: how often the launcher has restarted the processes.
         rank: of this process.
-        frozen_seconds: after how long without a beat the interpreter is taken to stand still.
+        frozen_seconds: after how long without a beat the interpreter is taken to hang.
         environment: of this process.
     """
 
@@ -257,7 +252,7 @@ class HangFiles:
             error: what has brought the calling thread here.
             log: of this rank's collectives.
         """
-        self.close()  # this rank is not the one that stands still
+        self.close()  # this rank is not the one that hangs
         write_stacks(self._stacks, reason, root=self._save, error=error)
         with contextlib.suppress(Exception):
             now = time.monotonic()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeing that the launcher is gone: the process that has started this one, or the store it serves.
 
-torchrun ends its processes when it is told to end, but not when it is killed. They would go on for
+torchrun ends its processes when it is asked to end, but not when it is killed. They would go on for
 ever, and nobody would start them again. A process that no launcher has started has none to lose: a
 shell that ends leaves it alone.
 """
@@ -56,7 +56,7 @@ class LauncherWatch:
     Args:
         launch: of this process.
         pid: of the launcher, None without one.
-        lose: told what is gone; the store of a launcher may go with it, as a second thing.
+        lose: called with what is gone; the store of a launcher may go with it, as a second thing.
     """
 
     def __init__(self, launch: Launch, pid: int | None, lose: Callable[[str], None]) -> None:

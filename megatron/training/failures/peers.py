@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank is to blame when a collective fails: dead, stopped, silent, or failed with a message.
+"""Which rank caused a failed collective: dead, stopped, silent, or failed with a message.
 
-Every rank writes down who it is and beats in the launcher's store; that is read only when something
-has gone wrong (`peer_states`).
-
-What the other ranks have written down about themselves, and what became of their processes.
-
-Each rank beats in the run's store: where it is, and that it lives. A rank of the same machine is
-also looked up in the process table, which tells at once.
-
-The report of a run that is stuck: where every rank is, and which one is missing where.
+Every rank writes its identity and its heartbeats (where it is, and that it is alive) to the
+launcher's store; the store is read only when something has gone wrong (`peer_states`). A rank of
+the same machine is also looked up in the process table, which shows its state at once. The report
+of a run that hangs lists where every rank is, and which one is missing where.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from megatron.cli.errors import one_line
 from megatron.training.failures.hang_files import CollectiveLog, HangFiles, describe
 from megatron.training.failures.launcher import process_state
 
-#: After this long in a collective a beat says who takes part in it, in seconds.
+#: After this long in a collective a heartbeat names who takes part in it, in seconds.
 LONG_WAIT_SECONDS = 2.0
 
 
@@ -62,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a rank says of itself at one time.
+    """What a rank reports of itself at one time.
 
     Args:
         count: of beats.
@@ -132,7 +127,7 @@ class RankState:
     """What is known of one rank.
 
     Args:
-        state: of its process, or what it has said of its end.
+        state: of its process, or what it has reported of its end.
         beat: its last one; None if it has none.
         age: of that, in seconds.
     """
@@ -172,7 +167,7 @@ class Peers:
         return [rank for rank in ranks if not self.store.check([f"left/{rank}"])]
 
     def identity(self, rank: int) -> Identity | None:
-        """Return where a rank runs; None if it has not said so."""
+        """Return where a rank runs; None if it has not reported it."""
         text = self.get(f"peer/{rank}")
         return None if text is None else Identity(**json.loads(text))
 
@@ -216,7 +211,7 @@ class Peers:
         """Return what is known of every rank.
 
         Args:
-            own: what this one would say now.
+            own: what this one would report now.
         """
         return [
             self._state(rank, own if rank == self._rank else None)
@@ -352,7 +347,7 @@ class Diagnosis:
 
     Args:
         text: one line that names them.
-        told: whether they have said so themselves.
+        told: whether they have reported it themselves.
     """
 
     text: str
@@ -361,7 +356,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Guard:
-    """What the thread that beats does if the others stand still.
+    """What the thread that beats does if the others hang.
 
     Args:
         seconds: without a new collective or iteration.
@@ -513,7 +508,7 @@ class PeerWatch:
         Args:
             reason: what is wrong, in one line.
             error: what has brought the calling thread here.
-            told: the rank to blame has said itself what is wrong: no report is needed.
+            told: the rank at fault has reported itself what is wrong: no report is needed.
         """
         self._leave_evidence(self._peers, reason, error, told=told)
 
@@ -615,9 +610,10 @@ class PeerWatch:
     def behind(self) -> Diagnosis | None:
         """Name the ranks that live but have not come to the collective that this rank waits in.
 
-        Beats say how far a rank is; that is at most as old as the time between two of them. Returns
-        None if all have come as far as this rank. Of another pipeline stage only the iteration
-        tells that; where it does not, it says where each stage of this rank's pipeline is.
+        Heartbeats report how far a rank is; that is at most as old as the time between two of them.
+        Returns None if all have come as far as this rank. Of another pipeline stage only the
+        iteration shows that; where it does not, it gives where each stage of this rank's pipeline
+        is.
         """
         return self._behind(self._peers)
 

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A suspicious step is computed once more from the same weights and data, and the bits compared.
+"""A suspicious step is computed again from the same weights and data, and the bits are compared.
 
-What every rank keeps of each computation (`Evidence`) is gathered only when something is wrong, or
-when steps are compared anyway. Dropout has no state and weights have not changed, so equal hardware
-gives equal bits; what forwards count is put back before.
-
-What every rank keeps of one computation of a step, and which ranks two of them tell apart.
-
-A rank keeps its part of the loss and the bits of its own gradients, before they are summed with
-others'; as a stage of a pipeline also the bits of the activations that it received and sent, which
-tell the stage where an error of the forward began from those that only passed it on.
+Dropout has no state and weights have not changed, so equal hardware gives equal bits; counters that
+forwards advance are reset before. Every rank keeps evidence of each computation (`Evidence`), which
+is gathered only when something is wrong, or when steps are compared anyway: its share of the loss
+and the bits of its own gradients, before they are reduced. A pipeline stage also keeps the bits of
+the activations that it received and sent, which separate the stage where an error of the forward
+began from those that only passed it on.
 """
 
 from __future__ import annotations
@@ -185,7 +182,7 @@ def narrowed(
     rows: Rows,
     wrong: Callable[[int, int, int], bool],
 ) -> tuple[int, ...]:
-    """Return in place of ranks of a pipeline the stage where it began, or if that cannot be told,
+    """Return in place of ranks of a pipeline the stage where it began, or if that is unknown,
     as in the backward, all of its stages.
 
     Args:
@@ -370,7 +367,7 @@ def doubt_of(
     share: float,
     pipelines: Sequence[Sequence[int]] = (),
 ) -> Doubt | None:
-    """Return what the computations of a step say of it, the last one being that to go on with.
+    """Return what the computations of a step show of it, the last one being that to go on with.
 
     Args:
         seen: what every rank has of each.

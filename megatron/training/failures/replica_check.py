@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what several ranks hold alike (`--check-weight-hash-across-dp-replicas-interval`).
+"""Compare replicas across ranks (`--check-weight-hash-across-dp-replicas-interval`).
 
-Replicas of weights and of optimizer state start equal and get equal updates, so they stay equal to
-the last bit; where they do not, a machine has computed or remembered wrongly. Checkpoints say which
-ranks hold the same (`TensorChunk.replica_ranks`); the boxes of equal ranks are compared as one set.
+Replicas of weights and of optimizer state start equal and get equal updates, so they stay
+bit-equal; where they do not, a machine has computed or stored a value wrongly. Checkpoint metadata
+lists the ranks that hold the same data (`TensorChunk.replica_ranks`); the boxes of equal ranks are
+compared as one set. A comparison is one gather of three numbers per set. Only where those differ, a
+second gather compares all tensors by number, and names those that differ.
 
-A comparison is one gather of three numbers per set. Only where those differ a second one brings the
-numbers of all tensors, and names them.
+In host memory a tensor's number is its digest. On a GPU it is two sums over its elements as
+integers, computed on the device modulo 2^64, and so in any order:
 
-Numbers that tell whether tensors of different ranks hold the same bits.
-
-In host memory a tensor's number is its digest. On a GPU two sums of its elements as integers are
-computed where it lies, modulo 2^64 and so in any order:
-
-    sum of x_i (2i + 1)                     of every piece, pieces joined by an odd factor
+    sum of x_i (2i + 1)                     of every span, spans joined by an odd factor
     sum of x_i w_i, w_i odd and irregular
 
 A change of one bit changes x_i by a power of two below 2^33, and that times an odd number is not 0
-modulo 2^64: it is always seen. Elements that trade places change both sums, except by chance.
+modulo 2^64: it is always detected. Elements that trade places change both sums, except by chance.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from megatron.core.dist_checkpointing import CheckpointError, Coordinator, Tenso
 from megatron.core.dist_checkpointing.shard_format import digest, written_kind
 from megatron.core.process_groups import Group
 
-#: Elements of a piece: they and their weights take 24 bytes each while they are summed.
+#: Elements of a chunk: they and their weights take 24 bytes each while they are summed.
 PIECE = 1 << 22
 
 #: Odd, from the golden ratio and from SplitMix64, as int64.
@@ -77,7 +74,7 @@ def bits(tensor: torch.Tensor) -> memoryview:
 
 
 def sum_weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the odd factors of a piece's elements, int64 [piece] twice."""
+    """Return the odd factors of a chunk's elements, int64 [chunk] twice."""
     odd = 2 * torch.arange(PIECE, dtype=torch.int64, device=device) + 1
     mixed = odd * _MIX
     return odd, (mixed ^ (mixed >> 29)) * _JOIN | 1
@@ -229,10 +226,10 @@ class ReplicaCheck:
         chunks: lists what this rank holds, as views of its memory.
         world: all ranks.
         device: where numbers travel.
-        coordinator: how ranks agree at the start, and what they say of a difference.
+        coordinator: how ranks agree at the start, and what they report of a difference.
         host_of: returns a rank's machine.
         complete: has all updates arrive in what is stored.
-        record: keeps what differs behind an iteration.
+        record: keeps what differs after an iteration.
 
     Raises:
         ValueError: digests of ranks cannot be compared.
@@ -275,7 +272,7 @@ class ReplicaCheck:
         )
 
     def __call__(self, iteration: int) -> None:
-        """Compare what ranks hold behind a step.
+        """Compare what ranks hold after a step.
 
         Raises:
             RunStopped: it differs.
@@ -345,7 +342,7 @@ class ReplicaCheck:
 
 
 def _row(held: ReplicaSet, numbers: Sequence[int]) -> tuple[int, int, int]:
-    """Return what a rank says of one set: which it is, its content, and where that begins."""
+    """Return what a rank reports of one set: which it is, its content, and where that begins."""
     own = numbers[held.start : held.start + len(held.chunks)]
     return held.key, number(repr(own).encode()), held.start
 

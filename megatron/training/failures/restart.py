@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher that starts the processes again (`torchrun --max-restarts`): they go on by themselves,
-also where they are fewer or more than before.
+"""Restarts by the launcher (`torchrun --max-restarts`), also with fewer or more processes.
 
-What was saved is noted in the launcher's store, which outlives the processes but not the launcher.
-So a restart goes on from what this very job has saved, also without --load, and never from what
-an earlier job left in the same folder.
+Saves are recorded in the launcher's store, which outlives the processes but not the launcher. So a
+restart continues from what this very job has saved, also without --load, and never from what an
+earlier job left in the same folder.
 
 The launcher of each machine counts the restarts after a failure that it has seen itself, and none
-for a machine that has come or gone. Its count may so differ between ranks, or come twice; keys with
-it would then be those of another start. `agree_on_start` gives each start a number of its own.
+for a machine that has joined or left. Its count may thus differ between ranks, or repeat; keys with
+it would then belong to another start. `agree_on_start` gives each start a number of its own.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def agree_on_start(
     Args:
         store: a client whose keys are everybody's.
         timeout_seconds: how long to wait for the others.
-        own: where rank 0 serves a store beside the launcher's; known to rank 0 alone.
+        own: where rank 0 serves a store next to the launcher's; known to rank 0 alone.
 
     Raises:
         PeerLost: a rank has not come within that time.

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session does about faults: who ends it, what a bad step leads to, where it rolls back
-to.
+"""What a session does about faults: who ends it, what a bad step leads to, where it rolls back.
 
-Which rank computes more slowly than the others (`--log-straggler`).
+Straggler detection (`--log-straggler`): a step takes equally long on every rank, since each waits
+for the slowest in its collectives. So the measure is the time of a step without that spent waiting,
+taken where the waiting is done: by the clock on a CPU, by events of the stream on a GPU.
 
-A step takes equally long on every rank, since each waits for the slowest in its collectives. So
-what counts is the time of a step without that spent waiting, measured where the waiting is done:
-by the clock on a CPU, by events of the stream on a GPU.
-
-The comparison of replicas in a session: what is compared, and what is told of a difference.
+It also compares replicas, and reports the differences.
 """
 
 from __future__ import annotations
@@ -367,7 +364,7 @@ class ReplicaHooks(TrainingHooks):
 def replica_hooks(
     session: Session, *, say: Callable[[str], None], metrics: Metrics
 ) -> ReplicaHooks | None:
-    """Return what compares replicas, and say so; None if the options do not ask for it.
+    """Return what compares replicas, and log it; None if the options do not ask for it.
 
     Args:
         say: shows one line.

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run stops early: a signal, the end of its time, or of its launcher; all ranks stop after
-the same step.
+"""When a run stops early: a signal, its time limit, or the end of its launcher.
 
-A rank that is asked to stop votes for it in its next step, whose reduction of the loss carries the
-votes of all ranks. So every rank learns of it in the same step, and a save only ever starts when
-all of them have. A signal handler saves nothing: the launcher also sends SIGTERM to the survivors
-when a rank has died, and a save by some of the ranks would wait for it.
+All ranks stop after the same step. A rank that is asked to stop votes for it in its next step,
+whose reduction of the loss carries the votes of all ranks. So every rank learns of it in the same
+step, and a save only ever starts when all of them have. A signal handler saves nothing: the
+launcher also sends SIGTERM to the survivors when a rank has died, and a save by some of the ranks
+would wait for it.
 
 SIGTERM, SIGHUP and Ctrl-C reach a thread at once, even while the main thread waits inside a
-collective; so does the news that the launcher is gone.
-
-A Python signal handler only runs when the main thread comes back from such a call. But the
-interpreter's own handler, in C, writes the signal's number to a file descriptor without delay, and
-a thread reads that.
+collective; so does the news that the launcher is gone. A Python signal handler only runs when the
+main thread returns from such a call. But the interpreter's own handler, in C, writes the signal's
+number to a file descriptor without delay, and a thread reads that.
 """
 
 from __future__ import annotations
@@ -197,7 +195,7 @@ class StopRequests:
         """With what a process ends that has stopped in order."""
         self._longest: dict[str, float] = {}
 
-    # --- what the loop says and asks --------------------------------------------------------------
+    # --- what the loop reports and asks -----------------------------------------------------------
 
     def arm(self, *, grace_seconds: float | None, limit_seconds: float | None) -> None:
         """From here on the run can stop in order.
@@ -213,14 +211,14 @@ class StopRequests:
         self._longest[kind] = max(seconds, 0.9 * self._longest.get(kind, 0.0))
 
     def votes(self) -> tuple[float, float, float]:
-        """Return this rank's part of what all ranks sum: (a signal has come, the time is up, the
+        """Return this rank's share of what all ranks sum: (a signal has come, the time is up, the
         launcher is gone)."""
         asks = self._number is not None and self._grace is not None  # else it ends at once
         gone = asks and self._number == LAUNCHER_GONE
         return float(asks), float(self._time_is_up()), float(gone)
 
     def _time_is_up(self) -> bool:
-        """Return whether the run might end too late if it goes on behind this step.
+        """Return whether the run might end too late if it goes on after this step.
 
         It could then validate, save, take one more step and save again; and the vote is taken
         within a step, the rest of which is to come.
@@ -234,7 +232,7 @@ class StopRequests:
 
     @staticmethod
     def reason(sums: Sequence[float]) -> str | None:
-        """Say why the run stops behind this step, the same on every rank; None if it goes on."""
+        """Say why the run stops after this step, the same on every rank; None if it goes on."""
         if not sums:
             return None
         signals, times, launchers = sums
@@ -259,7 +257,7 @@ class StopRequests:
             self._echoed = True  # Ctrl-C as it was passed on to the main thread
             return UNWIND_SECONDS
         if number == LAUNCHER_GONE and self._number is not None:
-            return LOOK_SECONDS  # it had been told to end, and has been killed since
+            return LOOK_SECONDS  # it had been asked to end, and has been killed since
         if self._signalled:
             if self._now() < self._first + SAME_SECONDS:
                 return LOOK_SECONDS

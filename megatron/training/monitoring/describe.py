@@ -1,20 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of itself at its start, a line for each kind of parallelism.
+"""The lines that a run logs at its start, one for each kind of parallelism.
 
-The lines of a run's log on context parallelism: how attention and recurrences meet the tokens of
-other ranks, how packed rows are cut, and why.
-
-The line of a run's log on a global batch that its ranks do not share evenly, and what that
-costs.
-
-The line of a run's log that says what data parallelism cuts, and what is left on each rank.
-
-The line of a run's log on dropout, which Megatron's defaults turn on, and on what it costs.
-
-The line of a run's log on its experts: where they are, how tokens come there, what a token
-uses.
-
-The line of a run's log on its pipeline: stages, order of work, and how long they wait.
+They describe context parallelism (how attention and recurrences get the tokens of other ranks, how
+packed rows are split, and why), a global batch that does not divide evenly over ranks and its cost,
+what data parallelism shards and what remains on each rank, dropout (on by Megatron's defaults) and
+its cost, the experts (where they are, how tokens are dispatched, what a token uses), and the
+pipeline (stages, schedule, idle time).
 """
 
 from __future__ import annotations
@@ -70,8 +61,8 @@ def batch_words(run: Run) -> str:
 
 
 def batch_line(run: Run) -> str | None:
-    """Return how many fillers each lane computes in a step, and the share of time that they and a
-    smaller last microbatch waste; None where the batch is divided evenly."""
+    """Return how many fillers each data-parallel rank computes in a step, and the share of time
+    that they and a smaller last microbatch waste; None where the batch is divided evenly."""
     made = run.division
     if made.is_even:
         return None
@@ -159,7 +150,7 @@ def _most_of_stages(engine: DataParallel, numbers: Sequence[int]) -> list[int]:
 
 
 def _idle_flags(config: DataParallelConfig) -> list[str]:
-    """Return the flags that say how lanes share, of those that are set."""
+    """Return the flags that specify how data-parallel ranks share, of those that are set."""
     flags = {
         f"--data-parallel-sharding-strategy {config.strategy}": config.strategy != "no_shard",
         "--overlap-grad-reduce": config.overlap_grad_reduce,
@@ -173,7 +164,7 @@ def _idle_flags(config: DataParallelConfig) -> list[str]:
 
 
 def _scope(engine: DataParallel) -> str:
-    """Return over how many lanes the strategy cuts; experts may have other lanes."""
+    """Return over how many data-parallel ranks the strategy shards; experts may have others."""
     groups, instances = engine.groups, engine.groups.grid.instances
     lanes, experts = (groups[name].size // instances for name in ("lanes", "expert_lanes"))
     text = f"{lanes} rank{'s' if lanes > 1 else ''}"
@@ -339,8 +330,8 @@ def linear_lines(run: Run) -> list[str]:
 
 
 def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
-    """Return how evenly attention is shared out by either cut of packed rows, and which is chosen;
-    None without any.
+    """Return how evenly either split of packed rows divides attention, and which is chosen; None
+    without any.
 
     Args:
         batches: some of the run's, the first ones.

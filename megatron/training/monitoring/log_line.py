@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run prints while it trains: Megatron's log line, and a live line on a terminal.
 
-Megatron's training log line, which parsers in the field rely on, and the validation line.
-
-What a run shows while it goes: a live line on a terminal, plain lines elsewhere.
-
-The rank that has the loss shows it; every other rank is given a `Silent`.
+The training log line is Megatron's, which existing parsers rely on; so is the validation line. On
+a terminal a run shows a live line, elsewhere plain lines. The rank that has the loss shows it;
+every other rank is given a `Silent`.
 """
 
 from __future__ import annotations

@@ -2,17 +2,14 @@
 """Where a run's numbers go: JSON lines, TensorBoard, trackers; a failing writer stops no run.
 
 `metrics.jsonl` has one object per line, `{"kind": "train", "iteration": 100, "lm_loss": 3.2,
-...}`, `kind` being `train`, `validation` or `test`. There alone a value may be a table, rows of
-numbers by name, as is the load of experts. When a run resumes at iteration n, lines after
-n are removed first, so that no iteration is there twice.
+...}`, `kind` being `train`, `validation` or `test`. Only there a value may be a table, rows of
+numbers by name, as the load of experts is. When a run resumes at iteration n, lines after n are
+removed first, so that no iteration is there twice.
 
-A metrics writer on a thread of its own, so that a server or disk that does not answer delays no
-step.
-
-Events wait in a bounded queue. When it is full, what comes is dropped, with one line; at the end
-the run waits a bounded time for what is left.
-
-What a tracking server is told of a run, and the id under which a resumed run goes on there.
+A writer has its own thread, so that a server or disk that does not answer delays no step. Events
+wait in a bounded queue. When it is full, new events are dropped, with one line; at the end the run
+waits a bounded time for the rest. A tracking server gets the run's description, and an id under
+which a resumed run continues.
 """
 
 from __future__ import annotations
@@ -155,7 +152,7 @@ class TrackedRun:
 
     Args:
         options: the run's resolved options, by flag name.
-        folder: where ids are kept, beside metrics.jsonl; None keeps none.
+        folder: where ids are kept, next to metrics.jsonl; None keeps none.
         resume_iteration: iteration the run goes on from; 0 is a new run.
     """
 

@@ -38,7 +38,7 @@ class MLflow:
     Args:
         library: the module mlflow.
         config: address and names.
-        tracked: what to tell of the run.
+        tracked: what to report of the run.
     """
 
     def __init__(self, library: Any, config: LoggingConfig, tracked: TrackedRun) -> None:

@@ -42,7 +42,7 @@ class ModelLog(TrainingHooks):
 
 
 def mtp_losses(model: GPTModel) -> LogPart:
-    """Return what a log line says of the depths, counted from 1, since the line before.
+    """Return what a log line reports of the depths, counted from 1, since the line before.
 
     Every rank calls this.
     """
@@ -52,7 +52,7 @@ def mtp_losses(model: GPTModel) -> LogPart:
 
 
 def load_balance(loads: Sequence[RouterLoad], config: MoEConfig) -> LogPart:
-    """Return what a log line says of the loads of all routers since the line before.
+    """Return what a log line reports of the loads of all routers since the line before.
 
     Args:
         loads: of every router of the model, in its order.

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watches a run while it trains: display, metrics writers, profiler, garbage collection.
 
-The metrics writers of a run, opened from its options.
-
-Profiles of a run's iterations: Chrome traces by torch, a window for Nsight, memory snapshots.
-
-Python's cyclic garbage collector on a schedule: all ranks pause in the same iterations.
-
-Left alone it runs at another moment on each rank, and all others wait for that rank at the next
-collective.
+Metrics writers are opened from the run's options. Profiles of iterations are Chrome traces by
+torch, a window for Nsight, and memory snapshots. Python's cyclic garbage collector runs on a
+schedule, so that all ranks pause in the same iterations; otherwise it runs at a different moment on
+each rank, and all others wait for that rank at the next collective.
 """
 
 from __future__ import annotations
@@ -207,7 +203,7 @@ def profiling(
     say: Callable[[str], None],
     settle: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[int], None]]:
-    """Profile a run; yields what is to be told the iteration that begins.
+    """Profile a run; yields a function to call with the iteration that begins.
 
     Args:
         settle: waits for the communication under way.
@@ -244,7 +240,7 @@ def scheduled_collection(scheduled: bool, interval: int) -> Iterator[Callable[[i
         scheduled: whether to do so at all.
         interval: iterations between collections; 0 = none.
 
-    Yields a function to be told the iteration that begins.
+    Yields a function to call with the iteration that begins.
     """
     if not scheduled:
         yield _leave

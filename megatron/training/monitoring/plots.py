@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Curves of recorded runs, and one HTML page of them.
 
-Curves of runs as one HTML page that needs nothing else: SVG drawn by a script inside it.
-
-The curves of recorded runs: found by name, smoothed, and their last values compared.
-
-The load of every expert of every layer as a heat map: SVG for a page, and on matplotlib's axes.
-
-White is the mean of a layer, red more, blue less; the strongest colours are 0 and twice the mean.
-
-The text of the page: style, and a script that draws SVG.
+Curves are found by name, smoothed, and their last values compared. The HTML page is self-contained:
+style, and a script that draws SVG. The load of every expert of every layer is a heat map: SVG for
+the page, and on matplotlib's axes. White is the mean of a layer, red more, blue less; the strongest
+colours are 0 and twice the mean.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ class Quantity:
     """What is drawn of a run.
 
     Args:
-        key: its name in metrics.jsonl, behind the kind of event: `train/lm_loss`.
+        key: its name in metrics.jsonl, after the kind of event: `train/lm_loss`.
         title: of its panel.
         unit: of its values.
         factor: recorded value to shown value.

@@ -35,14 +35,14 @@ class WandB:
     Args:
         library: the module wandb.
         config: project, entity, names.
-        tracked: what to tell of the run.
+        tracked: what to report of the run.
     """
 
     def __init__(self, library: Any, config: LoggingConfig, tracked: TrackedRun) -> None:
         known = tracked.known_id(TRACKER)
         if config.wandb_save_dir is not None:
             Path(config.wandb_save_dir).mkdir(parents=True, exist_ok=True)
-        # The console stays ours. Without a key the library would ask the terminal for one.
+        # The console stays the run's. Without a key the library would ask the terminal for one.
         settings = library.Settings(console="off", login_timeout=1)
         self._run = library.init(
             project=config.wandb_project,
@@ -64,5 +64,5 @@ class WandB:
         self._run.log({"iteration": iteration, **named})
 
     def close(self) -> None:
-        """Send what is left and say that the run has ended."""
+        """Send what is left and report that the run has ended."""
         self._run.finish()

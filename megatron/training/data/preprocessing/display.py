@@ -12,7 +12,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Report(Protocol):
-    """Is told after every block how far the work is."""
+    """Called after every block with the progress."""
 
     def __call__(self, *, read_bytes: int, documents: int, tokens: int | None = None) -> None:
         """Show it, or not."""

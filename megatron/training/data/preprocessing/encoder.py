@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of input files to tokens, in several processes.
 
-One block of input files to the tokens of its documents; what every worker does.
-
-Blocks encoded by several processes, and handed back in order.
-
-Each worker has a pipe of its own and takes blocks in turn, two at a time at most: one that it
-encodes and one that waits. Processes, not threads: reading JSON and turning tokens into arrays is
-Python's own work, and a tokenizer with one thread of its own is faster than with shared ones.
+Every worker encodes one block at a time into the tokens of its documents; results are returned in
+order. Each worker has a pipe of its own and takes blocks in turn, two at a time at most: one that
+it encodes and one that waits. Processes, not threads: reading JSON and turning tokens into arrays
+is Python's own work, and a tokenizer with one thread of its own is faster than with shared ones.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes blocks as the options say.
+    """Encodes blocks as the options specify.
 
     Args:
         config: options.
@@ -237,7 +234,7 @@ class WorkerLost(ValueError):
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why a worker could not encode a block; `expected` if it is the user's to mend."""
+    """Why a worker could not encode a block; `expected` if it is the user's to fix."""
 
     text: str
     expected: bool

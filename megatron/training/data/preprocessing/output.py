@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets written together, committed every so often, and taken up again after a kill.
+"""Data sets written together, committed at intervals, and resumed after a kill.
 
-At a commit the drafts of all streams are brought to the disk, then one line goes to the journal:
-how much of each draft counts, where in the input to go on, and what was rejected. Whatever the
-drafts hold beyond the last line is cut off by the run that resumes. So every byte of the result is
-the same as if nothing had happened.
+At a commit the drafts of all streams are flushed to disk, then one line is appended to the journal:
+how much of each draft counts, where in the input to go on, and what was rejected. A run that
+resumes truncates the drafts to the last line. So every byte of the result is the same as without
+the interruption.
 
-What a killed run had finished: lines of JSON, each whole on the disk before the next is begun.
-
-The first line says what is being made, of what; every further one how far it is. A line that a
-kill cut short does not count. The journal is locked while a run writes it, and gone when the run's
-result is complete.
+The journal is lines of JSON, each synced to disk before the next is begun. The first line gives the
+output and its inputs; every further one the progress. A line that a kill cut short does not count.
+The journal is locked while a run writes it, and removed when the run's result is complete.
 """
 
 from __future__ import annotations
@@ -204,7 +202,7 @@ class Output:
         return None
 
     def _refuse_existing(self, resume: bool, overwrite: bool) -> None:
-        """Refuse to replace data sets without being told to, or find them to be this run's."""
+        """Refuse to replace data sets without being asked to, or find them to be this run's."""
         existing = [f"{p}{s}" for p in self._prefixes for s in _SUFFIXES if Path(p + s).exists()]
         if resume and existing and self._finished() is not None:
             self.complete = True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole way on this machine: text, tokenizer, token files, training, continuations.
 
-Every stage leaves its result in one folder; a second call reuses finished results and continues
-with the rest.
+Training runs on two ranks. Every stage leaves its result in one folder; a second call reuses
+finished results and continues with the rest.
 
 The text is what every Python installs: its language reference and the sources of its standard
 library. It is about 32 MB where the library's own tests are installed, 12 MB where they are not.

@@ -109,7 +109,8 @@ def _products(
 
 
 def _is_one_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Return whether torch's grouped product takes these: bf16 on a GPU, 16-byte alignment.
+    """Return whether torch's grouped product takes these: bf16 on a GPU, rows and addresses of
+    whole 16 bytes.
 
     On a CPU it is this loop in C++, within a few percent of it from a dozen rows up.
     """

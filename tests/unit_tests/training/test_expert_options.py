@@ -348,7 +348,6 @@ def test_values_of_megatron_that_are_not_here_are_answered():
     for words, reason in (
         ("--moe-token-dispatcher-type flex", "travel by all-gather or all-to-all"),
         ("--moe-router-load-balancing-type sinkhorn", "a loss or a bias balances the load"),
-        ("--moe-grouped-gemm", "leave it out: all experts of a rank are one grouped product"),
     ):
         with pytest.raises(ValueError, match=reason):
             small_config(words)

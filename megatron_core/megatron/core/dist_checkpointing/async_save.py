@@ -516,13 +516,13 @@ class AsyncSaver:
         ranks = self._coordinator
         temporary = temporary_folder(folder).name
         ranks.begin(f"saving {folder.name}")
-        opened = ranks.agree("plan", self._begin, lambda told: self._open(told, job, temporary))
-        self._told = True
-        lines += opened["notes"]
-        if "exists" in opened:
-            lines.append(opened["exists"])
-            return False
         try:
+            opened = ranks.agree("plan", self._begin, lambda told: self._open(told, job, temporary))
+            self._told = True
+            lines += opened["notes"]
+            if "exists" in opened:
+                lines.append(opened["exists"])
+                return False
             ranks.agree(
                 "write",
                 lambda: self._write(opened["name"]),
@@ -530,7 +530,8 @@ class AsyncSaver:
             )
         except BaseException:
             if ranks.rank == 0:
-                # If only the tracker failed, this has its final name by now and stays.
+                # A writer that died may have made it. If only the tracker failed, this has its
+                # final name by now and stays.
                 shutil.rmtree(self._root / temporary, ignore_errors=True)
             raise
         try:

@@ -163,6 +163,28 @@ def test_a_writer_that_is_killed_is_reported_and_started_again(tmp_path):
     verify_checkpoint(tmp_path / "iter_0000003")
 
 
+def test_a_writer_killed_before_it_answers_leaves_no_temporary_folder(tmp_path):
+    with saver_of(tmp_path, whole({"a": torch.randn(9)})) as saver:
+        call, pid = saver.writer.call, saver.writer.pid
+        made: list[str] = []
+
+        def answer_is_lost(do: str, **arguments: Any) -> Any:
+            answer = call(do, **arguments)
+            if do == "open" and saver.writer.pid == pid:
+                made.extend(path.name for path in tmp_path.glob("*.tmp-*"))
+                os.kill(pid, signal.SIGKILL)
+                return call("write", path="", block_bytes=1)  # finds the writer gone
+            return answer
+
+        saver.writer.call = answer_is_lost
+        saver.save(1, {})
+        assert outcome(saver).error is not None
+        assert len(made) == 1, "it was killed after it had made the folder"
+        assert not list(tmp_path.glob("*.tmp-*"))
+        saver.save(2, {})
+        assert outcome(saver).error is None
+
+
 def test_a_writer_without_an_answer_is_ended(tmp_path):
     with saver_of(tmp_path, whole({"a": torch.randn(9)}), timeout_seconds=1.5) as saver:
         os.kill(saver.writer.pid, signal.SIGSTOP)

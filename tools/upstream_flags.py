@@ -35,7 +35,8 @@ class Figures:
         uses: of flags in configurations that train.
         accepted: how many of them, by each flag's commonest value.
         configs: configurations that train decoder-only models.
-        unchanged: how many of them have no flag that is refused.
+        unchanged: how many of them have no flag that is refused, and name position embeddings
+            that are here.
         flags: how many flags these have together.
         refused: flags of theirs that are refused, with their values, and how often.
     """
@@ -77,8 +78,15 @@ def _flags(text: str) -> Iterator[list[str]]:
             yield [name, *value.strip("[]").split()] if equals else [name]
 
 
-def figures(as_if: Collection[str] = ()) -> Figures:
-    """Return what is accepted, and would be if these flags were, with any value."""
+def figures(
+    as_if: Collection[str] = (), *, positions: Collection[str] = ("rope", "yarn", "none")
+) -> Figures:
+    """Return what is accepted, and would be if these flags were, with any value.
+
+    Args:
+        as_if: these flags.
+        positions: position embeddings that count as being here; "(default)" is upstream's.
+    """
     uses = accepted = configs = unchanged = total = 0
     for row in _rows("flags.tsv"):
         value = row["commonest_values"].split("; ")[0]
@@ -94,7 +102,7 @@ def figures(as_if: Collection[str] = ()) -> Figures:
         refused.update("=".join([flag[0], " ".join(flag[1:])]).rstrip("=") for flag in words)
         configs += 1
         total += int(row["flags"])
-        unchanged += not words
+        unchanged += not words and row["position_embedding"] in positions
     return Figures(uses, accepted, configs, unchanged, total, refused)
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from megatron.cli.megatron_names import ALIASES, answer
-from megatron.cli.no_effect import NoEffectFlag, take_out
+from megatron.cli.no_effect import NoEffectTable, take_out
 from megatron.cli.schema import (
     Option,
     build,
@@ -225,7 +225,7 @@ def parse_command_line(
     print_now: bool = True,
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     replaced: Mapping[str, str] | None = None,
-    no_effect: Sequence[NoEffectFlag] = (),
+    no_effect: NoEffectTable | None = None,
 ) -> CommandLine[T]:
     """Parse the arguments of an entry point.
 
@@ -250,7 +250,8 @@ def parse_command_line(
         raise HelpRequested(help_text(schema, about=Invocation, prog=prog, description=description))
     known, about = options(schema), options(Invocation)
     notes: list[str] = []
-    harmless = [flag.option for flag in no_effect]
+    accepted = no_effect or NoEffectTable()
+    harmless = [flag.option for flag in accepted.flags]
     given = read_flags(argv, [*known, *about], harmless=harmless, say=notes.append)
     invocation = build(Invocation, {o.name: given.pop(o.name) for o in about if o.name in given})
     if invocation.print_completion is not None:
@@ -261,7 +262,7 @@ def parse_command_line(
             if name in file and file[name] != given[name]:
                 notes.append(f"--{name} wins over {name} in {invocation.config}")
         given = {**file, **given}
-    notes += take_out(given, no_effect, strict=invocation.strict_flags)
+    notes += take_out(given, accepted, strict=invocation.strict_flags)
     if defaults is not None:
         given = {**defaults(given), **given}
     line = CommandLine(build(schema, given, replaced=replaced), invocation, tuple(notes))

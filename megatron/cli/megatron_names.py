@@ -219,7 +219,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "rampup-batch-size decrease-batch-size-if-needed step-batch-size-schedule"),
     # Data
     ("tokenizer-model", _TOKENIZER,
-     "vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens "
+     "tiktoken-pattern tiktoken-num-special-tokens "
      "tiktoken-special-tokens tokenizer-metadata special-tokens null-tokenizer-eod-id "
      "tokenizer-prompt-format vocab-extra-ids tokenizer-special-tokens"),
     ("tokenizer-hf-no-include-special-tokens", "special tokens are included without it",
@@ -308,6 +308,7 @@ ALIASES: Mapping[str, tuple[str, str]] = types.MappingProxyType(
         "muon-no-split-qkv": ("muon-split-qkv", "false"),
         "recompute-activations": ("recompute-granularity", "selective"),
         "use-rotary-position-embeddings": ("position-embedding-type", "rope"),
+        "vocab-file": ("tokenizer-model", ""),
     }
 )
 
@@ -317,6 +318,7 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
         "tokenizer-type": types.MappingProxyType(
             {
                 "HuggingFaceTokenizer": "hf",
+                "GPT2BPETokenizer": "hf",
                 "SentencePieceTokenizer": "sentencepiece",
                 "GPTSentencePieceTokenizer": "sentencepiece",
                 "Llama2Tokenizer": "sentencepiece",
@@ -326,7 +328,9 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
         ),
         "optimizer": types.MappingProxyType({"dist_muon": "muon"}),
         "cp-comm-type": types.MappingProxyType({"allgather": "all_gather"}),
-        "attention-backend": types.MappingProxyType({"local": "reference", "unfused": "reference"}),
+        "attention-backend": types.MappingProxyType(
+            {"local": "reference", "unfused": "reference", "flash": "auto", "fused": "auto"}
+        ),
     }
 )
 
@@ -351,8 +355,6 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("cuda-graph-impl", "local"): _GRAPHS,
         ("cuda-graph-impl", "transformer_engine"): _GRAPHS,
         ("transformer-impl", "inference_optimized"): "the same layers train and sample",
-        ("attention-backend", "flash"): "the fused kernel is triton's",
-        ("attention-backend", "fused"): "the fused kernel is triton's",
         ("position-embedding-type", "learned_absolute"): "positions enter as rotations",
         ("position-embedding-type", "mrope"): "positions enter as rotations of one axis",
         ("position-embedding-type", "relative"): "positions enter as rotations",
@@ -364,7 +366,6 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("moe-router-load-balancing-type", "sinkhorn"): "a loss or a bias balances the load",
         ("moe-router-load-balancing-type", "global_aux_loss"): _SETS,
         ("moe-router-score-function", "sqrtsoftplus"): "scores are softmax or sigmoid",
-        ("tokenizer-type", "GPT2BPETokenizer"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "TikTokenizer"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "BertWordPieceLowerCase"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "MultimodalTokenizer"): "there is text alone",

@@ -29,7 +29,7 @@ _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 # Byte-level BPE in two files, the classes of transformers that cut texts in a way known here, and
 # where that of Qwen2 cuts them.
-_VOCABULARY, _MERGES = "vocab.json", "merges.txt"
+_VOCABULARY, _MERGES = "vocab.json", "merges.txt"  # the ends of names, gpt2-vocab.json
 _BPE_CLASSES = ("GPT2Tokenizer", "Qwen2Tokenizer")
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -143,8 +143,9 @@ class ArrayTokenizer(Protocol):
 class HuggingFaceTokenizer:
     """A `tokenizer.json` file, run by the library `tokenizers` with its own threads.
 
-    A `vocab.json` with a `merges.txt` beside it is taken too: byte-level BPE as GPT-2 or Qwen2 cut
-    texts, which `tokenizer_class` of `tokenizer_config.json` says.
+    A `vocab.json` with a `merges.txt` beside it, or a `gpt2-vocab.json` with a `gpt2-merges.txt`,
+    is taken too: byte-level BPE as GPT-2 or Qwen2 cut texts, which `tokenizer_class` of
+    `tokenizer_config.json` says. Where there is none, a file that is named itself is GPT-2's.
 
     A `tokenizer_config.json` beside it says which token ends a document (`eos_token`); without one
     it is the first of the usual names that is there. Which special tokens stand around a text says
@@ -167,15 +168,16 @@ class HuggingFaceTokenizer:
         merges = None
         try:
             content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
-            if path.name == _VOCABULARY:
-                beside = path.with_name(_MERGES)
+            if (beside := merges_of(path)) is not None:
                 merges = read_regular(beside, MAX_TOKENIZER_BYTES, follow_links=named)
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a tokenizer.json"
             ) from None
         if merges is not None:
-            found = _byte_level_bpe(path, content, merges)
+            found = _byte_level_bpe(
+                path, content, merges, default="GPT2Tokenizer" if named else None
+            )
             content = found.to_str().encode()
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
@@ -263,8 +265,35 @@ def _in_folder(folder: Path) -> Path:
     return folder / ("tokenizer.json" if has_json else _VOCABULARY)
 
 
-def _byte_level_bpe(path: Path, vocabulary: bytes, merges: bytes) -> Any:
+def merges_of(vocabulary: Path) -> Path | None:
+    """Return where the merges of a byte-level BPE vocabulary are; None for other files."""
+    if not vocabulary.name.endswith(_VOCABULARY):
+        return None
+    return vocabulary.with_name(vocabulary.name.removesuffix(_VOCABULARY) + _MERGES)
+
+
+def merge_file_problem(model: str | None, merge_file: str | None) -> str | None:
+    """Return what is wrong with `--merge-file` for a `--tokenizer-model`, if anything is.
+
+    One path names a tokenizer in checkpoints and token files, so the merges are beside it.
+    """
+    if merge_file is None:
+        return None
+    wanted = None if model is None else merges_of(Path(model))
+    if wanted is None:
+        return f"--merge-file {merge_file} needs --vocab-file PATH of a vocab.json: give both"
+    if os.path.abspath(merge_file) != os.path.abspath(wanted):
+        return f"--merge-file {merge_file}: that of --vocab-file {model} is {wanted}: put it there"
+    return None
+
+
+def _byte_level_bpe(
+    path: Path, vocabulary: bytes, merges: bytes, *, default: str | None = None
+) -> Any:
     """Return the tokenizer of a `vocab.json` and a `merges.txt` (Radford et al. 2019, section 2.2).
+
+    Args:
+        default: the class where there is no `tokenizer_config.json`.
 
     Raises:
         ValueError: they do not fit each other, or `tokenizer_config.json` says what is not
@@ -274,7 +303,8 @@ def _byte_level_bpe(path: Path, vocabulary: bytes, merges: bytes) -> Any:
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     described = path.with_name("tokenizer_config.json")
-    kind = config_field(described, "tokenizer_class")
+    there = described.exists() or described.is_symlink()
+    kind = config_field(described, "tokenizer_class") if there else default
     family = kind.removesuffix("Fast") if isinstance(kind, str) else None
     if family not in _BPE_CLASSES:
         raise ValueError(

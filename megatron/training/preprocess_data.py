@@ -48,6 +48,7 @@ _WITHOUT_EFFECT = (
     "resume",
     "overwrite",
     "tokenizer_model",
+    "merge_file",
     "tokenizer_hf_no_include_special_tokens",  # what it adds counts, not what was asked for
 )
 

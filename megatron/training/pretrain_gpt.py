@@ -28,7 +28,7 @@ from megatron.training.config.checkpoint_options import (
     with_checkpoint_schedule,
 )
 from megatron.training.config.layer_pattern import FLAG, is_hybrid, pattern_defaults
-from megatron.training.config.megatron_flags import NO_EFFECT
+from megatron.training.config.megatron_flags import MEGATRON_FLAGS
 from megatron.training.config.resolve import Run, resolve
 from megatron.training.experiments import check_experiments
 from megatron.training.failures.launcher import LauncherWatch, launcher_of
@@ -92,7 +92,7 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
         print_now=False,
         defaults=lambda given: _defaults(given, program),
         replaced=program.replaced,
-        no_effect=NO_EFFECT,
+        no_effect=MEGATRON_FLAGS,
     )
     from megatron.training.config.check import check
 

@@ -172,6 +172,7 @@ EFFECTS: dict[str, Effect] = {
     "tokenizer-hf-no-include-special-tokens": Effect(
         "parts", base="--tokenizer-model {bos}", without="--vocab-size"
     ),
+    "merge-file": Effect("refusal", "", "{tokenizer}"),
     "tokenizer-model": Effect("parts", "{tokenizer}", "{tokenizer2}", without="--vocab-size"),
     "vocab-size": Effect("plan", "61", "62"),
     "make-vocab-size-divisible-by": Effect("plan", "4", "128"),

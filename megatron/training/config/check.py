@@ -312,6 +312,11 @@ def _vocabulary(config: Config) -> Iterator[str]:
             f"--tokenizer-type {tokenizer.tokenizer_type} needs --tokenizer-model: name "
             f"{files[tokenizer.tokenizer_type]}"
         )
+    if tokenizer.merge_file is not None:
+        from megatron.cli.tokenizers import merge_file_problem
+
+        if problem := merge_file_problem(tokenizer.tokenizer_model, tokenizer.merge_file):
+            yield problem
 
 
 def _weight_decay(config: Config) -> Iterator[str]:

@@ -319,7 +319,10 @@ class TokenizerConfig:
     """Kind of tokenizer; derived: when --tokenizer-model is given, sentencepiece for a .model, else
     hf."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of a folder that holds one, or of a SentencePiece .model."""
+    """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, or of a SentencePiece
+    .model."""
+    merge_file: str | None = None
+    """Merges of a vocab.json, which must be beside it: gpt2-merges.txt beside gpt2-vocab.json."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """The token files hold no special tokens that the tokenizer adds around a text, such as BOS,
     and prompts get none."""

@@ -14,6 +14,7 @@ from megatron.cli.megatron_names import (
     answered_prefixes,
     our_value,
 )
+from megatron.cli.no_effect import NoEffectTable
 from megatron.cli.schema import Option, options
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT
@@ -29,7 +30,7 @@ weight-decay eval-interval eval-iters log-num-zeros-in-grad disable-bias-linear 
 lr-decay-style tensorboard-dir split ffn-hidden-size position-embedding-type normalization
 timing-log-level train-iters untie-embeddings-and-output-weights log-params-norm
 attention-softmax-in-fp32 dist-ckpt-strictness data-cache-path deterministic-mode
-group-query-attention num-query-groups vocab-file merge-file lr-decay-iters lr-warmup-fraction
+group-query-attention num-query-groups vocab-extra-ids lr-decay-iters lr-warmup-fraction
 attention-dropout hidden-dropout attention-backend swiglu no-gradient-accumulation-fusion
 rotary-base rotary-percent sequence-parallel use-distributed-optimizer async-save
 use-persistent-ckpt-worker kv-channels init-method-std num-experts make-vocab-size-divisible-by
@@ -95,8 +96,8 @@ def test_each_flag_people_use_works_or_is_answered(name):
 def test_a_whole_script_is_answered_in_one_line():
     script = (
         "--pipeline-model-parallel-size 1 --context-parallel-size=1 --transformer-impl "
-        "transformer_engine --ckpt-format torch --attention-softmax-in-fp32 --vocab-file v "
-        "--merge-file m --moe-router-dtype fp64 --num-layer 2 --recompute-modules mlp"
+        "transformer_engine --ckpt-format torch --attention-softmax-in-fp32 --vocab-extra-ids 1 "
+        "--tiktoken-pattern m --moe-router-dtype fp64 --num-layer 2 --recompute-modules mlp"
     )
     with pytest.raises(ValueError) as caught:
         parse_command_line(
@@ -104,14 +105,14 @@ def test_a_whole_script_is_answered_in_one_line():
             [*ARGUMENTS.split(), *script.split()],
             prog="p",
             description="d",
-            no_effect=NO_EFFECT,
+            no_effect=NoEffectTable(flags=NO_EFFECT),
         )
     problems = str(caught.value).split("; ")
     assert [p.partition(":")[0] for p in problems] == [
         "--transformer-impl is 'transformer_engine'",
         "--ckpt-format is 'torch'",
-        "--vocab-file",
-        "--merge-file",
+        "--vocab-extra-ids",
+        "--tiktoken-pattern",
         "--moe-router-dtype is 'fp64'",
         "unknown flag --num-layer",
         "--recompute-modules",
@@ -134,7 +135,7 @@ def test_values_may_have_megatrons_names_and_are_shown_by_ours():
             assert vars(vars(got)[str(KNOWN[name].section)])[KNOWN[name].field] == ours
     assert our_value("tokenizer-type", "hf") == "hf"
     with pytest.raises(ValueError, match=r"use one of .*: save it as a tokenizer.json and take hf"):
-        small_config("--tokenizer-type GPT2BPETokenizer")
+        small_config("--tokenizer-type TikTokenizer")
 
 
 def test_the_tables_name_no_option_and_mend_by_options_alone():

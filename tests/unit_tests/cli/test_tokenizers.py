@@ -17,6 +17,7 @@ from megatron.cli.tokenizers import (
     build_tokenizer,
     continuation,
     guess_type,
+    merge_file_problem,
     train_bpe,
 )
 from megatron.inference.generate import TextStream
@@ -110,6 +111,30 @@ def test_vocab_json_and_merges_txt_are_read_as_in_transformers(kind, two_files):
     describe_tokenizer(two_files, tokenizer_class=other)
     assert HuggingFaceTokenizer(two_files).tokenize(HARD[0]) != ours.tokenize(HARD[0])
     assert HuggingFaceTokenizer(two_files).fingerprint != ours.fingerprint
+
+
+def test_a_vocabulary_that_is_named_is_gpt2s_unless_its_folder_differs(two_files):
+    reference = transformers.GPT2Tokenizer.from_pretrained(str(two_files))
+    for name in ("vocab.json", "merges.txt"):
+        (two_files / name).rename(two_files / f"gpt2-{name}")
+    ours = HuggingFaceTokenizer(two_files / "gpt2-vocab.json")
+    for text in [*TEXTS, *HARD]:
+        assert ours.tokenize(text) == reference.encode(text)
+    describe_tokenizer(two_files, tokenizer_class="Qwen2Tokenizer")
+    other = HuggingFaceTokenizer(two_files / "gpt2-vocab.json")
+    assert other.fingerprint != ours.fingerprint
+    (two_files / "gpt2-merges.txt").unlink()
+    with pytest.raises(ValueError, match=r"gpt2-vocab\.json"):
+        HuggingFaceTokenizer(two_files / "gpt2-vocab.json")
+
+
+def test_merges_are_those_beside_the_vocabulary():
+    assert merge_file_problem(None, None) is None
+    assert merge_file_problem("a/gpt2-vocab.json", "a/gpt2-merges.txt") is None
+    assert merge_file_problem("a/vocab.json", "./a/merges.txt") is None
+    assert "b/gpt2-merges.txt" in merge_file_problem("b/gpt2-vocab.json", "a/gpt2-merges.txt")
+    for model in (None, "tokenizer.json"):
+        assert "--vocab-file" in merge_file_problem(model, "merges.txt")
 
 
 def test_what_vocab_json_and_merges_txt_do_not_say_is_refused(two_files):

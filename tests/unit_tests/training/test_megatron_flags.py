@@ -11,11 +11,14 @@ from megatron.cli.flags import HelpRequested, parse_command_line
 from megatron.cli.launch import Launch
 from megatron.cli.no_effect import KINDS
 from megatron.training.config import Config
-from megatron.training.config.megatron_flags import NO_EFFECT
+from megatron.training.config.megatron_flags import MEGATRON_FLAGS, NO_EFFECT
 from megatron.training.pretrain_gpt import read_run
 from tests.support.arguments import last_wins
-from tests.unit_tests.training.small_config import ARGUMENTS, small_config
+from tests.unit_tests.training import small_config as small
+from tests.unit_tests.training.small_config import small_config
 
+#: A script of Megatron must give its position embeddings.
+ARGUMENTS = f"{small.ARGUMENTS} --position-embedding-type rope"
 TWELVE = (
     "--use-mcore-models --attention-softmax-in-fp32 --ckpt-format torch_dist "
     "--distributed-backend nccl --log-timers-to-tensorboard --timing-log-level 0 "
@@ -30,7 +33,7 @@ def parse(text: str, said: list[str]) -> Config:
         last_wins([*ARGUMENTS.split(), *text.split()]),
         prog="p",
         description="d",
-        no_effect=NO_EFFECT,
+        no_effect=MEGATRON_FLAGS,
     )
     said += line.notes
     return line.config
@@ -137,7 +140,7 @@ REFUSED = """
 --use-mup --apply-wd-to-qk-layernorm --no-weight-decay-cond-type qk_layernorm
 --decoupled-min-lr 1e-5 --lr-decay-tokens 8 --rampup-batch-size 1 --adam-decoupled
 --step-batch-size-schedule 0:384 --decrease-batch-size-if-needed --use-precision-aware-optimizer
---vocab-file v --merge-file m --vocab-extra-ids 100 --tiktoken-pattern v2 --fim-data --fim-rate 0.5
+--vocab-extra-ids 100 --tiktoken-pattern v2 --fim-data --fim-rate 0.5
 --full-validation --eval-global-batch-size 8 --skip-train --test-mode --data-sharding
 --create-attention-mask-in-dataloader --override-lr-scheduler
 --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --check-for-large-grads
@@ -155,3 +158,14 @@ def test_a_flag_whose_result_would_differ_stays_refused(text):
     with pytest.raises(ValueError, match=name) as caught:
         parse(text, [])
     assert "no effect" not in str(caught.value)
+
+
+def test_a_script_that_leaves_positions_to_the_default_is_refused(tmp_path):
+    words = [*small.ARGUMENTS.split(), "--use-mcore-models"]
+    with pytest.raises(ValueError, match=r"missing --position-embedding-type: .*learned_absolute"):
+        read_run(words, Launch())
+    read_run([*words, "--position-embedding-type", "rope"], Launch())
+    read_run([*small.ARGUMENTS.split(), "--use-rotary-position-embeddings"], Launch())
+    read_run(small.ARGUMENTS.split(), Launch())  # no script of Megatron's
+    (tmp_path / "run.yaml").write_text("use_mcore_models: true\nposition_embedding_type: none\n")
+    read_run([*small.ARGUMENTS.split(), "--config", str(tmp_path / "run.yaml")], Launch())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron.cli.tokenizers import TokenizerType, guess_type
+from megatron.cli.tokenizers import TokenizerType, guess_type, merge_file_problem
 from megatron.training.data.documents import MAX_DOCUMENT_BYTES
 
 
@@ -23,7 +23,10 @@ class PreprocessConfig:
     """Kind of tokenizer: a Hugging Face tokenizer.json, a SentencePiece .model, UTF-8 bytes, or
     numbers as they are; derived from --tokenizer-model."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of a folder that holds one, or of a SentencePiece .model."""
+    """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, or of a SentencePiece
+    .model."""
+    merge_file: str | None = None
+    """Merges of a vocab.json, which must be beside it: gpt2-merges.txt beside gpt2-vocab.json."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """Encode texts without the special tokens that the tokenizer adds around them, such as BOS."""
     vocab_size: int | None = None
@@ -65,6 +68,8 @@ class PreprocessConfig:
             problems.append(f"--max-document-bytes {self.max_document_bytes}: must be 1 or more")
         if self.tokenizer_model is not None and kind in ("byte", "null"):
             problems.append(f"--tokenizer-type {kind} takes no --tokenizer-model")
+        if problem := merge_file_problem(self.tokenizer_model, self.merge_file):
+            problems.append(problem)
         if self.vocab_size is not None and kind != "null":
             problems.append("--vocab-size is for --tokenizer-type null")
         if self.chat and self.append_eod:

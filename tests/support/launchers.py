@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from tests.support.ranks import FOLDER, Outcome, RankSet, start_ranks
@@ -80,6 +81,9 @@ def _launcher(node: int, nodes: int, ranks: int, process: Process, args: tuple[A
             warnings.simplefilter("ignore")  # of threads: they wait for this process's goodbye
             pid = os.fork()
         if not pid:
+            # torch replaces the thread pool that did not survive the fork at its next use, and two
+            # threads may not do so at once.
+            torch.set_num_threads(torch.get_num_threads())
             _be_rank(rank, nodes * ranks, folder, process, args)
         started[pid] = rank
         _written(Path(folder, f"pid_{rank}"), str(pid))

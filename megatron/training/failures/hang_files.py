@@ -38,6 +38,9 @@ from megatron.core.untrusted_files import make_folder, replace_file, write_to
 #: How many collectives are kept.
 KEPT = 64
 
+#: How often a file is opened in a folder that other ranks may remove.
+_ATTEMPTS = 100
+
 #: Kinds that only one other rank takes part in: ranks of a group come to different numbers of them.
 BETWEEN_TWO = ("send", "receive")
 
@@ -201,8 +204,7 @@ def write_stacks(
         error: what has brought the calling thread here, whose own stack no longer shows it.
     """
     try:
-        make_folder(path.parent, root=root)
-        with write_to(path, "w", root=root) as file:
+        with _open_stacks(path, root) as file:
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             print(f"process {os.getpid()} on {socket.gethostname()}, {when}: {reason}", file=file)
             if error is not None:
@@ -211,6 +213,15 @@ def write_stacks(
             faulthandler.dump_traceback(file=file, all_threads=True)
     except Exception:  # the run is ending already, for a reason that matters more
         return
+
+
+def _open_stacks(path: Path, root: Path) -> IO[str]:
+    """Open a file of the stacks folder, which another rank removes where it finds it empty."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            make_folder(path.parent, root=root)
+            return write_to(path, "w", root=root)
+    raise FileNotFoundError(f"{path.parent} was removed {_ATTEMPTS} times")
 
 
 class HangFiles:
@@ -284,9 +295,7 @@ class HangFiles:
             if self._closed:
                 return
             if self._frozen is None:
-                path = self._beside("frozen.txt")
-                make_folder(path.parent, root=self._save)
-                self._frozen = write_to(path, "w", root=self._save)
+                self._frozen = _open_stacks(self._beside("frozen.txt"), self._save)
             faulthandler.dump_traceback_later(self._frozen_seconds, file=self._frozen)
 
     def close(self) -> None:

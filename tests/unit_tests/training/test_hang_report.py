@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import threading
 import time
 
 import pytest
@@ -18,6 +20,8 @@ from megatron.training.failures.hang_files import (
     ask_for_record,
     is_kept,
     read_record,
+    stack_file,
+    write_stacks,
 )
 from megatron.training.failures.peers import Beat, RankState, hang_report
 from tests.support.ranks import start_ranks
@@ -123,6 +127,31 @@ def test_evidence_is_stacks_and_collectives_and_nothing_where_all_was_well(tmp_p
     assert told["reason"] == "rank 0 is dead"
     assert told["last"][-1]["state"] == "waiting"
     assert told["last"][-1]["iteration"] == 3
+
+
+def test_stacks_are_left_while_other_ranks_remove_the_empty_folder(tmp_path):
+    done = threading.Event()
+    removed = 0
+
+    def remove() -> None:
+        nonlocal removed
+        while not done.wait(1e-4):
+            with contextlib.suppress(OSError):
+                (tmp_path / "stacks").rmdir()
+                removed += 1
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for i in range(500):
+            path = stack_file(str(tmp_path), attempt=0, rank=i)
+            write_stacks(path, "why", root=tmp_path)
+            assert path.exists(), i
+            path.unlink()
+    finally:
+        done.set()
+        thread.join()
+    assert removed
 
 
 def freeze(rank: int, world: int, save: str) -> None:

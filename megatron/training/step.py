@@ -42,7 +42,7 @@ from megatron.core.pipeline_parallel import (
 )
 from megatron.core.pipeline_parallel.runtime import AutogradWorker, Executor, program
 from megatron.core.process_groups import Group, ProcessGroupCollection
-from megatron.core.weight_sharding import Placement, loss_factor
+from megatron.core.weight_sharding import loss_factor
 from megatron.training.failures.replay import Computed, Doubt, Replayer, Reruns, StageBits
 
 
@@ -508,12 +508,10 @@ def weight_traffic(engine: DataParallel) -> tuple[str, str]:
     Nothing is sent only where the data-parallel groups of experts, too, have one rank; they may
     be larger or smaller than those of dense weights.
     """
-    placement: Placement = engine.placement
     if engine.groups["lanes"].size == engine.groups["expert_lanes"].size == 1:
         return "none", "none"
-    gathers = "none"
-    if engine.config.overlap_param_gather and placement.optimizer:
-        gathers = "each" if placement.weight else "once"
-    if placement.gradient:
+    ahead = [gatherer.leases for gatherer in engine.gatherers if gatherer.prefetch]
+    gathers = "none" if not ahead else "each" if any(ahead) else "once"
+    if engine.placement.gradient or any(bucket.cut for bucket in engine.buckets):
         return gathers, "each"
     return gathers, "once" if engine.config.overlap_grad_reduce else "none"

@@ -178,6 +178,7 @@ EFFECTS: dict[str, Effect] = {
     "make-vocab-size-divisible-by": Effect("plan", "4", "128"),
     # The layout
     "tensor-model-parallel-size": Effect("plan", "1", "2", world=4),
+    "tensor-parallel-num-weight-shards": Effect("plan", "1", "2", world=2),
     "sequence-parallel": Effect("plan", base="--tensor-model-parallel-size 2", world=2),
     "context-parallel-size": Effect("plan", "1", "2", world=4),
     "cp-comm-type": Effect("plan", "auto", "a2a", "--context-parallel-size 2", world=2),
@@ -205,6 +206,7 @@ EFFECTS: dict[str, Effect] = {
     "expert-tensor-parallel-size": Effect(
         "plan", "", "1", f"{_MOE} --tensor-model-parallel-size 2", world=4
     ),
+    "expert-tensor-parallel-num-weight-shards": Effect("plan", "", "2", _MOE, world=2),
     "moe-token-dispatcher-type": Effect("plan", "auto", "alltoall", _MOE),
     "moe-shared-expert-overlap": Effect("plan", base=_SHARED),
     "distributed-timeout-minutes": Effect("plan", "10", "20"),

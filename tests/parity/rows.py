@@ -15,12 +15,14 @@ from tests.support.covering_array import Constraint, Row, covering_array
 
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
+    "gtp": (1, 2, 3, 4),
     "dp": (1, 2, 4),
     "pp": (1, 2, 4),
     "cp": (1, 2, 4),
     "instances": (1, 2),  # size of the outer axis of hybrid sharding
     "ep": (1, 2, 4),
     "etp": (1, 2, 4),
+    "egtp": (1, 2),
     "experts": (None, "softmax", "sigmoid"),  # in the last layer, and in further predictions
     "schedule": ("1f1b", "interleaved", "zb-h1"),  # interleaved has two chunks a stage
     "cut": ("even", "uneven"),  # of the blocks into stages
@@ -72,7 +74,14 @@ PLAIN_ROW: Mapping[str, Any] = {
 CUT_WEIGHTS = "optim_grads_params"
 
 #: What a row without experts has for them, and one of latent attention for what only the other has.
-EXPERTS_OFF = {"ep": 1, "etp": 1, "dispatcher": "alltoall", "capacity": None, "shared": "none"}
+EXPERTS_OFF = {
+    "ep": 1,
+    "etp": 1,
+    "egtp": 1,
+    "dispatcher": "alltoall",
+    "capacity": None,
+    "shared": "none",
+}
 LATENT_SETTINGS = {
     "groups": 8,
     "qk_norm": False,
@@ -115,9 +124,13 @@ _CONSTRAINTS = (
     Constraint(("placement", "bucket"), lambda p, bucket: bucket == "large" or p != CUT_WEIGHTS),
     Constraint(("placement", "early_gather"), lambda p, early: p != "no_shard" or not early),
     Constraint(
-        ("tp", "dp", "cp", "etp", "ep", "instances"),
-        lambda tp, dp, cp, etp, ep, instances: tp * dp * cp % (etp * ep * instances) == 0,
+        ("tp", "gtp", "dp", "cp", "etp", "ep", "egtp", "instances"),
+        lambda tp, gtp, dp, cp, etp, ep, egtp, instances: (
+            tp * gtp * dp * cp % (etp * ep * egtp * instances) == 0
+        ),
     ),
+    Constraint(("gtp", "instances"), lambda gtp, instances: gtp == 1 or instances == 1),
+    Constraint(("egtp", "instances"), lambda egtp, instances: egtp == 1 or instances == 1),
     *_only_with("experts", lambda experts: experts is not None, EXPERTS_OFF),
     # Eight microbatches are for pipelines; of many tokens, some route hangs by a hair.
     Constraint(
@@ -141,13 +154,19 @@ _CONSTRAINTS = (
 
 def _worlds(low: int, high: int) -> Constraint:
     return Constraint(
-        ("tp", "dp", "pp", "cp"), lambda tp, dp, pp, cp: low <= tp * dp * pp * cp <= high
+        ("tp", "gtp", "dp", "pp", "cp"),
+        lambda tp, gtp, dp, pp, cp: low <= tp * gtp * dp * pp * cp <= high,
     )
 
 
 def world_of(row: Row) -> int:
     """Return the number of ranks of a row."""
-    return math.prod(row[axis] for axis in ("tp", "dp", "pp", "cp"))
+    return math.prod(row[axis] for axis in ("tp", "gtp", "dp", "pp", "cp"))
+
+
+def shards_over_gtp(row: Row) -> bool:
+    """Return whether some weights of a row are sharded over gtp or egtp alone."""
+    return row["gtp"] * row["egtp"] > 1 and row["placement"] != CUT_WEIGHTS
 
 
 def seconds_of(row: Row) -> float:
@@ -163,7 +182,7 @@ def rows_for_every_change() -> list[Row]:
     rows = covering_array(
         FACTORS,
         (*_CONSTRAINTS, _worlds(2, 4)),
-        seed=59,
+        seed=35,
         candidates=40,
         start=rows_of_stages_and_lanes() + rows_of_sequences(),
         cost=seconds_of,
@@ -174,14 +193,16 @@ def rows_for_every_change() -> list[Row]:
 def rows_of_stages_and_lanes() -> list[Row]:
     """Return all allowed pairs on two stages of two lanes: every schedule carries out the traffic
     of every strategy, which rows of a single lane do not."""
-    square = {**FACTORS, "tp": (1,), "dp": (2,), "pp": (2,), "cp": (1,)}
+    square = {**FACTORS, "tp": (1,), "gtp": (1,), "dp": (2,), "pp": (2,), "cp": (1,)}
+    square["egtp"] = (1,)
     square |= {name: (setting,) for name, setting in MAMBA_OFF.items()}
     return covering_array(square, _CONSTRAINTS, seed=0, candidates=40, cost=seconds_of)
 
 
 def rows_of_sequences() -> list[Row]:
     """Return all allowed pairs on two ranks that share the tokens of their rows."""
-    shared = {**FACTORS, "tp": (1,), "dp": (1,), "pp": (1,), "cp": (2,)}
+    shared = {**FACTORS, "tp": (1,), "gtp": (1,), "dp": (1,), "pp": (1,), "cp": (2,)}
+    shared["egtp"] = (1,)
     return covering_array(shared, _CONSTRAINTS, seed=11, candidates=40, cost=seconds_of)
 
 
@@ -260,6 +281,7 @@ def label(row: Row) -> str:
     ]
     parts = [
         f"tp{row['tp']}-dp{row['dp']}",
+        *([f"gtp{row['gtp']}"] if row["gtp"] > 1 else []),
         *([f"pp{row['pp']}-{row['schedule']}-{row['cut']}"] if row["pp"] > 1 else []),
         *([f"cp{row['cp']}-{row['engine']}-{row['order']}"] if row["cp"] > 1 else []),
         *([row["documents"]] if row["documents"] != "whole" else []),
@@ -290,6 +312,7 @@ def label(row: Row) -> str:
 def _label_of_experts(row: Row) -> str:
     capacity = "dropless" if row["capacity"] is None else f"keep_{row['capacity']}"
     where = f"ep{row['ep']}-etp{row['etp']}-{row['dispatcher']}"
+    where += f"-egtp{row['egtp']}" if row["egtp"] > 1 else ""
     return f"{row['experts']}_experts-{where}-{capacity}-shared_{row['shared']}"
 
 

@@ -103,6 +103,34 @@ FAULTS = {
         "grid.gtp",
         {"tp": 1, "dp": 2, "accumulation": 3},
     ),
+    "the mean forgets the gtp ranks": (
+        "weight_sharding",
+        "loss_factor",
+        "grid.dp * grid.gtp",
+        "grid.dp",
+        {"tp": 1, "gtp": 2},
+    ),
+    "replicas of a weight over gtp are not summed": (
+        "distributed.data_parallel",
+        "GradientBucket.reduce_outer",
+        "if group.size == 1:",
+        "if self.bucket.gtp:",
+        {"tp": 1, "gtp": 2, "dp": 2},
+    ),
+    "replicas of a weight over gtp count in the norm": (
+        "weight_gather.store",
+        "owned_range",
+        "if axis not in lanes]",
+        "if axis not in (*lanes, 'dp_inner')]",
+        {"tp": 1, "gtp": 2, "dp": 2},
+    ),
+    "experts are sharded over the dense gtp": (
+        "weight_gather.handle",
+        "BucketGroups.of",
+        'if expert else ("gtp", "dp_cp")',
+        'if not expert else ("gtp", "dp_cp")',
+        {"tp": 1, "gtp": 2, "dp": 2, "egtp": 4, "experts": "softmax"},
+    ),
     "padding of the vocabulary takes part in the softmax": (
         "tensor_parallel.vocab_parallel",
         "_CrossEntropy.forward",
@@ -141,8 +169,8 @@ FAULTS = {
     "updated shards of weights are not gathered": (
         "distributed.data_parallel",
         "DataParallel.start_param_sync",
-        "if self.gatherer is None:",
-        "if self.gatherer is not None:",
+        "in self.gatherers:",
+        "in ():",
         {"tp": 1, "dp": 2, "placement": "optim"},
     ),
     "gathered weights outlive the optimizer's step": (
@@ -155,7 +183,7 @@ FAULTS = {
     "shards of the outer ranks are not gathered": (
         "weight_gather.gatherer",
         "Gatherer.invalidate",
-        "self._outer_stale.add(bucket.index)",
+        "self._outer_stale.add(bucket.block)",
         "pass",
         {"tp": 1, "dp": 4, "placement": "optim_grads_params", "instances": 2, "outer": "optim"},
     ),
@@ -176,7 +204,7 @@ FAULTS = {
     "ranges that several ranks hold count once for each in the norm": (
         "weight_gather.store",
         "owned_range",
-        "math.prod(grid.size(axis) for axis in uncut) if sharded_axes else 1",
+        "math.prod(grid.size(axis) for axis in uncut) if store.sharded else 1",
         "1",
         {"tp": 1, "dp": 4, "placement": "optim", "instances": 2},
     ),
@@ -254,7 +282,7 @@ FAULTS = {
     **HYBRID_FAULTS,
     "feature off: gathers ahead of need": (
         "distributed.data_parallel",
-        "DataParallel.__init__",
+        "_gatherers",
         "prefetch=config.overlap_param_gather",
         "prefetch=False",
         {"tp": 1, "dp": 2, "placement": "optim_grads_params", "early_gather": True},
@@ -262,7 +290,7 @@ FAULTS = {
     "feature off: the early gather of a parameter sync": (
         "distributed.data_parallel",
         "DataParallel.start_param_sync",
-        "self.gatherer.start_early()",
+        "gatherer.start_early()",
         "pass",
         {"tp": 1, "dp": 2, "placement": "optim", "early_gather": True, "bucket": "small"},
     ),

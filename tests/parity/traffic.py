@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.context_parallel.comm_type import sent_groups
+from megatron.core.distributed.formulas import BucketSize
 from megatron.core.pipeline_parallel import Kind
 from megatron.core.process_groups import GROUP_NAMES
+from megatron.core.weight_gather.gatherer import GatherCounts
 from tests.parity.expert_traffic import assert_expert_traffic
 from tests.parity.recurrent_traffic import Sent, sent_by_mixers
-from tests.parity.rows import CUT_WEIGHTS, world_of
+from tests.parity.rows import CUT_WEIGHTS, shards_over_gtp, world_of
 from tests.parity.sequences import SEQUENCE, cut_of
 from tests.parity.stages import Blocks, StagePart
 from tests.parity.training import BATCH, HEAD_DIM, HEADS, HIDDEN, LAYERS, Run, Step
@@ -129,7 +131,8 @@ def _ties(row: Row, runs: Sequence[Run], number: int) -> None:
         tied = _is_shared(row) and row["pp"] > 1 and (run.part.embedding or run.part.head)
         tied = tied and rank % row["tp"] * each < row["vocabulary"]
         # A rank whose range of the optimizer state holds nothing of it has nothing to sum.
-        allowed = {1} if row["placement"] == "no_shard" or _lanes(row) == 1 else {0, 1}
+        whole = row["placement"] == "no_shard" and row["gtp"] == 1
+        allowed = {1} if whole or _lanes(row) == 1 else {0, 1}
         if len(found) not in (allowed if tied else {0}):
             raise AssertionError(f"{len(found)} sums over tied stages, tied is {tied}")
     if _is_shared(row) and row["pp"] > 1:
@@ -145,19 +148,20 @@ def _is_shared(row: Row) -> bool:
 
 def _lanes(row: Row) -> int:
     """Return how many ranks see different tokens."""
-    return row["dp"] * row["cp"]
+    return row["gtp"] * row["dp"] * row["cp"]
 
 
 def _shares(row: Row) -> bool:
     """Return whether several ranks share the weights of one kind, dense or experts."""
-    ranks = row["tp"] * row["dp"] * row["cp"]
+    ranks = row["tp"] * _lanes(row)
     experts = row["experts"] is not None and ranks > row["etp"] * row["ep"]
     return _lanes(row) > 1 or experts
 
 
 def _launched(row: Row, run: Run, step: Step) -> None:
     """All buckets are reduced during backward, unless they wait for its end; cut ones never do."""
-    cut = [b for b in run.buckets if row["placement"] in CUT_GRADIENTS and not b.alone]
+    cut = row["placement"] in CUT_GRADIENTS
+    cut = [b for b in run.buckets if b.gtp or (cut and not b.alone)]
     launched = len(run.buckets if row["overlap"] else cut)
     if step.launched_in_backward != launched:
         raise AssertionError(
@@ -172,6 +176,9 @@ def _launched(row: Row, run: Run, step: Step) -> None:
         by_unit = len(run.buckets) == least
         if by_unit != (row["granularity"] == "unit") or len(run.buckets) < least:
             raise AssertionError(f"by {row['granularity']}, but there are {len(run.buckets)}")
+    elif shards_over_gtp(row):
+        if not any(bucket.gtp for bucket in run.buckets):
+            raise AssertionError("nothing is sharded over gtp")
     elif (len(run.buckets) > 2) != (row["bucket"] == "small"):
         raise AssertionError(f"{row['bucket']} buckets, but there are {len(run.buckets)}")
 
@@ -194,6 +201,8 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
         count, size = wanted.get(("all_reduce", "lanes"), (0, 0))
         wanted["all_reduce", "lanes"] = count + 1, size + 4
     groups = {name for name in GROUP_NAMES if name.endswith("lanes")}
+    if shards_over_gtp(row):
+        groups |= {"gtp", "gtp_gather", "dp_cp", "egtp", "egtp_gather", "edp"}
     seen = {(r.kind, r.group) for r in step.records if r.group in groups}
     for kind, group in sorted(seen | wanted.keys()):
         if kind == "all_gather" and not last:
@@ -204,16 +213,41 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
 
 def _gathers(row: Row, run: Run) -> None:
     """Weights are gathered ahead if that is asked for, within the plan, and as often as it says."""
-    first, last = run.steps[0].gathers, run.steps[-1].gathers
-    if row["placement"] == "no_shard" or all(bucket.alone for bucket in run.buckets):
-        assert first is None
-        return
-    if last.mismatches or (last.prefetched > 0) != row["early_gather"]:
-        raise AssertionError(f"early gathers are {row['early_gather']}, but there were {last}")
-    for step in run.steps:
-        if (step.in_flight > 0) != row["early_gather"]:
-            raise AssertionError(f"{step.in_flight} gathers under way after a step")
-    gathered = last.gathers - run.steps[-2].gathers.gathers
+    kinds = [[b for b in run.buckets if b.gtp], [b for b in run.buckets if not (b.gtp or b.alone)]]
+    kinds = [kinds[0], kinds[1] if row["placement"] != "no_shard" else []]
+    assert len(run.steps[0].gathers) == sum(map(bool, kinds))
+    for number, kind in enumerate(filter(None, kinds)):
+        early = row["early_gather"] or kind[0].gtp
+        last = run.steps[-1].gathers[number]
+        if last.mismatches or (last.prefetched > 0) != early:
+            raise AssertionError(f"early gathers are {early}, but there were {last}")
+        for step in run.steps:
+            if (step.in_flight[number] > 0) != early:
+                raise AssertionError(f"{step.in_flight} gathers under way after a step")
+        before = run.steps[-2].gathers[number]
+        if kind[0].gtp:
+            _gathers_over_gtp(run, kind, before, last)
+        else:
+            _gathers_of_strategy(row, run, before, last)
+
+
+def _gathers_over_gtp(
+    run: Run, buckets: Sequence[BucketSize], before: GatherCounts, last: GatherCounts
+) -> None:
+    """From the second step on all gathers but the first are ahead, two weights at a time."""
+    gathered = last.gathers - before.gathers
+    over = ("gtp_gather", "egtp_gather")
+    records = [r for name in over for r in matching(run.steps[-1].records, group=name)]
+    if len(records) != gathered or last.prefetched - before.prefetched < gathered - 1:
+        raise AssertionError(f"{len(records)} gathers over gtp, by the plan {gathered}: {last}")
+    largest = sum(sorted(4 * bucket.numel for bucket in buckets)[-2:])
+    if not 0 < last.peak_bytes <= largest:
+        raise AssertionError(f"{last.peak_bytes} bytes gathered at a time, at most {largest}")
+
+
+def _gathers_of_strategy(row: Row, run: Run, before: GatherCounts, last: GatherCounts) -> None:
+    """As often as the plan says, and within its budget."""
+    gathered = last.gathers - before.gathers
     over = "gather_lanes" if row["placement"] == CUT_WEIGHTS else "inner_lanes"
     over = "lanes" if (over, row["instances"]) == ("inner_lanes", 1) else over
     records = run.steps[-1].records
@@ -289,7 +323,7 @@ def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, want
     for run, before in zip(runs, beyond, strict=True):
         records = run.steps[number].records
         extra = len(matching(records, kind="all_reduce", group=group)) - before
-        everywhere = row["placement"] == "no_shard" and row["pp"] == 1
+        everywhere = row["placement"] == "no_shard" and row["pp"] * row["gtp"] == 1
         allowed = {int(wanted)} if everywhere else {0, int(wanted)}
         if extra not in allowed:
             raise AssertionError(

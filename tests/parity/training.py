@@ -39,6 +39,7 @@ from megatron.training.step import TrainStep
 from tests.parity.experts import attention_config, moe_config, watched_routes
 from tests.parity.pieces import Piece, weight_pieces, write_weights
 from tests.parity.recurrent import decoder_settings, epsilon_of, pattern_of
+from tests.parity.rows import shards_over_gtp
 from tests.parity.sequences import SEQUENCE, part_of, with_bounds, with_documents
 from tests.parity.stages import StagePart, pipeline, stage_part, stage_split
 from tests.support.covering_array import Row
@@ -68,7 +69,7 @@ OPTIMIZERS = {
 
 def steps_of(row: Row) -> int:
     """Return the steps of a row: the third of early gathers is the first that follows a plan."""
-    return 3 if row["early_gather"] else 2
+    return 3 if row["early_gather"] or shards_over_gtp(row) else 2
 
 
 def rate_of(row: Row) -> float:
@@ -103,8 +104,8 @@ class Step:
     records: list[CollectiveRecord]
     launched_in_backward: int
     over_lanes: list[Traffic]
-    gathers: GatherCounts | None
-    in_flight: int
+    gathers: list[GatherCounts]
+    in_flight: list[int]
     actions: list[Action] = field(default_factory=list)
 
 
@@ -224,7 +225,7 @@ def train_row(
                 balance.finish(applied=True)
         engine.start_param_sync(force_sync=True)
         run.late = 0 if link is None else link.count
-    arenas = [engine.arena] if engine.gatherer is None else [engine.arena, engine.gatherer.arena]
+    arenas = [engine.arena, *(gatherer.arena for gatherer in engine.gatherers)]
     run.leased_bytes = sum(arena.live_bytes for arena in arenas)
     run.weights = weight_pieces(model.store)
     run.states = model.store.states
@@ -255,7 +256,6 @@ def _trained(
     )
     with trace(engine.groups) as records:
         report = train(data, lr=rate_of(row), weight_decay=WEIGHT_DECAY)
-    gatherer = engine.gatherer
     return Step(
         loss=report.loss,
         nll=watch.nll,
@@ -266,23 +266,24 @@ def _trained(
         records=[r for r in records if r.dtype != "int64"],
         launched_in_backward=engine.launched_in_backward,
         over_lanes=_over_lanes(row, engine),
-        gathers=None if gatherer is None else copy.copy(gatherer.counts),
-        in_flight=0 if gatherer is None else len(gatherer.in_flight),
+        gathers=[copy.copy(gatherer.counts) for gatherer in engine.gatherers],
+        in_flight=[len(gatherer.in_flight) for gatherer in engine.gatherers],
         actions=actions,
     )
 
 
 def _over_lanes(row: Row, engine: DataParallel) -> list[Traffic]:
     """Return what the step should have sent over the lanes, by the formula and the plan."""
-    gathers = None
-    gatherer = engine.gatherer
-    if gatherer is not None and gatherer.leases:
-        counts: Counter[int] = Counter()
-        if gatherer.planned is not None:
-            counts.update(gatherer.planned.prologue)
+    counts: Counter[int] = Counter()
+    for gatherer in engine.gatherers:
+        own = gatherer.buckets
+        if not gatherer.leases:
+            counts.update(b.index for b in own if any(handle.trainable for handle in b.handles))
+        elif gatherer.planned is not None:
+            counts.update(own[block].index for block in gatherer.planned.prologue)
             for consume in gatherer.planned.consumes:
-                counts.update(consume.issue)
-        gathers = [counts[bucket.index] for bucket in gatherer.buckets]
+                counts.update(own[block].index for block in consume.issue)
+    gathers = [counts[bucket.index] for bucket in engine.store.buckets]
     return collectives_per_step(
         [BucketSize.of(bucket) for bucket in engine.store.buckets],
         engine.placement,
@@ -360,12 +361,12 @@ def rank_of_row(
     """Train a row as one of its ranks, with faults planted if any are given."""
     for fault in faults:
         apply(fault)
-    sizes = {axis: row[axis] for axis in ("tp", "cp", "pp", "instances", "ep")}
+    sizes = {axis: row[axis] for axis in ("tp", "gtp", "cp", "pp", "instances", "ep", "egtp")}
     sizes["etp"] = None if row["experts"] is None else row["etp"]
     grid = RankGrid(world_size=world, **sizes)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     with nan_memory():
-        return train_row(row, groups, initial, lanes=[groups["dp"].rank])
+        return train_row(row, groups, initial, lanes=[groups["samples"].rank])
 
 
 def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
@@ -373,6 +374,8 @@ def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
     all activations."""
     kept = {**row, "recompute": "none", "link": "none"}
     with one_thread(), watched_routes(row) as margins:
-        run = train_row(kept, ProcessGroupCollection.single(), initial, lanes=range(row["dp"]))
+        run = train_row(
+            kept, ProcessGroupCollection.single(), initial, lanes=range(row["dp"] * row["gtp"])
+        )
     run.margin, run.dropped = margins.smallest, margins.dropped
     return run

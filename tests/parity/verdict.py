@@ -120,12 +120,12 @@ def _bound(row: Row, number: int = 0) -> float:
 
 def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: int) -> float:
     steps, wanted = [run.steps[number] for run in runs], ref.run.steps[number]
-    tp, accumulation = row["tp"], row["accumulation"]
-    cp = row["cp"]
-    last_stage = (row["pp"] - 1) * row["dp"] * cp * tp
+    tp, gtp, cp, accumulation = row["tp"], row["gtp"], row["cp"], row["accumulation"]
+    last_stage = (row["pp"] - 1) * row["dp"] * cp * gtp * tp
     lanes = [
-        [steps[last_stage + (lane * cp + part) * tp] for part in range(cp)]
-        for lane in range(row["dp"])
+        [steps[last_stage + ((replica * cp + part) * gtp + i) * tp] for part in range(cp)]
+        for replica in range(row["dp"])
+        for i in range(gtp)
     ]
     gradients = assembled(piece for step in steps for piece in step.gradients)
     bound = _bound(row, number)

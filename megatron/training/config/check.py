@@ -71,6 +71,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
             f"{shown} does not divide the world of {world_size} processes: start a multiple of "
             f"{each} processes or lower it"
         )
+    yield from _weight_shards(config, world_size)
     if config.parallel.sequence_parallel and tp == 1:
         yield (
             "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise "
@@ -82,6 +83,37 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
             f"--seq-length {config.training.seq_length} is not a multiple of {shown}, which "
             "--sequence-parallel needs: change one"
         )
+
+
+def _weight_shards(config: Config, world_size: int) -> Iterator[str]:
+    """Name what is wrong with generalized tensor parallelism."""
+    parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    shards, dp = (
+        parallel.tensor_parallel_num_weight_shards,
+        world_size // config.model_parallel_size,
+    )
+    flag = f"--tensor-parallel-num-weight-shards {shards}"
+    if shards is not None and shards % tp:
+        yield (
+            f"{flag} is not a multiple of --tensor-model-parallel-size {tp}: it counts the shards "
+            f"of both, use {-(-shards // tp) * tp}, for example"
+        )
+    elif world_size % config.model_parallel_size == 0 and dp % parallel.gtp_size:
+        yield (
+            f"{flag} over tensor parallel size {tp} needs {parallel.gtp_size} data parallel ranks, "
+            f"or a multiple: there are {dp}"
+        )
+    instances = config.data_parallel.num_distributed_optimizer_instances
+    if instances > 1:
+        for size, name in (
+            (parallel.gtp_size, "--tensor-parallel-num-weight-shards"),
+            (parallel.expert_gtp_size, "--expert-tensor-parallel-num-weight-shards"),
+        ):
+            if size > 1:
+                yield (
+                    f"{name} with --num-distributed-optimizer-instances {instances}: weights are "
+                    "sharded over gtp or over the ranks of an instance: drop one"
+                )
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:

@@ -204,7 +204,8 @@ def _of_experts(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     for section, start in ((experts, "moe_"), (parallel, "moe_"), (parallel, "expert_model_")):
         yield section, start, on, "--num-experts"
     if parallel.expert_tensor_parallel_size != 1:  # which is so without experts
-        yield parallel, "expert_tensor_", on, "--num-experts"
+        yield parallel, "expert_tensor_parallel_size", on, "--num-experts"
+    yield parallel, "expert_tensor_parallel_num_", on, "--num-experts"
     if on:
         shares = experts.moe_shared_expert_intermediate_size is not None
         switch = "--moe-shared-expert-intermediate-size"
@@ -351,6 +352,19 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
             f"{total} processes or lower it"
         )
         return
+    shards = parallel.expert_tensor_parallel_num_weight_shards
+    flag = f"--expert-tensor-parallel-num-weight-shards {shards}"
+    if shards is not None and shards % etp:
+        yield (
+            f"{flag} is not a multiple of --expert-tensor-parallel-size {etp}: it counts the "
+            f"shards of both, use {-(-shards // etp) * etp}, for example"
+        )
+    elif world_size % (total * parallel.expert_gtp_size):
+        yield (
+            f"{flag}: {world_size} processes leave {world_size // total} expert data parallel "
+            f"ranks, which do not divide by {shards} / {etp} = {parallel.expert_gtp_size}: use a "
+            "divisor"
+        )
     instances, edp = config.data_parallel.num_distributed_optimizer_instances, world_size // total
     if edp % instances:
         yield (

@@ -281,6 +281,11 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each weight matrix."""
+    tensor_parallel_num_weight_shards: int | None = None
+    """Generalized tensor parallelism: shards of each weight matrix, a multiple of the tensor
+    parallel size; each tensor parallel rank's part is sharded over that many times fewer ranks,
+    which have different samples, and gathered just before use; derived: the tensor parallel
+    size."""
     sequence_parallel: bool = False
     """Also cut activations outside of matrix products along the sequence over the tensor parallel
     ranks."""
@@ -301,6 +306,9 @@ class ParallelConfig:
     """Ranks that share the experts of a layer, each with some of them."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that share the weight matrices of each expert; derived: the tensor parallel size."""
+    expert_tensor_parallel_num_weight_shards: int | None = None
+    """The same shards for each matrix of an expert, a multiple of the expert tensor parallel size;
+    derived: that size."""
     moe_token_dispatcher_type: Literal["auto", "allgather", "alltoall"] = "auto"
     """How tokens come to the ranks of their experts: allgather brings all tokens to all ranks,
     alltoall to each what it needs; auto takes what moves fewer bytes."""
@@ -317,4 +325,19 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "context_parallel_size")
         positive(self, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        positive(
+            self, "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"
+        )
         positive(self, "distributed_timeout_minutes")
+
+    @property
+    def gtp_size(self) -> int:
+        """Ranks over which generalized tensor parallelism shards a rank's part of a matrix."""
+        tp = self.tensor_model_parallel_size
+        return (self.tensor_parallel_num_weight_shards or tp) // tp
+
+    @property
+    def expert_gtp_size(self) -> int:
+        """The same of a rank's part of an expert's matrix."""
+        etp = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        return (self.expert_tensor_parallel_num_weight_shards or etp) // etp

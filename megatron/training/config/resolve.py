@@ -165,10 +165,17 @@ def _hybrid(config: Config) -> HybridConfig:
 
 def _parallel(config: Config) -> ParallelConfig:
     parallel = config.parallel
-    etp = parallel.expert_tensor_parallel_size
-    if config.experts.num_experts is not None and etp is None:
-        etp = parallel.tensor_model_parallel_size
-    return replace(parallel, expert_tensor_parallel_size=etp)
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    expert_shards = parallel.expert_tensor_parallel_num_weight_shards
+    if config.experts.num_experts is not None:
+        etp = etp or tp
+        expert_shards = expert_shards or etp
+    return replace(
+        parallel,
+        tensor_parallel_num_weight_shards=parallel.tensor_parallel_num_weight_shards or tp,
+        expert_tensor_parallel_size=etp,
+        expert_tensor_parallel_num_weight_shards=expert_shards,
+    )
 
 
 def _tokenizer(tokenizer: TokenizerConfig) -> TokenizerConfig:

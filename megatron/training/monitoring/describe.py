@@ -143,6 +143,32 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     return line
 
 
+def weight_shards_line(engine: DataParallel) -> str | None:
+    """Return what generalized tensor parallelism shards, over which ranks, and what each gathers;
+    None where it shards nothing. With several stages, of this rank's."""
+    grid = engine.groups.grid
+    if grid.gtp * grid.egtp == 1:
+        return None
+    if engine.placement.weight:
+        return (
+            f"weight shards: gtp {grid.gtp} and egtp {grid.egtp} are among the data parallel ranks "
+            f"over which {engine.config.strategy} shards all weights: they change nothing"
+        )
+    found = []
+    for expert, axis, size in ((False, "gtp", grid.gtp), (True, "egtp", grid.egtp)):
+        over = [b for b in engine.store.buckets if b.gtp and b.handles[0].sharding.expert == expert]
+        if over:
+            whole = sum(bucket.whole_bytes for bucket in over)
+            noun = "matrix" if len(over) == 1 else "matrices"
+            kind = f"{noun} of experts" if expert else noun
+            found.append(
+                f"{len(over)} {kind} over {axis} {size}: {_size(whole // size)} of {_size(whole)} "
+                "on this rank"
+            )
+    dtype = str(engine.store.dtype).removeprefix("torch.")
+    return f"weight shards: {'; '.join(found)}; gathered in {dtype} before each use"
+
+
 def _most_of_stages(engine: DataParallel, numbers: Sequence[int]) -> list[int]:
     """Return for each number the largest of all pipeline stages."""
     own = torch.tensor(numbers, dtype=torch.int64, device=engine.store.device)
@@ -379,6 +405,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         expert_line(run, session.model.config),
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),
+        weight_shards_line(session.step.engine),
         dropout_line(run.config, session.place.device),
         None if session.cpu_matmul is None else session.cpu_matmul.line(),
         *session.data.notes,

@@ -9,6 +9,9 @@ builds it and passes it (or single `Group`s of it) down. There is no other way t
     dense:   tp · gtp · cp · dp_inner · dp_outer · pp          leftmost varies fastest
     expert:  etp · ep · egtp · edp_inner · edp_outer · pp
 
+gtp (generalized tensor parallelism) and egtp, its degree for experts, are data axes that shard
+weights: their ranks see different samples, and gather each weight just before it is used.
+
 Hybrid sharding splits data parallelism in two: weights are sharded over the inner axis and
 replicated over the outer one (of size `instances`, 1 by default). `dp` = dp_inner · dp_outer and
 `edp` name both together.
@@ -81,6 +84,8 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "expert_outer_lanes": ("edp_outer",),
         "gather_lanes": ("gtp", "cp", "dp_inner"),
         "expert_gather_lanes": ("egtp", "edp_inner"),
+        "gtp_gather": ("gtp",),
+        "egtp_gather": ("egtp",),
         "samples": ("gtp", "dp"),
         "pp_backward": ("pp",),
     }
@@ -300,6 +305,10 @@ TRAFFIC: Mapping[str, str] = MappingProxyType(
         "expert_inner_lanes": "gradients",
         "gather_lanes": "weights",
         "expert_gather_lanes": "weights",
+        "gtp": "gradients of each microbatch",
+        "egtp": "gradients of each microbatch",
+        "gtp_gather": "weights",
+        "egtp_gather": "weights",
         "etp_ep": "tokens of experts",
         "pp": "stages",
         "pp_backward": "stages, backward",

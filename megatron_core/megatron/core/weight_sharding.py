@@ -13,11 +13,11 @@ Terms:
 - A *logical tensor* is what a checkpoint names: unfused, unpadded, whole. A fused weight (q|k|v,
   gate|up, the projections of a state-space layer) is one weight with several logical tensors, its
   *segments*.
-- The *local tensor* is what one rank multiplies with: the weight sharded over its `stay` axes,
+- The *local tensor* is what one rank multiplies with: the weight sharded over its model axes,
   padded to one shape on every rank. Its elements in row-major order are the flat space that buckets
   and shards divide further.
-- Sharding over a `gather` axis (generalized tensor parallelism, ZeRO-3) and a placement (ZeRO-1/2)
-  are ranges of that flat space; a row-aligned range is the same thing with a larger quantum.
+- A `Placement` shards that flat space over data axes: weights, gradients and optimizer state are
+  ranges of it. ZeRO shards over all data-parallel ranks, generalized tensor parallelism over gtp.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ OUTER_LANES = ("dp_outer",)
 DENSE_LANES = INNER_LANES + OUTER_LANES
 EXPERT_LANES = ("egtp", "edp_inner", "edp_outer")
 
+#: The axis over which generalized tensor parallelism shards weights; for experts it is egtp.
+GTP = ("gtp",)
+
 #: The strategies of data parallelism: ZeRO 0, 1, 2 and 3.
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -59,8 +62,6 @@ class Cut:
         axis: the axis, for instance "tp" or "ep".
         dim: the dimension of the logical tensor; only dimension 0 may be uneven (it is then
             padded).
-        mode: "stay" is computed on as a shard (tensor or expert parallel); "gather" shards storage
-            only and is gathered just before use.
         parts: number of shards; None means one per rank of the axis. Fewer shards than ranks (kv
             heads < tp) leave axis / parts consecutive ranks with the same piece: the replica
             sub-group.
@@ -68,7 +69,6 @@ class Cut:
 
     axis: str
     dim: int
-    mode: Literal["stay", "gather"] = "stay"
     parts: int | None = None
 
     def pieces(self, grid: RankGrid) -> int:
@@ -92,14 +92,9 @@ class Segment:
     cuts: tuple[Cut, ...] = ()
     row_multiple: int = 1
 
-    @cached_property
-    def stay_cuts(self) -> tuple[Cut, ...]:
-        return tuple(c for c in self.cuts if c.mode == "stay")
-
     def pieces(self, axis: str, grid: RankGrid) -> int:
-        """Return into how many shards the `stay` entries of one axis divide it."""
-        over = (cut for cut in self.cuts if cut.axis == axis and cut.mode == "stay")
-        return math.prod(cut.pieces(grid) for cut in over)
+        """Return into how many shards one axis divides it."""
+        return math.prod(cut.pieces(grid) for cut in self.cuts if cut.axis == axis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +161,8 @@ class WeightSharding:
             Empty is the one stage that declares it.
         expert: it is on the expert grid (etp, ep, egtp, edp) instead of the dense one.
         weight_decay: whether decoupled weight decay applies.
+        gtp: whether generalized tensor parallelism may shard it: over gtp, or over egtp if it is of
+            experts.
     """
 
     name: str
@@ -175,6 +172,7 @@ class WeightSharding:
     stages: tuple[int, ...] = ()
     expert: bool = False
     weight_decay: bool = True
+    gtp: bool = False
 
     @staticmethod
     def of(
@@ -200,6 +198,18 @@ class WeightSharding:
         own = {"gtp": "egtp", "dp_outer": "edp_outer"}
         wanted = {own.get(axis, "edp_inner") for axis in axes}
         return tuple(axis for axis in EXPERT_LANES if axis in wanted)
+
+    def is_gtp_sharded(self, grid: RankGrid, strategy: Placement) -> bool:
+        """Return whether this grid shards the weight over gtp (egtp); a strategy that shards
+        weights does so over all data-parallel ranks, which include these."""
+        return self.gtp and not strategy.weight and grid.size("egtp" if self.expert else "gtp") > 1
+
+    def placement(self, grid: RankGrid, strategy: Placement) -> Placement:
+        """Return what shards this weight's roles on a grid: the strategy's placement, and under
+        generalized tensor parallelism the weight and its gradient over gtp."""
+        if not self.is_gtp_sharded(grid, strategy):
+            return strategy
+        return Placement(weight=GTP, gradient=GTP, optimizer=strategy.optimizer or GTP)
 
 
 Coordinates = Mapping[str, int]
@@ -283,12 +293,12 @@ def _cut_problems(sharding: WeightSharding, segment: Segment, grid: RankGrid) ->
             found.append(
                 f"{segment.name}: {parts} pieces do not divide the {size} ranks of {cut.axis}"
             )
-        elif cut.mode == "stay" and cut.dim and segment.shape[cut.dim] % parts:
+        elif cut.dim and segment.shape[cut.dim] % parts:
             found.append(
                 f"{segment.name}: dimension {cut.dim} of {segment.shape[cut.dim]} does not "
                 f"divide by {cut.axis}={parts}"
             )
-    axes = [cut.axis for cut in segment.stay_cuts]
+    axes = [cut.axis for cut in segment.cuts]
     for axis in sorted(set(axes)):
         if axes.count(axis) > 1:
             found.append(f"{segment.name}: cut {axes.count(axis)} times over {axis}")
@@ -296,7 +306,7 @@ def _cut_problems(sharding: WeightSharding, segment: Segment, grid: RankGrid) ->
 
 
 def _inner_cuts(segment: Segment) -> list[Cut]:
-    return [cut for cut in segment.stay_cuts if cut.dim]
+    return [cut for cut in segment.cuts if cut.dim]
 
 
 def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
@@ -304,7 +314,7 @@ def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
     rows = sum(_local_rows(s, grid) for s in sharding.segments)
     first = sharding.segments[0]
     inner = list(first.shape[1:])
-    for cut in first.stay_cuts:
+    for cut in first.cuts:
         if cut.dim:
             inner[cut.dim - 1] //= cut.pieces(grid)
     return (rows, *inner)
@@ -431,7 +441,7 @@ def _piece(cut: Cut, grid: RankGrid, at: Coordinates) -> int:
 
 
 def _row_pieces(segment: Segment, grid: RankGrid) -> int:
-    return math.prod(c.pieces(grid) for c in segment.stay_cuts if c.dim == 0)
+    return math.prod(c.pieces(grid) for c in segment.cuts if c.dim == 0)
 
 
 def _local_rows(segment: Segment, grid: RankGrid) -> int:
@@ -451,7 +461,7 @@ def _origin(
     """Return the first logical row of a rank's shard, and its inner offsets and sizes."""
     index = 0
     offsets, sizes = [0] * (len(segment.shape) - 1), list(segment.shape[1:])
-    for cut in segment.stay_cuts:  # ordered: an earlier axis is the outer one
+    for cut in segment.cuts:  # ordered: an earlier axis is the outer one
         if cut.dim == 0:
             index = index * cut.pieces(grid) + _piece(cut, grid, at)
         else:
@@ -522,7 +532,7 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
         whole, size = [], grid.size(axis)
         for segment in sharding.segments:
             parts = segment.pieces(axis, grid)
-            if parts == 1 and not any(c.axis == axis for c in segment.stay_cuts):
+            if parts == 1 and not any(c.axis == axis for c in segment.cuts):
                 whole.append(segment.name)
             elif parts < size:
                 # Replicas of a shard feed different consumers (other query heads): addends of one
@@ -575,6 +585,7 @@ def _merge(steps: list[GradientStep]) -> list[GradientStep]:
 __all__ = [
     "DENSE_LANES",
     "EXPERT_LANES",
+    "GTP",
     "INNER_LANES",
     "OUTER_LANES",
     "OUTER_STRATEGIES",

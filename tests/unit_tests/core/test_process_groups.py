@@ -228,7 +228,7 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
             assert len({id(group.handle) for group in equal}) == 3
             assert groups["tp"].handle is groups["tp_cp"].handle
             assert groups["lanes"].handle is groups["inner_lanes"].handle
-            assert groups["gather_lanes"].handle is groups["expert_gather_lanes"].handle
+            assert groups["gather_lanes"].handle is groups["gtp_gather"].handle
     _replicas_and_refusals(rank)
 
 

@@ -87,7 +87,7 @@ def descriptions(source: random.Random, grid: RankGrid) -> list[WeightSharding]:
             expert=True,
         ),
         WeightSharding.of("tied", (tp * 3, width), tp_rows(), stages=(0, grid.pp - 1)),
-        WeightSharding.of("gathered", (7, width), Cut(axis="gtp", dim=0, mode="gather")),
+        WeightSharding.of("gathered", (7, width), gtp=True),
     ]
     return [d for d in drawn if not check(d, grid)]
 

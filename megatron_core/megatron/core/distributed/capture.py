@@ -28,9 +28,8 @@ from megatron.core.distributed.data_parallel import DataParallel, DataParallelCo
 
 def unforeseen_needs(engine: DataParallel) -> int:
     """Return how often so far a weight was needed that no plan foresaw."""
-    if engine.gatherer is None:
-        return 0
-    return engine.gatherer.counts.on_demand + engine.gatherer.counts.mismatches
+    counts = [gatherer.counts for gatherer in engine.gatherers]
+    return sum(count.on_demand + count.mismatches for count in counts)
 
 
 def unrecordable(config: DataParallelConfig) -> str | None:
@@ -63,12 +62,12 @@ class StepRecording:
             raise ValueError(reason)
         self.engine = engine
         self.buffers: list[torch.Tensor] = []
-        self._gathers = self._prefetched = self._unforeseen = 0
+        self._unforeseen = 0
+        self._counts: list[tuple[int, int]] = []
 
     @property
     def _streams(self) -> list[Stream]:
-        gatherer = self.engine.gatherer
-        found = [] if gatherer is None else [gatherer.stream]
+        found = [gatherer.stream for gatherer in self.engine.gatherers]
         return found + [bucket.stream for bucket in self.engine.buckets[:1]]
 
     def prepare(self) -> None:
@@ -76,11 +75,12 @@ class StepRecording:
 
         Every rank calls this for the same step: it gathers what `start_param_sync` does.
         """
-        engine, gatherer = self.engine, self.engine.gatherer
+        engine = self.engine
         engine.start_param_sync()
-        assert gatherer is None or not gatherer.in_flight
-        for arena in [engine.arena] if gatherer is None else [engine.arena, gatherer.arena]:
-            arena.trim()
+        engine.arena.trim()
+        for gatherer in engine.gatherers:
+            assert not gatherer.in_flight
+            gatherer.arena.trim()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -97,30 +97,29 @@ class StepRecording:
         Raises:
             ValueError: weights were needed in another order than the step before needed them.
         """
-        engine, gatherer = self.engine, self.engine.gatherer
+        engine = self.engine
         self.buffers += engine.arena.detach()
-        if gatherer is None:
-            return
-        self.buffers += gatherer.arena.detach()
+        for gatherer in engine.gatherers:
+            self.buffers += gatherer.arena.detach()
         if unforeseen_needs(engine) != self._unforeseen:
             raise ValueError(
                 "the step that was recorded needed weights in another order than the one before "
                 "it: a recorded step must run the same layers every time"
             )
-        self._gathers = gatherer.counts.gathers - self._gathers
-        self._prefetched = gatherer.counts.prefetched - self._prefetched
-        # Recording has started none of them: the first replay does.
-        gatherer.counts.gathers -= self._gathers
-        gatherer.counts.prefetched -= self._prefetched
+        for i, (gatherer, before) in enumerate(zip(engine.gatherers, self._counts, strict=True)):
+            counts = gatherer.counts
+            self._counts[i] = counts.gathers - before[0], counts.prefetched - before[1]
+            # Recording has started none of them: the first replay does.
+            counts.gathers, counts.prefetched = before
 
     def replayed(self) -> None:
         """Count what a replay gathers."""
-        if self.engine.gatherer is not None:
-            self.engine.gatherer.counts.gathers += self._gathers
-            self.engine.gatherer.counts.prefetched += self._prefetched
+        for gatherer, (gathers, prefetched) in zip(
+            self.engine.gatherers, self._counts, strict=True
+        ):
+            gatherer.counts.gathers += gathers
+            gatherer.counts.prefetched += prefetched
 
     def _note(self) -> None:
         self._unforeseen = unforeseen_needs(self.engine)
-        if self.engine.gatherer is not None:
-            self._gathers = self.engine.gatherer.counts.gathers
-            self._prefetched = self.engine.gatherer.counts.prefetched
+        self._counts = [(g.counts.gathers, g.counts.prefetched) for g in self.engine.gatherers]

@@ -34,7 +34,8 @@ go into one all-reduce per group.
     sharded     a leased buffer a microbatch    in every microbatch     this rank's shard, fp32
 
 A reduction is a sum over the ranks that share the bucket. Under hybrid sharding a second one
-follows once a step, of this rank's shard over the outer ranks.
+follows once a step, of this rank's shard over the outer ranks; for a weight sharded over gtp these
+are its data-parallel replicas.
 """
 
 from __future__ import annotations
@@ -416,6 +417,23 @@ def _ranges(
     ]
 
 
+def _gatherers(store: WeightStore, config: DataParallelConfig) -> list[Gatherer]:
+    """Return a gatherer of the buckets stored in shards and one of those updated in ranges, of each
+    kind that there is. Weights sharded over gtp are always gathered ahead."""
+    found = []
+    for sharded in (True, False):
+        own = [b for b in store.buckets if b.placement.optimizer and b.sharded == sharded]
+        if own:
+            gatherer = Gatherer(
+                own,
+                prefetch=config.overlap_param_gather or any(bucket.gtp for bucket in own),
+                ahead=config.prefetch_bytes,
+                poison=config.debug,
+            )
+            found.append(gatherer)
+    return found
+
+
 #: Reductions under way at a time where each holds leases of a whole bucket's gradients.
 _REDUCTIONS_UNDER_WAY = 2
 
@@ -450,7 +468,9 @@ class DataParallel:
 
     Attributes:
         buckets: those with trained weights, in the order in which backward fills them.
-        gatherer: makes weights whole; None if every rank keeps and updates all that it has.
+        gatherers: make weights whole; none if every rank keeps and updates all that it has, two if
+            only some weights are stored in shards (those over gtp).
+        placement: what the strategy shards on these ranks.
         launched_in_backward: reductions of the last microbatch that started before `finish`.
     """
 
@@ -465,10 +485,8 @@ class DataParallel:
             raise ValueError("materialize the weight store before building DataParallel over it")
         self.store, self.groups = store, groups
         self.config = config = config or DataParallelConfig()
-        self.placement = config.storage().effective(groups)
-        if self.placement.weight != store.placement.weight or (
-            self.placement.optimizer != store.placement.optimizer
-        ):
+        self.placement, stored = config.storage().effective(groups), store.storage.effective(groups)
+        if (self.placement.weight, self.placement.optimizer) != (stored.weight, stored.optimizer):
             raise ValueError(
                 f"the weights are stored for strategy {store.storage.strategy} (outer "
                 f"{store.storage.outer}), the engine is to carry out {config.strategy} (outer "
@@ -476,14 +494,7 @@ class DataParallel:
             )
         self.launched_in_backward = 0
         self.arena = Arena(store.device, poison=config.debug)
-        self.gatherer: Gatherer | None = None
-        if any(bucket.placement.optimizer for bucket in store.buckets):
-            self.gatherer = Gatherer(
-                store.buckets,
-                prefetch=config.overlap_param_gather,
-                ahead=config.prefetch_bytes,
-                poison=config.debug,
-            )
+        self.gatherers = _gatherers(store, config)
         self._parts = sorted({bucket.part for bucket in store.buckets}, reverse=True)
         stream = new_stream(store.device)
         self.buckets = [
@@ -508,6 +519,12 @@ class DataParallel:
     def sharded(self) -> bool:
         """Whether each rank keeps only its range of the optimizer state."""
         return bool(self.placement.optimizer)
+
+    @property
+    def gatherer(self) -> Gatherer | None:
+        """The gatherer of weights stored in shards if there are any, else of those updated in
+        ranges; None if nothing is gathered."""
+        return self.gatherers[0] if self.gatherers else None
 
     def owned(self) -> list[OwnedRange]:
         """Return what this rank's optimizer updates, one range per bucket; one of nothing if
@@ -537,10 +554,10 @@ class DataParallel:
             self._observer.begin()
         for bucket in self.buckets:
             bucket.begin_step()
-        if self.gatherer is not None:
-            self.gatherer.begin((FORWARD, BACKWARD) * microbatches if program is None else program)
+        for gatherer in self.gatherers:
+            gatherer.begin((FORWARD, BACKWARD) * microbatches if program is None else program)
             if program is None:
-                self.gatherer.segment(FORWARD)
+                gatherer.segment(FORWARD)
 
     def segment(self, name: str) -> None:
         """Say which segment runs from now on: `segment_name(FORWARD or BACKWARD, part)`.
@@ -550,8 +567,8 @@ class DataParallel:
         """
         if self._phase is _Phase.BETWEEN:
             raise ValueError(f"segment {name} outside a step: call begin_step() first")
-        if self.gatherer is not None:
-            self.gatherer.segment(name)
+        for gatherer in self.gatherers:
+            gatherer.segment(name)
 
     def prefetch(self, name: str) -> None:
         """Start the gathers that a segment will need first, without waiting.
@@ -563,8 +580,8 @@ class DataParallel:
         """
         if self._phase is _Phase.BETWEEN:
             raise ValueError(f"prefetch of {name} outside a step: call begin_step() first")
-        if self.gatherer is not None:
-            self.gatherer.start_segment(name)
+        for gatherer in self.gatherers:
+            gatherer.start_segment(name)
 
     def last(self, part: int) -> None:
         """Declare that the step's last microbatch now accumulates gradients of a model chunk.
@@ -638,10 +655,10 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.settle_outer()
         self._sums.run()
-        if self.gatherer is not None:
-            self.gatherer.finish()
+        for gatherer in self.gatherers:
+            gatherer.finish()
             if self.config.debug:
-                self.gatherer.check_order()
+                gatherer.check_order()
         self._phase = _Phase.BETWEEN
 
     def abort(self) -> None:
@@ -649,8 +666,8 @@ class DataParallel:
         self._under_way.clear()
         for bucket in self.buckets:
             bucket.abort()
-        if self.gatherer is not None:
-            self.gatherer.abort()
+        for gatherer in self.gatherers:
+            gatherer.abort()
         self._phase = _Phase.BETWEEN
 
     # --- between steps ----------------------------------------------------------------------------
@@ -663,18 +680,18 @@ class DataParallel:
         `force_sync`, all are gathered here, except that weights which are stored in shards would
         be released again: they are only with `force_sync`.
         """
-        if self.gatherer is None:
-            return
-        self.gatherer.invalidate()
-        if force_sync or not (self.config.overlap_param_gather or self.gatherer.leases):
-            self.gatherer.gather_all()
-        elif self.config.overlap_param_gather and self.config.fsdp_all_gather_in_start_param_sync:
-            self.gatherer.start_early()
+        early = self.config.fsdp_all_gather_in_start_param_sync
+        for gatherer in self.gatherers:
+            gatherer.invalidate()
+            if force_sync or not (gatherer.prefetch or gatherer.leases):
+                gatherer.gather_all()
+            elif gatherer.prefetch and early:
+                gatherer.start_early()
 
     def wait(self) -> None:
         """Wait until nothing is under way between two steps; what was started early stays."""
-        if self.gatherer is not None:
-            self.gatherer.wait()
+        for gatherer in self.gatherers:
+            gatherer.wait()
 
     def complete_weights(self) -> None:
         """Have all updates arrive in what this rank stores, before that is saved or read.
@@ -686,8 +703,8 @@ class DataParallel:
         """
         if self._phase is _Phase.STEP:
             raise ValueError("complete_weights inside a step: finish() or abort() it first")
-        if self.gatherer is not None:
-            self.gatherer.complete_stored()
+        for gatherer in self.gatherers:
+            gatherer.complete_stored()
 
     @contextmanager
     def evaluation(self, program: Sequence[str] | None = None) -> Iterator[None]:
@@ -704,16 +721,16 @@ class DataParallel:
             raise ValueError(f"evaluation inside {self._phase.value}: finish() or leave that first")
         self._phase = _Phase.EVALUATION
         try:
-            if self.gatherer is not None:
-                self.gatherer.begin((EVALUATION,) if program is None else program)
+            for gatherer in self.gatherers:
+                gatherer.begin((EVALUATION,) if program is None else program)
                 if program is None:
-                    self.gatherer.segment(EVALUATION)
+                    gatherer.segment(EVALUATION)
             yield
-            if self.gatherer is not None:
-                self.gatherer.finish()
+            for gatherer in self.gatherers:
+                gatherer.finish()
         except BaseException:
-            if self.gatherer is not None:
-                self.gatherer.abort()
+            for gatherer in self.gatherers:
+                gatherer.abort()
             raise
         finally:
             self._phase = _Phase.BETWEEN

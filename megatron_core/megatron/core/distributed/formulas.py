@@ -13,6 +13,9 @@ al. 2020, section 5):
       outer "optim"       (w + 4)/i + s/(i·o)
 
 Sharded gradients are kept in fp32, whatever the dtype of the buffers that backward fills.
+
+A weight sharded over g gtp ranks is kept as under hybrid sharding with g inner ranks, its replicas
+the outer ones; strategies other than `no_shard` shard its optimizer state over these too.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from megatron.core.weight_gather import Bucket
-from megatron.core.weight_sharding import OUTER_LANES, Placement, placement
+from megatron.core.weight_sharding import INNER_LANES, OUTER_LANES, Placement, placement
 
 _FP32_BYTES = 4
 
@@ -36,10 +39,12 @@ class BucketSize:
     Args:
         numel: elements, padding included.
         inner: ranks that share it.
-        outer: ranks that hold the same shard, under hybrid sharding.
+        outer: ranks that hold the same shard: under hybrid sharding, and of a weight over gtp.
         root: its weights belong to no unit.
         trainable: it has gradients.
         expert: it is on the expert data-parallel ranks.
+        gtp: it is a weight sharded over gtp or egtp.
+        uses: how often its weight is used in a microbatch, if it is one over gtp.
     """
 
     numel: int
@@ -48,12 +53,34 @@ class BucketSize:
     root: bool = False
     trainable: bool = True
     expert: bool = False
+    gtp: bool = False
+    uses: int = 1
 
     @property
     def alone(self) -> bool:
         """Whether nobody shares it: it is whole whatever the strategy, as experts are that lie on
         one data-parallel rank."""
         return self.inner * self.outer == 1
+
+    def placed(self, strategy: Placement) -> Placement:
+        """Return what shards it, the inner ranks as the inner and the outer as the outer axis."""
+        if self.alone:
+            return Placement()
+        if not self.gtp:
+            return strategy
+        outside = OUTER_LANES if strategy.optimizer else ()
+        return Placement(weight=INNER_LANES, gradient=INNER_LANES, optimizer=INNER_LANES + outside)
+
+    def group_names(self, placed: Placement) -> tuple[str, str, str]:
+        """Return the names of the groups that share it, gather it and hold the same range."""
+        prefix = "expert_" if self.expert else ""
+        if self.gtp:
+            shared, replicas = ("egtp", "edp") if self.expert else ("gtp", "dp_cp")
+            return shared, f"{shared}_gather", replicas
+        hybrid = self.outer > 1 and bool(placed.optimizer)
+        shared = f"{prefix}inner_lanes" if hybrid else f"{prefix}lanes"
+        gather = f"{prefix}gather_lanes" if placed.weight else shared
+        return shared, gather, f"{prefix}outer_lanes"
 
     @staticmethod
     def of(bucket: Bucket) -> BucketSize:
@@ -65,6 +92,8 @@ class BucketSize:
             root=bucket.root,
             trainable=any(handle.trainable for handle in bucket.handles),
             expert=bucket.handles[0].sharding.expert,
+            gtp=bucket.gtp,
+            uses=bucket.handles[0].uses if bucket.gtp else 1,
         )
 
 
@@ -146,22 +175,23 @@ def bytes_per_rank(
     """
     weights = gradients = optimizer = Fraction(0)
     for b in buckets:
-        own, by = (Placement(), replace(of, wide_sum=False)) if b.alone else (placed, of)
+        own, by = b.placed(placed), replace(of, wide_sum=False) if b.alone else of
         weights += Fraction(of.weight * b.numel, _parts(own.weight, b.inner, b.outer))
         if b.trainable:
             gradients += b.numel * by.kept_gradients(own, b.inner)
             parts = _parts(own.optimizer, b.inner, b.outer)
             optimizer += Fraction(of.optimizer * b.numel, parts)
-    gathered = reducing = 0
-    shared = [b for b in buckets if not b.alone]
+    over_gtp = [b for b in buckets if b.gtp]
+    gathered, reducing = _transient_over_gtp(over_gtp, of=of, ahead=ahead, overlap=overlap)
+    shared = [b for b in buckets if not b.alone and not b.gtp]
     if placed.weight and shared:
-        gathered = of.weight * _together(shared, 1 + prefetch) + ahead * prefetch
-        gathered = min(gathered, of.weight * sum(b.numel for b in shared))
+        most = of.weight * _together(shared, 1 + prefetch) + ahead * prefetch
+        gathered += min(most, of.weight * sum(b.numel for b in shared))
     trained = [b for b in shared if b.trainable]
     under_way = (1 + overlap) * max((b.numel for b in trained), default=0)
     if placed.gradient:  # of a single bucket, the next microbatch's come while it is reduced
         several = len(trained) > 1
-        reducing = of.gradient * (_together(trained, 1 + overlap) if several else under_way)
+        reducing += of.gradient * (_together(trained, 1 + overlap) if several else under_way)
     if of.wide_sum and placed.optimizer and trained:
         # addends as they arrive; where shards add up over microbatches, an fp32 shard as well
         again = Fraction(_FP32_BYTES, min(b.inner for b in trained)) if placed.gradient else 0
@@ -208,29 +238,47 @@ def collectives_per_step(
             counts[kind, group] += times
             sent[kind, group] += times * size
 
-    cut_outside = any(axis in placed.optimizer for axis in OUTER_LANES)
     times = [int(b.trainable) for b in buckets] if gathers is None else gathers
     for bucket, often in zip(buckets, times, strict=True):
-        prefix = "expert_" if bucket.expert else ""
-        lanes, i, o = f"{prefix}lanes", bucket.inner, bucket.outer
-        inner, outer = (f"{prefix}inner_lanes", f"{prefix}outer_lanes") if o > 1 else (lanes, "")
+        own, i, o = bucket.placed(placed), bucket.inner, bucket.outer
+        inner, gather, outer = bucket.group_names(own)
+        cut_outside = any(axis in own.optimizer for axis in OUTER_LANES)
         gradient, weight = of.gradient * bucket.numel, of.weight * bucket.numel
-        if placed.optimizer:
-            gather = f"{prefix}gather_lanes" if placed.weight else inner
+        if own.optimizer:
             add("all_gather", gather, weight, parties=i, times=often)
             if bucket.trainable and cut_outside:
                 add("all_gather", outer, weight // i, parties=o)
         if not bucket.trainable:
             continue
-        if not placed.optimizer:
-            add("all_reduce", lanes, gradient, parties=i)
+        if not own.optimizer:
+            add("all_reduce", inner, gradient, parties=i)
             continue
         scatter = "all_to_all" if of.wide_sum else "reduce_scatter"
-        add(scatter, inner, gradient, parties=i, times=microbatches if placed.gradient else 1)
-        fp32 = placed.gradient or of.wide_sum
+        add(scatter, inner, gradient, parties=i, times=microbatches if own.gradient else 1)
+        fp32 = own.gradient or of.wide_sum
         shard = (_FP32_BYTES if fp32 else of.gradient) * bucket.numel // i
         add("reduce_scatter" if cut_outside else "all_reduce", outer, shard, parties=o)
     return [Traffic(*key, counts[key], sent[key]) for key in sorted(counts)]
+
+
+def _transient_over_gtp(
+    buckets: Sequence[BucketSize], *, of: ElementBytes, ahead: int, overlap: bool
+) -> tuple[int, int]:
+    """Return the most bytes of gathered weights over gtp and of their gradients being reduced.
+
+    Two weights, one in use and the next, and `ahead`; the gradients of a weight while another is
+    reduced, and of each one that is used several times between its uses.
+    """
+    sizes = sorted(b.numel for b in buckets)
+    gathered = min(of.weight * sum(sizes[-2:]) + ahead, of.weight * sum(sizes))
+    trained = [b for b in buckets if b.trainable]
+    kept = [b.numel for b in trained if b.uses > 1]
+    largest = sorted(b.numel for b in trained)[-1 - overlap :]
+    reducing = of.gradient * min(sum(largest) + sum(kept), sum(b.numel for b in trained))
+    if of.wide_sum and trained:
+        again = Fraction(_FP32_BYTES, min(b.inner for b in trained))
+        reducing += math.ceil((of.gradient + again) * sum(largest))
+    return gathered, reducing
 
 
 def _together(buckets: Sequence[BucketSize], units: int) -> int:

@@ -595,6 +595,7 @@ class PredictionDepth(nn.Module):
             f"{name}.projection.weight",
             (size, 2 * size),
             gradient={"tp": build.region.replicated_gradient},
+            gtp=True,
         )
         self.projection = build.store.declare(sharding, build.init)
         blocks = dataclasses.replace(config.decoder, pattern=config.depth_blocks)

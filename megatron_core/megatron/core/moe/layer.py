@@ -56,12 +56,13 @@ class ExpertMLPs(nn.Module):
                 segments=segments,
                 interleave=count if config.gated else 1,
                 expert=True,
+                gtp=True,
             ),
             build.init,
         )
         outer = (by_expert, Cut(axis="etp", dim=2))
         self.down = build.store.declare(
-            WeightSharding.of(f"{name}.down.weight", (count, h, f), *outer, expert=True),
+            WeightSharding.of(f"{name}.down.weight", (count, h, f), *outer, expert=True, gtp=True),
             build.output_init,
         )
 

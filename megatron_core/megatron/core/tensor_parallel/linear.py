@@ -148,7 +148,7 @@ class ColumnParallelLinear(nn.Module):
                 name=f"{name}.{kind}", segments=parts, interleave=interleave, **more
             )
 
-        self.weight = store.declare(sharding("weight", input_size), init)
+        self.weight = store.declare(sharding("weight", input_size, gtp=True), init)
         self.bias = None
         if bias:
             self.bias = store.declare(sharding("bias", weight_decay=False), InitSpec.constant(0.0))
@@ -182,7 +182,9 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.region = region
         self.weight = store.declare(
-            WeightSharding.of(f"{name}.weight", (output_size, input_size), Cut(axis="tp", dim=1)),
+            WeightSharding.of(
+                f"{name}.weight", (output_size, input_size), Cut(axis="tp", dim=1), gtp=True
+            ),
             init,
         )
         self.bias = None

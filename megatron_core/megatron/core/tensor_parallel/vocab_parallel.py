@@ -252,6 +252,7 @@ def vocabulary_sharding(
         Cut(axis="tp", dim=0),
         row_multiple=row_multiple,
         stages=stages,
+        gtp=True,
     )
 
 

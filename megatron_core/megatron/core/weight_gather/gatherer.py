@@ -12,6 +12,9 @@ Two kinds of buckets are gathered:
 - stored in shards: gathered into a leased buffer and released again, within a budget of bytes;
 - stored whole, with one range updated by each rank's optimizer: gathered in place, once a step.
 
+A gatherer has buckets of one kind and follows a plan of its own: where a model has both, as under
+generalized tensor parallelism, reading a weight of one kind never ends the lease of another.
+
 Under hybrid sharding with a sharded optimizer a gather has two stages: over the outer ranks, once
 after every optimizer step, then over the ranks that share the bucket.
 
@@ -33,7 +36,7 @@ import torch
 
 from megatron.core.comm.collectives import Pending, all_gather, all_gather_async, poison_
 from megatron.core.device import Event, Stream, current_stream, new_event, new_stream, on_stream
-from megatron.core.weight_gather.handle import Bucket, bytes_of_units
+from megatron.core.weight_gather.handle import Bucket, bytes_leased
 from megatron.core.weight_gather.plan import GatherPlan, Trace, compile_plan
 
 #: A size class is at most 1/64 above what was asked for, and a multiple of so many elements.
@@ -210,13 +213,14 @@ class Gatherer:
     """Gather the buckets of a store.
 
     Args:
-        buckets: all of the store, of one kind but for those that are alone, which stay as they are.
+        buckets: all stored in shards, or none of them; those that are alone stay as they are.
         prefetch: gather ahead of need; False gathers when a bucket is needed.
         ahead: bytes gathered ahead beyond the next bucket.
         poison: fill unused buffers with NaN.
 
     Attributes:
-        budget: bytes that leased weights may take: two units, the weights outside units, `ahead`.
+        budget: bytes that leased weights may take: two units, the weights outside units, `ahead`;
+            two weights and `ahead` where each is gathered by itself over gtp.
         counts: see `GatherCounts`.
     """
 
@@ -233,8 +237,7 @@ class Gatherer:
         self.sizes = [bucket.whole_bytes for bucket in self.buckets]
         self.budget = sum(self.sizes)
         if self.leases:
-            root, unit = bytes_of_units(self.buckets)
-            self.budget = root + (1 + prefetch) * unit + ahead * prefetch
+            self.budget = bytes_leased(self.buckets, prefetch=prefetch) + ahead * prefetch
         self._gathered: dict[int, _Gathered] = {}
         self._outer: dict[int, Pending] = {}
         self._outer_stale: set[int] = set()
@@ -242,8 +245,8 @@ class Gatherer:
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[str, ...], GatherPlan] = {}
         self._program = _Program((), None)
-        for bucket in self.buckets:
-            bucket.source = self
+        for block, bucket in enumerate(self.buckets):
+            bucket.source, bucket.block = self, block
 
     @property
     def planned(self) -> GatherPlan | None:
@@ -334,14 +337,14 @@ class Gatherer:
         """Make a bucket current; what was current before may be released."""
         if self._current is not None and self.leases:
             self._current.current = False
-        again = self._current is bucket and bucket.index in self._gathered
+        again = self._current is bucket and bucket.block in self._gathered
         self._current = bucket
         program = self._program
-        if not program.trace or program.trace[-1] != bucket.index:
-            program.trace.append(bucket.index)
+        if not program.trace or program.trace[-1] != bucket.block:
+            program.trace.append(bucket.block)
         if not again and not self._follow(bucket):
             self._on_demand(bucket)
-        gathered = self._gathered[bucket.index]
+        gathered = self._gathered[bucket.block]
         if gathered.pending is not None:
             gathered.pending.wait()
             gathered.pending = None
@@ -360,11 +363,11 @@ class Gatherer:
                 continue  # nobody else has written it
             bucket.current = False
             if bucket.outer_shards:
-                self._outer_stale.add(bucket.index)
+                self._outer_stale.add(bucket.block)
 
     def is_late(self, bucket: Bucket) -> bool:
         """Return whether updates by other ranks of what this rank stores have not arrived."""
-        return bucket.index in self._outer_stale or not (bucket.sharded or bucket.current)
+        return bucket.block in self._outer_stale or not (bucket.sharded or bucket.current)
 
     def start_early(self) -> None:
         """Start the gathers of the next step's first need without waiting for any."""
@@ -372,7 +375,7 @@ class Gatherer:
         if plan is not None:
             first = plan.prologue
         else:  # what was declared first and is not here
-            first = tuple(b.index for b in reversed(self.buckets) if not b.current)[:1]
+            first = tuple(b.block for b in reversed(self.buckets) if not b.current)[:1]
         for index in first:
             if index in self._outer_stale:
                 self._gather_outer(self.buckets[index])
@@ -383,10 +386,10 @@ class Gatherer:
         """Gather every bucket in the order of forward and wait, releasing leases on the way."""
         self._start_outer()
         for bucket in reversed(self.buckets):
-            if not bucket.current and bucket.index not in self._gathered:
+            if not bucket.current and bucket.block not in self._gathered:
                 self._issue(bucket)
                 if self.leases:
-                    self._release(bucket.index)
+                    self._release(bucket.block)
         self.wait()
         for index in self._gathered:
             self.buckets[index].current = not self.leases
@@ -433,7 +436,7 @@ class Gatherer:
         if program.plan is None or program.segment is None:
             return False
         planned = program.plan.consumes
-        if program.cursor >= len(planned) or planned[program.cursor].block != bucket.index:
+        if program.cursor >= len(planned) or planned[program.cursor].block != bucket.block:
             self.counts.mismatches += 1
             program.plan = None
             return False
@@ -446,14 +449,14 @@ class Gatherer:
 
     def _on_demand(self, bucket: Bucket) -> None:
         """Gather a bucket that no plan foresaw, releasing what has been there longest."""
-        if bucket.index in self._gathered:
+        if bucket.block in self._gathered:
             return
         self.counts.on_demand += 1
         self.stream.wait_stream(current_stream(self.arena.device))
         if self.leases:
             held = sum(self.sizes[i] for i in self._gathered)
             for index in list(self._gathered):
-                if held + self.sizes[bucket.index] <= self.budget:
+                if held + self.sizes[bucket.block] <= self.budget:
                     break
                 self._release(index)
                 held -= self.sizes[index]
@@ -468,7 +471,7 @@ class Gatherer:
 
     def _issue(self, bucket: Bucket) -> None:
         """Start a bucket's gather on the gather stream."""
-        shard, index = bucket.weights.shard(), bucket.index
+        shard, index = bucket.weights.shard(), bucket.block
         with on_stream(self.stream):
             if index in self._outer_stale:
                 self._gather_outer(bucket)
@@ -485,14 +488,14 @@ class Gatherer:
             self.counts.peak_bytes = max(self.counts.peak_bytes, self.arena.live_bytes)
 
     def _gather_outer(self, bucket: Bucket) -> None:
-        self._outer_stale.discard(bucket.index)
+        self._outer_stale.discard(bucket.block)
         with on_stream(self.stream):
             pending = all_gather_async(bucket.owned, bucket.outer, out=bucket.weights.shard())
-        self._outer[bucket.index] = pending
+        self._outer[bucket.block] = pending
 
     def _start_outer(self) -> None:
         for bucket in reversed(self.buckets):
-            if bucket.index in self._outer_stale:
+            if bucket.block in self._outer_stale:
                 self._gather_outer(bucket)
 
     def _release(self, index: int) -> None:

@@ -27,6 +27,9 @@ optim_grads                            of declaration (backward's order: early o
 optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit; by
                                        weight: a matrix and the vectors declared after it
 
+Generalized tensor parallelism stores matrices in shards under the other strategies too: each is a
+bucket that gtp (egtp) ranks share, and whose shards the data-parallel replicas hold.
+
 Dense weights and experts have different data-parallel groups, and thus different buckets; so have
 weights of different dtypes. A bucket whose data-parallel group is one rank is stored whole under
 every strategy, and neither gathered nor reduced.
@@ -36,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,7 +114,7 @@ class Bucket:
         handles: they, in the order in which they lie.
         groups: who shares it.
         weights: the whole or this rank's shard.
-        placement: which axes shard what; none if the bucket's data-parallel group is this rank.
+        placement: which axes shard which role; none if its data-parallel group is this rank.
 
     Attributes:
         name: of its unit, or of its first and last weight.
@@ -120,11 +123,14 @@ class Bucket:
         owned_range: the elements that this rank's optimizer updates.
         outer_shards: the outer ranks own different parts of the same shard.
         group: the ranks that share it; each owns one of `group.size` ranges of it.
-        outer: the ranks that hold the same range, under hybrid sharding; one rank otherwise.
+        outer: the ranks that hold the same range, under hybrid sharding and generalized tensor
+            parallelism; one rank otherwise.
         alone: nobody else has it: it is stored whole, and neither gathered nor reduced.
         sharded: this rank stores one shard only.
+        gtp: it is a weight sharded over gtp or egtp.
         current: handles may read what is bound without asking anybody.
         source: whom to ask otherwise.
+        block: its number in the plan of that source.
     """
 
     def __init__(
@@ -144,10 +150,11 @@ class Bucket:
         self.placement = placement
         self.group, self.outer = groups.shared, groups.outer
         self.alone = self.group.size * self.outer.size == 1
+        self.gtp = plan.gtp
         self.sharded = weights.placement is BufferPlacement.SHARDED
         start, stop = weights.shard_range if placement.optimizer else (0, layout.numel)
         self.outer_shards = groups.outer.size > 1 and any(
-            axis in placement.optimizer for axis in OUTER_LANES
+            axis in placement.optimizer for axis in groups.outer_axes
         )
         if self.outer_shards:
             part = (stop - start) // groups.outer.size
@@ -156,6 +163,7 @@ class Bucket:
         self.owned_range = start, stop
         self.current = not self.sharded
         self.source: WeightSource | None = None
+        self.block = index
         for handle in handles:
             handle.bucket = self
         if not self.sharded:
@@ -213,18 +221,24 @@ class Bucket:
         return found + ([(at, self.layout.numel)] if at < self.layout.numel else [])
 
 
-def bytes_of_units(buckets: Iterable[Bucket]) -> tuple[int, int]:
-    """Return the bytes of the buckets outside units, and of the largest unit, of those that ranks
-    share: its dense weights and its experts, which it needs in turn."""
+def bytes_leased(buckets: Iterable[Bucket], *, prefetch: bool) -> int:
+    """Return the bytes that gathered weights need at a time, of the buckets that ranks share.
+
+    The buckets outside units and one unit, its dense weights and its experts, which it needs in
+    turn; of weights sharded over gtp the largest one. With `prefetch` another unit or weight.
+    """
+    shared = [bucket for bucket in buckets if not bucket.alone]
+    if all(bucket.gtp for bucket in shared):
+        return sum(sorted(bucket.whole_bytes for bucket in shared)[-1 - prefetch :])
     root = 0
     largest = {False: 0, True: 0}
-    for bucket in buckets:
+    for bucket in shared:
         expert = bucket.handles[0].sharding.expert
-        if bucket.root and not bucket.alone:
+        if bucket.root:
             root += bucket.whole_bytes
-        elif not bucket.alone:
+        else:
             largest[expert] = max(largest[expert], bucket.whole_bytes)
-    return root, sum(largest.values())
+    return root + (1 + prefetch) * sum(largest.values())
 
 
 class GradientSink(Protocol):
@@ -619,8 +633,8 @@ class Storage:
         return placement(self.strategy, self.outer)
 
     def effective(self, groups: ProcessGroupCollection) -> Placement:
-        """Return the placement on these ranks: none where the data-parallel groups of dense weights
-        and of experts both have one rank.
+        """Return the strategy's placement on these ranks: none where the data-parallel groups of
+        dense weights and of experts both have one rank.
 
         Where only one of the two has one rank, its buckets have no placement of their own.
         """
@@ -638,12 +652,14 @@ class BucketPlan:
         handles: in the order in which backward fills them.
         root: they belong to no unit.
         part: the model chunk that they belong to.
+        gtp: it is a weight that is sharded over gtp or egtp.
     """
 
     name: str
     handles: list[WeightHandle]
     root: bool
     part: int = 0
+    gtp: bool = False
 
 
 def bucket_plans(
@@ -654,36 +670,38 @@ def bucket_plans(
     parts: Mapping[str, int],
     storage: Storage,
     cut: bool,
+    gtp: Collection[str] = (),
 ) -> list[BucketPlan]:
     """Divide weights into buckets, each of one data-parallel group, one dtype and one model chunk.
 
     A weight of several pipeline stages has a bucket to itself: its owners then lay it out alike,
-    and hold the same ranges of it, whatever else they have.
+    and hold the same ranges of it, whatever else they have. So has a weight sharded over gtp.
 
     Args:
         handles: in order of declaration.
         plans: by weight name.
         units: the unit of each weight by name; None if it is in none.
         parts: the part of each weight by name.
-        cut: weights are stored in shards; else buckets are filled by bytes.
+        cut: the strategy stores weights in shards; else buckets are filled by bytes.
+        gtp: names of the weights that are sharded over gtp or egtp.
 
     Returns:
         In the order in which backward fills them.
     """
     found: list[BucketPlan] = []
-    opened: dict[tuple[str, torch.dtype], list[WeightHandle]] = {}
+    opened: dict[tuple[str, torch.dtype, bool], list[WeightHandle]] = {}
     unit: str | None = None
     part = 0
 
-    def close(kind: tuple[str, torch.dtype]) -> None:
+    def close(kind: tuple[str, torch.dtype, bool]) -> None:
         members = opened.pop(kind)
         first, last = members[-1].name, members[0].name
         name = unit or (first if first == last else f"{first} ... {last}")
-        found.append(BucketPlan(name, members, unit is None, part))
+        found.append(BucketPlan(name, members, unit is None, part, kind[-1]))
 
     # Backward goes through the last model chunk first, in whatever order they were declared.
     for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
-        kind = plans[handle.name].lanes, handle.dtype
+        kind = plans[handle.name].lanes, handle.dtype, handle.name in gtp
         shared = len(set(handle.sharding.stages)) > 1
         if shared or parts[handle.name] != part:
             for other in list(opened):
@@ -699,7 +717,7 @@ def bucket_plans(
         else:
             size = sum(4 * math.prod(h.shape) for h in opened[kind])
             full = size >= storage.bucket_bytes
-        if full or shared:
+        if full or shared or handle.name in gtp:
             close(kind)
     for kind in list(opened):
         close(kind)
@@ -708,15 +726,31 @@ def bucket_plans(
 
 @dataclass(frozen=True)
 class BucketGroups:
-    """Who shares a bucket: its owners, the ranks that hold the same range, and who gathers it."""
+    """Who shares a bucket: its owners, the ranks that hold the same range, and who gathers it.
+
+    `outer_axes` are the data axes that `outer` spans, as a placement names them.
+    """
 
     shared: Group
     outer: Group
     gather: Group
+    outer_axes: tuple[str, ...] = OUTER_LANES
 
     @staticmethod
-    def of(groups: ProcessGroupCollection, lanes: str, placement: Placement) -> BucketGroups:
-        """Choose the data-parallel groups ("lanes" or "expert_lanes") of a placement."""
+    def of(
+        groups: ProcessGroupCollection, lanes: str, placement: Placement, *, gtp: bool = False
+    ) -> BucketGroups:
+        """Choose the groups of a placement on data-parallel ranks ("lanes" or "expert_lanes").
+
+        Args:
+            gtp: of a weight that gtp or egtp shards.
+        """
+        if gtp:
+            expert = lanes.startswith("expert")
+            shared, replicas = ("egtp", "edp") if expert else ("gtp", "dp_cp")
+            return BucketGroups(
+                groups[shared], groups[replicas], groups[f"{shared}_gather"], ("cp", "dp_inner")
+            )
         alone = Group.single("outer", groups.rank)
         hybrid = groups.grid.instances > 1 and bool(placement.optimizer)
         shared = groups[lanes.replace("lanes", "inner_lanes") if hybrid else lanes]

@@ -84,12 +84,13 @@ class StoreModule(nn.Module):
     @property
     def _shard(self) -> str | None:
         """Which part of the logical weights this rank stores; None is all of them."""
-        grid, placed = self.store.groups.grid, self.store.placement.weight
+        grid = self.store.groups.grid
         if grid.world_size == 1:
             return None
         here = self.store.groups.coordinates
         cut = " x ".join(f"{axis} {here[axis]} of {grid.size(axis)}" for axis in here)
-        return f"{cut}, weights {'cut over ' + ', '.join(placed) if placed else 'whole'}"
+        placed = sorted({axis for b in self.store.buckets for axis in b.placement.weight})
+        return f"{cut}, weights {'sharded over ' + ', '.join(placed) if placed else 'whole'}"
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

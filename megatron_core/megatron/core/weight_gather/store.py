@@ -68,8 +68,8 @@ class WeightStore:
 
     Attributes:
         storage: how they were laid out.
-        placement: what of them is sharded over the data-parallel ranks: nothing on a single one.
-            Buckets of which this rank has no sharers are whole, see `Bucket.placement`.
+        sharded: some role of some weights is sharded over data-parallel ranks, gtp among them; see
+            `Bucket.placement`.
         states: fp32 tensors of the model that are no weights, by name.
         buckets: none if this rank has no weights, which also is a store.
         materialized: `materialize` has been called.
@@ -92,9 +92,8 @@ class WeightStore:
         self.states: dict[str, torch.Tensor] = {}
         self.plans: dict[str, GradientPlan] = {}
         self.buckets: list[Bucket] = []
-        self.materialized = self.has_engine = False
+        self.materialized = self.has_engine = self.sharded = False
         self.storage = Storage()
-        self.placement = Placement()
         self._deferral = Deferral()
         self._init: dict[str, InitSpec] = {}
         self._units: dict[str, str | None] = {}
@@ -203,17 +202,19 @@ class WeightStore:
             raise ValueError("the store is already materialised")
         self.materialized = True
         self.storage = storage = storage or Storage()
-        self.placement = storage.effective(self.groups)
+        strategy, grid = storage.effective(self.groups), self.groups.grid
+        self.sharded = bool(strategy.optimizer) or grid.gtp * grid.egtp > 1
         plans = bucket_plans(
             self.handles.values(),
             self.plans,
             units=self._units,
             parts=self._parts,
             storage=storage,
-            cut=bool(self.placement.weight),
+            cut=bool(strategy.weight),
+            gtp={n for n, h in self.handles.items() if h.sharding.is_gtp_sharded(grid, strategy)},
         )
         for plan in plans:
-            bucket = self._bucket(plan)
+            bucket = self._bucket(plan, strategy)
             self.buckets.append(bucket)
             for handle, member in bucket.members():
                 low, high = bucket.weights.stored_range
@@ -290,14 +291,16 @@ class WeightStore:
         """Logical parameters of all that was declared (each weight once, no padding)."""
         return sum(math.prod(s.shape) for h in self.handles.values() for s in h.sharding.segments)
 
-    def _bucket(self, plan: BucketPlan) -> Bucket:
-        """Allocate a bucket."""
+    def _bucket(self, plan: BucketPlan, strategy: Placement) -> Bucket:
+        """Allocate a bucket of the store under a strategy."""
         # Weights without decay last: the optimizer then sees two ranges a bucket, not one a weight.
         handles = sorted(plan.handles, key=lambda h: not h.sharding.weight_decay)
         lanes = self.plans[handles[0].name].lanes
         # The data-parallel group of experts may have one rank, with nobody to share with.
-        placement = self.placement if self.groups[lanes].size > 1 else Placement()
-        groups = BucketGroups.of(self.groups, lanes, placement)
+        placement = Placement()
+        if self.groups[lanes].size > 1:
+            placement = handles[0].sharding.placement(self.groups.grid, strategy)
+        groups = BucketGroups.of(self.groups, lanes, placement, gtp=plan.gtp)
         layout = BufferLayout.of(
             [(h.name, h.shape) for h in handles],
             parts=groups.shared.size,
@@ -374,7 +377,7 @@ def _chunks(store: WeightStore, handle: WeightHandle) -> list[TensorChunk]:
     start, stop = max(member.start, low), min(member.stop, high)
     if start >= stop:
         return []
-    replicas = _replicas(store, handle, store.placement.weight)
+    replicas = _replicas(store, handle, bucket.placement.weight)
     return [
         TensorChunk(
             name=held.name,
@@ -398,7 +401,7 @@ def empty_range(store: WeightStore) -> OwnedRange:
         undecayed=(),
         counted=(),
         boxes=(),
-        norm_group="world" if store.placement.optimizer else "model",
+        norm_group="world" if store.sharded else "model",
     )
 
 
@@ -413,7 +416,7 @@ def owned_range(
         gradients: of the owned range [high - low].
     """
     low, high = bucket.owned_range
-    sharded_axes = store.placement.optimizer
+    sharded_axes = bucket.placement.optimizer
     decayed: list[tuple[int, int]] = []
     undecayed: list[tuple[int, int]] = []
     counted: list[tuple[int, int]] = []
@@ -440,8 +443,8 @@ def owned_range(
         undecayed=tuple(undecayed),
         counted=tuple(counted),
         boxes=tuple(boxes),
-        norm_group="world" if sharded_axes else "expert_model" if sharding.expert else "model",
-        replicas=math.prod(grid.size(axis) for axis in uncut) if sharded_axes else 1,
+        norm_group="world" if store.sharded else "expert_model" if sharding.expert else "model",
+        replicas=math.prod(grid.size(axis) for axis in uncut) if store.sharded else 1,
     )
 
 

@@ -155,7 +155,8 @@ def planned_gathers(engine: DataParallel) -> list[int] | None:
     counts = Counter(gatherer.planned.prologue)
     for consume in gatherer.planned.consumes:
         counts.update(consume.issue)
-    return [counts[bucket.index] for bucket in gatherer.buckets]
+    blocks = {bucket.index: block for block, bucket in enumerate(gatherer.buckets)}
+    return [counts[blocks.get(bucket.index, -1)] for bucket in engine.store.buckets]
 
 
 def wanted_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:

@@ -64,6 +64,7 @@ class SmallModel:
                 SHAPES[name],
                 gradient={"tp": "identical"},
                 weight_decay=len(SHAPES[name]) > 1,
+                gtp=len(SHAPES[name]) > 1,
             )
             self.store.declare(sharding, InitSpec.normal(0.6))
 

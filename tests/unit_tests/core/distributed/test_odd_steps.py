@@ -70,7 +70,7 @@ def frozen(groups: Groups, config: Config) -> None:
         alone = all(handle.name in names for handle in lonely.handles)
         assert (lonely.index in trained) != alone
         reduced = [r for r in records if r.kind in ("all_reduce", "reduce_scatter")]
-        assert len(reduced) % len(trained) == 0
+        assert len(reduced) % len(trained) == 0 or engine.gatherer.leases
         if engine.gatherer is not None and not engine.gatherer.leases and alone:
             assert lonely.current, "what nobody writes is never gathered"
 
@@ -311,9 +311,12 @@ def narrow(groups: Groups, config: Config) -> None:
             assert_gradients(engine, reference.gradients(indices), bound=len(indices) * 2**-7)
             kinds = {r.kind for r in records if r.dtype == "bfloat16"}
             sums = "all_to_all" if wide else "reduce_scatter"
-            assert kinds == {sums if engine.sharded else "all_reduce"}
+            over_gtp = any(entry.bucket.gtp for entry in engine.buckets)
+            wanted = {sums} if engine.sharded else {"all_reduce"}
+            assert kinds == (wanted | {"reduce_scatter"} if over_gtp and not wide else wanted)
         wanted_dtype = torch.float32 if wide or engine.placement.gradient else torch.bfloat16
-        assert {o.gradients.dtype for o in engine.owned()} == {wanted_dtype}
+        for entry in engine.buckets:  # what is kept in shards over microbatches is fp32
+            assert entry.gradients.dtype is (torch.float32 if entry.cut else wanted_dtype)
 
 
 def narrow_weights(groups: Groups, config: Config) -> None:
@@ -329,7 +332,7 @@ def narrow_weights(groups: Groups, config: Config) -> None:
         # activations round to 8 bits at every product
         assert_gradients(engine, reference.gradients(indices), bound=4e-2)
         gathered = {r.dtype for r in records if r.kind == "all_gather"} - {"int64"}
-        assert gathered == ({"bfloat16"} if engine.sharded else set())
+        assert gathered == ({"bfloat16"} if engine.gatherers else set())
         reduced = {r.dtype for r in records if r.kind in ("all_reduce", "reduce_scatter")}
         assert reduced == {"float32"}
     assert {o.gradients.dtype for o in engine.owned()} == {torch.float32}
@@ -352,7 +355,16 @@ CASES: tuple[Callable[[Groups, Config], None], ...] = (
 
 def all_strategies(rank: int, world: int, case: Callable[[Groups, Config], None]) -> None:
     """Run a case for every strategy: plainly, then with early gathers and late collectives."""
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    run_case(ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank), case)
+
+
+def weights_over_gtp(rank: int, world: int, case: Callable[[Groups, Config], None]) -> None:
+    """The same where two ranks shard the matrices over gtp."""
+    run_case(ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank), case)
+
+
+def run_case(groups: Groups, case: Callable[[Groups, Config], None]) -> None:
+    """Run a case for every strategy, twice."""
     for strategy in STRATEGIES:
         case(groups, {"strategy": strategy})
         config: Config = {"strategy": strategy, "overlap_param_gather": strategy != "no_shard"}
@@ -367,6 +379,11 @@ def all_strategies(rank: int, world: int, case: Callable[[Groups, Config], None]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_on_two_lanes(case: Callable[[Groups, Config], None]):
     run_ranks(all_strategies, 2, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_two_gtp_ranks(case: Callable[[Groups, Config], None]):
+    run_ranks(weights_over_gtp, 2, case)
 
 
 def disagreeing(rank: int, world: int) -> None:

@@ -144,7 +144,7 @@ BUGS = {
         ZERO2,
     ),
     "the outer gather is skipped": bug(
-        GATHERER, "Gatherer.invalidate", "self._outer_stale.add(bucket.index)", "pass", HYBRID, 4
+        GATHERER, "Gatherer.invalidate", "self._outer_stale.add(bucket.block)", "pass", HYBRID, 4
     ),
     "the inner gather does not wait for the outer": bug(
         GATHERER,
@@ -215,7 +215,7 @@ BUGS = {
     "gathers on demand never make room": bug(
         GATHERER,
         "Gatherer._on_demand",
-        "if held + self.sizes[bucket.index] <= self.budget:",
+        "if held + self.sizes[bucket.block] <= self.budget:",
         "if True:",
         {**ZERO3, "overlap_param_gather": False},
     ),

@@ -27,6 +27,10 @@ _HARMLESS = [flag.option for flag in NO_EFFECT]
 PRESENT = ("--transformer-impl=transformer_engine",)
 
 
+#: Position embeddings that are here; "(default)" is upstream's, learned_absolute, as it is here.
+POSITIONS = ("(default)", "learned_absolute", "rope", "yarn", "none")
+
+
 @dataclass(frozen=True)
 class Figures:
     """What is accepted.
@@ -78,15 +82,8 @@ def _flags(text: str) -> Iterator[list[str]]:
             yield [name, *value.strip("[]").split()] if equals else [name]
 
 
-def figures(
-    as_if: Collection[str] = (), *, positions: Collection[str] = ("rope", "yarn", "none")
-) -> Figures:
-    """Return what is accepted, and would be if these flags were, with any value.
-
-    Args:
-        as_if: these flags.
-        positions: position embeddings that count as being here; "(default)" is upstream's.
-    """
+def figures(as_if: Collection[str] = ()) -> Figures:
+    """Return what is accepted, and would be if these flags were, with any value."""
     uses = accepted = configs = unchanged = total = 0
     for row in _rows("flags.tsv"):
         value = row["commonest_values"].split("; ")[0]
@@ -102,7 +99,7 @@ def figures(
         refused.update("=".join([flag[0], " ".join(flag[1:])]).rstrip("=") for flag in words)
         configs += 1
         total += int(row["flags"])
-        unchanged += not words and row["position_embedding"] in positions
+        unchanged += not words and row["position_embedding"] in POSITIONS
     return Figures(uses, accepted, configs, unchanged, total, refused)
 
 

@@ -8,7 +8,7 @@ refused. A program hands in its own table of such flags; they are not options an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -66,22 +66,15 @@ class NoEffectFlag:
         return None
 
 
-def _nothing(given: Mapping[str, Any]) -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class NoEffectTable:
     """The flags of Megatron that a program accepts without effect.
 
     Args:
         flags: they.
-        to_give: told the values given; returns the options that a script with such flags must
-            give, as their default is not Megatron's, and why.
     """
 
     flags: Sequence[NoEffectFlag] = ()
-    to_give: Callable[[Mapping[str, Any]], Mapping[str, str]] = _nothing
 
 
 def take_out(given: MutableMapping[str, Any], table: NoEffectTable, *, strict: bool) -> list[str]:
@@ -95,17 +88,10 @@ def take_out(given: MutableMapping[str, Any], table: NoEffectTable, *, strict: b
     Returns lines to say at the start: the list of them, and the note of each flag that has one.
 
     Raises:
-        ValueError: a flag is refused, with or without `strict`, or an option is not given; all of
-            them in one line.
+        ValueError: flags are refused, with or without `strict`; all of them in one line.
     """
     found = [(flag, given.pop(flag.name)) for flag in table.flags if flag.name in given]
     problems = [flag.problem(value, given, strict=strict) for flag, value in found]
-    if found:
-        problems += [
-            f"missing --{name}: {why}"
-            for name, why in table.to_give(given).items()
-            if name not in given
-        ]
     if refused := [text for text in problems if text is not None]:
         raise ValueError("; ".join(refused))
     parts = []

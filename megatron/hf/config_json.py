@@ -237,6 +237,8 @@ def _flags_of_other(theirs: HuggingFaceModel, config: GPTConfig, flags_of: Flags
     wanted, ours = (flags_of(function_of(model)) for model in (theirs.config, config))
     flags = []
     for name in dict.fromkeys([*wanted, *ours]):
+        if name == "max-position-embeddings":  # is left out with --position-embedding-type
+            continue
         value = wanted.get(name)
         if value == ours.get(name):
             continue

@@ -207,6 +207,7 @@ def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, An
         "num-attention-heads": 8,
         "group-query-attention": True,
         "num-query-groups": 4,
+        "position-embedding-type": "rope",
         "normalization": "RMSNorm",
         "swiglu": True,
         "disable-bias-linear": True,

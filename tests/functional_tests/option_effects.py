@@ -95,7 +95,7 @@ EFFECTS: dict[str, Effect] = {
     "init-method-std": Effect("plan", "0.02", "0.01"),
     "window-size": Effect("plan", "", "5"),
     "softmax-type": Effect("plan", "vanilla", "learnable"),
-    "position-embedding-type": Effect("plan", "rope", "none"),
+    "position-embedding-type": Effect("loss", "rope", "learned_absolute"),
     "rotary-base": Effect("plan", "10000", "500000"),
     "rotary-percent": Effect("plan", "1.0", "0.5"),
     "rotary-seq-len-interpolation-factor": Effect("plan", "", "2"),

@@ -60,7 +60,10 @@ def flags(prefix: Path, more: str = "", *, without: Collection[str] = ()) -> lis
         without: flags that are left out, with their values.
     """
     words, left_out = [], False
-    for word in last_wins([*FLAGS.split(), "--data-path", str(prefix), *more.split()]):
+    given = [*FLAGS.split(), "--data-path", str(prefix), *more.split()]
+    if program_of(given) is pretrain_gpt.PRETRAIN_GPT and not {"--load-hf"} & set(given):
+        given = ["--position-embedding-type", "rope", *given]
+    for word in last_wins(given):
         left_out = word in without if word.startswith("--") else left_out
         words += [] if left_out else [word]
     if not {"--save", "--metrics-file", "--tensorboard-dir"} & set(words):

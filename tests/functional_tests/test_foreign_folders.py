@@ -61,11 +61,15 @@ CLASSIC = dataclasses.replace(
     mlp=MLPConfig(ffn_hidden_size=20, gated=False, activation="gelu", bias=True),
     norm=NormConfig(kind="LayerNorm", epsilon=1e-5),
     tied=True,
+    rope=None,
+    max_position_embeddings=32,
 )
 SIZES = (
     "--num-layers 3 --hidden-size 22 --ffn-hidden-size 20 --num-attention-heads 4 --vocab-size 37 "
-    "--group-query-attention --num-query-groups 2 --kv-channels 6 --max-position-embeddings 32"
+    "--group-query-attention --num-query-groups 2 --kv-channels 6 --max-position-embeddings 32 "
+    "--position-embedding-type rope"
 )
+CLASSIC_FLAGS = SIZES.replace("--position-embedding-type rope", "")  # learned absolute positions
 MODERN_FLAGS = (
     f"{SIZES} --swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm "
     "--untie-embeddings-and-output-weights"
@@ -137,7 +141,7 @@ def test_training_starts_from_a_converted_folder(modern, tmp_path, capsys):
     assert set(losses(tmp_path / "m.jsonl")) == {1, 2}
 
 
-def test_layers_of_their_own_norms_before_layers_and_biases(tmp_path, capsys):
+def test_layers_of_their_own_norms_before_layers_biases_and_positions(tmp_path, capsys):
     saved(tmp_path / "native", CLASSIC)
     ours = stored(tmp_path / "native" / "iter_0000007")
     state = upstream_ends(ours)
@@ -146,7 +150,7 @@ def test_layers_of_their_own_norms_before_layers_and_biases(tmp_path, capsys):
             state[f"decoder.layers.{layer}.{name}"] = value
     dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
     words = f"convert {tmp_path / 'theirs'} {tmp_path / 'out'} --from torch_dist --to native"
-    assert command(capsys, f"{words} {SIZES}")[0] == 0
+    assert command(capsys, f"{words} {CLASSIC_FLAGS}")[0] == 0
     assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "native"))
 
 

@@ -13,7 +13,10 @@ from tests.functional_tests.torchrun_job import torchrun
 TP, SHARDS = "--tensor-model-parallel-size", "--tensor-parallel-num-weight-shards"
 EXPERT_SHARDS = "--expert-tensor-parallel-num-weight-shards"
 STRATEGY = "--data-parallel-sharding-strategy"
-COMMON = "--eval-interval 4 --train-iters 12 --hidden-dropout 0.1 --attention-dropout 0.1"
+COMMON = (
+    "--eval-interval 4 --train-iters 12 --hidden-dropout 0.1 --attention-dropout 0.1 "
+    "--position-embedding-type learned_absolute --max-position-embeddings 30"
+)
 EXPERTS = (
     "--num-experts 4 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 24 "
     "--moe-aux-loss-coeff 0.02 --eval-interval 0 --train-iters 6 "

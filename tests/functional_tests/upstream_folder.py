@@ -69,10 +69,12 @@ def upstream_ends(ours: Tensors) -> Tensors:
         "decoder.final_norm.bias": "decoder.final_layernorm.bias",
     }
     found = {theirs: ours[name] for name, theirs in names.items() if name in ours}
-    return {
+    found = {
         name: torch.cat([value, padding.to(value.dtype)]) if value.dim() == 2 else value
         for name, value in found.items()
     }
+    positions = "embedding.position_embeddings.weight"  # by the same name, without padding
+    return found | ({positions: ours[positions]} if positions in ours else {})
 
 
 def cut(value: torch.Tensor, *, dim: int, pieces: int, rank: int) -> Any:

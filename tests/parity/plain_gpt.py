@@ -18,13 +18,16 @@ from tests.support.inputs import Microbatch
 
 Weights = Mapping[str, torch.Tensor]
 
+_POSITIONS = "embedding.position_embeddings.weight"
+
 #: What a recurrent mixer makes of (weights, name of its block, normalised x, ids of documents).
 Mixer = Callable[[Weights, str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainGPT:
-    """The shape of a decoder: pre-norm blocks, rotary positions, causal grouped-query attention.
+    """The shape of a decoder: pre-norm blocks, causal grouped-query attention, and positions that
+    are rotary unless the weights have learned ones.
 
     Args:
         recurrent: what the first layers have in the place of attention.
@@ -49,6 +52,9 @@ class PlainGPT:
         """Return [b, s, v] for tokens [b, s] of documents [b, s]; None is one a row."""
         ids = torch.zeros_like(tokens) if ids is None else ids
         hidden = weights["embedding.weight"][tokens]  # [b, s, h]
+        if _POSITIONS in weights:
+            first = (ids[:, None, :] < ids[:, :, None]).sum(-1)  # of each token's document
+            hidden = hidden + weights[_POSITIONS][torch.arange(tokens.shape[1]) - first]
         for layer in range(self.layers):
             name = f"decoder.blocks.{2 * layer}"
             if layer < len(self.recurrent):
@@ -98,7 +104,8 @@ class PlainGPT:
         if self.qk_norm:
             query = self.norm_of(weights, f"{name}.attention.query_norm", query)
             key = self.norm_of(weights, f"{name}.attention.key_norm", key)
-        query, key = self._rotated(query), self._rotated(key)
+        if _POSITIONS not in weights:
+            query, key = self._rotated(query), self._rotated(key)
         each = self.heads // self.groups
         key, value = (t.repeat_interleave(each, dim=1) for t in (key, value))  # [b, n, s, d]
         scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)  # [b, n, s, s]

@@ -43,14 +43,16 @@ def sent_by_mixers(row: Row, part: StagePart, rank: int, step: int) -> Sent:
     Args:
         row: of a cp above 1.
         part: what of the model the rank has.
-        rank: global; ranks are numbered tp, cp, dp, pp, the first fastest.
+        rank: global; ranks are numbered tp, gtp, cp, dp, pp, the first fastest.
         step: its number.
     """
     sent = Sent()
     blocks = part.recurrent
     if not blocks.count:
         return sent
-    lane, place = rank // (row["tp"] * row["cp"]) % row["dp"], rank // row["tp"] % row["cp"]
+    rest, over_gtp = divmod(rank // row["tp"], row["gtp"])
+    place = rest % row["cp"]
+    lane = rest // row["cp"] % row["dp"] * row["gtp"] + over_gtp
     forward = blocks.count + blocks.again
     for batch in lane_data(row, lane, step):
         if row["linear_mode"] == "headwise":

@@ -55,6 +55,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "capacity": (None, "probs", "position"),
     "shared": ("none", "plain", "gated"),
     "attention": ("grouped", "latent"),
+    "positions": ("rope", "learned"),
     "predictions": (0, 1, 2),  # depth of multi-token prediction
     "attention_gate": (False, True),
     "mixer": (None, "delta", "mamba"),  # of the first layer, and of further predictions
@@ -88,6 +89,7 @@ LATENT_SETTINGS = {
     "window": None,
     "sinks": False,
     "attention_gate": False,
+    "positions": "rope",
 }
 
 #: What a row without a recurrent mixer has for it, and one without Mamba-2 for its groups.
@@ -107,6 +109,18 @@ def _only_with(
 
 #: Groups are Mamba-2's.
 MAMBA_ALONE = _only_with("mixer", lambda mixer: mixer == "mamba", MAMBA_OFF)
+
+#: A bias of all keys moves all scores of a query alike where nothing is rotated: without a sink its
+#: gradient is exactly zero, and there is nothing to compare.
+LEARNED_POSITIONS = (
+    Constraint(
+        ("positions", "bias"), lambda positions, bias: positions == "rope" or bias == "none"
+    ),
+    Constraint(
+        ("positions", "norm", "qk_norm"),
+        lambda positions, norm, qk: positions == "rope" or not qk or norm == "RMSNorm",
+    ),
+)
 
 _CONSTRAINTS = (
     Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
@@ -138,6 +152,8 @@ _CONSTRAINTS = (
         lambda pp, experts, n: n < 8 or (pp > 1 and experts is None),
     ),
     *_only_with("attention", lambda attention: attention == "grouped", LATENT_SETTINGS),
+    *LEARNED_POSITIONS,
+    Constraint(("positions", "predictions"), lambda p, depths: p == "rope" or depths == 0),
     Constraint(("attention", "bias"), lambda a, bias: a == "grouped" or bias != "qkv"),
     *_only_with("mixer", lambda mixer: mixer is not None, RECURRENCE_OFF),
     *MAMBA_ALONE,
@@ -182,7 +198,7 @@ def rows_for_every_change() -> list[Row]:
     rows = covering_array(
         FACTORS,
         (*_CONSTRAINTS, _worlds(2, 4)),
-        seed=35,
+        seed=37,
         candidates=40,
         start=rows_of_stages_and_lanes() + rows_of_sequences(),
         cost=seconds_of,
@@ -303,6 +319,7 @@ def label(row: Row) -> str:
         *(["late"] if row["link"] == "late" else []),
         *([_label_of_experts(row)] if row["experts"] else []),
         *(["latent"] if row["attention"] == "latent" else []),
+        *(["learned_positions"] if row["positions"] == "learned" else []),
         *([f"predict{row['predictions']}"] if row["predictions"] else []),
         *([_label_of_mixer(row)] if row["mixer"] else []),
     ]

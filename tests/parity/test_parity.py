@@ -14,6 +14,7 @@ from tests.parity.plain_gpt import PlainGPT, step_loss
 from tests.parity.recurrent import epsilon_of, plain_mixers
 from tests.parity.rows import (
     FACTORS,
+    LEARNED_POSITIONS,
     MAMBA_ALONE,
     label,
     row_with,
@@ -138,6 +139,7 @@ MODELS = {
         "mixer",
         "mamba_groups",
         "norm_groups",
+        "positions",
     )
 }
 ONE_RANK = row_with(tp=1, dp=2)
@@ -153,7 +155,9 @@ def _name_of(model):
     return f"{model['mixer'] or 'attention'}-groups{model['groups']}"
 
 
-@pytest.mark.parametrize("model", covering_array(MODELS, MAMBA_ALONE), ids=_name_of)
+@pytest.mark.parametrize(
+    "model", covering_array(MODELS, (*MAMBA_ALONE, *LEARNED_POSITIONS)), ids=_name_of
+)
 @pytest.mark.covers("numbers of a definition", runs="alone")
 def test_the_single_process_trains_as_the_definition(model):
     row = {**ONE_RANK, **model}

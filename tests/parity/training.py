@@ -33,7 +33,7 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig, StepResult
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.pipeline_parallel import Action
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.transformer import MLPConfig, NormConfig, Recompute
+from megatron.core.transformer import MLPConfig, NormConfig, Recompute, RopeConfig
 from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
 from tests.parity.experts import attention_config, moe_config, watched_routes
@@ -140,6 +140,8 @@ def gpt_config(row: Row) -> GPTConfig:
             bias=row["bias"] == "all",
         ),
         norm=NormConfig(kind=row["norm"], epsilon=epsilon_of(row)),
+        rope=RopeConfig() if row["positions"] == "rope" else None,
+        max_position_embeddings=None if row["positions"] == "rope" else SEQUENCE,
         tied=row["tied"],
         hidden_dropout=row["dropout"],
         moe=moe_config(row),

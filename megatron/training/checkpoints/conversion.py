@@ -81,6 +81,12 @@ def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
     wanted = [option for option in options(Config) if option.section in _SECTIONS]
     given = flatten(chosen)
     length = chosen.model.max_position_embeddings or 1
+    learned = chosen.position.position_embedding_type == "learned_absolute"
+    if learned and chosen.model.max_position_embeddings is None:
+        raise ValueError(
+            "missing --max-position-embeddings: --position-embedding-type learned_absolute has a "
+            "vector for each; give it, or another type, such as rope"
+        )
     described = {option.name: given[option.name] for option in wanted}
     config = build(Config, {**described, **_ANY_RUN, "seq-length": length})
     if problems := check(config, 1):

@@ -21,6 +21,7 @@ _LAYERS = "decoder.layers"
 _EXPERTS = re.compile(r"\.(experts|shared_experts|router)\.")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
+_POSITIONS = "embedding.position_embeddings.weight"  # there and here
 _FINAL = "decoder.final_layernorm.weight"
 
 Tensors = Mapping[str, StoredTensor]
@@ -77,6 +78,7 @@ def shape_of_folder(tensors: Tensors) -> dict[str, object]:
         facts["swiglu"] = up[-2] == 2 * down[-1]
     facts["normalization"] = "LayerNorm" if f"{_FINAL[:-6]}bias" in shapes else "RMSNorm"
     facts["untie-embeddings-and-output-weights"] = _HEAD in shapes
+    facts["learned positions"] = shapes[_POSITIONS][0] if _POSITIONS in shapes else None
     facts["qk-layernorm"] = f"{_LAYERS}.self_attention.q_layernorm.weight" in shapes
     for flag, name in (
         ("bias of queries, keys and values", "self_attention.linear_qkv"),
@@ -99,6 +101,7 @@ def shape_of_model(config: GPTConfig) -> dict[str, object]:
         "swiglu": config.mlp.gated,
         "normalization": config.norm.kind,
         "untie-embeddings-and-output-weights": not config.tied,
+        "learned positions": config.max_position_embeddings,
         "qk-layernorm": attention.qk_norm,
         "bias of queries, keys and values": attention.qkv_bias,
         "bias of attention's output": attention.output_bias,
@@ -125,6 +128,9 @@ class _Map:
             rows = found.shape[0] if found is not None and found.shape else 0
             padded = (max(rows, shape[0]), shape[1])
             self._add(Part(theirs, (0, 0), ours, (0, 0), shape), padded, shape)
+        if config.max_position_embeddings is not None:
+            table = (config.max_position_embeddings, config.hidden_size)
+            self._add(Part(_POSITIONS, (0, 0), _POSITIONS, (0, 0), table), table, table)
         for kind in self._norm_kinds():
             size = (config.hidden_size,)
             ours = f"decoder.final_norm.{kind}"

@@ -38,6 +38,7 @@ def check(config: Config, world_size: int) -> list[str]:
             option_checks.attention_problems(config),
             option_checks.expert_problems(config, world_size),
             _rope_scaling(config),
+            _learned_positions(config),
             _kernels(config),
             _recompute(config),
             stages.problems(config, world_size),
@@ -195,7 +196,7 @@ def _heads(config: Config) -> Iterator[str]:
             "change one or give --kv-channels"
         )
     rotated = int(channels * config.position.rotary_percent)
-    if config.position.position_embedding_type != "none" and (rotated % 2 or rotated == 0):
+    if config.position.is_rotary and (rotated % 2 or rotated == 0):
         yield (
             f"{rotated} features per head would be rotated ({flag} {channels} x "
             "--rotary-percent "
@@ -233,6 +234,15 @@ def _rope_scaling(config: Config) -> Iterator[str]:
     slow, fast = position.yarn_beta_slow, position.yarn_beta_fast
     if slow > fast:
         yield f"--yarn-beta-slow {slow} must not be above --yarn-beta-fast {fast}: change one"
+
+
+def _learned_positions(config: Config) -> Iterator[str]:
+    learned = config.position.position_embedding_type == "learned_absolute"
+    if learned and layer_pattern.depths(config):
+        yield (
+            "--position-embedding-type learned_absolute does not go with multi-token prediction, "
+            "which reads tokens without their positions: use rope, yarn or none"
+        )
 
 
 def _kernels(config: Config) -> Iterator[str]:

@@ -166,10 +166,10 @@ def _of_hybrid(config: Config, pattern: Pattern) -> Iterator[str]:
         yield f"--moe-layer-freq has no effect with {FLAG} {pattern.main}: drop it"
     if not has_attention(config):
         position = config.position.position_embedding_type
-        if position != "none":
+        if config.position.is_rotary:
             yield (
                 f"--position-embedding-type {position} is of attention, and {FLAG} {pattern.main} "
-                "has none: use none"
+                "has none: use none or learned_absolute"
             )
 
 

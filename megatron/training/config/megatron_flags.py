@@ -8,8 +8,7 @@ writes, is never a row: it is an option, or it is refused by `megatron.cli.megat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from megatron.cli.no_effect import KINDS, Kind, NoEffectFlag, NoEffectTable
 
@@ -146,17 +145,4 @@ def _rows() -> Iterator[NoEffectFlag]:
 #: What an entry script of training accepts without effect.
 NO_EFFECT: tuple[NoEffectFlag, ...] = tuple(_rows())
 
-#: Options that determine the whole model.
-_MODELS = ("load-hf", "use-checkpoint-args")
-
-
-def to_give(given: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the options that a script of Megatron's must give: left out, they mean another model
-    there."""
-    if any(given.get(name) for name in _MODELS):
-        return {}
-    why = "Megatron's default is learned_absolute, which is not here, ours is rope: give rope"
-    return {"position-embedding-type": f"{why}, yarn or none"}
-
-
-MEGATRON_FLAGS = NoEffectTable(flags=NO_EFFECT, to_give=to_give)
+MEGATRON_FLAGS = NoEffectTable(flags=NO_EFFECT)

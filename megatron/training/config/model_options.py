@@ -256,10 +256,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionConfig:
-    """Rotary position embedding."""
+    """Position embedding."""
 
-    position_embedding_type: Literal["rope", "yarn", "none"] = "rope"
-    """How positions enter attention; yarn is rope with its frequencies stretched by --yarn-*."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = (
+        "learned_absolute"
+    )
+    """How positions enter: learned_absolute adds one of --max-position-embeddings learned vectors
+    to each token's embedding; rope rotates queries and keys; yarn is rope with its frequencies
+    stretched by --yarn-*."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
@@ -289,6 +293,11 @@ class PositionConfig:
     (yarn)."""
     yarn_attention_factor: float | None = None
     """Factor on cosine and sine (yarn); derived: 0.1 x ln(scaling factor) + 1."""
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are rotated."""
+        return self.position_embedding_type in ("rope", "yarn")
 
     def __post_init__(self) -> None:
         require_all(

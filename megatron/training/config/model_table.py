@@ -168,9 +168,15 @@ def _scaling(kind: str, when: Callable[[Flags], bool]) -> Part:
 
 def _position(config: GPTConfig, _: GPTConfig) -> str:
     if config.rope is None:
-        return "none"
+        return "none" if config.max_position_embeddings is None else "learned_absolute"
     scaling = config.rope.scaling
     return "yarn" if scaling is not None and scaling.kind == "yarn" else "rope"
+
+
+def _learned_positions(flags: Flags, name: str) -> int | None:
+    learned = flags["position-embedding-type"] == "learned_absolute"
+    count: int | None = flags[name]
+    return count if learned else None
 
 
 def _is_latent(flags: Flags) -> bool:
@@ -253,7 +259,7 @@ _PARTS = {
         "attention", "transformer:AttentionConfig", lambda f: has_attention(f.config)
     ),
     "rope": Part(
-        "rope", "transformer:RopeConfig", lambda f: f["position-embedding-type"] != "none"
+        "rope", "transformer:RopeConfig", lambda f: f["position-embedding-type"] in ("rope", "yarn")
     ),
     "linear": _scaling("linear", lambda f: f["rotary-seq-len-interpolation-factor"] is not None),
     "llama3": _scaling("llama3", lambda f: f["use-rope-scaling"]),
@@ -336,6 +342,12 @@ MODEL = Table(
         Row("moe-input-jitter-eps", "router.jitter", back=unless(0.0)),
         # Positions
         Row("position-embedding-type", "", back=_position),
+        Row(
+            "max-position-embeddings",
+            "max_position_embeddings",
+            _learned_positions,
+            unless(None),
+        ),
         Row("rotary-base", "rope.base"),
         Row("rotary-percent", "rope.percent"),
         Row("rotary-interleaved", "rope.interleaved", back=unless(False)),

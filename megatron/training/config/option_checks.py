@@ -182,9 +182,8 @@ def _of_attention(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
     yarn = position.position_embedding_type == "yarn"
     yield position, "yarn_", yarn, "--position-embedding-type yarn"
-    turns = position.position_embedding_type != "none"
     for start in ("rotary_", "use_rope_"):
-        yield position, start, turns, "--position-embedding-type rope or yarn"
+        yield position, start, position.is_rotary, "--position-embedding-type rope or yarn"
     latent = config.attention.multi_latent_attention
     for start in ("q_", "kv_", "qk_head_", "qk_pos_", "v_"):
         yield config.attention, start, latent, "--multi-latent-attention"
@@ -277,8 +276,9 @@ def attention_problems(config: Config) -> Iterator[str]:
             yield f"{other} does not go with {flag}: {reason}: drop one"
     if not model.disable_bias_linear:
         yield f"{flag} has no biases: add --disable-bias-linear (MLPs: --add-mlp-bias)"
-    if config.position.position_embedding_type == "none":
-        yield f"--position-embedding-type none does not go with {flag}: use rope or yarn"
+    if not config.position.is_rotary:
+        kind = config.position.position_embedding_type
+        yield f"--position-embedding-type {kind} does not go with {flag}: use rope or yarn"
     # Not above: the options of other models must not wait for torch.
     from megatron.training.config.model_table import part_config
 

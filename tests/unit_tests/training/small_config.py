@@ -9,7 +9,7 @@ from tests.support.arguments import last_wins
 
 ARGUMENTS = (
     "--num-layers 2 --hidden-size 48 --num-attention-heads 6 --seq-length 20 --micro-batch-size 3 "
-    "--train-iters 10 --lr 1e-3 --data-path corpus"
+    "--train-iters 10 --lr 1e-3 --data-path corpus --position-embedding-type rope"
 )
 
 

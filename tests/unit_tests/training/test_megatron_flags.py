@@ -12,13 +12,13 @@ from megatron.cli.launch import Launch
 from megatron.cli.no_effect import KINDS
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import MEGATRON_FLAGS, NO_EFFECT
+from megatron.training.config.model_table import gpt_config
 from megatron.training.pretrain_gpt import read_run
 from tests.support.arguments import last_wins
 from tests.unit_tests.training import small_config as small
 from tests.unit_tests.training.small_config import small_config
 
-#: A script of Megatron must give its position embeddings.
-ARGUMENTS = f"{small.ARGUMENTS} --position-embedding-type rope"
+ARGUMENTS = small.ARGUMENTS
 TWELVE = (
     "--use-mcore-models --attention-softmax-in-fp32 --ckpt-format torch_dist "
     "--distributed-backend nccl --log-timers-to-tensorboard --timing-log-level 0 "
@@ -160,12 +160,10 @@ def test_a_flag_whose_result_would_differ_stays_refused(text):
     assert "no effect" not in str(caught.value)
 
 
-def test_a_script_that_leaves_positions_to_the_default_is_refused(tmp_path):
-    words = [*small.ARGUMENTS.split(), "--use-mcore-models"]
-    with pytest.raises(ValueError, match=r"missing --position-embedding-type: .*learned_absolute"):
-        read_run(words, Launch())
-    read_run([*words, "--position-embedding-type", "rope"], Launch())
-    read_run([*small.ARGUMENTS.split(), "--use-rotary-position-embeddings"], Launch())
-    read_run(small.ARGUMENTS.split(), Launch())  # no script of Megatron's
-    (tmp_path / "run.yaml").write_text("use_mcore_models: true\nposition_embedding_type: none\n")
-    read_run([*small.ARGUMENTS.split(), "--config", str(tmp_path / "run.yaml")], Launch())
+def test_positions_that_a_script_leaves_out_are_those_of_megatron():
+    words = [*small.ARGUMENTS.removesuffix(" --position-embedding-type rope").split()]
+    run = read_run([*words, "--use-mcore-models", "--max-position-embeddings", "32"], Launch())
+    model = gpt_config(run.config, 61)
+    assert (model.rope, model.max_position_embeddings) == (None, 32)
+    rotary = read_run([*words, "--use-rotary-position-embeddings"], Launch())
+    assert gpt_config(rotary.config, 61).max_position_embeddings is None

@@ -109,6 +109,8 @@ class GPTModel(StoreModule):
     Attributes:
         decoders: of this rank's chunks. Chunk c is part c of the store.
         num_chunks: how many there are.
+        position_embedding: of learned absolute positions; None if the model has none or it is on
+            another stage.
         embedding_dropout: after the embedding; None if nothing is dropped or it is elsewhere.
         holds_embedding, holds_head: whether the first chunk starts with the embedding, and the last
             ends with the final norm and the head.
@@ -168,6 +170,7 @@ class GPTModel(StoreModule):
             context=context,
         )
         self._embedding: VocabParallelEmbedding | None = None
+        self.position_embedding: PositionEmbedding | None = None
         self.embedding_dropout: HiddenDropout | None = None
         self._head: VocabParallelHead | None = None
         self.multi_token: MultiTokenPrediction | None = None
@@ -190,6 +193,10 @@ class GPTModel(StoreModule):
         ends = {"store": build.store, "region": build.region, "init": build.init}
         if self.holds_embedding and chunk == 0:
             self._embedding = VocabParallelEmbedding(rows, **ends)
+            if config.max_position_embeddings is not None:
+                self.position_embedding = PositionEmbedding(
+                    config.max_position_embeddings, build=build
+                )
             self.embedding_dropout = HiddenDropout.of(
                 "embedding", config.hidden_dropout, build=build
             )
@@ -315,6 +322,8 @@ class GPTModel(StoreModule):
         if hidden_states is None:
             assert self._embedding is not None
             hidden_states = self._embedding(tokens.t())  # [s, b, h]
+            if self.position_embedding is not None:
+                hidden_states = hidden_states + self.position_embedding(layout)
             if self.embedding_dropout is not None:
                 hidden_states = self.embedding_dropout(hidden_states, layout)
         return self.decoders[chunk](
@@ -414,6 +423,43 @@ class GPTModel(StoreModule):
     def full_logits(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the logits of the whole vocabulary, fp32 [s, b, V], on every tp rank."""
         return self.head.whole(self.logits(tokens, **options))
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions (Vaswani et al. 2017, section 3.5): a [P, h] table, one row a
+    position, whole on every tp rank.
+
+    Args:
+        positions: P.
+    """
+
+    def __init__(self, positions: int, *, build: LayerBuild) -> None:
+        super().__init__()
+        self.positions, self.region = positions, build.region
+        sharding = WeightSharding.of(
+            "embedding.position_embeddings.weight",
+            (positions, build.hidden_size),
+            gradient={"tp": build.region.replicated_gradient},
+        )
+        self.weight = build.store.declare(sharding, build.init)
+
+    def forward(self, layout: SequenceLayout) -> torch.Tensor:
+        """Return [s, b, h] or, where all rows have the same positions, [s, 1, h] (this rank's s/tp
+        under sequence parallelism).
+
+        Raises:
+            ValueError: a position outside of the table, on a CPU; a GPU is not waited for to look.
+        """
+        at = layout.positions  # [s] or [s, b]
+        if at.device.type == "cpu" and at.numel() and int(at.max()) >= self.positions:
+            raise ValueError(
+                f"position {int(at.max())} of a model that has learned {self.positions} positions, "
+                f"0 to {self.positions - 1}: use shorter sequences"
+            )
+        if self.region.scatters:
+            at = at.chunk(self.region.group.size)[self.region.group.rank]  # [s/tp] or [s/tp, b]
+        rows = self.weight.embedding(at)
+        return rows if at.ndim == 2 else rows.unsqueeze(1)
 
 
 def _context(groups: ProcessGroupCollection, backend: Backend) -> ContextParallel:

@@ -37,7 +37,9 @@ class GPTConfig:
         vocab_size: V, without padding.
         attention, mlp, norm: shapes of the parts; attention may be latent, and None where no block
             is one.
-        rope: rotary position embedding; None gives no positions at all.
+        rope: rotary position embedding; None has none.
+        max_position_embeddings: P, positions of a learned absolute position embedding, which is
+            added to that of the tokens; None has none. Without either there are no positions.
         tied: one weight for the embedding and the head.
         hidden_dropout: probability of dropping an element of the embedding or of a block's output.
         init_std: standard deviation of initial weights; output projections have init_std /
@@ -72,6 +74,7 @@ class GPTConfig:
     delta_net: GatedDeltaNetConfig | None = None
     mamba: Mamba2Config | None = None
     mtp_pattern: str = ""
+    max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
         if not self.ffn_pattern and not self.pattern:
@@ -118,7 +121,25 @@ class GPTConfig:
         for recurrent in (self.delta_net, self.mamba):
             if recurrent is not None:
                 found += recurrent.problems(tp, cp=cp, mode=linear_mode)
-        return found + self._rope_problems() + self._expert_problems(tp, etp, ep)
+        return found + self._position_problems() + self._expert_problems(tp, etp, ep)
+
+    def _position_problems(self) -> list[str]:
+        positions = self.max_position_embeddings
+        if positions is None:
+            return self._rope_problems()
+        found = []
+        if positions < 1:
+            found.append(f"max_position_embeddings is {positions}: use a positive integer")
+        if self.rope is not None:
+            found.append("learned positions and rotary ones exclude each other: leave one out")
+        if isinstance(self.attention, LatentAttentionConfig):
+            found.append("latent attention has rotary positions: leave learned ones out")
+        if self.mtp_num_layers > 0:
+            found.append(
+                "multi-token prediction reads tokens by their embedding alone: use rotary "
+                "positions or none"
+            )
+        return found
 
     def _rope_problems(self) -> list[str]:
         if self.rope is None:

@@ -52,6 +52,16 @@ MODELS = {
         mlp=MLPConfig(ffn_hidden_size=40),
         init_std=0.5,
     ),
+    "learned_positions": GPTConfig(
+        num_layers=2,
+        hidden_size=24,
+        vocab_size=VOCABULARY,
+        attention=ATTENTION,
+        mlp=MLPConfig(ffn_hidden_size=40),
+        rope=None,
+        max_position_embeddings=19,  # the longest prompt and its 12 tokens
+        init_std=0.5,
+    ),
 }
 
 

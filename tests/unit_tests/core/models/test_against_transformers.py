@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -167,13 +168,30 @@ def test_logits_loss_and_gradients(case: str):
     with one_thread():
         theirs = their_model(config, kind, extra)
         config = dataclasses.replace(config, hidden_size=theirs.config.hidden_size)
+        compare(config, theirs, lambda named: {our_name(n): w for n, w in named.items()})
+
+
+def compare(
+    config: GPTConfig,
+    theirs: torch.nn.Module,
+    renamed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    *,
+    zeros: Collection[str] = (),
+) -> None:
+    """Compare logits, loss and gradients of an fp64 model with ours of the same weights.
+
+    Args:
+        renamed: returns tensors by our names, as views, from those by the names of `theirs`.
+        zeros: our names of weights whose gradient is exactly zero.
+    """
+    with one_thread():
+        weights = renamed(dict(theirs.named_parameters()))
         ours = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
-        weights = {our_name(n): w for n, w in theirs.named_parameters()}
         targets = pieces(ours, lambda handle: handle.get())
         assert targets.keys() == weights.keys()
         for name, weight in weights.items():
             targets[name].copy_(weight.detach())
-            weight.data.copy_(targets[name])  # the same values, rounded to fp32
+            weight.detach().copy_(targets[name])  # the same values, rounded to fp32
         data = microbatch(
             seed=2, lane=1, index=0, batch=2, sequence=SEQUENCE, vocabulary=VOCABULARY
         )
@@ -197,4 +215,56 @@ def test_logits_loss_and_gradients(case: str):
         {"logits": logits.detach(), "loss": loss.detach(), "nll": nll.detach()},
     )
     gradients = pieces(ours, lambda handle: handle.slot)
-    assert_all_close(gradients, {name: weight.grad for name, weight in weights.items()})
+    wanted = renamed({name: weight.grad for name, weight in theirs.named_parameters()})
+    assert_all_close(gradients, wanted, zeros=zeros)
+
+
+def of_gpt2(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return views of GPT-2's tensors by our names: its matrices are [in, out], and queries, keys
+    and values one of them."""
+    places = {"ln_1": (0, "norm"), "attn.c_proj": (0, "attention.output"), "ln_2": (1, "norm")}
+    places |= {"mlp.c_fc": (1, "mlp.up"), "mlp.c_proj": (1, "mlp.down")}
+    ends = {
+        "wte": "embedding",
+        "wpe": "embedding.position_embeddings",
+        "ln_f": "decoder.final_norm",
+    }
+    found = {}
+    for name, weight in named.items():
+        module, _, kind = name.removeprefix("transformer.").rpartition(".")
+        if module in ends:
+            found[f"{ends[module]}.{kind}"] = weight
+            continue
+        _, layer, place = module.split(".", 2)
+        turned = weight.t() if weight.ndim == 2 else weight
+        if place == "attn.c_attn":
+            parts = zip(("query", "key", "value"), turned.chunk(3), strict=True)
+            at = f"decoder.blocks.{2 * int(layer)}.attention"
+            found |= {f"{at}.{part}.{kind}": rows for part, rows in parts}
+        else:
+            half, ours = places[place]
+            found[f"decoder.blocks.{2 * int(layer) + half}.{ours}.{kind}"] = turned
+    return found
+
+
+def test_learned_absolute_positions_are_those_of_gpt2():
+    transformers = pytest.importorskip("transformers")
+    hidden = HEADS * HEAD_DIM
+    made = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=hidden, n_layer=LAYERS, n_head=HEADS,
+        n_inner=FFN, layer_norm_epsilon=1e-3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    made._attn_implementation = "eager"
+    theirs = transformers.GPT2LMHeadModel(made).double().eval()
+    moved = perturbed(dict(theirs.named_parameters()), seed=1, scale=0.2)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            weight.copy_(moved[name])
+    config = changed(
+        groups=HEADS, attention=ALL_BIASES, mlp=PLAIN_MLP, norm=LAYER_NORM, tied=True, rope=None,
+        hidden_size=hidden, max_position_embeddings=SEQUENCE,
+    )  # fmt: skip
+    # One added to all keys moves all scores of a query alike.
+    biases = [f"decoder.blocks.{2 * layer}.attention.key.bias" for layer in range(LAYERS)]
+    compare(config, theirs, of_gpt2, zeros=biases)

@@ -289,3 +289,29 @@ def bad_sequence(rank: int, world: int) -> None:
 
 def test_a_sequence_that_does_not_divide_over_tp_is_refused():
     run_ranks(bad_sequence, 2)
+
+
+LEARNED = dataclasses.replace(CONFIG, rope=None, max_position_embeddings=8)
+
+
+def test_positions_beyond_those_learned_are_refused():
+    model = GPTModel(LEARNED, SINGLE)
+    tokens = data().tokens
+    model(tokens)
+    layout = SequenceLayout.of_rows(8, positions=torch.arange(8).expand(3, 8) + 1)
+    with pytest.raises(ValueError, match=r"position 8 .* 8 positions"):
+        model(tokens, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"rope": RopeConfig()}, "exclude each other"),
+        ({"mtp_num_layers": 1}, "multi-token prediction"),
+    ],
+)
+def test_learned_positions_that_cannot_be_are_named(changes, words):
+    (problem,) = dataclasses.replace(LEARNED, **changes).problems()
+    assert words in problem
+    assert LEARNED.problems() == []

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An option that is left out means what it means in Megatron-LM, but for those listed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.cli.schema import options
+from megatron.training.config import Config
+from tools.upstream_flags import FOLDER
+
+#: Options whose default is another one, and why.
+DIFFERENT = {
+    "num-query-groups": "none: --group-query-attention asks for it",
+    "moe-layer-freq": "derived: every layer, as 1 is",
+    "split": "derived there: 969,30,1 where --data-path is given",
+    "dataloader-type": "derived there: single",
+    "moe-z-loss-coeff": "0 is none",
+    "moe-input-jitter-eps": "0 is none",
+    "cp-comm-type": "the one that moves least; results are equal up to rounding",
+    "moe-token-dispatcher-type": "the one that moves least; results are equal up to rounding",
+    "moe-shared-expert-overlap": "on; results are equal",
+    "transformer-impl": "TransformerEngine is not used",
+    "exit-signal-handler": "on: SIGTERM saves before it ends the run",
+}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    return str(value)
+
+
+def _same(ours: str, theirs: str) -> bool:
+    try:
+        return float(ours) == float(theirs)
+    except ValueError:
+        return ours == theirs
+
+
+def test_defaults_are_those_of_megatron_but_for_a_list():
+    lines = (FOLDER / "defaults.tsv").read_text(encoding="utf-8").splitlines()
+    upstream = dict(line.split("\t") for line in lines[2:])
+    ours = {option.name: _text(option.default) for option in options(Config)}
+    assert not upstream.keys() - ours.keys()
+    assert len(upstream) > 170
+    found = {name for name, theirs in upstream.items() if not _same(ours[name], theirs)}
+    assert found == DIFFERENT.keys()

@@ -154,7 +154,8 @@ def test_a_model_trained_here_opens_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = train_bpe(["low lower lowest"] * 3, 262, tmp_path / "tokenizer.json")
     shape = "--num-layers 2 --hidden-size 48 --num-attention-heads 4 --kv-channels 10 --swiglu "
-    shape += "--normalization RMSNorm --qk-layernorm --disable-bias-linear --use-rope-scaling --position-embedding-type rope "
+    shape += "--normalization RMSNorm --qk-layernorm --disable-bias-linear --use-rope-scaling "
+    shape += "--position-embedding-type rope "
     shape += f"--tokenizer-model {tmp_path / 'tokenizer.json'}"
     saved, out = tmp_path / "saved", tmp_path / "out"
     run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {shape} --save {saved}")

@@ -134,16 +134,7 @@ class GPTModel(StoreModule):
     ) -> None:
         super().__init__()
         stages, stage, context = groups["pp"].size, groups["pp"].rank, _context(groups, backend)
-        problems = config.problems(
-            tp=groups["tp"].size,
-            cp=context.group.size,
-            engine=context.engine,
-            etp=groups.grid.size("etp"),
-            ep=groups.grid.ep,
-            linear_mode=context.linear_mode,
-        )
-        if problems:
-            raise ValueError("; ".join(problems))
+        _check(config, groups, context)
         split = split or StageSplit.even(
             config.num_layers, stages, layer_blocks=config.layer_blocks
         )
@@ -460,6 +451,20 @@ class PositionEmbedding(nn.Module):
             at = at.chunk(self.region.group.size)[self.region.group.rank]  # [s/tp] or [s/tp, b]
         rows = self.weight.embedding(at)
         return rows if at.ndim == 2 else rows.unsqueeze(1)
+
+
+def _check(config: GPTConfig, groups: ProcessGroupCollection, context: ContextParallel) -> None:
+    """Raise ValueError with everything that is wrong with a model on these ranks."""
+    problems = config.problems(
+        tp=groups["tp"].size,
+        cp=context.group.size,
+        engine=context.engine,
+        etp=groups.grid.size("etp"),
+        ep=groups.grid.ep,
+        linear_mode=context.linear_mode,
+    )
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _context(groups: ProcessGroupCollection, backend: Backend) -> ContextParallel:

@@ -10,6 +10,7 @@ options are aliases.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -400,7 +401,13 @@ def answered_prefixes() -> dict[str, str]:
 
 
 def our_value(flag: str, text: str) -> str:
-    """Return our name of a value, which may be given by Megatron's."""
+    """Return our name of a value, which may be given by Megatron's.
+
+    Megatron's window of 127,0 is the 127 tokens before a token and none after it; ours counts the
+    token too.
+    """
+    if flag == "window-size" and (window := re.fullmatch(r"\(?(\d+), ?0\)?", text)):
+        return str(int(window[1]) + 1)
     return VALUE_NAMES.get(flag, {}).get(text, text)
 
 

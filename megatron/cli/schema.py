@@ -91,7 +91,7 @@ class Option:
         if self.kind is str:
             return self.literal(text, where)
         try:
-            value = self.kind(text)
+            value = self.kind(our_value(self.name, text))
         except ValueError:
             raise ValueError(f"{where} is {text!r}: expected {_NOUN[self.kind]}") from None
         if not math.isfinite(value):

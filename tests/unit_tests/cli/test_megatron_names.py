@@ -138,6 +138,17 @@ def test_values_may_have_megatrons_names_and_are_shown_by_ours():
         small_config("--tokenizer-type TikTokenizer")
 
 
+@pytest.mark.parametrize("text", ["127,0", "(127, 0)", "128"])
+def test_a_window_of_tokens_before_counts_the_token_too(text):
+    assert small_config(f"--window-size {text.replace(' ', '')}").attention.window_size == 128
+
+
+@pytest.mark.parametrize("text", ["127,1", "-1,0", "127,-1"])
+def test_a_window_that_looks_ahead_is_refused(text):
+    with pytest.raises(ValueError, match="window-size"):
+        small_config(f"--window-size {text}")
+
+
 def test_the_tables_name_no_option_and_mend_by_options_alone():
     switches = [f"no-{o.name}" for o in KNOWN.values() if o.kind is bool]
     listed = [*KNOWN, *HARMLESS, *ALIASES, *switches]

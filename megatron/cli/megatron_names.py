@@ -176,7 +176,6 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "suggested-communication-unit-size keep-fp8-transpose-cache"),
     ("exp-avg-dtype", "it stands alone, and masters and gradients are fp32",
      "use-precision-aware-optimizer"),
-    ("decoupled-lr", "--min-lr scales with it", "decoupled-min-lr"),
     ("weight-decay-group", "it goes by weight names", "no-weight-decay-cond-type"),
     ("ddp-bucket-size", "buckets are cut by this size alone",
      "ddp-average-in-collective"),

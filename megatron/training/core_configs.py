@@ -150,7 +150,10 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         adam_eps=chosen.adam_eps,
         exp_avg_dtype=dtypes[chosen.exp_avg_dtype],
         exp_avg_sq_dtype=dtypes[chosen.exp_avg_sq_dtype],
-        lr_factors=_lr_factors(config),
+        decoupled=()
+        if config.schedule.decoupled_lr is None
+        else ("embedding.weight", "head.weight"),
+        lr_factors=name_factors("--lr-group", config.optimizer.lr_group),
         decay_factors=name_factors("--weight-decay-group", chosen.weight_decay_group),
         sgd_momentum=chosen.sgd_momentum,
         muon=_muon_config(config),
@@ -171,16 +174,6 @@ def _muon_config(config: Config) -> MuonConfig:
         split_fused=chosen.muon_split_qkv,
         adam_names=chosen.muon_adam_weights or (),
     )
-
-
-def _lr_factors(config: Config) -> tuple[tuple[str, float], ...]:
-    """Return the factors of --lr-group, then those that --decoupled-lr means."""
-    found = dict(name_factors("--lr-group", config.optimizer.lr_group))
-    if config.schedule.decoupled_lr is not None:
-        own_head = config.model.untie_embeddings_and_output_weights
-        for name in ("embedding.weight", *(("head.weight",) if own_head else ())):
-            found.setdefault(name, config.schedule.decoupled_lr / config.schedule.lr)
-    return tuple(found.items())
 
 
 def loss_scaler(config: Config) -> LossScaler:
@@ -212,6 +205,19 @@ def learning_rate_schedule(run: Run) -> LearningRateSchedule:
         style=cast(DecayStyle, schedule.lr_decay_style.lower()),
         wsd_decay_samples=run.wsd_decay_samples or None,
         wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+
+
+def decoupled_schedule(run: Run) -> LearningRateSchedule | None:
+    """Return the same of embedding and head by --decoupled-lr; None if theirs is the others'."""
+    schedule = run.config.schedule
+    if schedule.decoupled_lr is None:
+        return None
+    least = schedule.decoupled_min_lr
+    return replace(
+        learning_rate_schedule(run),
+        max_lr=schedule.decoupled_lr,
+        min_lr=schedule.min_lr if least is None else least,
     )
 
 

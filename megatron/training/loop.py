@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Literal, Protocol
 
 from megatron.core.optimizer.loss_scaler import LossScaler
-from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
+from megatron.core.optimizer.schedule import LearningRateSchedule
 from megatron.training.config.resolve import Run
 from megatron.training.failures.faults import remember_loss, spike_limit
 from megatron.training.failures.stopping import StopRequests
@@ -35,18 +35,21 @@ class Steps(Protocol):
     """What takes steps and evaluates: `SessionSteps`.
 
     Attributes:
-        lr, weight_decay: schedules over the samples of applied updates.
+        lr: schedule over the samples of applied updates.
         scaler: of the loss.
         window: gathers what is logged.
     """
 
     lr: LearningRateSchedule
-    weight_decay: WeightDecaySchedule
     scaler: LossScaler
     window: StepWindow
 
-    def take_step(self, lr: float, weight_decay: float, loss_limit: float) -> StepOutcome:
-        """Train on the next global batch, unless its loss is above the limit."""
+    def take_step(self, update_samples: int, loss_limit: float) -> StepOutcome:
+        """Train on the next global batch, unless its loss is above the limit.
+
+        Args:
+            update_samples: of the applied updates so far, which schedules follow.
+        """
 
     def loss_on(self, split: Literal["validation", "test"]) -> float | None:
         """Return the mean loss over a data set; None if the run has no such set."""
@@ -147,11 +150,10 @@ class TrainingLoop:
         for hooks in self._hooks:
             hooks.on_step_begin(progress.iteration + 1)
         lr = steps.lr.lr(progress.update_samples)
-        decay = steps.weight_decay.weight_decay(progress.update_samples)
         scale = steps.scaler.scale
         limit = spike_limit(config, progress.recent_losses)
         start = time.perf_counter()
-        outcome = steps.take_step(lr, decay, limit)
+        outcome = steps.take_step(progress.update_samples, limit)
         seconds = time.perf_counter() - start
         self._stop.note("step", seconds)
         for hooks in self._hooks:

@@ -13,7 +13,11 @@ import torch
 from megatron.core.datasets.samplers import GPTBatch, PrefetchedBatches
 from megatron.core.device import pin
 from megatron.core.models.gpt import Ahead, shifted
-from megatron.training.core_configs import learning_rate_schedule, weight_decay_schedule
+from megatron.training.core_configs import (
+    decoupled_schedule,
+    learning_rate_schedule,
+    weight_decay_schedule,
+)
 from megatron.training.data.data_sets import read_ahead, training_batches, validation_batches
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.monitoring.flops import visible_square
@@ -96,6 +100,7 @@ class SessionSteps:
 
     Attributes:
         lr, weight_decay: schedules over the samples of applied updates.
+        decoupled_lr: the learning rate of embedding and head, if they have their own.
         scaler: of the loss.
         window: gathers what is logged.
     """
@@ -106,18 +111,23 @@ class SessionSteps:
         self._division = session.run.division
         self._depths = 0 if model.multi_token is None else model.config.mtp_num_layers
         self.lr = learning_rate_schedule(session.run)
+        self.decoupled_lr = decoupled_schedule(session.run)
         self.weight_decay = weight_decay_schedule(session.run)
         self.scaler, self.window = session.optimizer.scaler, session.window
 
-    def take_step(self, lr: float, weight_decay: float, loss_limit: float) -> StepReport:
-        """Train on the next global batch, unless its loss is above the limit."""
+    def take_step(self, update_samples: int, loss_limit: float) -> StepReport:
+        """Train on the next global batch, unless its loss is above the limit.
+
+        Args:
+            update_samples: of the applied updates so far, which the schedules follow.
+        """
         run, device, division = self._session.run, self._session.place.device, self._division
         batches = [next(self._batches) for _ in range(run.num_microbatches)]
         # An estimate where lanes differ: this lane's documents stand for all.
         window = run.config.attention.window_size
-        own = [batch for batch in batches if not batch.filler]
-        squares = sum(squared_lengths(batch, window) for batch in own)
-        samples = sum(batch.num_samples for batch in own)
+        counted = [batch for batch in batches if not batch.filler]
+        squares = sum(squared_lengths(batch, window) for batch in counted)
+        samples = sum(batch.num_samples for batch in counted)
         self._session.window.add_squares(squares * division.samples // samples)
         microbatches = take(
             iter(batches),
@@ -127,10 +137,12 @@ class SessionSteps:
             depths=self._depths,
             step_samples=None if division.is_even else division.samples,
         )
+        own = self.decoupled_lr
         report = self._session.step(
             microbatches,
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=self.lr.lr(update_samples),
+            weight_decay=self.weight_decay.weight_decay(update_samples),
+            decoupled_lr=None if own is None else own.lr(update_samples),
             votes=self._session.place.stop.votes(),
             loss_limit=loss_limit,
         )

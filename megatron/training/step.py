@@ -250,12 +250,14 @@ class TrainStep:
         *,
         lr: float,
         weight_decay: float,
+        decoupled_lr: float | None = None,
         votes: Sequence[float] = (),
         loss_limit: float = math.inf,
     ) -> StepReport:
         """Train on one global batch's local microbatches and update the weights.
 
         Args:
+            decoupled_lr: of embedding and head, if they have a rate of their own.
             votes: numbers to sum over all ranks; they travel with the loss.
             loss_limit: skip the step if its loss is above this; equal on all ranks.
 
@@ -276,7 +278,7 @@ class TrainStep:
         if found.kind == "spike":
             return replace(report, spiked=True)
         self.before_update()
-        result = self.optimizer.step(lr, weight_decay, norm=found.norm)
+        result = self.optimizer.step(lr, weight_decay, norm=found.norm, decoupled_lr=decoupled_lr)
         if result.applied:
             self.engine.start_param_sync()
         return replace(

@@ -331,7 +331,9 @@ class _Watch:
         """Ask the optimizer, not the model."""
         return self.optimizer.grad_norm()
 
-    def step(self, lr: float, weight_decay: float, *, norm: float | None = None) -> StepResult:
+    def step(
+        self, lr: float, weight_decay: float, *, norm: float | None = None, **more: float | None
+    ) -> StepResult:
         """Keep the gradients, without the loss scale.
 
         Raises:
@@ -350,7 +352,7 @@ class _Watch:
             for owned in self.owned
             for p in owned.boxes
         ]
-        return self.optimizer.step(lr, weight_decay, norm=norm)
+        return self.optimizer.step(lr, weight_decay, norm=norm, **more)
 
 
 def rank_of_row(

@@ -41,6 +41,7 @@ _SCHEDULE = {
         "lr",
         "min-lr",
         "decoupled-lr",
+        "decoupled-min-lr",
         "lr-decay-style",
         "lr-decay-iters",
         "lr-decay-samples",

@@ -161,6 +161,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     stats = failures.rerun_mode == "report_determinism_stats"
     yield failures, "rerun_interval", stats, "--rerun-mode report_determinism_stats"
     yield failures, "straggler_factor", failures.log_straggler, "--log-straggler"
+    decoupled = config.schedule.decoupled_lr is not None
+    yield config.schedule, "decoupled_min_", decoupled, "--decoupled-lr"
     optimizer = config.optimizer
     yield config.muon, "muon_", optimizer.optimizer == "muon", "--optimizer muon"
     offloads = optimizer.optimizer_cpu_offload

@@ -160,8 +160,9 @@ class ScheduleConfig:
     min_lr: float = 0.0
     """Lowest learning rate."""
     decoupled_lr: float | None = None
-    """Highest learning rate of embedding and head, after --lr-group; warm-up and --min-lr scale
-    along."""
+    """Highest learning rate of embedding and head, where no --lr-group matches them."""
+    decoupled_min_lr: float | None = None
+    """Lowest learning rate of embedding and head with --decoupled-lr; derived: --min-lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """How the learning rate falls after warm-up."""
     lr_decay_iters: int | None = None
@@ -183,13 +184,25 @@ class ScheduleConfig:
     lr_wsd_decay_samples: int | None = None
     """Samples of the last phase of WSD."""
 
+    def _check_decoupled(self) -> None:
+        most, least = self.decoupled_lr, self.decoupled_min_lr
+        if most is None:
+            return
+        name, least = ("--min-lr", self.min_lr) if least is None else ("--decoupled-min-lr", least)
+        require(least <= most, f"{name} {least} is above --decoupled-lr {most}: lower {name}")
+        require(
+            self.lr_warmup_init <= most,
+            f"--lr-warmup-init {self.lr_warmup_init} is above --decoupled-lr {most}: lower it",
+        )
+
     def __post_init__(self) -> None:
         decays = "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"
         starts = "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init"
         share = self.lr_warmup_fraction
         require_all(
             lambda: positive(self, "lr", "decoupled_lr", *decays),
-            lambda: not_negative(self, "min_lr", *starts),
+            lambda: not_negative(self, "min_lr", "decoupled_min_lr", *starts),
+            self._check_decoupled,
             lambda: require(
                 share is None or 0.0 <= share < 1.0,
                 f"--lr-warmup-fraction is {share}: it must lie in [0, 1)",

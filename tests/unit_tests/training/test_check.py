@@ -74,6 +74,7 @@ from tests.unit_tests.training.small_config import small_config
             1,
             "--yarn-beta-slow 33.0 must not be above --yarn-beta-fast 32.0",
         ),
+        ("--decoupled-min-lr 1e-4", 1, "has no effect without --decoupled-lr"),
         ("--rope-scaling-factor 3", 1, "has no effect without --use-rope-scaling"),
         ("--yarn-beta-fast 64", 1, "has no effect without --position-embedding-type yarn"),
         ("--rerun-interval 3", 1, "no effect without --rerun-mode report_determinism_stats"),

@@ -17,6 +17,7 @@ from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import (
     data_parallel_config,
+    decoupled_schedule,
     learning_rate_schedule,
     loss_scaler,
     optimizer_config,
@@ -122,6 +123,7 @@ def test_optimizer():
         "adam_eps": 1e-6,
         "exp_avg_dtype": torch.float32,
         "exp_avg_sq_dtype": torch.float32,
+        "decoupled": (),
         "lr_factors": (),
         "decay_factors": (),
         "sgd_momentum": 0.5,
@@ -164,15 +166,31 @@ def test_optimizer_groups_and_state():
     )
     chosen = optimizer_config(small_config(flags))
     assert chosen.exp_avg_dtype == chosen.exp_avg_sq_dtype == torch.bfloat16
-    assert chosen.lr_factors == (("head.*", 3.0), ("*.bias", 0.0), ("embedding.weight", 0.5))
+    assert chosen.lr_factors == (("head.*", 3.0), ("*.bias", 0.0))
     assert chosen.decay_factors == (("*norm*", 0.5),)
-    own_head = small_config("--decoupled-lr 1e-3 --lr 1e-3 --untie-embeddings-and-output-weights")
-    assert optimizer_config(own_head).lr_factors == (("embedding.weight", 1), ("head.weight", 1))
+    assert chosen.decoupled == ("embedding.weight", "head.weight")
+    assert optimizer_config(small_config()).decoupled == ()
+
+
+def test_the_decoupled_rate_falls_to_its_own_minimum():
+    flags = "--lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --lr-warmup-init 1e-5"
+    run = resolve(small_config(f"{flags} --decoupled-lr 5e-4 --decoupled-min-lr 2e-4"), 1)
+    schedule = decoupled_schedule(run)
+    batch = run.config.training.global_batch_size
+    assert [schedule.lr(n * batch) for n in (0, 1, 2, 6, 10)] == pytest.approx(
+        [1e-5, (1e-5 + 5e-4) / 2, 5e-4, 3.5e-4, 2e-4]
+    )
+    same = decoupled_schedule(resolve(small_config(f"{flags} --decoupled-lr 5e-4"), 1))
+    assert same.lr(10 * batch) == 1e-4
+    assert decoupled_schedule(resolve(small_config(flags), 1)) is None
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--decoupled-lr 1e-4 --decoupled-min-lr 2e-4", "--decoupled-min-lr 0.0002 is above"),
+        ("--decoupled-lr 1e-4 --min-lr 2e-4", "--min-lr 0.0002 is above --decoupled-lr"),
+        ("--decoupled-lr 1e-4 --lr-warmup-init 2e-4", "--lr-warmup-init 0.0002 is above"),
         ("--lr-group embedding", "--lr-group embedding: give PATTERN=FACTOR"),
         ("--lr-group a=-1", "give PATTERN=FACTOR"),
         ("--weight-decay-group a=1 a=2", "--weight-decay-group has a twice"),

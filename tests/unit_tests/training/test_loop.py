@@ -80,8 +80,8 @@ class Played:
             self.window.restore(window)
         self.stop = StopRequests(pytest.fail)
 
-    def take_step(self, lr, decay, loss_limit):
-        self.rates.append(lr)
+    def take_step(self, update_samples, loss_limit):
+        self.rates.append(self.lr.lr(update_samples))
         outcome = self.outcomes[min(self.progress.iteration, len(self.outcomes) - 1)]
         self.scaler.update(not outcome.applied)
         return outcome
@@ -339,9 +339,9 @@ def test_a_spike_is_skipped_and_its_loss_is_not_remembered():
     limits = []
 
     class Spiky(Played):
-        def take_step(self, lr, decay, loss_limit):
+        def take_step(self, update_samples, loss_limit):
             limits.append(loss_limit)
-            outcome = super().take_step(lr, decay, loss_limit)
+            outcome = super().take_step(update_samples, loss_limit)
             if outcome.loss <= loss_limit:
                 return outcome
             twice = Doubt("spike", "reproduced", (1,), (outcome.loss, outcome.loss), same=True)

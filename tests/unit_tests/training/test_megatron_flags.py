@@ -138,7 +138,7 @@ REFUSED = """
 --moe-router-force-load-balancing --moe-router-padding-for-quantization
 --experimental-attention-variant dsa --linear-attention-freq 3 --dsa-indexer-topk 8
 --use-mup --apply-wd-to-qk-layernorm --no-weight-decay-cond-type qk_layernorm
---decoupled-min-lr 1e-5 --lr-decay-tokens 8 --rampup-batch-size 1 --adam-decoupled
+--lr-decay-tokens 8 --rampup-batch-size 1 --adam-decoupled
 --step-batch-size-schedule 0:384 --decrease-batch-size-if-needed --use-precision-aware-optimizer
 --vocab-extra-ids 100 --tiktoken-pattern v2 --fim-data --fim-rate 0.5
 --full-validation --eval-global-batch-size 8 --skip-train --test-mode --data-sharding

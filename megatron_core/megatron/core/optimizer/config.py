@@ -31,11 +31,35 @@ class UpdateRanges:
         ranges: [start, stop) pairs in order.
         lr_factor: multiplies the step's learning rate.
         decay_factor: multiplies the step's weight decay.
+        decoupled: they have the step's decoupled learning rate.
     """
 
     ranges: tuple[tuple[int, int], ...]
     lr_factor: float
     decay_factor: float
+    decoupled: bool = False
+
+    def lr(self, numbers: StepNumbers) -> float:
+        """Return their learning rate in a step."""
+        return numbers.decoupled_lr if self.decoupled else numbers.lr * self.lr_factor
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of one step.
+
+    Args:
+        lr, weight_decay: before the factors by name.
+        divisor: what gradients are divided by: the loss scale, and what clips them.
+        count: updates, this one included.
+        decoupled_lr: learning rate of the weights whose rate is decoupled.
+    """
+
+    lr: float
+    weight_decay: float
+    divisor: float
+    count: int
+    decoupled_lr: float
 
 
 def factor_problems(factors: NameFactors, *, what: str) -> list[str]:
@@ -72,25 +96,36 @@ def check_patterns(factors: NameFactors, names: Collection[str], *, what: str) -
 
 
 def update_ranges(
-    owned: OwnedRange, *, lr: NameFactors, weight_decay: NameFactors
+    owned: OwnedRange,
+    *,
+    lr: NameFactors,
+    weight_decay: NameFactors,
+    decoupled: Collection[str] = (),
 ) -> list[UpdateRanges]:
     """Divide an owned range into what is updated alike.
 
     Args:
         lr, weight_decay: factors by name; weights without a match keep the default.
+        decoupled: names of weights with the decoupled learning rate, unless they have a factor.
 
     Returns:
         Ranges without overlap; with factors they cover the owned boxes, the padding of a
         vocabulary left out.
     """
-    if not lr and not weight_decay:
+    if not (lr or weight_decay or decoupled):
         both = UpdateRanges(owned.decayed, 1.0, 1.0), UpdateRanges(owned.undecayed, 1.0, 0.0)
         return [one for one in both if one.ranges]
-    found: dict[tuple[float, float], list[tuple[int, int]]] = {}
+    found: dict[tuple[float, float, bool], list[tuple[int, int]]] = {}
     for held in owned.boxes:
         start, stop = held.start, held.stop
         default = 1.0 if any(a <= start < b for a, b in owned.decayed) else 0.0
-        key = _factor(held.name, lr, 1.0), _factor(held.name, weight_decay, default)
+        factor = _factor(held.name, lr, math.nan)
+        own_rate = math.isnan(factor) and held.name in decoupled
+        key = (
+            1.0 if math.isnan(factor) else factor,
+            _factor(held.name, weight_decay, default),
+            own_rate,
+        )
         ranges = found.setdefault(key, [])
         if ranges and ranges[-1][1] == start:
             ranges[-1] = (ranges[-1][0], stop)
@@ -176,6 +211,8 @@ class OptimizerConfig:
         adam_beta1, adam_beta2, adam_eps: Adam's constants.
         exp_avg_dtype, exp_avg_sq_dtype: how Adam's moments are kept between steps, fp32 or bf16;
             every update computes in fp32 and rounds to nearest when it stores.
+        decoupled: names of logical weights that have the learning rate `decoupled_lr` of a step,
+            unless `lr_factors` match.
         lr_factors: (pattern of logical weight names, factor of the learning rate) in order, the
             first match wins.
         decay_factors: the same for weight decay, in place of the rule that biases and norms have
@@ -197,6 +234,7 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
+    decoupled: tuple[str, ...] = ()
     lr_factors: NameFactors = ()
     decay_factors: NameFactors = ()
     sgd_momentum: float = 0.0

@@ -41,8 +41,8 @@ import torch
 
 from megatron.core.boxes import Box
 from megatron.core.comm.collectives import Pending, all_gather, all_reduce, all_to_all_async
-from megatron.core.optimizer.config import MuonConfig
-from megatron.core.optimizer.range_state import RangeState, StepNumbers, matrix_boxes
+from megatron.core.optimizer.config import MuonConfig, StepNumbers, UpdateRanges
+from megatron.core.optimizer.range_state import RangeState, matrix_boxes
 from megatron.core.process_groups import Group
 from megatron.core.weight_sharding import LocalBox, WeightSharding
 
@@ -383,7 +383,7 @@ class Muon:
             for held in state.owned.boxes
             for matrix in matrix_boxes(held)
         ]
-        self._factors = [_factors(state, held) for state, held in self._held]
+        self._updates = [_updates(state, held) for state, held in self._held]
         pieces = self._all_pieces([_described(held, joined) for _, held in self._held])
         if not matrices_of(pieces):
             raise ValueError("optimizer muon has no matrix to update: use adam")
@@ -450,10 +450,10 @@ class Muon:
         """Decay this rank's shards and move them by their updates."""
         for transfer, part in _parts(exchange.receives, arrived):
             state, held = self._held[transfer.piece.index]
-            lr_factor, decay_factor = self._factors[transfer.piece.index]
-            lr = numbers.lr * lr_factor
+            alike = self._updates[transfer.piece.index]
+            lr = alike.lr(numbers)
             master = held.of(state.master)
-            master.mul_(1.0 - lr * numbers.weight_decay * decay_factor).add_(part, alpha=-lr)
+            master.mul_(1.0 - lr * numbers.weight_decay * alike.decay_factor).add_(part, alpha=-lr)
 
     def _buffer(self, counts: Sequence[int]) -> torch.Tensor:
         return torch.empty(sum(counts), dtype=torch.float32, device=self.device)
@@ -523,9 +523,9 @@ def _piece(row: Sequence[int], rank: int, index: int) -> Piece:
     return Piece(Matrix(key, rows, cols), Box((box[0], box[1]), (box[2], box[3])), rank, index)
 
 
-def _factors(state: RangeState, held: LocalBox) -> tuple[float, float]:
-    """Return the factors of the learning rate and of the decay of a box."""
+def _updates(state: RangeState, held: LocalBox) -> UpdateRanges:
+    """Return how a box is updated."""
     for alike in state.updates:
         if any(start <= held.start < stop for start, stop in alike.ranges):
-            return alike.lr_factor, alike.decay_factor
+            return alike
     raise AssertionError(f"{held.name} is in no range that is updated")

@@ -28,12 +28,11 @@ import torch
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import current_stream, new_event, new_stream, on_stream, pin
-from megatron.core.optimizer.config import OptimizerConfig, check_patterns
+from megatron.core.optimizer.config import OptimizerConfig, StepNumbers, check_patterns
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler, LossScaler
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.range_state import (
     RangeState,
-    StepNumbers,
     range_states,
     update_all,
     update_range,
@@ -209,7 +208,12 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self, lr: float, weight_decay: float = 0.0, *, norm: float | None = None
+        self,
+        lr: float,
+        weight_decay: float = 0.0,
+        *,
+        norm: float | None = None,
+        decoupled_lr: float | None = None,
     ) -> StepResult:
         """Clip and apply one update, or skip it on all ranks alike.
 
@@ -217,6 +221,8 @@ class Optimizer:
             lr: learning rate of this step, where no pattern gives a factor.
             weight_decay: decoupled decay of this step, for the ranges that take any.
             norm: what `grad_norm` returned for these gradients; None asks it here.
+            decoupled_lr: learning rate of the weights that the configuration names as decoupled;
+                None is `lr`.
 
         Returns:
             The result; the weights' other shards must then be gathered by the data-parallel engine.
@@ -231,7 +237,8 @@ class Optimizer:
         clip = self.config.clip_grad
         divisor = scale * max(1.0, (norm + 1e-6) / clip) if clip > 0.0 else scale
         self.steps += 1
-        self._apply(StepNumbers(lr, weight_decay, divisor, self.steps))
+        own = lr if decoupled_lr is None else decoupled_lr
+        self._apply(StepNumbers(lr, weight_decay, divisor, self.steps, own))
         return StepResult(True, norm, zeros)
 
     def after_load(self, *, with_state: bool) -> None:

@@ -24,6 +24,7 @@ from megatron.core.device import pin
 from megatron.core.optimizer.config import (
     TOKEN_MATRICES,
     OptimizerConfig,
+    StepNumbers,
     UpdateRanges,
     update_ranges,
 )
@@ -54,7 +55,12 @@ class RangeState:
         self.owned, self.kind, self.on_host = owned, kind, on_host
         self.saves_master = owned.weights.dtype != torch.float32
         self.writes_back = self.saves_master or on_host
-        self.updates = update_ranges(owned, lr=config.lr_factors, weight_decay=config.decay_factors)
+        self.updates = update_ranges(
+            owned,
+            lr=config.lr_factors,
+            weight_decay=config.decay_factors,
+            decoupled=config.decoupled,
+        )
         self.master = owned.weights
         if on_host:
             self.master = self._kept(torch.float32).copy_(owned.weights)
@@ -189,22 +195,6 @@ def _by_kind(owned: OwnedRange, adam_names: Sequence[str]) -> tuple[list[int], l
     return cuts, kinds or ["adam"]
 
 
-@dataclass(frozen=True)
-class StepNumbers:
-    """The numbers of one step.
-
-    Args:
-        lr, weight_decay: before the factors by name.
-        divisor: what gradients are divided by: the loss scale, and what clips them.
-        count: updates, this one included.
-    """
-
-    lr: float
-    weight_decay: float
-    divisor: float
-    count: int
-
-
 def update_all(
     states: Sequence[RangeState], numbers: StepNumbers, *, config: OptimizerConfig
 ) -> None:
@@ -221,7 +211,7 @@ def update_all(
             update_range(state, state.owned.gradients, numbers, config=config)
             continue
         for alike in state.updates:
-            key = alike.lr_factor, alike.decay_factor
+            key = alike.lr(numbers), alike.decay_factor
             found = together.setdefault(key, ([], [], [], []))
             for pieces, flat in zip(found, flats, strict=True):
                 pieces += _pieces(flat, alike)
@@ -231,7 +221,7 @@ def update_all(
             gradients,
             {"exp_avg": first, "exp_avg_sq": second},
             numbers=numbers,
-            lr=numbers.lr * lr,
+            lr=lr,
             decay=numbers.weight_decay * decay,
             config=config,
         )
@@ -251,7 +241,7 @@ def update_range(
         wide = [one.float() for one in _pieces(gradients, alike)]
         moments = {name: _pieces(flat, alike) for name, flat in state.moments.items()}
         opened = {name: [one.float() for one in kept] for name, kept in moments.items()}
-        lr = numbers.lr * alike.lr_factor
+        lr = alike.lr(numbers)
         decay = numbers.weight_decay * alike.decay_factor
         if state.kind == "adam":
             _adam(masters, wide, opened, numbers=numbers, lr=lr, decay=decay, config=config)

@@ -83,6 +83,20 @@ def test_factors_by_name_are_those_of_the_formula():
         assert moved > 1e-4 * found[name].abs().max(), name
 
 
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_decoupled_weights_have_their_own_rate_unless_a_factor_matches(kind):
+    training = Training(
+        ProcessGroupCollection.single(), config(kind=kind, decoupled=("table", "norm", "q", "none"))
+    )
+    start = training.logical()
+    for step in range(STEPS):
+        training.step(drawn(step), lr=0.1, weight_decay=0.1, decoupled_lr=0.03)
+    found = training.logical()
+    wanted = formula(start, FACTORS | {"table": (0.3, 0.0), "norm": (0.3, 2.0)})
+    names = ("norm", "down.bias") if kind == "muon" else SHAPES  # vectors are AdamW's
+    assert_all_close({n: found[n] for n in names}, {n: wanted[n] for n in names}, bound=2e-6)
+
+
 def test_sgd_takes_factors_too():
     training = Training(ProcessGroupCollection.single(), config(kind="sgd"))
     start = training.logical()

@@ -205,7 +205,8 @@ def write_config(
     name = next(name for name, known in DTYPES.items() if known == dtype)
     if base is not None and _says(base, config):
         key = "torch_dtype" if "dtype" not in base and "torch_dtype" in base else "dtype"
-        return {**base, key: name}
+        kept = {field: value for field, value in base.items() if field != "quantization_config"}
+        return {**kept, key: name}
     kind = architecture_of(config, base)
     fields: dict[str, Any] = {
         "architectures": [kind.class_name],

@@ -84,7 +84,7 @@ def import_model(config: ImportConfig) -> None:
     """Write a checkpoint of a folder. Raises ValueError."""
     from megatron.hf.folder import open_folder
     from megatron.hf.model_config import DTYPES, read_folder
-    from megatron.hf.read_weights import left_out
+    from megatron.hf.read_weights import reading_lines
     from megatron.training.checkpoints.hf_import import import_folder
 
     try:
@@ -99,7 +99,7 @@ def import_model(config: ImportConfig) -> None:
     dtype = None if config.dtype is None else DTYPES[config.dtype]
     checkpoint = import_folder(folder, model, config.save, dtype=dtype)
     print(f"imported {config.hf} as {checkpoint}", flush=True)
-    if (line := left_out(folder, model)) is not None:
+    for line in reading_lines(folder, model):
         print(line, flush=True)
     if config.verify:
         _verify(checkpoint, Path(config.hf), dtype, written=checkpoint)

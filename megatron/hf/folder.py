@@ -15,7 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from megatron.core.boxes import Box
 from megatron.core.untrusted_files import link_target, read_json
+from megatron.hf.quantized import SUFFIX, BlockFP8
 from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -87,31 +91,63 @@ class HuggingFaceFolder:
                     raise ValueError(
                         f"{self.path / name} lacks {tensor}, which the index says it holds"
                     )
-            yield OpenTensors({t: opened[name] for t, name in self.files.items()})
+            quantized = BlockFP8.of(self.config, where=str(self.path / CONFIG))
+            yield OpenTensors(
+                {t: opened[name] for t, name in self.files.items()}, quantized=quantized
+            )
 
 
 class OpenTensors:
-    """The tensors of a folder, by name, with the open files that hold them."""
+    """The tensors of a folder, by name, with the open files that hold them.
 
-    def __init__(self, files: Mapping[str, SafetensorsFile]) -> None:
-        self._files = files
+    Quantised ones are what they are once dequantised, and their scales are not among them.
+
+    Args:
+        files: by the tensor's name.
+        quantized: how some are quantised; None if none are.
+
+    Raises:
+        ValueError: quantised tensors and scales do not fit together; names the first of them.
+    """
+
+    def __init__(
+        self, files: Mapping[str, SafetensorsFile], *, quantized: BlockFP8 | None = None
+    ) -> None:
+        self._files, self._quantized = files, quantized
+        self._names = dict.fromkeys(files)
+        if quantized is not None:
+            if problems := quantized.problems(files):
+                more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+                raise ValueError(f"{problems[0]}{more}")
+            for name in files:
+                if name.endswith(SUFFIX):
+                    del self._names[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._names
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._names)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def file(self, name: str) -> SafetensorsFile:
-        """Return the file that holds a tensor."""
-        return self._files[name]
+        return iter(self._names)
 
     def find(self, name: str) -> FoundTensor:
-        """Return what the header states about a tensor."""
-        return self._files[name].tensors[name]
+        """Return what the header states about a tensor, of a quantised one once dequantised."""
+        found = self._files[name].tensors[name]
+        return found if self._quantized is None else self._quantized.seen(found)
+
+    def read_box(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Read the elements of a box of a tensor, and no others, into `target` [*box.sizes].
+
+        Raises:
+            ValueError: a file cannot be read, or a scale is none.
+        """
+        file = self._files[name]
+        if self._quantized is not None and file.tensors[name] != self.find(name):
+            self._quantized.read_box(name, box, target, files=self._files)
+        else:
+            file.read_box(name, box, target)
 
     @property
     def bytes_read(self) -> int:

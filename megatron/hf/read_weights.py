@@ -11,9 +11,10 @@ import torch
 
 from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, TensorChunk
-from megatron.hf.folder import HuggingFaceFolder, OpenTensors
+from megatron.hf.folder import CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import TensorMap
+from megatron.hf.quantized import SUFFIX, BlockFP8
 from megatron.hf.tensor_map import tensor_map
 
 #: Problems named in one error; the rest is counted.
@@ -89,7 +90,7 @@ def check_copies(
                 offsets = tuple(a + b for a, b in zip(common.offsets, band.offsets, strict=True))
                 both = [torch.empty(band.sizes), torch.empty(band.sizes)]
                 for piece, of in zip(both, (name, source.theirs), strict=True):
-                    opened.file(of).read_box(of, Box(offsets, band.sizes), piece)
+                    opened.read_box(of, Box(offsets, band.sizes), piece)
                 if not torch.equal(*both):
                     raise ValueError(_differing(folder, name, source.theirs))
 
@@ -103,15 +104,23 @@ def _differing(folder: HuggingFaceFolder, name: str, source: str) -> str:
     )
 
 
-def left_out(folder: HuggingFaceFolder, model: HuggingFaceModel) -> str | None:
-    """Return a line about the tensors of a folder that are passed over; None if all are read."""
-    count = sum(_is_left_out(name, model) for name in folder.files)
-    if not count:
-        return None
-    return (
-        f"left out {count} tensors under {model.kind.left_out}, layers of further prediction that "
-        f"{model.kind.class_name} has no part for"
-    )
+def reading_lines(folder: HuggingFaceFolder, model: HuggingFaceModel) -> list[str]:
+    """Return lines about the tensors of a folder that are passed over, and about quantised ones."""
+    found = []
+    if count := sum(_is_left_out(name, model) for name in folder.files):
+        found.append(
+            f"left out {count} tensors under {model.kind.left_out}, layers of further prediction "
+            f"that {model.kind.class_name} has no part for"
+        )
+    quantized = BlockFP8.of(folder.config, where=CONFIG)
+    if quantized is not None:
+        rows, columns = quantized.block
+        scales = sum(name.endswith(SUFFIX) for name in folder.files)
+        found.append(
+            f"dequantised {scales} FP8 matrices with a scale for each block of {rows} x {columns}; "
+            "they are trained, saved and exported in the dtype of the model, not in FP8"
+        )
+    return found
 
 
 def _is_left_out(name: str, model: HuggingFaceModel) -> bool:
@@ -165,7 +174,7 @@ def read_weights(
             mapped = check_tensors(folder, opened, model)
             reads = [read for chunk in chunks for read in _reads(mapped, chunk)]
             for name, box, target in sorted(reads, key=lambda r: opened.find(r.name).begin):
-                opened.file(name).read_box(name, box, target)
+                opened.read_box(name, box, target)
             check_copies(folder, opened, mapped, chunks=chunks)
             counts.append(opened.bytes_read)
 

@@ -26,7 +26,7 @@ from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.config import check_patterns
 from megatron.hf.config_json import differences, function_of
 from megatron.hf.folder import is_folder
-from megatron.hf.read_weights import left_out, read_weights
+from megatron.hf.read_weights import read_weights, reading_lines
 from megatron.training.checkpoint_io import RunFacts, load_run
 from megatron.training.checkpoints.hf_options import open_model
 from megatron.training.config import Config
@@ -381,7 +381,7 @@ def _read_folder(path: str, session: Session) -> str | None:
     """Fill the model from a Hugging Face folder, and the optimizer's masters from the model.
 
     Returns:
-        A line about tensors that have no place in the model and are passed over, if there are any.
+        A line about tensors that are passed over and about quantised ones, if there are any.
 
     Raises:
         ValueError: the folder is damaged or holds another model.
@@ -392,4 +392,4 @@ def _read_folder(path: str, session: Session) -> str | None:
     chunks = weight_chunks(session.model.store)
     read_weights(folder, model, chunks, coordinator=session.place.coordinator)
     session.optimizer.after_load(with_state=False)
-    return left_out(folder, model)
+    return "; ".join(reading_lines(folder, model)) or None

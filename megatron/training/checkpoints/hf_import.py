@@ -117,7 +117,7 @@ def _pieces(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype) -> It
         for band in row_boxes(part.sizes, dtype.itemsize):
             box = part.in_theirs(band)
             piece = torch.empty(box.sizes, dtype=dtype)
-            opened.file(part.theirs).read_box(part.theirs, box, piece)
+            opened.read_box(part.theirs, box, piece)
             yield as_bytes(piece)
 
 

@@ -171,7 +171,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model_type": ["llama"]}, "model_type is"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu': supported is 'silu'"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is"),
     ({"num_experts": 4}, "num_experts is 4: this changes the model"),
     ({"residual_multiplier": 0.22}, "residual_multiplier is 0.22: this changes the model"),
     ({"foo_scale": 2.0}, "foo_scale is 2.0: this changes the model"),

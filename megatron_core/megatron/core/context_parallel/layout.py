@@ -354,7 +354,7 @@ class SequenceLayout:
         if length is None or self.places is None:
             return None
         places = self.places
-        return self._plans.map(("sample numbers",), lambda: places.clamp(min=0) // length)
+        return self._plans.map(("sample numbers", length), lambda: places.clamp(min=0) // length)
 
     @property
     def sample_places(self) -> torch.Tensor:
@@ -366,7 +366,7 @@ class SequenceLayout:
         if length is None:
             return places
         return self._plans.map(
-            ("sample places",), lambda: torch.where(places < 0, places, places % length)
+            ("sample places", length), lambda: torch.where(places < 0, places, places % length)
         )
 
     @property

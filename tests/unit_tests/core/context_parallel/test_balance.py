@@ -134,6 +134,14 @@ def test_one_row_holds_several_samples():
         SequenceLayout.make(cut, 1, rows=3).holding_samples(12)
 
 
+def test_a_row_holds_samples_of_the_length_that_was_asked_last():
+    plain = SequenceLayout.make(SequenceCut.of(12, 1), 0, rows=1)
+    for length in (6, 4, 12, 6):  # layouts of one row share what is worked out once
+        layout = plain.holding_samples(length)
+        assert layout.sample_numbers.tolist() == [place // length for place in range(12)]
+        assert layout.sample_places.tolist() == [place % length for place in range(12)]
+
+
 def test_what_costs_less_depends_on_what_padding_costs():
     row = Work(tokens=100, padding=0, pairs=(30, 90), pieces=(1, 1))
     apart = Work(tokens=104, padding=8, pairs=(60, 60), pieces=(3, 3))

@@ -47,14 +47,12 @@ class Program:
         description: one line on what it does, for help.
         problems: lists what is wrong with a config for this program alone, each with its fix; of a
             config that is another program's, nothing else is listed.
-        defaults: called with the options given; returns its own values of others.
         replaced: options that it needs in the place of others that have no default.
     """
 
     name: str
     description: str
     problems: Callable[[Config], Iterator[str]]
-    defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda given: {}
     replaced: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -90,7 +88,7 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
         prog=f"python -m megatron.training.{program.name}",
         description=program.description,
         print_now=False,
-        defaults=lambda given: _defaults(given, program),
+        defaults=_defaults,
         replaced=program.replaced,
         no_effect=MEGATRON_FLAGS,
     )
@@ -113,7 +111,7 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
     return run
 
 
-def _defaults(given: Mapping[str, Any], program: Program) -> dict[str, Any]:
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a Hugging Face folder, a checkpoint or a layer pattern adds to those
     given."""
     found: dict[str, Any] = {}
@@ -123,7 +121,7 @@ def _defaults(given: Mapping[str, Any], program: Program) -> dict[str, Any]:
         found = folder_defaults(given)
     found = {**checkpoint_defaults({**given, **found}), **found}
     # A pattern that is given determines the number of layers, whatever other options specify.
-    return {**program.defaults(given), **found, **pattern_defaults(given)}
+    return {**found, **pattern_defaults(given)}
 
 
 def start_watch(

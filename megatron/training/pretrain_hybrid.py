@@ -3,14 +3,13 @@
 
     torchrun --nproc-per-node 2 -m megatron.training.pretrain_hybrid --hybrid-layer-pattern G-*- ...
 
-The same program as pretrain_gpt, for any pattern. As recurrent blocks know where a token is,
-attention has no positions here unless --position-embedding-type specifies so.
+The same program as pretrain_gpt, for any pattern. As recurrent blocks know where a token is, such
+models are mostly trained with --position-embedding-type none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from megatron.training.config import Config
 from megatron.training.config.layer_pattern import FLAG
@@ -22,16 +21,11 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"missing {FLAG}: give it, as in G-G-G-*-, or start pretrain_gpt"
 
 
-def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"position-embedding-type": "none"}
-
-
 PRETRAIN_HYBRID = Program(
     name="pretrain_hybrid",
     description="Pretrain a model of the blocks of a pattern; start several processes with "
     "torchrun.",
     problems=_problems,
-    defaults=_defaults,
     replaced={"num-layers": "hybrid-layer-pattern"},
 )
 

@@ -61,8 +61,9 @@ def flags(prefix: Path, more: str = "", *, without: Collection[str] = ()) -> lis
     """
     words, left_out = [], False
     given = [*FLAGS.split(), "--data-path", str(prefix), *more.split()]
-    if program_of(given) is pretrain_gpt.PRETRAIN_GPT and not {"--load-hf"} & set(given):
-        given = ["--position-embedding-type", "rope", *given]
+    if "--load-hf" not in given:
+        positions = "rope" if program_of(given) is pretrain_gpt.PRETRAIN_GPT else "none"
+        given = ["--position-embedding-type", positions, *given]
     for word in last_wins(given):
         left_out = word in without if word.startswith("--") else left_out
         words += [] if left_out else [word]

@@ -43,14 +43,13 @@ DELTA = (
 MAMBA = "--mamba-head-dim 12 --mamba-state-dim 10 --mamba-num-groups 2"
 NONE = "--position-embedding-type none"
 DATA = "--mock-data --tokenizer-type null --vocab-size 61 --hidden-size 48 --seq-length 20"
-RUN = f"{DATA} --micro-batch-size 1 --train-iters 2 --lr 1e-3"
+RUN = f"{DATA} --micro-batch-size 1 --train-iters 2 --lr 1e-3 {NONE}"
 
 
 def hybrid_run(more: str, world: int = 1):
     """Return the run that pretrain_hybrid makes of flags."""
-    return read_run(
-        [*RUN.split(), *more.split()], Launch(world_size=world), program=PRETRAIN_HYBRID
-    )
+    words = last_wins([*RUN.split(), *more.split()])
+    return read_run(words, Launch(world_size=world), program=PRETRAIN_HYBRID)
 
 
 # --- what they become -----------------------------------------------------------------------------
@@ -75,8 +74,16 @@ def test_the_model_is_what_the_options_say():
     )
     assert (model.mlp.activation, model.mlp.gated) == ("squared_relu", False)
     assert model.norm.zero_centered
-    assert model.rope is None, "pretrain_hybrid leaves positions out unless they are asked for"
+    assert (model.rope, model.max_position_embeddings) == (None, None)
     assert stage_split(run.config).ranges == ((0, 2), (2, 5))
+    assert model.problems() == []
+
+
+@pytest.mark.parametrize("blocks", [f"MM {MAMBA}", f"G- {DELTA}", "*-*- --num-attention-heads 6"])
+def test_positions_that_are_left_out_are_those_of_megatron(blocks):
+    words = f"{RUN.removesuffix(NONE)} {PATTERN} {blocks}".split()
+    model = gpt_config(read_run(words, Launch(), program=PRETRAIN_HYBRID).config, 61)
+    assert (model.rope, model.max_position_embeddings) == (None, 20)
     assert model.problems() == []
 
 
@@ -274,7 +281,7 @@ def test_each_problem_is_found_alone(more, world, message):
 
 def test_pretrain_gpt_sends_other_patterns_to_pretrain_hybrid():
     for pattern in ("G-*-", "MM", "*-*"):
-        words = f"{RUN} {PATTERN} {pattern} {NONE} {HEADS} 6 {DELTA if 'G' in pattern else ''}"
+        words = f"{RUN} {PATTERN} {pattern} {HEADS} 6 {DELTA if 'G' in pattern else ''}"
         with pytest.raises(
             ValueError, match=r"start python -m megatron\.training\.pretrain_hybrid"
         ):

@@ -21,6 +21,7 @@ DIFFERENT = {
     "moe-token-dispatcher-type": "the one that moves least; results are equal up to rounding",
     "moe-shared-expert-overlap": "on; results are equal",
     "transformer-impl": "TransformerEngine is not used",
+    "data-parallel-sharding-strategy": "derived: no_shard, or optim by --use-distributed-optimizer",
     "exit-signal-handler": "on: SIGTERM saves before it ends the run",
 }
 

@@ -20,7 +20,10 @@ from tests.functional_tests.small_run import (
 )
 from tests.functional_tests.torchrun_job import torchrun
 
-COMMON = "--eval-interval 0 --train-iters 12 --save-interval 1"
+COMMON = (
+    "--eval-interval 0 --train-iters 12 --save-interval 1 "
+    "--position-embedding-type learned_absolute --max-position-embeddings 29"
+)
 BUCKETS = "--ddp-bucket-size 4000"
 TENSOR = "--tensor-model-parallel-size"
 STRATEGY = "--data-parallel-sharding-strategy"

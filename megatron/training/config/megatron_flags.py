@@ -41,8 +41,6 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (_ALREADY_SO, "", "dropout is drawn by position, which CUDA graphs can hold",
      "te-rng-tracker"),
     (_ALREADY_SO, "", _NO_STATE, "no-load-rng no-save-rng"),
-    (_ALREADY_SO, "", "the learning rate follows the flags of this run, not the checkpoint's",
-     "override-opt-param-scheduler"),
     (_ALREADY_SO, "fp32", _MASTERS, "main-params-dtype megatron-fsdp-main-params-dtype"),
     (_ALREADY_SO, "", "checkpoints load on any layout", "dist-ckpt-optim-fully-reshardable"),
     (_ALREADY_SO, "", "a folder in another format is recognised and refused",
@@ -125,6 +123,12 @@ def _rows() -> Iterator[NoEffectFlag]:
         kind=_ALREADY_SO,
         reason=_GRADIENTS,
         unless="grad-reduce-in-bf16",
+    )
+    yield NoEffectFlag(
+        name="override-opt-param-scheduler",
+        kind=_ALREADY_SO,
+        reason="the learning rate follows the flags of this run, not the checkpoint's",
+        unless="use-checkpoint-opt-param-scheduler",
     )
     yield NoEffectFlag(
         name="ckpt-format",

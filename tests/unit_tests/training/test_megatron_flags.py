@@ -100,6 +100,7 @@ def test_each_row_is_accepted_unless_all_that_has_no_effect_is_refused(flag):
         "--no-use-mcore-models",
         "--rope-fusion",
         "--accumulate-allreduce-grads-in-fp32 --bf16 --grad-reduce-in-bf16",
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
     ],
 )
 def test_a_value_with_an_effect_is_refused(text):

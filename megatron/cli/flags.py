@@ -331,7 +331,7 @@ def read_flags(
 
     `--name VALUE`, `--name=VALUE`, `--name V1 V2 ...` for options of many values, `--name` /
     `--no-name` for switches. `_` and `-` are alike in a flag. Of a flag given twice the last wins;
-    with `--strict-flags` that is an error.
+    with `--strict-flags` that is an error, and so always are an alias and its option that disagree.
 
     Args:
         argv: the arguments.
@@ -355,8 +355,9 @@ def read_flags(
             option, value = _read(word, spellings, suggested)
             earlier = before.get(option.name)
             if earlier is not None and values[option.name] != value:
-                # An alias that stands for a value is another flag than its option in Megatron.
-                if strict or any(ALIASES.get(w.name, ("", ""))[1] for w in (earlier, word)):
+                # An alias and its option are two flags in Megatron: neither overrides the other.
+                two = earlier.name != word.name and {earlier.name, word.name} & ALIASES.keys()
+                if strict or two:
                     raise ValueError(f"{earlier} and {word} contradict: keep one")
                 say(f"{word} wins over {earlier}, which stands before it")
         except ValueError as error:

@@ -150,6 +150,29 @@ def test_the_last_of_two_flags_wins_with_a_note(text, values, notes):
             read_flags([*text.split(), "--strict_flags"], known, say=said.append)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--tokenizer-model a --vocab-file b",
+        "--vocab-file b --tokenizer-model a",
+        "--hybrid-layer-pattern *- --hybrid-override-pattern *E",
+        "--recompute-granularity full --recompute-activations",
+    ],
+)
+def test_an_alias_and_its_option_that_disagree_are_refused(text):
+    """They are two flags in Megatron, so that neither is a later word on the other."""
+    with pytest.raises(ValueError, match="contradict: keep one"):
+        read_flags(text.split(), options(Config))
+
+
+def test_an_alias_given_twice_is_as_any_flag():
+    said: list[str] = []
+    words = ["--vocab-file", "a", "--vocab_file", "b"]
+    values = read_flags(words, options(Config), say=said.append)
+    assert values == {"tokenizer-model": "b"}
+    assert len(said) == 1
+
+
 def test_a_flag_that_wins_over_the_file_is_said(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("seed: 5\nlr: 1e-3\nbf16: true\n")
     config = parse(f"{ARGUMENTS} --config {tmp_path / 'run.yaml'} --seed 6")

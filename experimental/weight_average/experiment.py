@@ -112,9 +112,17 @@ class AverageHooks(TrainingHooks):
 
 
 def experiment(run: Run, options: Options) -> Experiment:
-    """Return the hooks of a run."""
+    """Return the hooks of a run.
+
+    Raises:
+        ValueError: a half-life that is not positive.
+    """
     given, batch = options.half_life_samples, run.config.training.global_batch_size
     assert batch is not None
+    if given is not None and given <= 0:
+        raise ValueError(
+            f"--experiment weight_average: half_life_samples {given}: use a positive number"
+        )
     half_life = DEFAULT_SHARE * run.train_samples if given is None else given
 
     def hooks(model: GPTModel, step: TrainStep) -> AverageHooks:

@@ -282,6 +282,9 @@ class ExperimentConfig:
                 word in known and "=" in word,
                 f"--experiment-option {word}: use NAME.KEY=VALUE with a NAME of --experiment",
             )
+        keys = [word.partition("=")[0] for word in self.experiment_option or ()]
+        for key in dict.fromkeys(keys):
+            require(keys.count(key) == 1, f"--experiment-option {key}: give it only once")
 
     def words_of(self, name: str) -> list[str]:
         """Return the words NAME.KEY=VALUE of one experiment."""

@@ -48,6 +48,11 @@ def test_a_name_is_no_path(name):
         ("--experiment-option weight_average.half_life_samples=8", "NAME of --experiment"),
         ("--experiment weight_average --experiment-option weight_average", "NAME.KEY=VALUE"),
         ("--experiment weight_average --experiment-option average.x=1", "NAME of --experiment"),
+        (
+            "--experiment weight_average --experiment-option weight_average.half_life_samples=1 "
+            "weight_average.half_life_samples=2",
+            "only once",
+        ),
     ],
 )
 def test_options_that_go_nowhere_are_refused(flags, said):
@@ -57,7 +62,12 @@ def test_options_that_go_nowhere_are_refused(flags, said):
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("half_life=8", "use one of half_life_samples"), ("half_life_samples=x", "expected a number")],
+    [
+        ("half_life=8", "use one of half_life_samples"),
+        ("half_life_samples=x", "expected a number"),
+        ("half_life_samples=-1", "--experiment weight_average: half_life_samples -1.0"),
+        ("half_life_samples=0", "--experiment weight_average: half_life_samples 0.0"),
+    ],
 )
 def test_options_of_an_experiment_are_read_as_flags_are(word, said):
     flags = "--global-batch-size 6 --experiment weight_average --experiment-option weight_average."

@@ -331,9 +331,20 @@ def load_session(
     if progress is None:
         return None
     manifest = read_together(folder, coordinator)
-    stored, chunks = _experiments_in(manifest.tensors), hook_chunks(session)
-    wanted = {chunk.name.partition("/")[0] for chunk in chunks}
-    if found := [chunk for chunk in chunks if chunk.name.partition("/")[0] in stored]:
+    stored = _experiments_in(manifest.tensors)
+    if not (stored or session.run.config.experiments.experiment):
+        return progress
+    chunks = [(chunk.name.partition("/")[0], chunk) for chunk in hook_chunks(session)]
+
+    def union(names: list[list[str]]) -> list[str]:
+        return sorted({name for found in names for name in found})
+
+    # A rank may hold nothing of a state, and loads with the others all the same.
+    coordinator.begin(f"experiments in {folder.name}")
+    own = sorted({name for name, _ in chunks})
+    wanted = set(coordinator.agree("experiments", lambda: own, union))
+    if wanted & stored:
+        found = [chunk for name, chunk in chunks if name in stored]
         load_checkpoint(folder, found, coordinator=coordinator)
     for name in sorted(stored ^ wanted):
         flag = f"--{name.replace('.', ' ')}"

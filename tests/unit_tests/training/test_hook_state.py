@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of hooks in checkpoints, where only some ranks hold any of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import Solo, StoreCoordinator, TensorChunk, save_checkpoint
+from megatron.training import session as module
+from megatron.training.hooks import TrainingHooks
+from megatron.training.progress_state import Progress
+
+
+class Held(TrainingHooks):
+    """Hooks that keep a tensor, or none."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def state_chunks(self):
+        return [] if self.tensor is None else [chunk(self.tensor)]
+
+
+def chunk(tensor):
+    name = "experiment.kept/state"
+    return TensorChunk(name=name, shape=(2,), offsets=(0,), tensor=tensor, replica_ranks=(0,))
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_state_that_one_rank_holds_is_loaded(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "load_run", lambda *args, **more: Progress())
+    folder = save_checkpoint(
+        tmp_path, 1, [chunk(torch.tensor([3.0, 4.0]))], {}, coordinator=Solo(print)
+    )
+    store, said = dist.HashStore(), []
+    held = [torch.zeros(2) if rank == holder else None for rank in range(2)]
+
+    def load(rank):
+        coordinator = StoreCoordinator(store, rank, 2, timeout_seconds=4.0, say=said.append)
+        parts = dict.fromkeys(("optimizer", "window", "facts"))
+        experiments = SimpleNamespace(experiment=("kept",))
+        return module.load_session(
+            SimpleNamespace(
+                run=SimpleNamespace(config=SimpleNamespace(experiments=experiments)),
+                place=SimpleNamespace(coordinator=coordinator),
+                model=SimpleNamespace(store=None),
+                hooks=(TrainingHooks(), Held(held[rank])),
+                **parts,
+            ),
+            folder,
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(load, range(2))) == [Progress(), Progress()]
+    assert held[holder].tolist() == [3.0, 4.0]
+    assert said == []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from megatron.cli.errors import ExitCode, OutputLost
 from megatron.cli.standard_streams import guarded
@@ -216,6 +217,23 @@ def test_inspect_shows_fields_totals_and_where_tensors_lie(tmp_path, capsys):
         name: value for name, value in EXTRA.items() if name != "format"
     }
     assert json.loads(command(capsys, f"inspect {folder} --json")[1])["tensors"] == {}
+
+
+@pytest.mark.parametrize(("more", "kept"), [("", 3), (" --with-optimizer", 4)])
+def test_the_state_of_experiments_is_no_weight(more, kept, tmp_path, capsys):
+    averages = {f"experiment.average/{name}": value for name, value in tensors().items()}
+    folder = save(tmp_path / "run", 5, tensors() | averages)
+    code, out, _ = command(capsys, f"inspect {folder} --json")
+    assert code == 0
+    totals = json.loads(out)["totals"]
+    assert {kind: row["tensors"] for kind, row in totals.items()} == {
+        "weights": 3, "optimizer.exp_avg": 1, "experiment.average": 4,
+    }  # fmt: skip
+    file = tmp_path / "a.safetensors"
+    words = f"convert {folder} {file} --from native --to single-file{more}"
+    assert command(capsys, words)[0] == 0
+    with safe_open(file, "pt") as opened:
+        assert set(opened.keys()) == {n for n in SHAPES if kept == 4 or "/" not in n}
 
 
 def test_verify_names_file_tensor_and_bytes(tmp_path, capsys):

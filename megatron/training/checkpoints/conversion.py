@@ -45,6 +45,7 @@ from megatron.training.checkpoints.dcp_folder import DcpFolder
 from megatron.training.checkpoints.inspection import (
     digested_rows,
     existing_folder,
+    kind_of_tensor,
     one_checkpoint,
     read_box,
     size_text,
@@ -234,6 +235,7 @@ def _to_file(chosen: ConvertConfig) -> None:
         with CheckpointReader(source) as reader:
             names = list(reader.manifest.tensors)
             kept = _without_optimizer(names, chosen.with_optimizer)
+            kept = [name for name in kept if not kind_of_tensor(name).startswith("experiment.")]
             size = _write(target, [of_checkpoint(reader, name) for name in kept])
     else:
         source = foreign_folder(chosen.source, chosen.from_)

@@ -136,7 +136,6 @@ def read_box(reader: CheckpointReader, name: str, box: Box) -> torch.Tensor:
 
 #: Parts of `extra` in the order they are shown; others follow.
 _SECTIONS = ("model", "progress", "optimizer", "data", "tokenizer", "config")
-_OPTIMIZER = "optimizer."
 
 
 def inspect_folder(config: InspectConfig) -> int:
@@ -160,8 +159,10 @@ def inspect_folder(config: InspectConfig) -> int:
 
 
 def kind_of_tensor(name: str) -> str:
-    """Return what a tensor is by its name: `weights`, or optimizer state as `optimizer.exp_avg`."""
-    return name.partition("/")[0] if name.startswith(_OPTIMIZER) else "weights"
+    """Return what a tensor is by its name: `weights`, optimizer state as `optimizer.exp_avg`, or
+    the state of `experiment.NAME`."""
+    kind, slash, _ = name.partition("/")
+    return kind if slash else "weights"
 
 
 def totals(manifest: Manifest) -> dict[str, dict[str, int]]:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -227,3 +229,29 @@ def test_every_option_of_a_model_has_a_row() -> None:
     sections = ("model", "attention", "position", "experts", "hybrid")
     known = {option.name for option in options(Config) if option.section in sections}
     assert known - {row.name for row in MODEL.rows} == {"mscale"}
+
+
+#: Fields of the core without a row: what a kind of scaling does not have, and an epsilon that only
+#: folders of Hugging Face give.
+WITHOUT_ROW = {
+    "linear": {
+        *("original_max_position", "beta_fast", "beta_slow"),
+        *("low_freq_factor", "high_freq_factor", "attention_factor"),
+    },
+    "llama3": {"beta_fast", "beta_slow", "attention_factor"},
+    "yarn": {"low_freq_factor", "high_freq_factor"},
+    "latent": {"norm_epsilon"},
+}
+
+
+@pytest.mark.parametrize("name", MODEL.parts)
+def test_every_field_of_the_core_has_a_row(name: str) -> None:
+    """A field without one keeps its default, whatever the options are."""
+    part = MODEL.parts[name]
+    module, _, kind = part.kind.partition(":")
+    known = getattr(importlib.import_module(f"megatron.core.{module}"), kind)
+    places = [row.path.rpartition(".") for row in MODEL.rows]
+    found = {target for prefix, _, target in places if prefix == name} | part.fixed.keys()
+    places = [other.at.rpartition(".") for other in MODEL.parts.values()]
+    found |= {target for prefix, _, target in places if prefix == part.at}
+    assert {f.name for f in dataclasses.fields(known)} - found == WITHOUT_ROW.get(name, set())

@@ -249,6 +249,7 @@ def test_skipped_steps_are_counted_and_do_not_move_the_learning_rate():
     assert played.rates[:4] == pytest.approx([1.0, 0.9, 0.9, 0.9])
     _, first = played.records()[0]
     assert (first["lm_loss"], first["num_skipped"], first["num_nan"]) == (4.0, 3, 2)
+    assert first["learning_rate"] == pytest.approx(played.rates[4]) == pytest.approx(0.8)
     _, second = played.records()[1]
     assert (second["num_skipped"], second["num_nan"]) == (0, 0)
 

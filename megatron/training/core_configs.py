@@ -209,7 +209,7 @@ def learning_rate_schedule(run: Run) -> LearningRateSchedule:
 
 
 def decoupled_schedule(run: Run) -> LearningRateSchedule | None:
-    """Return the same of embedding and head by --decoupled-lr; None if theirs is the others'."""
+    """Return the same of embedding and head by --decoupled-lr; None if all have one."""
     schedule = run.config.schedule
     if schedule.decoupled_lr is None:
         return None

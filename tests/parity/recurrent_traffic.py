@@ -52,9 +52,9 @@ def sent_by_mixers(row: Row, part: StagePart, rank: int, step: int) -> Sent:
         return sent
     rest, over_gtp = divmod(rank // row["tp"], row["gtp"])
     place = rest % row["cp"]
-    lane = rest // row["cp"] % row["dp"] * row["gtp"] + over_gtp
+    samples = rest // row["cp"] % row["dp"] * row["gtp"] + over_gtp
     forward = blocks.count + blocks.again
-    for batch in lane_data(row, lane, step):
+    for batch in lane_data(row, samples, step):
         if row["linear_mode"] == "headwise":
             _by_heads(row, sent, forward, blocks.count)
         else:

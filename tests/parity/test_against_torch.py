@@ -22,6 +22,7 @@ from tests.parity import wrapped_gpt
 from tests.parity.pieces import Piece, assembled, weight_pieces, write_weights
 from tests.parity.plain_gpt import PlainGPT
 from tests.support.closeness import assert_all_close
+from tests.support.gatherers import gatherer_of
 from tests.support.inputs import Microbatch, microbatch, perturbed
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
@@ -107,7 +108,7 @@ def train_ours(
     counters = {
         "stored": sum(b.weights.data.numel() for b in model.store.buckets),
         "whole": sum(b.layout.numel for b in model.store.buckets),
-        "prefetched": engine.gatherer.counts.prefetched if engine.gatherer else 0,
+        "prefetched": gatherer_of(engine).counts.prefetched if gatherer_of(engine) else 0,
         "early": engine.launched_in_backward,
     }
     return found, {**sent, **counters}

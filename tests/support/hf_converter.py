@@ -13,15 +13,19 @@ from safetensors.torch import load_file
 
 from megatron.core.dist_checkpointing import (
     Solo,
+    TensorChunk,
     load_checkpoint,
     read_extra,
     save_checkpoint,
     weight_chunks,
 )
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
 from megatron.hf.convert import main
+from megatron.hf.folder import open_folder
+from megatron.hf.model_config import read_folder
+from megatron.hf.read_weights import read_weights
 from tests.support.hf_folders import LENGTH, make_model, save_folder
 from tests.support.inputs import generator
 
@@ -55,6 +59,19 @@ def imported(folder: Path, save: Path) -> Path:
     """Import a folder and return the checkpoint."""
     convert("import", "--hf", folder, "--save", save)
     return save / "iter_0000000"
+
+
+def read_by_a_rank(
+    rank: int, path: Path, grid: RankGrid
+) -> tuple[GPTModel, list[TensorChunk], int]:
+    """Be a rank of a grid: return the model of a folder, its chunks, and the bytes that were
+    read."""
+    groups = ProcessGroupCollection.create(grid, rank=rank, timeout_seconds=30)
+    folder = open_folder(path)
+    described = read_folder(folder)
+    model = GPTModel(described.config, groups, storage=Storage(initialize=False))
+    chunks = weight_chunks(model.store)
+    return model, chunks, read_weights(folder, described, chunks, coordinator=Solo())
 
 
 def held(checkpoint: Path) -> dict[str, torch.Tensor]:

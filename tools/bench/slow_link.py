@@ -74,8 +74,8 @@ def steps(
                 found[name].append(timing)
     gathers = 0.0
     for name, variant in variants.items():
-        assert variant.engine.gatherer is not None
-        counts = variant.engine.gatherer.counts
+        (gatherer,) = variant.engine.gatherers
+        counts = gatherer.counts
         gathers = counts.gathers / (WARMUP_STEPS + rounds)
         if counts.mismatches or (counts.prefetched > 0) != (name == "prefetch"):
             raise ValueError(f"{name} did not do what it is named for: {counts}")

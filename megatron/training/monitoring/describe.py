@@ -165,6 +165,8 @@ def weight_shards_line(engine: DataParallel) -> str | None:
                 f"{len(over)} {kind} over {axis} {size}: {_size(whole // size)} of {_size(whole)} "
                 "on this rank"
             )
+    if not found:  # a pipeline stage without matrices
+        return None
     dtype = str(engine.store.dtype).removeprefix("torch.")
     return f"weight shards: {'; '.join(found)}; gathered in {dtype} before each use"
 

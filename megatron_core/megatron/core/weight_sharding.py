@@ -199,15 +199,14 @@ class WeightSharding:
         wanted = {own.get(axis, "edp_inner") for axis in axes}
         return tuple(axis for axis in EXPERT_LANES if axis in wanted)
 
-    def is_gtp_sharded(self, grid: RankGrid, strategy: Placement) -> bool:
-        """Return whether this grid shards the weight over gtp (egtp); a strategy that shards
-        weights does so over all data-parallel ranks, which include these."""
-        return self.gtp and not strategy.weight and grid.size("egtp" if self.expert else "gtp") > 1
-
     def placement(self, grid: RankGrid, strategy: Placement) -> Placement:
-        """Return what shards this weight's roles on a grid: the strategy's placement, and under
-        generalized tensor parallelism the weight and its gradient over gtp."""
-        if not self.is_gtp_sharded(grid, strategy):
+        """Return what shards this weight's roles on a grid: nothing on a single data-parallel rank,
+        else what the strategy shards, and the weight and its gradient over gtp if that may. A
+        strategy that shards weights does so over all data-parallel ranks, gtp among them."""
+        if all(grid.size(axis) == 1 for axis in self.lane_axes):
+            return Placement()
+        degree = grid.size("egtp" if self.expert else "gtp")
+        if not self.gtp or strategy.weight or degree == 1:
             return strategy
         return Placement(weight=GTP, gradient=GTP, optimizer=strategy.optimizer or GTP)
 

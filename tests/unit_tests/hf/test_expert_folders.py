@@ -16,18 +16,12 @@ from safetensors.torch import save_file
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.dist_checkpointing import (
-    Solo,
     load_checkpoint,
     read_manifest,
-    weight_chunks,
 )
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.process_groups import RankGrid
 from megatron.core.transformer import RopeTable
-from megatron.core.weight_gather import Storage
 from megatron.hf.folder import open_folder
-from megatron.hf.model_config import read_folder
-from megatron.hf.read_weights import read_weights
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_converter import (
     checkpoint_model,
@@ -35,6 +29,7 @@ from tests.support.hf_converter import (
     folder_with_further_layers,
     held,
     imported,
+    read_by_a_rank,
     tensors,
 )
 from tests.support.hf_folders import (
@@ -68,13 +63,8 @@ def test_all_experts_of_a_layer_in_one_tensor_are_read_too(case: str, tmp_path: 
 
 def on_a_rank(rank: int, world: int, path: Path, checkpoint: Path) -> dict[str, Any]:
     """Be one of four ranks: read slices of a folder, and again of the checkpoint made of it."""
-    grid = RankGrid(world_size=world, tp=2, ep=2)  # and experts cut over the tensor ranks
-    groups = ProcessGroupCollection.create(grid, rank=rank, timeout_seconds=30)
-    folder = open_folder(path)
-    described = read_folder(folder)
-    model = GPTModel(described.config, groups, storage=Storage(initialize=False))
-    chunks = weight_chunks(model.store)
-    count = read_weights(folder, described, chunks, coordinator=Solo())
+    grid = RankGrid(world_size=world, tp=2, ep=2)  # experts are sharded over the tensor ranks too
+    model, chunks, count = read_by_a_rank(rank, path, grid)
     read = [chunk.tensor.clone() for chunk in chunks]
     for chunk in chunks:
         chunk.tensor.fill_(torch.nan)

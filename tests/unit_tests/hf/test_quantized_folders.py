@@ -11,15 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.core.dist_checkpointing import Solo, weight_chunks
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather import Storage
+from megatron.core.process_groups import RankGrid
 from megatron.hf.folder import open_folder
 from megatron.hf.model_config import read_folder
-from megatron.hf.read_weights import read_weights
 from tests.support.closeness import assert_close_by_metric
-from tests.support.hf_converter import convert, held, imported, tensors
+from tests.support.hf_converter import convert, held, imported, read_by_a_rank, tensors
 from tests.support.hf_folders import VOCABULARY, change_json, load_folder, make_model, save_folder
 from tests.support.inputs import generator, one_thread
 from tests.support.ranks import run_ranks
@@ -76,13 +72,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 def on_a_rank(rank: int, world: int, path: Path) -> dict[str, Any]:
     """Be one of four ranks: read slices of a quantised folder."""
-    grid = RankGrid(world_size=world, tp=2, ep=2)
-    groups = ProcessGroupCollection.create(grid, rank=rank, timeout_seconds=30)
-    folder = open_folder(path)
-    described = read_folder(folder)
-    model = GPTModel(described.config, groups, storage=Storage(initialize=False))
-    chunks = weight_chunks(model.store)
-    count = read_weights(folder, described, chunks, coordinator=Solo())
+    model, _, count = read_by_a_rank(rank, path, RankGrid(world_size=world, tp=2, ep=2))
     with torch.no_grad():
         return {"bytes": count, "logits": model.full_logits(TOKENS)}
 

@@ -21,6 +21,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from megatron.training.cuda_graphs import FullIterationGraph, Recorder
 from megatron.training.step import ForwardBackward, Microbatch, TrainStep
 from tests.support.capture_rules import CaptureRules
+from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.simulated_links import simulated
@@ -65,7 +66,7 @@ class Found:
         losses: of steps and evaluations, in order.
         weights: what this rank holds at the end, by weight and place.
         launched: reductions started in backward, by step.
-        gathers: in all, and how many of them ahead of need.
+        gathers: of weights stored in shards, and how many of them ahead of need.
     """
 
     losses: list[float]
@@ -168,14 +169,14 @@ def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
         for name, handle in store.handles.items()
         for i, box in enumerate(store.chunks(handle))
     }
-    gatherer = step.engine.gatherer
-    counts = (0, 0) if gatherer is None else (gatherer.counts.gathers, gatherer.counts.prefetched)
-    return Found(losses, held, launched, counts)
+    counts = [gatherer.counts for gatherer in step.engine.gatherers if gatherer.leases]
+    gathers = sum(count.gathers for count in counts), sum(count.prefetched for count in counts)
+    return Found(losses, held, launched, gathers)
 
 
 def prepare_too_early(recording: StepRecording) -> None:
     """Stand in for `prepare` where it must not: leave the first gather under way."""
-    gatherer = recording.engine.gatherer
+    gatherer = gatherer_of(recording.engine)
     recording.engine.start_param_sync()
     assert gatherer.in_flight
     gatherer.arena.trim()

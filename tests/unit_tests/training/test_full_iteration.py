@@ -88,7 +88,7 @@ def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
     for config in configs:
         eager, recorded, step = both(groups, DataParallelConfig(**config), model=WITHOUT_DROPOUT)
         assert_equal_runs(eager, recorded, step)
-        if step.engine.gatherer is not None and step.engine.gatherer.leases:
+        if any(gatherer.leases for gatherer in step.engine.gatherers):
             assert recorded.gathers == eager.gathers, config
             assert step.forward_backward.recording.buffers
 
@@ -106,6 +106,12 @@ def test_two_ranks_are_replayed_with_their_collectives(strategy):
 def test_hybrid_sharding_gathers_over_the_outer_ranks_inside_the_graph():
     configs = [{**CUT, **WITHOUT_EARLY, "outer": outer} for outer in ("optim", "no_shard")]
     run_ranks(cases, 4, {"instances": 2}, configs)
+
+
+@pytest.mark.covers("numbers of eager steps", runs="replays")
+def test_weights_over_gtp_are_gathered_inside_the_graph():
+    whole = {"strategy": "no_shard", "fsdp_all_gather_in_start_param_sync": False}
+    run_ranks(cases, 2, {"gtp": 2}, [whole, {"strategy": "optim", **WITHOUT_EARLY}])
 
 
 @pytest.mark.covers("numbers of eager steps", runs="replays")
@@ -141,8 +147,16 @@ def refusals(rank: int, world: int) -> None:
             step_of(groups, DataParallelConfig(**CUT, **more), graph=TapeRecorder(OpTape()))
 
 
+def gtp_refusals(rank: int, world: int) -> None:
+    """Weights over gtp are gathered ahead without being asked for: their first ones too."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
+    with pytest.raises(ValueError, match="set fsdp_all_gather_in_start_param_sync to False"):
+        step_of(groups, DataParallelConfig(), graph=TapeRecorder(OpTape()))
+
+
 def test_settings_that_reach_across_the_border_are_refused():
     run_ranks(refusals, 2)
+    run_ranks(gtp_refusals, 2)
 
 
 def early_gather(rank: int, world: int) -> None:

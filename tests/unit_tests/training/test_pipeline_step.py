@@ -16,6 +16,7 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep, weight_traffic
 from tests.support.closeness import assert_all_close
+from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch, one_thread
 from tests.support.ranks import run_ranks
 
@@ -149,7 +150,7 @@ def with_experts(groups: ProcessGroupCollection, strategy: str, *, early: bool =
     for _ in range(2):
         ran.clear()
         losses.append(step(batches(False), lr=0.3, weight_decay=0.0).loss)
-    prefetched = 0 if engine.gatherer is None else engine.gatherer.counts.prefetched
+    prefetched = 0 if gatherer_of(engine) is None else gatherer_of(engine).counts.prefetched
     kinds = [action.kind for action in ran]
     return losses, kinds.count(Kind.GATHER), kinds.count(Kind.REDUCE), prefetched, engine
 

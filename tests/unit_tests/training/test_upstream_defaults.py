@@ -36,18 +36,18 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _same(ours: str, theirs: str) -> bool:
+def _same(default: str, upstream: str) -> bool:
     try:
-        return float(ours) == float(theirs)
+        return float(default) == float(upstream)
     except ValueError:
-        return ours == theirs
+        return default == upstream
 
 
 def test_defaults_are_those_of_megatron_but_for_a_list():
     lines = (FOLDER / "defaults.tsv").read_text(encoding="utf-8").splitlines()
     upstream = dict(line.split("\t") for line in lines[2:])
-    ours = {option.name: _text(option.default) for option in options(Config)}
-    assert not upstream.keys() - ours.keys()
+    defaults = {option.name: _text(option.default) for option in options(Config)}
+    assert not upstream.keys() - defaults.keys()
     assert len(upstream) > 170
-    found = {name for name, theirs in upstream.items() if not _same(ours[name], theirs)}
+    found = {name for name, value in upstream.items() if not _same(defaults[name], value)}
     assert found == DIFFERENT.keys()

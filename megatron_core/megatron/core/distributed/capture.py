@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.device import Stream, current_stream
-from megatron.core.distributed.data_parallel import DataParallel, DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallel
 
 
 def unforeseen_needs(engine: DataParallel) -> int:
@@ -32,9 +32,11 @@ def unforeseen_needs(engine: DataParallel) -> int:
     return sum(count.on_demand + count.mismatches for count in counts)
 
 
-def unrecordable(config: DataParallelConfig) -> str | None:
+def unrecordable(engine: DataParallel) -> str | None:
     """Return why an engine's step cannot be recorded, and the fix; None if it can."""
-    if config.overlap_param_gather and config.fsdp_all_gather_in_start_param_sync:
+    config = engine.config
+    ahead = config.overlap_param_gather or any(gatherer.prefetch for gatherer in engine.gatherers)
+    if ahead and config.fsdp_all_gather_in_start_param_sync:
         return (
             "a recorded step cannot wait for a gather that was started before it: set "
             "fsdp_all_gather_in_start_param_sync to False"
@@ -58,7 +60,7 @@ class StepRecording:
     """
 
     def __init__(self, engine: DataParallel) -> None:
-        if reason := unrecordable(engine.config):
+        if reason := unrecordable(engine):
             raise ValueError(reason)
         self.engine = engine
         self.buffers: list[torch.Tensor] = []

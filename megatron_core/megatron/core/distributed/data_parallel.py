@@ -520,12 +520,6 @@ class DataParallel:
         """Whether each rank keeps only its range of the optimizer state."""
         return bool(self.placement.optimizer)
 
-    @property
-    def gatherer(self) -> Gatherer | None:
-        """The gatherer of weights stored in shards if there are any, else of those updated in
-        ranges; None if nothing is gathered."""
-        return self.gatherers[0] if self.gatherers else None
-
     def owned(self) -> list[OwnedRange]:
         """Return what this rank's optimizer updates, one range per bucket; one of nothing if
         there is no bucket."""

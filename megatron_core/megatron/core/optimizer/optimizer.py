@@ -221,12 +221,19 @@ class Optimizer:
             lr: learning rate of this step, where no pattern gives a factor.
             weight_decay: decoupled decay of this step, for the ranges that take any.
             norm: what `grad_norm` returned for these gradients; None asks it here.
-            decoupled_lr: learning rate of the weights that the configuration names as decoupled;
-                None is `lr`.
+            decoupled_lr: learning rate of the weights that the configuration names as decoupled.
 
         Returns:
             The result; the weights' other shards must then be gathered by the data-parallel engine.
+
+        Raises:
+            ValueError: `decoupled_lr` without such weights, or they without it.
         """
+        if (decoupled_lr is not None) != bool(self.config.decoupled):
+            raise ValueError(
+                f"decoupled_lr is {decoupled_lr} and the decoupled weights are "
+                f"{self.config.decoupled}: give both or neither"
+            )
         scale = self.scaler.scale
         norm = (self.grad_norm() if norm is None else norm) / scale
         zeros = self.count_zeros() if self.config.count_zeros else None

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +54,7 @@ from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, lin
 from megatron.core.weight_sharding import (
     DENSE_LANES,
     EXPERT_LANES,
+    GTP,
     OUTER_LANES,
     GradientPlan,
     Placement,
@@ -114,20 +115,20 @@ class Bucket:
         handles: they, in the order in which they lie.
         groups: who shares it.
         weights: the whole or this rank's shard.
-        placement: which axes shard which role; none if its data-parallel group is this rank.
 
     Attributes:
         name: of its unit, or of its first and last weight.
         root: its weights belong to no unit.
         part: the model chunk that its weights belong to.
         owned_range: the elements that this rank's optimizer updates.
+        placement: which axes shard which role; none if its data-parallel group is this rank.
         outer_shards: the outer ranks own different parts of the same shard.
         group: the ranks that share it; each owns one of `group.size` ranges of it.
         outer: the ranks that hold the same range, under hybrid sharding and generalized tensor
             parallelism; one rank otherwise.
         alone: nobody else has it: it is stored whole, and neither gathered nor reduced.
         sharded: this rank stores one shard only.
-        gtp: it is a weight sharded over gtp or egtp.
+        gtp: it is a weight sharded over gtp or egtp alone.
         current: handles may read what is bound without asking anybody.
         source: whom to ask otherwise.
         block: its number in the plan of that source.
@@ -142,15 +143,14 @@ class Bucket:
         layout: BufferLayout,
         groups: BucketGroups,
         weights: ShardedBuffer,
-        placement: Placement,
     ) -> None:
         self.index, self.handles = index, handles
         self.name, self.root, self.part = plan.name, plan.root, plan.part
         self.layout, self.groups, self.weights = layout, groups, weights
-        self.placement = placement
+        self.placement = placement = plan.placement
         self.group, self.outer = groups.shared, groups.outer
         self.alone = self.group.size * self.outer.size == 1
-        self.gtp = plan.gtp
+        self.gtp = placement.weight == GTP
         self.sharded = weights.placement is BufferPlacement.SHARDED
         start, stop = weights.shard_range if placement.optimizer else (0, layout.numel)
         self.outer_shards = groups.outer.size > 1 and any(
@@ -652,14 +652,14 @@ class BucketPlan:
         handles: in the order in which backward fills them.
         root: they belong to no unit.
         part: the model chunk that they belong to.
-        gtp: it is a weight that is sharded over gtp or egtp.
+        placement: which axes shard which role of each.
     """
 
     name: str
     handles: list[WeightHandle]
     root: bool
-    part: int = 0
-    gtp: bool = False
+    part: int
+    placement: Placement
 
 
 def bucket_plans(
@@ -670,9 +670,10 @@ def bucket_plans(
     parts: Mapping[str, int],
     storage: Storage,
     cut: bool,
-    gtp: Collection[str] = (),
+    placements: Mapping[str, Placement],
 ) -> list[BucketPlan]:
-    """Divide weights into buckets, each of one data-parallel group, one dtype and one model chunk.
+    """Divide weights into buckets, each of one data-parallel group, one placement, one dtype and
+    one model chunk.
 
     A weight of several pipeline stages has a bucket to itself: its owners then lay it out alike,
     and hold the same ranges of it, whatever else they have. So has a weight sharded over gtp.
@@ -683,17 +684,17 @@ def bucket_plans(
         units: the unit of each weight by name; None if it is in none.
         parts: the part of each weight by name.
         cut: the strategy stores weights in shards; else buckets are filled by bytes.
-        gtp: names of the weights that are sharded over gtp or egtp.
+        placements: by weight name.
 
     Returns:
         In the order in which backward fills them.
     """
     found: list[BucketPlan] = []
-    opened: dict[tuple[str, torch.dtype, bool], list[WeightHandle]] = {}
+    opened: dict[tuple[str, torch.dtype, Placement], list[WeightHandle]] = {}
     unit: str | None = None
     part = 0
 
-    def close(kind: tuple[str, torch.dtype, bool]) -> None:
+    def close(kind: tuple[str, torch.dtype, Placement]) -> None:
         members = opened.pop(kind)
         first, last = members[-1].name, members[0].name
         name = unit or (first if first == last else f"{first} ... {last}")
@@ -701,7 +702,8 @@ def bucket_plans(
 
     # Backward goes through the last model chunk first, in whatever order they were declared.
     for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
-        kind = plans[handle.name].lanes, handle.dtype, handle.name in gtp
+        placement = placements[handle.name]
+        kind = plans[handle.name].lanes, handle.dtype, placement
         shared = len(set(handle.sharding.stages)) > 1
         if shared or parts[handle.name] != part:
             for other in list(opened):
@@ -717,7 +719,7 @@ def bucket_plans(
         else:
             size = sum(4 * math.prod(h.shape) for h in opened[kind])
             full = size >= storage.bucket_bytes
-        if full or shared or handle.name in gtp:
+        if full or shared or placement.weight == GTP:
             close(kind)
     for kind in list(opened):
         close(kind)
@@ -737,15 +739,9 @@ class BucketGroups:
     outer_axes: tuple[str, ...] = OUTER_LANES
 
     @staticmethod
-    def of(
-        groups: ProcessGroupCollection, lanes: str, placement: Placement, *, gtp: bool = False
-    ) -> BucketGroups:
-        """Choose the groups of a placement on data-parallel ranks ("lanes" or "expert_lanes").
-
-        Args:
-            gtp: of a weight that gtp or egtp shards.
-        """
-        if gtp:
+    def of(groups: ProcessGroupCollection, lanes: str, placement: Placement) -> BucketGroups:
+        """Choose the groups of a placement on data-parallel ranks ("lanes" or "expert_lanes")."""
+        if placement.weight == GTP:
             expert = lanes.startswith("expert")
             shared, replicas = ("egtp", "edp") if expert else ("gtp", "dp_cp")
             return BucketGroups(

@@ -38,7 +38,6 @@ from megatron.core.weight_gather.handle import (
 from megatron.core.weight_sharding import (
     GradientPlan,
     LocalBox,
-    Placement,
     WeightSharding,
     check,
     gradient_plan,
@@ -211,10 +210,13 @@ class WeightStore:
             parts=self._parts,
             storage=storage,
             cut=bool(strategy.weight),
-            gtp={n for n, h in self.handles.items() if h.sharding.is_gtp_sharded(grid, strategy)},
+            placements={
+                name: handle.sharding.placement(grid, strategy)
+                for name, handle in self.handles.items()
+            },
         )
         for plan in plans:
-            bucket = self._bucket(plan, strategy)
+            bucket = self._bucket(plan)
             self.buckets.append(bucket)
             for handle, member in bucket.members():
                 low, high = bucket.weights.stored_range
@@ -291,23 +293,19 @@ class WeightStore:
         """Logical parameters of all that was declared (each weight once, no padding)."""
         return sum(math.prod(s.shape) for h in self.handles.values() for s in h.sharding.segments)
 
-    def _bucket(self, plan: BucketPlan, strategy: Placement) -> Bucket:
-        """Allocate a bucket of the store under a strategy."""
+    def _bucket(self, plan: BucketPlan) -> Bucket:
+        """Allocate a bucket."""
         # Weights without decay last: the optimizer then sees two ranges a bucket, not one a weight.
         handles = sorted(plan.handles, key=lambda h: not h.sharding.weight_decay)
         lanes = self.plans[handles[0].name].lanes
-        # The data-parallel group of experts may have one rank, with nobody to share with.
-        placement = Placement()
-        if self.groups[lanes].size > 1:
-            placement = handles[0].sharding.placement(self.groups.grid, strategy)
-        groups = BucketGroups.of(self.groups, lanes, placement, gtp=plan.gtp)
+        groups = BucketGroups.of(self.groups, lanes, plan.placement)
         layout = BufferLayout.of(
             [(h.name, h.shape) for h in handles],
             parts=groups.shared.size,
             # the ranks of the outer axis may share a shard once more
             shard_quantum=_QUANTUM * groups.outer.size,
         )
-        sharded = bool(placement.weight)
+        sharded = bool(plan.placement.weight)
         weights = ShardedBuffer.empty(
             layout,
             groups.shared,
@@ -322,7 +320,6 @@ class WeightStore:
             layout=layout,
             groups=groups,
             weights=weights,
-            placement=placement,
         )
 
     def _initialize(self, handle: WeightHandle) -> None:

@@ -19,6 +19,7 @@ from megatron.core.distributed.formulas import (
 )
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
+from tests.support.gatherers import gatherer_of
 from tests.unit_tests.core.distributed.small_model import SmallModel, plain_loss, tokens
 
 LEARNING_RATE = 0.002
@@ -148,7 +149,7 @@ def steps_against(
 
 def planned_gathers(engine: DataParallel) -> list[int] | None:
     """Return how often the plan being followed gathers each bucket; None if weights are whole."""
-    gatherer = engine.gatherer
+    gatherer = gatherer_of(engine)
     if gatherer is None or not gatherer.leases:
         return None
     assert gatherer.planned is not None

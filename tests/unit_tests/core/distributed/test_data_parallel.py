@@ -17,6 +17,7 @@ from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_sharding import STRATEGIES, Cut, WeightSharding
 from tests.support.activation import assert_active
 from tests.support.closeness import assert_close_by_metric
+from tests.support.gatherers import gatherer_of
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, simulated
@@ -67,8 +68,8 @@ def engine_case(
     lanes = groups["lanes"].size
     reference = Reference(lanes)
     for number, indices in enumerate(STEPS):
-        if engine.gatherer is not None:
-            engine.gatherer.arena.reset_peak()
+        if gatherer_of(engine) is not None:
+            gatherer_of(engine).arena.reset_peak()
         with trace(groups) as records:
             engine.start_param_sync()
             with nan_memory():
@@ -85,7 +86,7 @@ def engine_case(
         update(engine)
         reference.update(wanted)
     engine.start_param_sync()
-    gatherer = engine.gatherer
+    gatherer = gatherer_of(engine)
     assert (gatherer is None) == (engine.config.strategy == "no_shard")
     if gatherer is not None:
         assert gatherer.counts.mismatches == 0
@@ -271,7 +272,7 @@ def test_a_weight_of_two_stages_is_summed_over_them_and_counted_once():
 def test_one_process_sends_nothing_and_equals_autograd(strategy: str):
     groups = ProcessGroupCollection.single()
     model, engine = built(groups, bucket_bytes=400, strategy=strategy)
-    assert engine.gatherer is None
+    assert gatherer_of(engine) is None
     reference = Reference(1)
     with nan_memory(), trace(groups) as records:
         steps_against(model, engine, reference, ((0, 1, 2), (3,)))

@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES, GradientKind, Placement, placement
 from tests.support.closeness import assert_all_close
+from tests.support.gatherers import gatherer_of
 from tests.support.mutants import apply, planted
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Early, Late, simulated
@@ -106,9 +107,9 @@ def trained(
         assert abs(result.grad_norm - exact) <= 1e-6 * exact
         assert exact > 2 * SGD.clip_grad, "nothing is clipped"
         assert result.num_zeros == sum(int((w == 0).sum()) for w in wanted.values())
-    if engine.gatherer is not None:
-        assert engine.gatherer.counts.mismatches == 0
-        assert engine.gatherer.counts.prefetched > 0 or not engine.config.overlap_param_gather
+    if gatherer_of(engine) is not None:
+        assert gatherer_of(engine).counts.mismatches == 0
+        assert gatherer_of(engine).counts.prefetched > 0 or not engine.config.overlap_param_gather
     return model
 
 
@@ -146,13 +147,13 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
     assert (formula.weights, formula.gradients) == (weights, gradients)
     assert engine.arena.live_bytes == 0
     assert engine.arena.peak_bytes <= formula.reducing
-    peak = 0 if engine.gatherer is None else engine.gatherer.counts.peak_bytes
+    peak = 0 if gatherer_of(engine) is None else gatherer_of(engine).counts.peak_bytes
     assert peak <= formula.gathered
     shared = [b for b in model.store.buckets if b.sharded]
     if shared:
         assert peak > 0
         everything = sum(b.whole_bytes for b in shared)
-        assert min(engine.gatherer.budget, everything) == formula.gathered
+        assert min(gatherer_of(engine).budget, everything) == formula.gathered
 
 
 def test_what_is_alone_is_whole_by_the_formula():

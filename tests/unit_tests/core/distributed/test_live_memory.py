@@ -20,6 +20,7 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_sharding import STRATEGIES
+from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch
 from tests.support.live_memory import OTHERS, live_bytes, live_storages
 from tests.support.ranks import run_ranks
@@ -72,10 +73,10 @@ def measured(
         optimizer.step(1e-3)
         engine.start_param_sync()
     gathered = 0
-    if engine.gatherer is not None:
-        assert engine.gatherer.counts.mismatches == 0
-        gathered = engine.gatherer.counts.peak_bytes
-        engine.gatherer.arena.trim()
+    if gatherer_of(engine) is not None:
+        assert gatherer_of(engine).counts.mismatches == 0
+        gathered = gatherer_of(engine).counts.peak_bytes
+        gatherer_of(engine).arena.trim()
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
         planned = bytes_per_rank(sizes, engine.placement, of=ELEMENTS[dtype]).gathered
         assert gathered <= planned

@@ -14,6 +14,7 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from megatron.core.weight_gather import Gatherer, check_plan
 from megatron.core.weight_sharding import STRATEGIES
+from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch
 from tests.support.ranks import run_ranks
 
@@ -99,7 +100,7 @@ def gathered(rank: int, world: int) -> None:
             prefetch_bytes=ahead,
         )
         model.decoder.set_recompute(recompute)
-        gatherer = engine.gatherer
+        gatherer = gatherer_of(engine)
         step(model, engine, microbatches=2)
         assert gatherer.counts.peak_bytes <= gatherer.budget
         watch = Watch(gatherer)

@@ -70,8 +70,9 @@ def frozen(groups: Groups, config: Config) -> None:
         alone = all(handle.name in names for handle in lonely.handles)
         assert (lonely.index in trained) != alone
         reduced = [r for r in records if r.kind in ("all_reduce", "reduce_scatter")]
-        assert len(reduced) % len(trained) == 0 or engine.gatherer.leases
-        if engine.gatherer is not None and not engine.gatherer.leases and alone:
+        # Those that are kept in shards are reduced in every microbatch, over gtp some of them.
+        assert len(reduced) % len(trained) == 0 or any(b.bucket.gtp for b in engine.buckets)
+        if engine.gatherers and not lonely.sharded and alone:
             assert lonely.current, "what nobody writes is never gathered"
 
 
@@ -87,13 +88,13 @@ def evaluated(groups: Groups, config: Config) -> None:
                 ids, targets = tokens(lane, index)
                 logits = reference_loss(reference, ids, targets)
                 assert relative_error(model.loss(ids, targets), logits) <= 1e-6
-        assert engine.gatherer is None or engine.gatherer.arena.live_bytes == 0
+        assert all(gatherer.arena.live_bytes == 0 for gatherer in engine.gatherers)
 
     def fail() -> None:
         with contextlib.suppress(Stop), engine.evaluation(), torch.no_grad():
             model.store.handles["table"].embedding(tokens(lane, 20)[0])
             raise Stop
-        assert engine.gatherer is None or engine.gatherer.arena.live_bytes == 0
+        assert all(gatherer.arena.live_bytes == 0 for gatherer in engine.gatherers)
 
     fail()
     look()
@@ -109,8 +110,7 @@ def evaluated(groups: Groups, config: Config) -> None:
         look()
         fail()
         look()
-    if engine.gatherer is not None:
-        assert engine.gatherer.counts.mismatches == 0
+    assert all(gatherer.counts.mismatches == 0 for gatherer in engine.gatherers)
     engine.begin_step()
     with pytest.raises(ValueError, match="evaluation inside a step: finish"), engine.evaluation():
         pass
@@ -162,7 +162,7 @@ def failed(groups: Groups, config: Config) -> None:
             fail()
         engine.abort()
         assert engine.arena.live_bytes == 0
-        assert engine.gatherer is None or engine.gatherer.arena.live_bytes == 0
+        assert all(gatherer.arena.live_bytes == 0 for gatherer in engine.gatherers)
         with pytest.raises(ValueError, match=r"backward outside a step: call begin_step\(\) first"):
             engine.backward(torch.zeros(()), last=True)
         with pytest.raises(ValueError, match=r"finish outside a step: call begin_step\(\) first"):
@@ -196,7 +196,7 @@ def reordered(groups: Groups, config: Config) -> None:
     model, engine = built(groups, **config)
     reference = Reference(groups["lanes"].size)
     steps_against(model, engine, reference, ((0, 1), (2, 3), (4, 5)))
-    before = engine.gatherer.counts.mismatches if engine.gatherer else 0
+    before = [gatherer.counts.mismatches for gatherer in engine.gatherers]
     lane, use = groups["lanes"].rank, model.store.handles
     engine.begin_step(2)
     for index in (6, 7):
@@ -215,14 +215,15 @@ def reordered(groups: Groups, config: Config) -> None:
     update(engine)
     engine.start_param_sync()
     reference.update(wanted)
-    gatherer = engine.gatherer
-    follows = gatherer is not None and (gatherer.leases or engine.config.overlap_param_gather)
-    assert (gatherer.counts.mismatches if gatherer else 0) == before + follows
+    planned = [gatherer.leases or gatherer.prefetch for gatherer in engine.gatherers]
+    found = [gatherer.counts.mismatches for gatherer in engine.gatherers]
+    assert found == [count + follows for count, follows in zip(before, planned, strict=True)]
     steps_against(model, engine, reference, ((8, 9), (10, 11), (12,)))
-    if follows:
-        assert gatherer.counts.mismatches <= before + 2
-        assert gatherer.planned is not None
-        assert gatherer.counts.peak_bytes <= gatherer.budget
+    for gatherer, earlier, follows in zip(engine.gatherers, before, planned, strict=True):
+        if follows:
+            assert gatherer.counts.mismatches <= earlier + 2
+            assert gatherer.planned is not None
+            assert gatherer.counts.peak_bytes <= gatherer.budget
 
 
 def two_models(groups: Groups, config: Config) -> None:
@@ -360,7 +361,12 @@ def all_strategies(rank: int, world: int, case: Callable[[Groups, Config], None]
 
 def weights_over_gtp(rank: int, world: int, case: Callable[[Groups, Config], None]) -> None:
     """The same where two ranks shard the matrices over gtp."""
-    run_case(ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank), case)
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
+    for strategy in STRATEGIES[:3]:
+        model, engine = built(groups, strategy=strategy)
+        assert {b.gtp for b in model.store.buckets} == {True, False}
+        assert len(engine.gatherers) == 1 + engine.sharded
+    run_case(groups, case)
 
 
 def run_case(groups: Groups, case: Callable[[Groups, Config], None]) -> None:

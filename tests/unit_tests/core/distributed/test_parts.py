@@ -14,6 +14,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import EVALUATION, FORWARD, segment_name
 from megatron.core.weight_sharding import STRATEGIES
+from tests.support.gatherers import gatherer_of
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import RankFailure, run_ranks
@@ -83,7 +84,7 @@ def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
         engine.start_param_sync()
         for name, gradient in wanted.items():
             reference.weights[name] = reference.weights[name] - LEARNING_RATE * gradient
-    gatherer = engine.gatherer
+    gatherer = gatherer_of(engine)
     if gatherer is not None:
         assert gatherer.counts.mismatches == 0
         assert gatherer.counts.peak_bytes <= gatherer.budget
@@ -155,7 +156,7 @@ def prefetches(rank: int, world: int) -> None:
             overlap_param_gather=True,
             fsdp_all_gather_in_start_param_sync=False,
         )
-        gatherer = engine.gatherer
+        gatherer = gatherer_of(engine)
         for _ in range(3):
             play(model, engine, SCHEDULES["in turn"], (0, 1, 2))
             update(engine)
@@ -191,7 +192,7 @@ def unplanned_prefetch(rank: int, world: int) -> None:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for ahead in (True, False):
         model, engine = built(groups, strategy="optim_grads_params", overlap_param_gather=ahead)
-        gatherer = engine.gatherer
+        gatherer = gatherer_of(engine)
         play(model, engine, SCHEDULES["in turn"], (0, 1, 2))
         engine.begin_step(program=["a segment that never ran", segment_name(FORWARD, 1)])
         assert gatherer.planned is None
@@ -227,8 +228,8 @@ def evaluations(rank: int, world: int) -> None:
                 for i, loss in hidden.items():
                     wanted = reference.losses(rank, i)
                     assert abs(loss.item() - wanted) <= 1e-5 * wanted
-        assert engine.gatherer.counts.mismatches == 0
-        assert engine.gatherer.counts.prefetched > 0
+        assert gatherer_of(engine).counts.mismatches == 0
+        assert gatherer_of(engine).counts.prefetched > 0
         with pytest.raises(ValueError, match="segment forward outside a step"):
             engine.segment(FORWARD)
 

@@ -25,6 +25,35 @@ def reducing(rank: int, world: int) -> None:
         assert formula.reducing - largest <= engine.arena.peak_bytes <= formula.reducing, overlap
 
 
+def over_gtp(rank: int, world: int) -> None:
+    """Compare what a rank keeps, gathers and reduces of weights over gtp with the formula."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
+    bf16 = {"grad_dtype": torch.bfloat16, "fp32_accumulation": True}
+    for strategy, more, of in (
+        ("no_shard", {}, ElementBytes()),
+        ("optim", {}, ElementBytes()),
+        ("optim", bf16, ElementBytes(gradient=2, wide_sum=True)),
+    ):
+        model, engine = built(groups, strategy=strategy, **more)
+        leased = engine.gatherers[0]
+        step(model, engine, microbatches=2)
+        engine.arena.reset_peak()
+        leased.arena.reset_peak()
+        step(model, engine, microbatches=2, number=1)
+        sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
+        assert sum(size.gtp for size in sizes) > 4 * 24
+        formula = bytes_per_rank(sizes, engine.placement, of=of)
+        assert formula.weights == sum(b.weights.data.nbytes for b in model.store.buckets)
+        over = 4 * sum(size.numel // 2 for size in sizes if size.gtp)
+        owned = sum(b.gradients.nbytes for b in engine.buckets if b.bucket.gtp)
+        assert owned == over if strategy == "no_shard" else owned == over // 2
+        assert leased.arena.peak_bytes == formula.gathered == leased.budget
+        peak = engine.arena.peak_bytes
+        # The formula adds the peaks of both kinds of buckets, which wide sums reach in turn.
+        least = 0.4 if more else 0.6
+        assert least * formula.reducing <= peak <= formula.reducing, (strategy, peak, formula)
+
+
 def reducing_wide(rank: int, world: int) -> None:
     """The same of bf16 gradients that are summed in fp32, in shards and not."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
@@ -43,6 +72,10 @@ def reducing_wide(rank: int, world: int) -> None:
         formula = bytes_per_rank(sizes, engine.placement, of=narrow, overlap=True)
         assert 0 < engine.arena.peak_bytes <= formula.reducing, strategy
         assert engine.arena.peak_bytes >= formula.reducing * 0.6, strategy
+
+
+def test_bytes_of_weights_over_gtp_are_those_of_the_formula():
+    run_ranks(over_gtp, 4)
 
 
 def test_peaks_of_wide_reductions_stay_below_the_formula():

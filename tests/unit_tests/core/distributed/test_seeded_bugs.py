@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.gatherers import gatherer_of
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Late, simulated
@@ -79,14 +80,14 @@ def ordeal(
         assert link.waited == link.count, "a collective was never waited for"
         assert_weights(engine, reference.weights)
         _assert_settled(engine)
-    gatherer = engine.gatherer
+    gatherer = gatherer_of(engine)
     assert gatherer.counts.mismatches <= 2, "the steps that failed"
     assert gatherer.counts.peak_bytes <= gatherer.budget
     return link.count
 
 
 def _assert_settled(engine) -> None:
-    assert engine.arena.live_bytes == engine.gatherer.arena.live_bytes == 0
+    assert engine.arena.live_bytes == gatherer_of(engine).arena.live_bytes == 0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_sharding import STRATEGIES, WeightSharding
 from tests.support.activation import assert_active
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
+from tests.support.gatherers import gatherer_of
 from tests.support.inputs import generator
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.ranks import RankFailure, run_ranks
@@ -253,7 +254,7 @@ def empty(
         )
         if not of_stage(pp, stage):
             assert one.store.buckets == one.engine.buckets == []
-            assert one.engine.gatherer is None
+            assert gatherer_of(one.engine) is None
             with pytest.raises(ValueError, match="the store is already materialised"):
                 one.store.materialize()
         results = []

@@ -12,6 +12,7 @@ from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
+from tests.support.gatherers import gatherer_of
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
@@ -82,7 +83,7 @@ def enabled(rank: int, world: int, instances: int, outer: str) -> None:
                 overlap_param_gather=True,
                 prefetch_bytes=prefetch,
             )
-            gatherer = engine.gatherer
+            gatherer = gatherer_of(engine)
             prologue = list(gatherer.planned.prologue)
             assert len(prologue) == (len(gatherer.buckets) if prefetch else 2)
             assert prologue[0] == gatherer.buckets[-1].index, "what forward needs first"
@@ -119,14 +120,14 @@ def disabled(rank: int, world: int) -> None:
         with trace(groups) as between:
             engine.start_param_sync()
         assert between == []
-        assert engine.gatherer.in_flight == []
-        ahead = engine.gatherer.counts.prefetched
+        assert gatherer_of(engine).in_flight == []
+        ahead = gatherer_of(engine).counts.prefetched
         with trace(groups) as inside:
             engine.begin_step(2)
             assert len(inside) == 2, "the step starts the first gathers, and the next ones"
             loss = model.loss(*tokens(rank, 0))
         assert len([r for r in inside if r.kind == "all_gather"]) >= 3
-        assert engine.gatherer.counts.prefetched > ahead
+        assert gatherer_of(engine).counts.prefetched > ahead
         del loss
         engine.abort()
         assert_weights(engine, reference.weights)
@@ -179,7 +180,7 @@ def forced(rank: int, world: int) -> None:
                 overlap_param_gather=overlap,
                 **{FIELD: early},
             )
-            gatherer, link = engine.gatherer, Counted()
+            gatherer, link = gatherer_of(engine), Counted()
             with simulated(groups, link), trace(groups) as records:
                 engine.start_param_sync(force_sync=True)
             assert gatherer.in_flight == []

@@ -8,6 +8,7 @@ import torch
 
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.gatherers import gatherer_of
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.small_model import SmallModel, tokens
@@ -50,9 +51,9 @@ def _write_and_complete(groups: ProcessGroupCollection, config: DataParallelConf
                 config,
                 bucket.name,
             )
-    assert engine.gatherer is not None
-    assert engine.gatherer.counts.mismatches == 0
-    assert engine.gatherer.counts.gathers >= 4 * len(model.store.buckets)
+    assert gatherer_of(engine) is not None
+    assert gatherer_of(engine).counts.mismatches == 0
+    assert gatherer_of(engine).counts.gathers >= 4 * len(model.store.buckets)
 
 
 def test_completed_weights_are_those_of_every_rank():

@@ -12,6 +12,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.data_parallel import GradientBucket
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Arena, Gatherer
+from tests.support.gatherers import gatherer_of
 from tests.support.simulated_links import simulated
 from tests.support.stream_order import OrderedStream, OrderError, StreamOrder
 from tests.unit_tests.core.distributed.engine_steps import train, update
@@ -94,7 +95,7 @@ def test_uses_of_memory_are_in_order(strategy: str, settings: dict):
     assert order.count >= STEPS * len(engine.buckets)
     assert order.crossings > order.count
     assert engine.launched_in_backward == len(engine.buckets)
-    assert engine.gatherer is None or engine.gatherer.counts.prefetched > 0
+    assert gatherer_of(engine) is None or gatherer_of(engine).counts.prefetched > 0
 
 
 @pytest.mark.parametrize(

@@ -166,14 +166,14 @@ def pieces(model: GPTModel, flat_of) -> dict[str, torch.Tensor]:
 def test_logits_loss_and_gradients(case: str):
     config, kind, extra = CASES[case]
     with one_thread():
-        theirs = their_model(config, kind, extra)
-        config = dataclasses.replace(config, hidden_size=theirs.config.hidden_size)
-        compare(config, theirs, lambda named: {our_name(n): w for n, w in named.items()})
+        reference = their_model(config, kind, extra)
+        config = dataclasses.replace(config, hidden_size=reference.config.hidden_size)
+        compare(config, reference, lambda named: {our_name(n): w for n, w in named.items()})
 
 
 def compare(
     config: GPTConfig,
-    theirs: torch.nn.Module,
+    reference: torch.nn.Module,
     renamed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
     *,
     zeros: Collection[str] = (),
@@ -181,11 +181,11 @@ def compare(
     """Compare logits, loss and gradients of an fp64 model with ours of the same weights.
 
     Args:
-        renamed: returns tensors by our names, as views, from those by the names of `theirs`.
+        renamed: returns tensors by our names, as views, from those by the names of `reference`.
         zeros: our names of weights whose gradient is exactly zero.
     """
     with one_thread():
-        weights = renamed(dict(theirs.named_parameters()))
+        weights = renamed(dict(reference.named_parameters()))
         ours = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
         targets = pieces(ours, lambda handle: handle.get())
         assert targets.keys() == weights.keys()
@@ -197,7 +197,7 @@ def compare(
         )
         token_weights = data.loss_mask * torch.rand(2, SEQUENCE, generator=generator(3))
 
-        logits = theirs(data.tokens, use_cache=False).logits  # [b, s, v]
+        logits = reference(data.tokens, use_cache=False).logits  # [b, s, v]
         nll = F.cross_entropy(logits.transpose(1, 2), data.labels, reduction="none")
         loss = (nll * token_weights).sum()
         loss.backward()
@@ -215,7 +215,7 @@ def compare(
         {"logits": logits.detach(), "loss": loss.detach(), "nll": nll.detach()},
     )
     gradients = pieces(ours, lambda handle: handle.slot)
-    wanted = renamed({name: weight.grad for name, weight in theirs.named_parameters()})
+    wanted = renamed({name: weight.grad for name, weight in reference.named_parameters()})
     assert_all_close(gradients, wanted, zeros=zeros)
 
 
@@ -256,10 +256,10 @@ def test_learned_absolute_positions_are_those_of_gpt2():
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     made._attn_implementation = "eager"
-    theirs = transformers.GPT2LMHeadModel(made).double().eval()
-    moved = perturbed(dict(theirs.named_parameters()), seed=1, scale=0.2)
+    reference = transformers.GPT2LMHeadModel(made).double().eval()
+    moved = perturbed(dict(reference.named_parameters()), seed=1, scale=0.2)
     with torch.no_grad():
-        for name, weight in theirs.named_parameters():
+        for name, weight in reference.named_parameters():
             weight.copy_(moved[name])
     config = changed(
         groups=HEADS, attention=ALL_BIASES, mlp=PLAIN_MLP, norm=LAYER_NORM, tied=True, rope=None,
@@ -267,4 +267,4 @@ def test_learned_absolute_positions_are_those_of_gpt2():
     )  # fmt: skip
     # One added to all keys moves all scores of a query alike.
     biases = [f"decoder.blocks.{2 * layer}.attention.key.bias" for layer in range(LAYERS)]
-    compare(config, theirs, of_gpt2, zeros=biases)
+    compare(config, reference, of_gpt2, zeros=biases)

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import vocab_parallel
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather import WgradQueue
 from megatron.core.weight_sharding import STRATEGIES
+from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch, one_thread, perturbed
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.nan_memory import nan_memory
@@ -210,8 +211,8 @@ def over_lanes(rank: int, world: int) -> None:
                 (r.kind, r.bytes) for r in records if r.kind in ("all_reduce", "reduce_scatter")
             ]
             assert halves.engine.launched_in_backward == len(halves.engine.buckets)
-            if halves.engine.gatherer is not None:
-                assert halves.engine.gatherer.counts.mismatches == 0
+            if gatherer_of(halves.engine) is not None:
+                assert gatherer_of(halves.engine).counts.mismatches == 0
             found.append((gradients, reduced))
         assert_same_bits(found[1][0], found[0][0])
         assert found[0][1] == found[1][1]

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gatherer of an engine whose buckets are all of one kind."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DataParallel
+from megatron.core.weight_gather import Gatherer
+
+
+def gatherer_of(engine: DataParallel) -> Gatherer | None:
+    """Return the only gatherer of an engine; None if it gathers nothing."""
+    assert len(engine.gatherers) <= 1, "some weights alone are stored in shards: look at each"
+    return next(iter(engine.gatherers), None)

@@ -129,6 +129,8 @@ def export_model(config: ExportConfig) -> None:
     checkpoint, exported = found
     files = f"{len(exported.files)} file{'s' * (len(exported.files) > 1)}"
     print(f"exported {checkpoint} to {exported.folder} ({files} of weights)", flush=True)
+    if exported.note is not None:
+        print(exported.note, flush=True)
     if config.verify:
         _verify(checkpoint, exported.folder, dtype, written=exported.folder)
 

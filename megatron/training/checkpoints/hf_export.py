@@ -53,11 +53,15 @@ GROUP_BYTES = BLOCK_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export has written: the folder, its files of weights, and how much was read."""
+    """What an export has written: the folder, its files of weights, and how much was read.
+
+    `note` says so if the weights are not quantised as those of the folder they came from are.
+    """
 
     folder: Path
     files: tuple[str, ...]
     bytes_read: int
+    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,12 @@ def export_folder(
             if target.exists():
                 target.rmdir()
             os.rename(temporary, target)
-            return Exported(folder=target, files=files, bytes_read=reader.bytes_read)
+            return Exported(
+                folder=target,
+                files=files,
+                bytes_read=reader.bytes_read,
+                note=_dequantized_note(described, base, planned),
+            )
     except OSError as error:
         raise ValueError(f"--save {save}: {error.strerror}: {error.filename}") from error
     finally:
@@ -221,6 +230,19 @@ def _common_dtype(planned: Sequence[_Planned]) -> torch.dtype:
     if most not in MODEL_DTYPES.values():
         raise ValueError(f"weights of {most} cannot be exported: choose with --dtype")
     return most
+
+
+def _dequantized_note(
+    path: Path | None, base: Mapping[str, Any] | None, planned: Sequence[_Planned]
+) -> str | None:
+    """Return a line about weights that the config.json they came with says are quantised."""
+    if not (base or {}).get("quantization_config"):
+        return None
+    dtype = next(name for name, d in MODEL_DTYPES.items() if d == _common_dtype(planned))
+    return (
+        f"{path} has quantization_config: weights are written in {dtype}, not quantised, and "
+        "config.json without it"
+    )
 
 
 def _write_weights(

@@ -99,7 +99,8 @@ def test_export_writes_bf16_and_drops_the_field(folders) -> None:
     assert "FP8 matrices with a scale for each block of 7 x 5" in printed
     checkpoint = folder.parent / "a" / "iter_0000000"
     out = folder.parent / "out"
-    convert("export", "--load", checkpoint.parent, "--save", out)
+    printed = convert("export", "--load", checkpoint.parent, "--save", out)
+    assert "quantization_config: weights are written in bfloat16" in printed
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     before, after = tensors(values), tensors(out)
     assert before.keys() == after.keys()

@@ -19,7 +19,7 @@ import torch
 
 from megatron.core.boxes import Box
 from megatron.core.untrusted_files import link_target, read_json
-from megatron.hf.quantized import SUFFIX, BlockFP8
+from megatron.hf.quantized import Quantization, QuantizedTensor, quantization_of
 from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -91,63 +91,66 @@ class HuggingFaceFolder:
                     raise ValueError(
                         f"{self.path / name} lacks {tensor}, which the index says it holds"
                     )
-            quantized = BlockFP8.of(self.config, where=str(self.path / CONFIG))
             yield OpenTensors(
-                {t: opened[name] for t, name in self.files.items()}, quantized=quantized
+                {t: opened[name] for t, name in self.files.items()},
+                quantization=quantization_of(self.config, where=str(self.path / CONFIG)),
             )
 
 
 class OpenTensors:
     """The tensors of a folder, by name, with the open files that hold them.
 
-    Quantised ones are what they are once dequantised, and their scales are not among them.
+    Quantised weights are what they are once dequantised, in place of their values and scales.
 
     Args:
         files: by the tensor's name.
-        quantized: how some are quantised; None if none are.
+        quantization: how some are quantised; None if none are.
 
     Raises:
         ValueError: quantised tensors and scales do not fit together; names the first of them.
     """
 
     def __init__(
-        self, files: Mapping[str, SafetensorsFile], *, quantized: BlockFP8 | None = None
+        self, files: Mapping[str, SafetensorsFile], *, quantization: Quantization | None = None
     ) -> None:
-        self._files, self._quantized = files, quantized
-        self._names = dict.fromkeys(files)
-        if quantized is not None:
-            if problems := quantized.problems(files):
-                more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-                raise ValueError(f"{problems[0]}{more}")
-            for name in files:
-                if name.endswith(SUFFIX):
-                    del self._names[name]
+        self._files, self._quantization = files, quantization
+        self._tensors = {name: file.tensors[name] for name, file in files.items()}
+        self._quantized: Mapping[str, QuantizedTensor] = {}
+        if quantization is None:
+            return
+        self._quantized, problems = quantization.find(self._tensors)
+        if problems:
+            more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise ValueError(f"{problems[0]}{more}")
+        for name, tensor in self._quantized.items():
+            del self._tensors[tensor.values], self._tensors[tensor.scales]
+            self._tensors[name] = tensor.seen
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self._tensors
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._tensors)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._tensors)
 
     def find(self, name: str) -> FoundTensor:
         """Return what the header states about a tensor, of a quantised one once dequantised."""
-        found = self._files[name].tensors[name]
-        return found if self._quantized is None else self._quantized.seen(found)
+        return self._tensors[name]
 
     def read_box(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Read the elements of a box of a tensor, and no others, into `target` [*box.sizes].
 
         Raises:
-            ValueError: a file cannot be read, or a scale is none.
+            ValueError: a file cannot be read, or a quantised weight is not finite.
         """
-        file = self._files[name]
-        if self._quantized is not None and file.tensors[name] != self.find(name):
-            self._quantized.read_box(name, box, target, files=self._files)
-        else:
-            file.read_box(name, box, target)
+        quantized = self._quantized.get(name)
+        if quantized is None:
+            self._files[name].read_box(name, box, target)
+            return
+        assert self._quantization is not None
+        self._quantization.read_box(quantized, box, target, files=self._files)
 
     @property
     def bytes_read(self) -> int:

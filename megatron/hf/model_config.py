@@ -19,7 +19,7 @@ from megatron.hf.config_table import TABLES, ModelFields
 from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
 from megatron.hf.folder import CONFIG, HuggingFaceFolder
-from megatron.hf.quantized import BlockFP8
+from megatron.hf.quantized import quantization_of
 from megatron.hf.tensor_map import holds_further
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -105,7 +105,7 @@ def _check_neutral(fields: Fields, kind: Architecture) -> None:
         fields.must_be("mlp_hidden_act", "relu2")
     elif raw.get("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "supported is 'silu'")
-    BlockFP8.of(raw, where=fields.where)
+    quantization_of(raw, where=fields.where)
     if "mlp_bias" not in kind.fields and fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", f"{kind.class_name} has none")
     if "attention_bias" not in kind.fields and fields.flag("attention_bias", False):

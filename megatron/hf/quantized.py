@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in FP8 with a scale for each block, dequantised slice by slice while they are read.
+"""Quantised weights of a Hugging Face folder, dequantised slice by slice while they are read.
 
-DeepSeek-V3 and Kimi-K2 are published so (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3): a matrix
-W [o, i] is E4M3, and `W_scale_inv` [ceil(o / b0), ceil(i / b1)] holds a factor for each block of
-b0 x b1 elements,
-
-    w[r, c] = W[r, c] · W_scale_inv[r // b0, c // b1]
-
-in fp32, rounded to the dtype of the target. A rank reads the elements that it stores and the scales
-of the blocks that these lie in. Tensors of other dtypes are as they are.
+A `Quantization` says which tensors of the files are the values and the scales of one weight, and
+computes any box of that weight in fp32; what is above sees plain tensors. A rank reads the elements
+that it stores and the scales of the blocks that these lie in. Tensors that are not quantised, such
+as those of the modules in `modules_to_not_convert`, are as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,125 +20,326 @@ from megatron.core.boxes import Box, row_boxes
 from megatron.hf.fields import Fields
 from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
 
-#: What the name of a matrix's scales ends with.
-SUFFIX = "_scale_inv"
-
 _FP8 = "F8_E4M3"
 
-#: Fields of quantization_config that change no weight: how activations are quantised, and which
-#: modules are not, as their tensors show.
-_NEUTRAL = ("activation_scheme", "modules_to_not_convert", "ignored_layers")
+#: Elements of MXFP4 that share a scale, and the bytes that they take.
+GROUP, GROUP_BYTES = 32, 16
+
+#: What a code of E2M1 stands for; the other eight are these with a minus sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+#: Exponent of an E8M0 scale of zero.
+_E8M0_BIAS = 127
+
+
+class QuantizedTensor(NamedTuple):
+    """A weight that is stored as two tensors.
+
+    Args:
+        values, scales: their names.
+        seen: the weight's dtype and shape once it is dequantised.
+    """
+
+    values: str
+    scales: str
+    seen: FoundTensor
+
+
+class Quantization(ABC):
+    """How some weights of a folder are quantised.
+
+    Attributes:
+        scales: what the names of tensors of scales end with.
+    """
+
+    scales: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def form(self) -> str:
+        """What is quantised and in which way, for a line about it."""
+
+    @abstractmethod
+    def find(
+        self, tensors: Mapping[str, FoundTensor]
+    ) -> tuple[dict[str, QuantizedTensor], list[str]]:
+        """Return the quantised weights among the tensors of the files, and what is wrong.
+
+        Returns:
+            The weights by the names that they have once dequantised; problems by tensor: values
+            without scales, scales without values, shapes and dtypes that do not fit.
+        """
+
+    @abstractmethod
+    def dequantize(
+        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
+    ) -> torch.Tensor:
+        """Return the elements of a box of a weight [*box.sizes] in fp32."""
+
+    def read_box(
+        self,
+        tensor: QuantizedTensor,
+        box: Box,
+        target: torch.Tensor,
+        *,
+        files: Mapping[str, SafetensorsFile],
+    ) -> None:
+        """Read the elements of a box of a weight, dequantised, into `target`.
+
+        Args:
+            tensor: the weight.
+            box: which elements.
+            target: [*box.sizes], converted to its dtype.
+            files: of all tensors, by name.
+
+        Raises:
+            ValueError: a scale is not positive and finite, a value is not finite, or a file cannot
+                be read.
+        """
+        for band in row_boxes(box.sizes, torch.float32.itemsize):
+            if not band.numel:
+                continue
+            first = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
+            values = self.dequantize(tensor, Box(first, band.sizes), files)
+            if not bool(values.isfinite().all()):
+                raise ValueError(
+                    f"{files[tensor.values].path}: {tensor.values} times {tensor.scales} is not "
+                    "finite"
+                )
+            target[band.slices].copy_(values)
+
+    def line(self, names: Iterable[str]) -> str:
+        """Return a line about a folder with tensors of these names."""
+        count = sum(name.endswith(self.scales) for name in names)
+        return (
+            f"dequantised {count} {self.form}; they are trained, saved and exported in the dtype "
+            "of the model"
+        )
 
 
 @dataclass(frozen=True)
-class BlockFP8:
-    """FP8 with a factor for each block.
+class BlockFP8(Quantization):
+    """FP8 matrices with a factor for each block, as DeepSeek-V3 and Kimi-K2 are published.
+
+    A matrix W [o, i] is E4M3, and `W_scale_inv` [ceil(o / b0), ceil(i / b1)] holds a factor for
+    each block of b0 x b1 elements (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3):
+
+        w[r, c] = W[r, c] · W_scale_inv[r // b0, c // b1]
 
     Args:
         block: rows and columns of a block.
     """
 
     block: tuple[int, int]
+    scales: ClassVar[str] = "_scale_inv"
 
-    @staticmethod
-    def of(config: Mapping[str, Any], *, where: str) -> BlockFP8 | None:
-        """Return how the weights of a config.json are quantised; None if they are not.
-
-        Args:
-            where: its path, for errors.
-
-        Raises:
-            ValueError: in a way that is not supported; names the field.
-        """
-        found = config.get("quantization_config")
-        if found is None:
-            return None
-        if not isinstance(found, dict):
-            Fields(config, where).refuse("quantization_config", "expected an object")
-        fields = Fields(found, where, prefix="quantization_config.")
-        if found.get("quant_method") != "fp8":
-            fields.refuse("quant_method", "supported is 'fp8' with weight_block_size")
+    @classmethod
+    def of(cls, fields: Fields) -> BlockFP8:
+        """Return what a quantization_config of "fp8" means. Raises ValueError: names a field."""
         fields.must_be("fmt", "e4m3")
         fields.must_be("scale_fmt", "ue8m0", "float")
-        block = found.get("weight_block_size")
+        block = fields.raw.get("weight_block_size")
         if not (
             isinstance(block, list)
             and len(block) == 2
             and all(type(size) is int and 0 < size < 1 << 31 for size in block)
         ):
             fields.refuse("weight_block_size", "expected rows and columns of a block, [128, 128]")
-        known = ("quant_method", "fmt", "scale_fmt", "weight_block_size", *_NEUTRAL)
-        for name in found:
-            if name not in known:
-                fields.refuse(name, "what it means for the weights is not known")
-        return BlockFP8((block[0], block[1]))
+        # How activations are quantised does not change the weights.
+        _check_known(fields, "fmt", "scale_fmt", "weight_block_size", "activation_scheme")
+        return cls((block[0], block[1]))
 
-    def problems(self, files: Mapping[str, SafetensorsFile]) -> list[str]:
-        """List FP8 tensors that lack their scales, and scales that do not fit."""
-        found = []
-        for name, file in files.items():
-            tensor = file.tensors[name]
-            if tensor.dtype == _FP8 and name + SUFFIX not in files:
-                found.append(f"{name} is FP8 and {name}{SUFFIX} is missing")
-            base = name.removesuffix(SUFFIX)
+    @property
+    def form(self) -> str:
+        """What is quantised and in which way, for a line about it."""
+        return f"FP8 matrices with a scale for each block of {self.block[0]} x {self.block[1]}"
+
+    def find(
+        self, tensors: Mapping[str, FoundTensor]
+    ) -> tuple[dict[str, QuantizedTensor], list[str]]:
+        """Return FP8 matrices and what is wrong with their scales."""
+        found: dict[str, QuantizedTensor] = {}
+        problems = []
+        for name, tensor in tensors.items():
+            base = name.removesuffix(self.scales)
+            if base != name and (base not in tensors or tensors[base].dtype != _FP8):
+                problems.append(f"{name} has no FP8 tensor that it scales")
+            if tensor.dtype != _FP8:
+                continue
+            scales = tensors.get(name + self.scales)
+            if scales is None:
+                problems.append(f"{name} is FP8 and {name}{self.scales} is missing")
+                continue
+            problems += self._misfits(name, tensor, scales)
+            found[name] = QuantizedTensor(name, name + self.scales, _seen(tensor, tensor.shape))
+        return found, problems
+
+    def _misfits(self, name: str, tensor: FoundTensor, scales: FoundTensor) -> list[str]:
+        wanted = tuple(-(-n // b) for n, b in zip(tensor.shape, self.block, strict=False))
+        if len(tensor.shape) != 2:
+            return [f"{name} is {list(tensor.shape)}: blocks of two dimensions are of a matrix"]
+        if scales.shape != wanted:
+            return [
+                f"{name}{self.scales} is {list(scales.shape)}, blocks of {list(self.block)} make "
+                f"it {list(wanted)}"
+            ]
+        if scales.dtype not in ("F32", "BF16"):
+            return [f"{name}{self.scales} has dtype {scales.dtype}: supported are F32, BF16"]
+        return []
+
+    def dequantize(
+        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
+    ) -> torch.Tensor:
+        """Return a box of a matrix in fp32. Raises ValueError for a factor that is none."""
+        low = tuple(at // b for at, b in zip(box.offsets, self.block, strict=True))
+        high = tuple(
+            -(-(at + n) // b) for at, n, b in zip(box.offsets, box.sizes, self.block, strict=True)
+        )
+        factors = torch.empty([b - a for a, b in zip(low, high, strict=True)])
+        files[tensor.scales].read_box(tensor.scales, Box(low, tuple(factors.shape)), factors)
+        if not bool(((factors > 0) & factors.isfinite()).all()):
+            raise ValueError(
+                f"{files[tensor.scales].path}: {tensor.scales} has a factor that is not positive "
+                "and finite"
+            )
+        stored = torch.empty(box.sizes, dtype=torch.float8_e4m3fn)
+        files[tensor.values].read_box(tensor.values, box, stored)
+        for dim in (0, 1):
+            at = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
+            factors = factors.index_select(dim, at // self.block[dim] - low[dim])
+        return stored.float().mul_(factors)  # [r, c]
+
+
+@dataclass(frozen=True)
+class MXFP4(Quantization):
+    """Tensors in MXFP4, as gpt-oss has its experts (OCP Microscaling Formats v1.0, section 5).
+
+    A tensor W [..., r, c] is `W_blocks` [..., r, c / 32, 16] and `W_scales` [..., r, c / 32] of
+    bytes. A byte holds two elements in E2M1, the first in its lower half, and a scale is a power of
+    two in E8M0, for 32 elements:
+
+        w[..., 32 g + k] = E2M1[code k of W_blocks[..., g, :]] · 2^(W_scales[..., g] - 127)
+    """
+
+    values: ClassVar[str] = "_blocks"
+    scales: ClassVar[str] = "_scales"
+
+    @classmethod
+    def of(cls, fields: Fields) -> MXFP4:
+        """Return what a quantization_config of "mxfp4" means. Raises ValueError: names a field."""
+        _check_known(fields, "dequantize")  # `dequantize`: what transformers makes of them
+        return cls()
+
+    @property
+    def form(self) -> str:
+        """What is quantised and in which way, for a line about it."""
+        return f"MXFP4 tensors with a scale for each {GROUP} elements of a row"
+
+    def find(
+        self, tensors: Mapping[str, FoundTensor]
+    ) -> tuple[dict[str, QuantizedTensor], list[str]]:
+        """Return MXFP4 tensors and what is wrong with their scales."""
+        found: dict[str, QuantizedTensor] = {}
+        problems = []
+        for name, tensor in tensors.items():
+            base = name.removesuffix(self.scales)
+            if base != name and base + self.values not in tensors:
+                problems.append(f"{name} has no {base}{self.values} that it scales")
+            base = name.removesuffix(self.values)
             if base == name:
                 continue
-            if base not in files or files[base].tensors[base].dtype != _FP8:
-                found.append(f"{name} has no FP8 tensor that it scales")
+            scales = tensors.get(base + self.scales)
+            if scales is None:
+                problems.append(f"{name} is MXFP4 and {base}{self.scales} is missing")
                 continue
-            shape = files[base].tensors[base].shape
-            wanted = tuple(-(-n // b) for n, b in zip(shape, self.block, strict=False))
-            if len(shape) != 2 or tensor.shape != wanted:
-                found.append(
-                    f"{name} is {list(tensor.shape)}, blocks of {list(self.block)} make it "
-                    f"{list(wanted)}"
-                )
-            elif tensor.dtype not in ("F32", "BF16"):
-                found.append(f"{name} has dtype {tensor.dtype}: supported are F32, BF16")
+            if base in tensors:
+                problems.append(f"{base} and {name} are the same weight: leave one of them out")
+            problems += self._misfits(base, tensor, scales)
+            shape = (*tensor.shape[:-2], GROUP * tensor.shape[-2]) if tensor.shape[1:] else ()
+            found[base] = QuantizedTensor(name, base + self.scales, _seen(tensor, shape))
+        return found, problems
+
+    def _misfits(self, base: str, tensor: FoundTensor, scales: FoundTensor) -> list[str]:
+        if len(tensor.shape) < 2 or tensor.shape[-1] != GROUP_BYTES:
+            return [
+                f"{base}{self.values} is {list(tensor.shape)}: the last size must be "
+                f"{GROUP_BYTES} bytes of {GROUP} elements"
+            ]
+        found = [
+            f"{base}{suffix} has dtype {side.dtype}: supported is U8"
+            for suffix, side in ((self.values, tensor), (self.scales, scales))
+            if side.dtype != "U8"
+        ]
+        if scales.shape != tensor.shape[:-1]:
+            found.append(
+                f"{base}{self.scales} is {list(scales.shape)}, {base}{self.values} makes it "
+                f"{list(tensor.shape[:-1])}"
+            )
         return found
 
-    def read_box(
-        self,
-        name: str,
-        box: Box,
-        target: torch.Tensor,
-        *,
-        files: Mapping[str, SafetensorsFile],
-    ) -> None:
-        """Read the elements of a box of an FP8 matrix, dequantised, into `target`.
+    def dequantize(
+        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
+    ) -> torch.Tensor:
+        """Return a box of a tensor in fp32, from the groups of 32 that it lies in."""
+        begin, size = box.offsets[-1], box.sizes[-1]
+        first, last = begin // GROUP, -(-(begin + size) // GROUP)
+        groups = Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
+        stored = torch.empty((*groups.sizes, GROUP_BYTES), dtype=torch.uint8)
+        pairs = Box((*groups.offsets, 0), tuple(stored.shape))
+        files[tensor.values].read_box(tensor.values, pairs, stored)
+        scales = torch.empty(groups.sizes, dtype=torch.uint8)
+        files[tensor.scales].read_box(tensor.scales, groups, scales)
+        codes = torch.tensor((*_E2M1, *(-value for value in _E2M1)))  # [16]
+        every = torch.arange(256)
+        # Both elements of a byte at once: eight bytes are moved as one integer.
+        table = torch.stack((codes[every & 15], codes[every >> 4]), dim=-1).view(torch.int64)
+        values = table.view(-1).index_select(0, stored.view(-1).int()).view(torch.float32)
+        values = values.view(*groups.sizes, GROUP)
+        values = torch.ldexp(values, scales.int()[..., None] - _E8M0_BIAS).flatten(-2)
+        return values.narrow(-1, begin - GROUP * first, size)
 
-        Args:
-            files: of all tensors, by name.
-            target: [*box.sizes], converted to its dtype.
 
-        Raises:
-            ValueError: a scale is not a positive finite number, or a file cannot be read.
-        """
-        scales = name + SUFFIX
-        for band in row_boxes(box.sizes, torch.float32.itemsize):
-            if not band.numel:
-                continue
-            first = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
-            low = tuple(at // b for at, b in zip(first, self.block, strict=True))
-            high = tuple(
-                -(-(at + n) // b) for at, n, b in zip(first, band.sizes, self.block, strict=True)
-            )
-            factors = torch.empty([b - a for a, b in zip(low, high, strict=True)])
-            blocks = Box(low, tuple(factors.shape))
-            files[scales].read_box(scales, blocks, factors)
-            if not bool(((factors > 0) & factors.isfinite()).all()):
-                raise ValueError(
-                    f"{files[scales].path}: {scales} has a factor that is not positive and finite"
-                )
-            stored = torch.empty(band.sizes, dtype=torch.float8_e4m3fn)
-            files[name].read_box(name, Box(first, band.sizes), stored)
-            values = stored.float()  # [r, c]
-            for dim in (0, 1):
-                at = torch.arange(first[dim], first[dim] + band.sizes[dim]) // self.block[dim]
-                factors = factors.index_select(dim, at - low[dim])
-            target[band.slices].copy_(values.mul_(factors))
+_METHODS = {"fp8": BlockFP8.of, "mxfp4": MXFP4.of}
 
-    @staticmethod
-    def seen(found: FoundTensor) -> FoundTensor:
-        """Return what a tensor is once it is dequantised: bf16 if it is FP8."""
-        return found._replace(dtype="BF16") if found.dtype == _FP8 else found
+
+def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization | None:
+    """Return how the weights of a config.json are quantised; None if they are not.
+
+    Args:
+        config: its fields.
+        where: its path, for errors.
+
+    Raises:
+        ValueError: in a way that is not supported; names the field.
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        Fields(config, where).refuse("quantization_config", "expected an object")
+    fields = Fields(found, where, prefix="quantization_config.")
+    method = found.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        fields.refuse(
+            "quant_method",
+            "supported are 'fp8' with weight_block_size and 'mxfp4': save the model dequantised, "
+            "without quantization_config",
+        )
+    return _METHODS[method](fields)
+
+
+def _check_known(fields: Fields, *names: str) -> None:
+    """Refuse fields that may mean something for the weights, and lists of modules that are none."""
+    modules = ("modules_to_not_convert", "ignored_layers")
+    for name in modules:
+        listed = fields.raw.get(name) or []
+        if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
+            fields.refuse(name, "expected names of modules")
+    for name in fields.raw:
+        if name not in ("quant_method", *modules, *names):
+            fields.refuse(name, "what it means for the weights is not known")
+
+
+def _seen(stored: FoundTensor, shape: tuple[int, ...]) -> FoundTensor:
+    """Return what a tensor is once dequantised, where its values are in the file."""
+    return stored._replace(dtype="BF16", shape=shape)

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import CheckpointError, Coordinator, Tenso
 from megatron.hf.folder import CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.model_config import HuggingFaceModel
 from megatron.hf.parts import TensorMap
-from megatron.hf.quantized import SUFFIX, BlockFP8
+from megatron.hf.quantized import quantization_of
 from megatron.hf.tensor_map import tensor_map
 
 #: Problems named in one error; the rest is counted.
@@ -112,14 +112,9 @@ def reading_lines(folder: HuggingFaceFolder, model: HuggingFaceModel) -> list[st
             f"left out {count} tensors under {model.kind.left_out}, layers of further prediction "
             f"that {model.kind.class_name} has no part for"
         )
-    quantized = BlockFP8.of(folder.config, where=CONFIG)
-    if quantized is not None:
-        rows, columns = quantized.block
-        scales = sum(name.endswith(SUFFIX) for name in folder.files)
-        found.append(
-            f"dequantised {scales} FP8 matrices with a scale for each block of {rows} x {columns}; "
-            "they are trained, saved and exported in the dtype of the model, not in FP8"
-        )
+    quantization = quantization_of(folder.config, where=CONFIG)
+    if quantization is not None:
+        found.append(quantization.line(folder.files))
     return found
 
 

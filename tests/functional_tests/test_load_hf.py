@@ -20,6 +20,7 @@ from megatron.inference.generate import main as generate
 from megatron.training import pretrain_gpt
 from tests.functional_tests.small_run import losses, run_on
 from tests.support.hf_folders import VOCABULARY, change_json, make_model, save_folder
+from tests.support.quantized_folders import fp8_folders, mxfp4_folders
 from tests.support.ranks import start_ranks
 
 RUN = (
@@ -253,3 +254,25 @@ def test_generation_from_folder_checkpoint_and_two_ranks(folder: Path, tmp_path:
             run(convert, f"import --hf {folder} --save {source}")
         (found,) = results(source, tmp_path / "stopped.json")
         assert (found["ids"], found["finish_reason"]) == (one["ids"][:first], "stop")
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (fp8_folders, "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"),
+        (mxfp4_folders, "--bf16"),
+    ],
+    ids=["fp8", "mxfp4"],
+)
+def test_a_quantized_folder_trains_and_generates_as_its_values(
+    make: Any, layout: str, tmp_path: Path
+) -> None:
+    ends = []
+    for folder in make(tmp_path):
+        train_bpe(["low lower lowest"] * 3, 262, folder / "tokenizer.json")
+        save = tmp_path / f"{folder.name}-run"
+        words = f"{RUN} --lr 1e-2 --expert-model-parallel-size 2 {layout}"
+        run_on(2, f"{words} --load-hf {folder} --save {save}".split())
+        ends.append((losses(save / "metrics.jsonl"), results(folder, tmp_path / "texts.json")))
+    assert len(ends[0][0]) == 3
+    assert ends[0] == ends[1]

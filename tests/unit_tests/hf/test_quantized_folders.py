@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders whose matrices are FP8 with a scale for each block, as DeepSeek-V3 is published."""
+"""Folders in block-scaled FP8, as DeepSeek-V3 is published, and in MXFP4, as gpt-oss is."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,121 +14,152 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.core.boxes import Box
+from megatron.core.dist_checkpointing import TensorChunk
 from megatron.core.process_groups import RankGrid
 from megatron.hf.folder import open_folder
-from megatron.hf.model_config import read_folder
+from megatron.hf.model_config import HuggingFaceModel, read_folder
+from megatron.hf.safetensors_file import FoundTensor, SafetensorsFile
+from megatron.hf.tensor_map import tensor_map
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_converter import convert, held, imported, read_by_a_rank, tensors
-from tests.support.hf_folders import VOCABULARY, change_json, load_folder, make_model, save_folder
+from tests.support.hf_folders import VOCABULARY, change_json, load_folder
 from tests.support.inputs import generator, one_thread
+from tests.support.quantized_folders import BLOCK, FP8, MXFP4, fp8_folders, mxfp4_folders
 from tests.support.ranks import run_ranks
 
 TOKENS = torch.randint(VOCABULARY, (2, 19), generator=generator(6))
-#: Smaller than published, and no divisor of the sizes of this model.
-BLOCK = (7, 5)
-QUANTIZED = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": list(BLOCK),
-    "activation_scheme": "dynamic",
-}
-WHOLE = ("norm", "embed_tokens", "lm_head", "mlp.gate.")
 
 
-def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the factor of each element [o, i] from those of blocks."""
-    rows, columns = (
-        torch.arange(count).repeat_interleave(size)
-        for count, size in zip(scales.shape, BLOCK, strict=True)
+def touched(box: Box, sizes: Sequence[int]) -> int:
+    """Return how many blocks of such sizes a box lies in."""
+    return math.prod(
+        (at + n - 1) // size - at // size + 1
+        for at, n, size in zip(box.offsets, box.sizes, sizes, strict=True)
     )
-    return scales[rows[: shape[0]]][:, columns[: shape[1]]]
 
 
-def quantize(folder: Path, dequantized: Path) -> None:
-    """Write matrices of a folder in FP8 with random scales, and their values into another one."""
-    (file,) = folder.glob("*.safetensors")
-    stored, values = {}, {}
-    for number, (name, weight) in enumerate(sorted(load_file(file).items())):
-        stored[name] = values[name] = weight
-        if weight.ndim != 2 or any(part in name for part in WHOLE):
-            continue
-        blocks = [-(-n // b) for n, b in zip(weight.shape, BLOCK, strict=True)]
-        scales = 0.5 + torch.rand(blocks, generator=generator(number))
-        factors = spread(scales, weight.shape)
-        stored[name] = (weight / factors).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = scales
-        values[name] = stored[name].float() * factors
-    save_file(stored, file, metadata={"format": "pt"})
-    dequantized.mkdir()
-    (dequantized / "config.json").write_bytes((folder / "config.json").read_bytes())
-    save_file(values, dequantized / file.name, metadata={"format": "pt"})
-    change_json(folder / "config.json", quantization_config=QUANTIZED)
+def stored_bytes(found: dict[str, FoundTensor], name: str, box: Box) -> int:
+    """Return what the elements of a box and the scales of their blocks take in a file."""
+    if f"{name}_scale_inv" in found:
+        return box.numel + 4 * touched(box, BLOCK)
+    if f"{name}_blocks" in found:
+        return 17 * touched(box, (*[1] * (len(box.sizes) - 1), 32))
+    tensor = found[name]
+    return box.numel * (tensor.end - tensor.begin) // math.prod(tensor.shape)
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a quantised folder of DeepSeek-V3, and one of the same values in fp32."""
-    folder = save_folder(make_model("deepseek-even"), tmp_path / "fp8")
-    quantize(folder, tmp_path / "fp32")
-    return folder, tmp_path / "fp32"
+def needed_bytes(path: Path, model: HuggingFaceModel, chunks: Sequence[TensorChunk]) -> int:
+    """Return what a header, elements of chunks and the scales of their blocks take."""
+    (file,) = path.glob("*.safetensors")
+    with SafetensorsFile(file) as opened:
+        found = dict(opened.tensors)
+    names = [name.removesuffix("_blocks") for name in found]
+    mapped = tensor_map(model.kind, model.config, names=names)
+    total = min(tensor.begin for tensor in found.values())
+    for chunk in chunks:
+        for part in mapped.ours[chunk.name].parts:
+            if (common := part.common(chunk.box)) is not None:
+                total += stored_bytes(found, part.theirs, part.in_theirs(common))
+    return total
 
 
 def on_a_rank(rank: int, world: int, path: Path) -> dict[str, Any]:
     """Be one of four ranks: read slices of a quantised folder."""
-    model, _, count = read_by_a_rank(rank, path, RankGrid(world_size=world, tp=2, ep=2))
+    model, chunks, count = read_by_a_rank(rank, path, RankGrid(world_size=world, tp=2, ep=2))
     with torch.no_grad():
-        return {"bytes": count, "logits": model.full_logits(TOKENS)}
+        return {
+            "bytes": count,
+            "needed": needed_bytes(path, read_folder(open_folder(path)), chunks),
+            "elements": sum(chunk.tensor.numel() for chunk in chunks),
+            "logits": model.full_logits(TOKENS),
+        }
 
 
-def test_ranks_read_their_blocks_and_compute_what_transformers_does(folders) -> None:
-    folder, values = folders
+@pytest.mark.parametrize("make", [fp8_folders, mxfp4_folders], ids=["fp8", "mxfp4"])
+def test_ranks_read_their_blocks_and_compute_what_transformers_does(
+    make: Callable[[Path], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder, values = make(tmp_path)
     found = run_ranks(on_a_rank, 4, folder)
     with one_thread(), torch.no_grad():
         expected = load_folder(values)(TOKENS, use_cache=False).logits.transpose(0, 1)
-    whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    whole = sum(math.prod(tensor.shape) for tensor in tensors(values).values())
     for rank in found:
         assert_close_by_metric("logits", rank["logits"], expected)
-        assert rank["bytes"] < 0.8 * whole, "a rank reads its shards, not whole tensors"
-    exact = held(imported(values, folder.parent / "a"))
-    convert("import", "--hf", folder, "--save", folder.parent / "b", "--dtype", "float32")
-    read = held(folder.parent / "b" / "iter_0000000")
+        assert rank["bytes"] == rank["needed"]
+        assert rank["elements"] < 0.6 * whole
+    exact = held(imported(values, tmp_path / "a"))
+    convert("import", "--hf", folder, "--save", tmp_path / "b", "--dtype", "float32")
+    read = held(tmp_path / "b" / "iter_0000000")
     assert exact.keys() == read.keys()
     assert all(torch.equal(tensor, read[name]) for name, tensor in exact.items())
 
 
-def test_export_writes_bf16_and_drops_the_field(folders) -> None:
-    folder, values = folders
-    printed = convert("import", "--hf", folder, "--save", folder.parent / "a")
-    assert "FP8 matrices with a scale for each block of 7 x 5" in printed
-    checkpoint = folder.parent / "a" / "iter_0000000"
-    out = folder.parent / "out"
-    printed = convert("export", "--load", checkpoint.parent, "--save", out)
-    assert "quantization_config: weights are written in bfloat16" in printed
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    before, after = tensors(values), tensors(out)
-    assert before.keys() == after.keys()
-    quantized = [name for name in tensors(folder) if f"{name}_scale_inv" in tensors(folder)]
-    assert len(quantized) > 10
-    for name in quantized:
-        assert torch.equal(after[name].bfloat16(), before[name].bfloat16()), name
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (fp8_folders, "FP8 matrices with a scale for each block of 7 x 5"),
+        (mxfp4_folders, "MXFP4 tensors with a scale for each 32 elements"),
+    ],
+    ids=["fp8", "mxfp4"],
+)
+def test_export_writes_bf16_says_so_and_drops_the_field(make, words, tmp_path) -> None:
+    folder, values = make(tmp_path)
+    change_json(folder / "config.json", dtype="bfloat16")
+    printed = convert("import", "--hf", folder, "--save", tmp_path / "a", "--dtype", "bfloat16")
+    assert words in printed
+    out = tmp_path / "out"
+    printed = convert("export", "--load", tmp_path / "a", "--save", out, "--verify")
+    assert re.search(r"quantization_config: weights are written in bfloat16", printed)
+    fields = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in fields
+    assert fields["dtype"] == "bfloat16"
+    exact = held(imported(values, tmp_path / "b"))
+    convert("import", "--hf", out, "--save", tmp_path / "c", "--dtype", "float32")
+    again = held(tmp_path / "c" / "iter_0000000")
+    assert exact.keys() == again.keys()
+    for name, tensor in exact.items():
+        rounded = tensor if name.endswith("expert_bias") else tensor.bfloat16().float()
+        assert torch.equal(again[name], rounded), name
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder of DeepSeek-V3 in FP8."""
+    return fp8_folders(tmp_path)[0]
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("config", "field", "value"),
     [
-        ("quant_method", "gptq"),
-        ("fmt", "e5m2"),
-        ("weight_block_size", None),
-        ("weight_block_size", [128]),
-        ("weight_block_size", [0, 128]),
-        ("zero_point", True),
+        (FP8, "quant_method", "gptq"),
+        (FP8, "quant_method", ["fp8"]),
+        (FP8, "fmt", "e5m2"),
+        (FP8, "weight_block_size", None),
+        (FP8, "weight_block_size", [128]),
+        (FP8, "weight_block_size", [0, 128]),
+        (FP8, "zero_point", True),
+        (FP8, "modules_to_not_convert", "lm_head"),
+        (MXFP4, "modules_to_not_convert", [7]),
+        (MXFP4, "weight_block_size", [128, 128]),
     ],
 )
-def test_other_ways_to_quantise_are_refused_by_field(folders, field, value) -> None:
-    folder, _ = folders
-    change_json(folder / "config.json", quantization_config={**QUANTIZED, field: value})
+def test_other_ways_to_quantise_are_refused_by_field(folder, config, field, value) -> None:
+    change_json(folder / "config.json", quantization_config={**config, field: value})
     with pytest.raises(ValueError, match=rf"quantization_config\.{field}"):
         read_folder(open_folder(folder))
+
+
+def refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    """Change the tensors of a folder and return the error of its import."""
+    (file,) = folder.glob("*.safetensors")
+    found = load_file(file)
+    change(found)
+    save_file(found, file, metadata={"format": "pt"})
+    error = convert("import", "--hf", folder, "--save", folder.parent / "a", code=2)
+    assert error.count("\n") == 1
+    return error
 
 
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -137,19 +171,43 @@ NAME = "model.layers.0.mlp.down_proj.weight"
         (lambda t: t.pop(f"{NAME}_scale_inv"), f"{NAME}_scale_inv is missing"),
         (lambda t: t.update({NAME: t[NAME].float()}), "has no FP8 tensor"),
         (lambda t: t.update({f"{NAME}_scale_inv": torch.ones(2, 2)}), "is [2, 2], blocks of"),
+        (lambda t: t.update({NAME: t[NAME][None]}), f"{NAME} is [1, 48, 40]"),
         (lambda t: t[f"{NAME}_scale_inv"].fill_(torch.inf), "not positive and finite"),
+        (lambda t: t[f"{NAME}_scale_inv"].fill_(torch.nan), "not positive and finite"),
         (lambda t: t[f"{NAME}_scale_inv"].zero_(), "not positive and finite"),
+        (lambda t: t[f"{NAME}_scale_inv"].fill_(3e38), "is not finite"),
+        (lambda t: t[NAME].view(torch.uint8)[3].fill_(0x7F), f"{NAME} times"),
         (
             lambda t: t.update({f"{NAME}_scale_inv": t[f"{NAME}_scale_inv"].half()}),
             "has dtype F16",
         ),
     ],
 )
-def test_scales_that_do_not_fit_are_named(folders, change, words) -> None:
-    folder, _ = folders
-    (file,) = folder.glob("*.safetensors")
-    found = load_file(file)
-    change(found)
-    save_file(found, file, metadata={"format": "pt"})
-    error = convert("import", "--hf", folder, "--save", folder.parent / "a", code=2)
-    assert words in error
+def test_scales_of_fp8_that_do_not_fit_are_named(folder, change, words) -> None:
+    assert words in refused(folder, change)
+
+
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+BLOCKS, SCALES = f"{EXPERTS}_blocks", f"{EXPERTS}_scales"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(SCALES), f"{SCALES} is missing"),
+        (lambda t: t.pop(BLOCKS), f"{SCALES} has no {BLOCKS}"),
+        (lambda t: t.update({SCALES: t[SCALES][:, 1:].clone()}), f"{SCALES} is [6, 63, 3]"),
+        (lambda t: t.update({SCALES: t[SCALES].char()}), f"{SCALES} has dtype I8"),
+        (lambda t: t.update({BLOCKS: t[BLOCKS].float()}), f"{BLOCKS} has dtype F32"),
+        (lambda t: t.update({BLOCKS: t[BLOCKS][..., 1:].clone()}), f"{BLOCKS} is [6, 64, 3, 15]"),
+        (lambda t: t.update({BLOCKS: t[BLOCKS].flatten()}), f"{BLOCKS} is [18432]"),
+        (lambda t: t.update({EXPERTS: torch.zeros(6, 64, 96)}), "are the same weight"),
+        (
+            lambda t: t.update({name: t[name][:, :, 1:].clone() for name in (BLOCKS, SCALES)}),
+            f"{EXPERTS} is [6, 64, 64], config.json makes it [6, 64, 96]",
+        ),
+        (lambda t: t[SCALES][2, 3].fill_(255), f"{BLOCKS} times {SCALES} is not finite"),
+    ],
+)
+def test_scales_of_mxfp4_that_do_not_fit_are_named(change, words, tmp_path) -> None:
+    assert words in refused(mxfp4_folders(tmp_path)[0], change)

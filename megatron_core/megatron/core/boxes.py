@@ -105,11 +105,21 @@ def _in_row(row: int, sizes: tuple[int, ...], begin: int, end: int) -> list[Box]
 def row_boxes(
     shape: tuple[int, ...], itemsize: int, *, piece_bytes: int = ROW_BOX_BYTES
 ) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows that take about `piece_bytes` each."""
+    """Cut a tensor into boxes of whole rows that take about `piece_bytes` each.
+
+    A box is a run of the tensor's elements, and the boxes come in their order. A slice of the first
+    dimension that takes more is cut itself, down to single rows of the last dimension.
+    """
     if not shape:
         yield Box((), ())
         return
-    rows = max(1, piece_bytes // max(1, itemsize * math.prod(shape[1:])))
+    slice_bytes = itemsize * math.prod(shape[1:])
+    if len(shape) > 2 and slice_bytes > piece_bytes:
+        for index in range(shape[0]):
+            for box in row_boxes(shape[1:], itemsize, piece_bytes=piece_bytes):
+                yield Box((index, *box.offsets), (1, *box.sizes))
+        return
+    rows = max(1, piece_bytes // max(1, slice_bytes))
     rest = (0,) * (len(shape) - 1)
     for first in range(0, shape[0], rows):
         yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))

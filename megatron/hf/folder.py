@@ -100,14 +100,14 @@ class HuggingFaceFolder:
 class OpenTensors:
     """The tensors of a folder, by name, with the open files that hold them.
 
-    Quantised weights are what they are once dequantised, in place of their values and scales.
+    Quantized weights are what they are once dequantized, in place of their values and scales.
 
     Args:
         files: by the tensor's name.
-        quantization: how some are quantised; None if none are.
+        quantization: how some are quantized; None if none are.
 
     Raises:
-        ValueError: quantised tensors and scales do not fit together; names the first of them.
+        ValueError: quantized tensors and scales do not fit together; names the first of them.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class OpenTensors:
         return iter(self._tensors)
 
     def find(self, name: str) -> FoundTensor:
-        """Return what the header states about a tensor, of a quantised one once dequantised."""
+        """Return what the header states about a tensor, of a quantized one once dequantized."""
         return self._tensors[name]
 
     def read_box(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Read the elements of a box of a tensor, and no others, into `target` [*box.sizes].
 
         Raises:
-            ValueError: a file cannot be read, or a quantised weight is not finite.
+            ValueError: a file cannot be read, or a quantized weight is not finite.
         """
         quantized = self._quantized.get(name)
         if quantized is None:

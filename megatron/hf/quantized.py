@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights of a Hugging Face folder, dequantised slice by slice while they are read.
+"""Quantized weights of a Hugging Face folder, dequantized slice by slice while they are read.
 
 A `Quantization` says which tensors of the files are the values and the scales of one weight, and
 computes any box of that weight in fp32; what is above sees plain tensors. A rank reads the elements
-that it stores and the scales of the blocks that these lie in. Tensors that are not quantised, such
+that it stores and the scales of the blocks that these lie in. Tensors that are not quantized, such
 as those of the modules in `modules_to_not_convert`, are as they are.
 """
 
@@ -37,7 +37,7 @@ class QuantizedTensor(NamedTuple):
 
     Args:
         values, scales: their names.
-        seen: the weight's dtype and shape once it is dequantised.
+        seen: the weight's dtype and shape once it is dequantized.
     """
 
     values: str
@@ -46,7 +46,7 @@ class QuantizedTensor(NamedTuple):
 
 
 class Quantization(ABC):
-    """How some weights of a folder are quantised.
+    """How some weights of a folder are quantized.
 
     Attributes:
         scales: what the names of tensors of scales end with.
@@ -57,16 +57,16 @@ class Quantization(ABC):
     @property
     @abstractmethod
     def form(self) -> str:
-        """What is quantised and in which way, for a line about it."""
+        """What is quantized and in which way, for a line about it."""
 
     @abstractmethod
     def find(
         self, tensors: Mapping[str, FoundTensor]
     ) -> tuple[dict[str, QuantizedTensor], list[str]]:
-        """Return the quantised weights among the tensors of the files, and what is wrong.
+        """Return the quantized weights among the tensors of the files, and what is wrong.
 
         Returns:
-            The weights by the names that they have once dequantised; problems by tensor: values
+            The weights by the names that they have once dequantized; problems by tensor: values
             without scales, scales without values, shapes and dtypes that do not fit.
         """
 
@@ -84,7 +84,7 @@ class Quantization(ABC):
         *,
         files: Mapping[str, SafetensorsFile],
     ) -> None:
-        """Read the elements of a box of a weight, dequantised, into `target`.
+        """Read the elements of a box of a weight, dequantized, into `target`.
 
         Args:
             tensor: the weight.
@@ -112,7 +112,7 @@ class Quantization(ABC):
         """Return a line about a folder with tensors of these names."""
         count = sum(name.endswith(self.scales) for name in names)
         return (
-            f"dequantised {count} {self.form}; they are trained, saved and exported in the dtype "
+            f"dequantized {count} {self.form}; they are trained, saved and exported in the dtype "
             "of the model"
         )
 
@@ -145,13 +145,13 @@ class BlockFP8(Quantization):
             and all(type(size) is int and 0 < size < 1 << 31 for size in block)
         ):
             fields.refuse("weight_block_size", "expected rows and columns of a block, [128, 128]")
-        # How activations are quantised does not change the weights.
+        # How activations are quantized does not change the weights.
         _check_known(fields, "fmt", "scale_fmt", "weight_block_size", "activation_scheme")
         return cls((block[0], block[1]))
 
     @property
     def form(self) -> str:
-        """What is quantised and in which way, for a line about it."""
+        """What is quantized and in which way, for a line about it."""
         return f"FP8 matrices with a scale for each block of {self.block[0]} x {self.block[1]}"
 
     def find(
@@ -232,7 +232,7 @@ class MXFP4(Quantization):
 
     @property
     def form(self) -> str:
-        """What is quantised and in which way, for a line about it."""
+        """What is quantized and in which way, for a line about it."""
         return f"MXFP4 tensors with a scale for each {GROUP} elements of a row"
 
     def find(
@@ -303,7 +303,7 @@ _METHODS = {"fp8": BlockFP8.of, "mxfp4": MXFP4.of}
 
 
 def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization | None:
-    """Return how the weights of a config.json are quantised; None if they are not.
+    """Return how the weights of a config.json are quantized; None if they are not.
 
     Args:
         config: its fields.
@@ -322,7 +322,7 @@ def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization | 
     if not isinstance(method, str) or method not in _METHODS:
         fields.refuse(
             "quant_method",
-            "supported are 'fp8' with weight_block_size and 'mxfp4': save the model dequantised, "
+            "supported are 'fp8' with weight_block_size and 'mxfp4': save the model dequantized, "
             "without quantization_config",
         )
     return _METHODS[method](fields)
@@ -341,5 +341,5 @@ def _check_known(fields: Fields, *names: str) -> None:
 
 
 def _seen(stored: FoundTensor, shape: tuple[int, ...]) -> FoundTensor:
-    """Return what a tensor is once dequantised, where its values are in the file."""
+    """Return what a tensor is once dequantized, where its values are in the file."""
     return stored._replace(dtype="BF16", shape=shape)

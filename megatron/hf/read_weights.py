@@ -105,7 +105,7 @@ def _differing(folder: HuggingFaceFolder, name: str, source: str) -> str:
 
 
 def reading_lines(folder: HuggingFaceFolder, model: HuggingFaceModel) -> list[str]:
-    """Return lines about the tensors of a folder that are passed over, and about quantised ones."""
+    """Return lines about the tensors of a folder that are passed over, and about quantized ones."""
     found = []
     if count := sum(_is_left_out(name, model) for name in folder.files):
         found.append(

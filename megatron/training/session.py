@@ -392,7 +392,7 @@ def _read_folder(path: str, session: Session) -> str | None:
     """Fill the model from a Hugging Face folder, and the optimizer's masters from the model.
 
     Returns:
-        A line about tensors that are passed over and about quantised ones, if there are any.
+        A line about tensors that are passed over and about quantized ones, if there are any.
 
     Raises:
         ValueError: the folder is damaged or holds another model.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised Hugging Face folders for tests, each with one of the same values in fp32 beside it."""
+"""Quantized Hugging Face folders for tests, each with a folder of the same values in fp32."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def mxfp4_folders(path: Path) -> tuple[Path, Path]:
 
 def _both(
     folder: Path,
-    beside: Path,
+    dequantized: Path,
     stored: dict[str, torch.Tensor],
     values: dict[str, torch.Tensor],
     config: dict[str, Any],
 ) -> tuple[Path, Path]:
     (file,) = folder.glob("*.safetensors")
-    beside.mkdir()
-    (beside / "config.json").write_bytes((folder / "config.json").read_bytes())
-    save_file(values, beside / file.name, metadata={"format": "pt"})
+    dequantized.mkdir()
+    (dequantized / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(values, dequantized / file.name, metadata={"format": "pt"})
     save_file(stored, file, metadata={"format": "pt"})
     change_json(folder / "config.json", quantization_config=config)
-    return folder, beside
+    return folder, dequantized

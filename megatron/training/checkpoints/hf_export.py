@@ -55,7 +55,7 @@ GROUP_BYTES = BLOCK_BYTES
 class Exported:
     """What an export has written: the folder, its files of weights, and how much was read.
 
-    `note` says so if the weights are not quantised as those of the folder they came from are.
+    `note` says so if the weights are not quantized as those of the folder they came from are.
     """
 
     folder: Path
@@ -235,12 +235,12 @@ def _common_dtype(planned: Sequence[_Planned]) -> torch.dtype:
 def _dequantized_note(
     path: Path | None, base: Mapping[str, Any] | None, planned: Sequence[_Planned]
 ) -> str | None:
-    """Return a line about weights that the config.json they came with says are quantised."""
+    """Return a line about weights that the config.json they came with says are quantized."""
     if not (base or {}).get("quantization_config"):
         return None
     dtype = next(name for name, d in MODEL_DTYPES.items() if d == _common_dtype(planned))
     return (
-        f"{path} has quantization_config: weights are written in {dtype}, not quantised, and "
+        f"{path} has quantization_config: weights are written in {dtype}, not quantized, and "
         "config.json without it"
     )
 

@@ -65,7 +65,7 @@ def needed_bytes(path: Path, model: HuggingFaceModel, chunks: Sequence[TensorChu
 
 
 def on_a_rank(rank: int, world: int, path: Path) -> dict[str, Any]:
-    """Be one of four ranks: read slices of a quantised folder."""
+    """Be one of four ranks: read slices of a quantized folder."""
     model, chunks, count = read_by_a_rank(rank, path, RankGrid(world_size=world, tp=2, ep=2))
     with torch.no_grad():
         return {
@@ -145,7 +145,7 @@ def folder(tmp_path: Path) -> Path:
         (MXFP4, "weight_block_size", [128, 128]),
     ],
 )
-def test_other_ways_to_quantise_are_refused_by_field(folder, config, field, value) -> None:
+def test_other_ways_to_quantize_are_refused_by_field(folder, config, field, value) -> None:
     change_json(folder / "config.json", quantization_config={**config, field: value})
     with pytest.raises(ValueError, match=rf"quantization_config\.{field}"):
         read_folder(open_folder(folder))

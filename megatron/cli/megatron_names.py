@@ -174,6 +174,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("param-gather-prefetch-bytes", "a budget of bytes decides what stays gathered, and how many "
      "buffers there are", "torch-fsdp2-no-reshard-after-forward fsdp-double-buffer "
      "suggested-communication-unit-size keep-fp8-transpose-cache"),
+    ("reduce-scatter-with-fp32-accumulation", "it holds for every reduce-scatter of gradients, "
+     "those over gtp too", "gtp-remat-reduce-scatter-with-fp32-accumulation"),
     ("exp-avg-dtype", "it stands alone, and masters and gradients are fp32",
      "use-precision-aware-optimizer"),
     ("weight-decay-group", "it goes by weight names", "no-weight-decay-cond-type"),

@@ -36,6 +36,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "outer": ("no_shard", "optim"),
     "granularity": ("unit", "weight"),
     "bucket": ("small", "large"),
+    "reduce_scatter": ("microbatch", "step"),  # of gradients over gtp
     "overlap": (True, False),
     "early_gather": (False, True),
     "link": ("none", "late"),
@@ -136,6 +137,12 @@ _CONSTRAINTS = (
     ),
     Constraint(("placement", "granularity"), lambda p, g: g == "unit" or p == CUT_WEIGHTS),
     Constraint(("placement", "bucket"), lambda p, bucket: bucket == "large" or p != CUT_WEIGHTS),
+    Constraint(
+        ("gtp", "egtp", "placement", "reduce_scatter"),
+        lambda gtp, egtp, placement, per: (
+            per == "microbatch" or (gtp * egtp > 1 and placement in ("no_shard", "optim"))
+        ),
+    ),
     Constraint(("placement", "early_gather"), lambda p, early: p != "no_shard" or not early),
     Constraint(
         ("tp", "gtp", "dp", "cp", "etp", "ep", "egtp", "instances"),
@@ -307,6 +314,7 @@ def label(row: Row) -> str:
         f"{row['bucket']}_buckets"
         if row["placement"] != CUT_WEIGHTS
         else f"by_{row['granularity']}",
+        *(["reduce_once"] if row["reduce_scatter"] == "step" else []),
         f"accumulate{row['accumulation']}",
         "per_token" if row["per_token"] else "mean",
         f"groups{row['groups']}",

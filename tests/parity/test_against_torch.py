@@ -106,8 +106,8 @@ def train_ours(
             engine.start_param_sync()
     sent = Counter(record.kind for record in records if record.group != "world")
     counters = {
-        "stored": sum(b.weights.data.numel() for b in model.store.buckets),
-        "whole": sum(b.layout.numel for b in model.store.buckets),
+        "stored": sum(b.data.numel() for b in model.store.buckets),
+        "whole": sum(b.numel for b in model.store.buckets),
         "prefetched": gatherer_of(engine).counts.prefetched if gatherer_of(engine) else 0,
         "early": engine.launched_in_backward,
     }

@@ -70,14 +70,14 @@ FAULTS = {
     ),
     "a tied weight is reduced before its second gradient": (
         "distributed.data_parallel",
-        "GradientBucket.put_done",
+        "GradientBlock.put_done",
         "== handle.uses",
         "== 1",
         {"tp": 1, "dp": 2, "tied": True, "bucket": "small"},
     ),
     "gradients of the last step are kept": (
         "distributed.data_parallel",
-        "GradientBucket._start_afresh",
+        "GradientBlock._start_afresh",
         "handle.fresh = True",
         "handle.fresh = handle.fresh",
         {"tp": 1, "dp": 2},
@@ -112,8 +112,8 @@ FAULTS = {
     ),
     "replicas of a weight over gtp are not summed": (
         "distributed.data_parallel",
-        "GradientBucket.reduce_outer",
-        "if group.size == 1:",
+        "GradientBucket.needs_outer",
+        "if self.bucket.outer.size == 1:",
         "if self.bucket.gtp:",
         {"tp": 1, "gtp": 2, "dp": 2},
     ),
@@ -125,7 +125,7 @@ FAULTS = {
         {"tp": 1, "gtp": 2, "dp": 2},
     ),
     "experts are sharded over the dense gtp": (
-        "weight_gather.handle",
+        "weight_gather.bucket",
         "BucketGroups.of",
         'if expert else ("gtp", "dp_cp")',
         'if not expert else ("gtp", "dp_cp")',
@@ -176,28 +176,28 @@ FAULTS = {
     "gathered weights outlive the optimizer's step": (
         "weight_gather.gatherer",
         "Gatherer.invalidate",
-        "bucket.current = False",
-        "bucket.current = not self.leases",
+        "block.current = False",
+        "block.current = not self.leases",
         {"tp": 1, "dp": 2, "placement": "optim_grads", "early_gather": True},
     ),
     "shards of the outer ranks are not gathered": (
         "weight_gather.gatherer",
         "Gatherer.invalidate",
-        "self._outer_stale.add(bucket.block)",
+        "self._outer_stale.add(bucket.index)",
         "pass",
         {"tp": 1, "dp": 4, "placement": "optim_grads_params", "instances": 2, "outer": "optim"},
     ),
     "gradients of the outer ranks are not summed": (
         "distributed.data_parallel",
-        "GradientBucket.reduce_outer",
-        "if group.size == 1:",
+        "GradientBucket.needs_outer",
+        "if self.bucket.outer.size == 1:",
         "if True:",
         {"tp": 1, "dp": 4, "placement": "optim_grads", "instances": 2},
     ),
     "a microbatch's cut gradients replace those of the one before": (
         "distributed.data_parallel",
-        "GradientBucket._sum",
-        "not self.cut or self.reductions == 0",
+        "GradientBucket.receive",
+        "start not in self._received",
         "True",
         {"tp": 1, "dp": 2, "placement": "optim_grads", "accumulation": 3},
     ),
@@ -266,15 +266,36 @@ FAULTS = {
     ),
     "feature off: reduction during backward": (
         "distributed.data_parallel",
-        "GradientBucket.put_done",
+        "GradientBlock.put_done",
         "self.waiting == 0",
         "self.waiting < 0",
         {"tp": 1, "dp": 2},
     ),
+    "feature off: sums over the replicas of weights over gtp during backward": (
+        "distributed.data_parallel",
+        "DataParallel._settle",
+        "and bucket.needs_outer:",
+        "and False:",
+        {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim", "bucket": "small"},
+    ),
+    "feature off: one reduce-scatter over gtp a step": (
+        "distributed.data_parallel",
+        "GradientBucket.__init__",
+        'config.gtp_reduce_scatter_per == "step"',
+        "False",
+        {"tp": 1, "gtp": 2, "dp": 2, "reduce_scatter": "step", "accumulation": 3},
+    ),
+    "a second microbatch's shards replace those of the first": (
+        "distributed.data_parallel",
+        "GradientBucket.settle_outer",
+        "self.gradients.add_(summed)",
+        "self.gradients.copy_(summed)",
+        {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim_grads", "accumulation": 3},
+    ),
     "feature off: reduce-scatter of a sharded optimizer": (
         "distributed.data_parallel",
-        "GradientBucket._sum",
-        "if not self.placement.optimizer:",
+        "GradientBlock._sum",
+        "if not bucket.inner.scatter:",
         "if True:",
         {"tp": 1, "dp": 2, "placement": "optim"},
     ),
@@ -295,10 +316,10 @@ FAULTS = {
         {"tp": 1, "dp": 2, "placement": "optim", "early_gather": True, "bucket": "small"},
     ),
     "feature off: one gather for several weights": (
-        "weight_gather.handle",
+        "weight_gather.bucket",
         "bucket_plans",
-        "if cut and units[handle.name] != unit:",
-        "if cut:",
+        "if strategy.weight and units[handle.name] != unit:",
+        "if strategy.weight:",
         {"tp": 1, "dp": 2, "placement": "optim_grads_params"},
     ),
 }
@@ -333,9 +354,9 @@ MOVERS = (
     "ops.permutation.reference",
     "weight_gather.grouped",
     "weight_sharding",
-    "sharded_buffer",
     "distributed",
     "weight_gather.store",
+    "weight_gather.bucket",
     "weight_gather.gatherer",
     "weight_gather.handle",
     "tensor_parallel",
@@ -353,14 +374,17 @@ EQUIVALENT = {
         )
         for number in (3, 4, 5)
     },
-    f"{CORE}.weight_gather.handle|bucket_plans|first == last|first == last: to NotEq|1": (
-        "a bucket's name, which people read"
-    ),
     **{
-        f"{CORE}.distributed.data_parallel|GradientBucket.__init__|0|0 to 1|{number}": (
+        f"{CORE}.weight_gather.bucket|{owner}.name|first == last|first == last: to NotEq|1": (
+            "a name, which people read"
+        )
+        for owner in ("Block", "Bucket")
+    },
+    **{
+        f"{CORE}.distributed.data_parallel|{owner}.__init__|0|0 to 1|{number}": (
             "counts of a step, set when it begins"
         )
-        for number in (1, 2)
+        for owner, number in (("GradientBlock", 1), ("GradientBlock", 2), ("GradientBucket", 1))
     },
 }
 

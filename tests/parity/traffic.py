@@ -159,13 +159,24 @@ def _shares(row: Row) -> bool:
 
 
 def _launched(row: Row, run: Run, step: Step) -> None:
-    """All buckets are reduced during backward, unless they wait for its end; cut ones never do."""
+    """All blocks are reduced during backward, unless they wait for its end; cut ones never do. Of
+    weights over gtp, buckets are summed over the replicas as soon as their blocks have been."""
     cut = row["placement"] in CUT_GRADIENTS
-    cut = [b for b in run.buckets if b.gtp or (cut and not b.alone)]
-    launched = len(run.buckets if row["overlap"] else cut)
+    once = row["reduce_scatter"] == "step"
+    cut = [b for b in run.buckets if (b.gtp and not once) or (cut and not b.gtp and not b.alone)]
+    launched = sum(len(bucket.blocks) for bucket in (run.buckets if row["overlap"] else cut))
     if step.launched_in_backward != launched:
         raise AssertionError(
-            f"{step.launched_in_backward} buckets reduced during backward, wanted {launched}"
+            f"{step.launched_in_backward} blocks reduced during backward, wanted {launched}"
+        )
+    over_replicas = [b for b in run.buckets if b.gtp and b.outer > 1]
+    if (
+        row["overlap"]
+        and len(over_replicas) > 3
+        and 2 * step.outer_in_backward < len(over_replicas)
+    ):
+        raise AssertionError(
+            f"{step.outer_in_backward} of {len(over_replicas)} sums over replicas in backward"
         )
     if row["pp"] > 1:
         return  # a stage has as many layers as the cut gives it
@@ -240,7 +251,7 @@ def _gathers_over_gtp(
     records = [r for name in over for r in matching(run.steps[-1].records, group=name)]
     if len(records) != gathered or last.prefetched - before.prefetched < gathered - 1:
         raise AssertionError(f"{len(records)} gathers over gtp, by the plan {gathered}: {last}")
-    largest = sum(sorted(4 * bucket.numel for bucket in buckets)[-2:])
+    largest = sum(sorted(4 * block.numel for b in buckets for block in b.blocks)[-2:])
     if not 0 < last.peak_bytes <= largest:
         raise AssertionError(f"{last.peak_bytes} bytes gathered at a time, at most {largest}")
 

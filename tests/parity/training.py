@@ -88,6 +88,7 @@ def data_parallel_config(row: Row) -> DataParallelConfig:
         granularity=row["granularity"],
         overlap_grad_reduce=row["overlap"],
         overlap_param_gather=row["early_gather"],
+        gtp_reduce_scatter_per=row["reduce_scatter"],
         debug=row["link"] == "late",
     )
 
@@ -103,6 +104,7 @@ class Step:
     gradients: list[Piece]
     records: list[CollectiveRecord]
     launched_in_backward: int
+    outer_in_backward: int
     over_lanes: list[Traffic]
     gathers: list[GatherCounts]
     in_flight: list[int]
@@ -267,6 +269,7 @@ def _trained(
         # int64: debug mode compares the order of needs
         records=[r for r in records if r.dtype != "int64"],
         launched_in_backward=engine.launched_in_backward,
+        outer_in_backward=engine.outer_in_backward,
         over_lanes=_over_lanes(row, engine),
         gathers=[copy.copy(gatherer.counts) for gatherer in engine.gatherers],
         in_flight=[len(gatherer.in_flight) for gatherer in engine.gatherers],
@@ -278,18 +281,19 @@ def _over_lanes(row: Row, engine: DataParallel) -> list[Traffic]:
     """Return what the step should have sent over the lanes, by the formula and the plan."""
     counts: Counter[int] = Counter()
     for gatherer in engine.gatherers:
-        own = gatherer.buckets
+        own = gatherer.blocks
         if not gatherer.leases:
-            counts.update(b.index for b in own if any(handle.trainable for handle in b.handles))
+            counts.update(id(block) for block in own if block.trainable)
         elif gatherer.planned is not None:
-            counts.update(own[block].index for block in gatherer.planned.prologue)
+            counts.update(id(own[index]) for index in gatherer.planned.prologue)
             for consume in gatherer.planned.consumes:
-                counts.update(own[block].index for block in consume.issue)
-    gathers = [counts[bucket.index] for bucket in engine.store.buckets]
+                counts.update(id(own[index]) for index in consume.issue)
+    blocks = [block for bucket in engine.store.buckets for block in bucket.blocks]
+    gathers = [counts[id(block)] for block in blocks]
     return collectives_per_step(
         [BucketSize.of(bucket) for bucket in engine.store.buckets],
         engine.placement,
-        of=ElementBytes(),
+        of=ElementBytes(gtp_once=row["reduce_scatter"] == "step"),
         microbatches=row["accumulation"],
         gathers=gathers,
     )

@@ -83,7 +83,7 @@ def plant(fault: PlantedFault, model: GPTModel, *, rank: int) -> Callable[[int],
 
 def _hit_weight(fault: PlantedFault, store: WeightStore, iteration: int) -> None:
     if iteration == fault.iteration:
-        flip(store.buckets[0].weights.data)
+        flip(store.buckets[0].data)
 
 
 class _ActivationFault:

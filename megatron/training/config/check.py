@@ -151,6 +151,7 @@ def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
         data_parallel_size=size,
         bf16=config.training.bf16,
         context_size=config.parallel.context_parallel_size,
+        over_gtp=config.parallel.gtp_size * config.parallel.expert_gtp_size > 1,
     )
 
 

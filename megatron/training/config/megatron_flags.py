@@ -86,6 +86,8 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (_SPEED, "", "--data-parallel-sharding-strategy says what is sharded, by one engine",
      "use-megatron-fsdp"),
     (_SPEED, "", "the run makes the groups that it uses", "disable-gloo-process-groups"),
+    (_SPEED, "", "gathers over gtp use ordinary buffers",
+     "gtp-remat-nccl-ub gtp-expert-remat-nccl-ub"),
     (_SPEED, "TEXT", "the run makes the groups that it uses", "high-priority-stream-groups"),
     (_SPEED, "", _OVERLAP,
      "tp-comm-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute "

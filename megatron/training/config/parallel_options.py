@@ -131,8 +131,8 @@ class DataParallelConfig:
     """With --overlap-param-gather, start the first gathers at the end of the optimizer step; off,
     nothing is gathered before the next forward pass."""
     param_gather_prefetch_bytes: int = 0
-    """With --overlap-param-gather, bytes of weights that are gathered ahead beyond the next
-    unit."""
+    """With --overlap-param-gather or weights sharded over gtp, bytes of weights that are gathered
+    ahead beyond the next unit, or matrix."""
     param_gather_granularity: Literal["unit", "weight"] = "unit"
     """What is gathered at a time with optim_grads_params: a layer, or one weight matrix after the
     other, which takes less memory and more messages."""
@@ -140,6 +140,9 @@ class DataParallelConfig:
     """With --bf16, keep and reduce gradients in bf16 instead of fp32."""
     reduce_scatter_with_fp32_accumulation: bool = False
     """With --grad-reduce-in-bf16, send gradients in bf16 and sum them in fp32."""
+    gtp_reduce_scatter_per: Literal["microbatch", "step"] = "microbatch"
+    """With --tensor-parallel-num-weight-shards, how often a matrix's gradient is reduce-scattered
+    over gtp: in every microbatch, or once a step, for which each rank keeps it whole."""
     check_weight_gather: bool = False
     """Search for faults of gathering: fill buffers that nobody holds with NaN, and compare what
     the ranks gather."""
@@ -168,9 +171,15 @@ class DataParallelConfig:
 
 
 def data_parallel_problems(
-    config: DataParallelConfig, *, data_parallel_size: int, bf16: bool, context_size: int = 1
+    config: DataParallelConfig,
+    *,
+    data_parallel_size: int,
+    bf16: bool,
+    context_size: int = 1,
+    over_gtp: bool = False,
 ) -> Iterator[str]:
-    """Name what does not go together, each with its fix."""
+    """Name what does not go together, each with its fix; `over_gtp` is whether generalized tensor
+    parallelism shards weights."""
     yield from _instances(config, data_parallel_size, context_size)
     strategy = config.strategy
     if strategy == "optim_grads_params" and config.ddp_bucket_size is not None:
@@ -182,7 +191,7 @@ def data_parallel_problems(
     if strategy == "no_shard":
         for flag, on in (
             ("--overlap-param-gather", config.overlap_param_gather),
-            ("--check-weight-gather", config.check_weight_gather),
+            ("--check-weight-gather", config.check_weight_gather and not over_gtp),
         ):
             if on:
                 yield (
@@ -195,7 +204,9 @@ def data_parallel_problems(
             f"--data-parallel-sharding-strategy {strategy}, which cuts no weight: drop it or "
             "choose optim_grads_params"
         )
-    if config.param_gather_prefetch_bytes and not config.overlap_param_gather:
+    yield from _gtp_reduce_scatter(config, over_gtp)
+    ahead = config.overlap_param_gather or (over_gtp and strategy != "optim_grads_params")
+    if config.param_gather_prefetch_bytes and not ahead:
         yield (
             f"--param-gather-prefetch-bytes {config.param_gather_prefetch_bytes} has no effect "
             "without --overlap-param-gather: add that"
@@ -211,6 +222,20 @@ def data_parallel_problems(
                 f"{name} needs gradients that are reduce-scattered: choose "
                 "--data-parallel-sharding-strategy optim"
             )
+
+
+def _gtp_reduce_scatter(config: DataParallelConfig, over_gtp: bool) -> Iterator[str]:
+    """Name why gradients of weights over gtp cannot be reduced once a step."""
+    flag, strategy = f"--gtp-reduce-scatter-per {config.gtp_reduce_scatter_per}", config.strategy
+    if config.gtp_reduce_scatter_per == "microbatch":
+        return
+    if strategy in ("optim_grads", "optim_grads_params"):
+        yield (
+            f"{flag} keeps whole gradients, which --data-parallel-sharding-strategy {strategy} "
+            "shards: drop it or choose no_shard or optim"
+        )
+    if not over_gtp:
+        yield f"{flag} has no effect without --tensor-parallel-num-weight-shards: drop it"
 
 
 def _instances(config: DataParallelConfig, size: int, context_size: int) -> Iterator[str]:

@@ -112,6 +112,7 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         gradient=config.grad_dtype.itemsize,
         optimizer=0,
         wide_sum=config.fp32_accumulation and engine.sharded,
+        gtp_once=config.gtp_reduce_scatter_per == "step",
     )
     rank = bytes_per_rank(
         buckets,
@@ -156,9 +157,14 @@ def weight_shards_line(engine: DataParallel) -> str | None:
         )
     found = []
     for expert, axis, size in ((False, "gtp", grid.gtp), (True, "egtp", grid.egtp)):
-        over = [b for b in engine.store.buckets if b.gtp and b.handles[0].sharding.expert == expert]
+        over = [
+            block
+            for bucket in engine.store.buckets
+            if bucket.gtp and bucket.expert == expert
+            for block in bucket.blocks
+        ]
         if over:
-            whole = sum(bucket.whole_bytes for bucket in over)
+            whole = sum(block.whole_bytes for block in over)
             noun = "matrix" if len(over) == 1 else "matrices"
             kind = f"{noun} of experts" if expert else noun
             found.append(
@@ -168,7 +174,11 @@ def weight_shards_line(engine: DataParallel) -> str | None:
     if not found:  # a pipeline stage without matrices
         return None
     dtype = str(engine.store.dtype).removeprefix("torch.")
-    return f"weight shards: {'; '.join(found)}; gathered in {dtype} before each use"
+    per = engine.config.gtp_reduce_scatter_per
+    return (
+        f"weight shards: {'; '.join(found)}; gathered in {dtype} before each use, gradients "
+        f"reduce-scattered once a {per}"
+    )
 
 
 def _most_of_stages(engine: DataParallel, numbers: Sequence[int]) -> list[int]:

@@ -186,6 +186,11 @@ class WeightSharding:
     def axes(self) -> tuple[str, ...]:
         return EXPERT_AXES if self.expert else DENSE_AXES
 
+    @property
+    def gtp_axis(self) -> str:
+        """The axis over which generalized tensor parallelism shards it, if it does."""
+        return "egtp" if self.expert else "gtp"
+
     @cached_property
     def lane_axes(self) -> tuple[str, ...]:
         return EXPERT_LANES if self.expert else DENSE_LANES
@@ -205,10 +210,13 @@ class WeightSharding:
         strategy that shards weights does so over all data-parallel ranks, gtp among them."""
         if all(grid.size(axis) == 1 for axis in self.lane_axes):
             return Placement()
-        degree = grid.size("egtp" if self.expert else "gtp")
-        if not self.gtp or strategy.weight or degree == 1:
+        if not self.gtp or strategy.weight or grid.size(self.gtp_axis) == 1:
             return strategy
-        return Placement(weight=GTP, gradient=GTP, optimizer=strategy.optimizer or GTP)
+        return Placement(
+            weight=GTP,
+            gradient=strategy.gradient or GTP,
+            optimizer=strategy.optimizer or GTP,
+        )
 
 
 Coordinates = Mapping[str, int]

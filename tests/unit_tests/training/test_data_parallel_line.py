@@ -71,7 +71,7 @@ def lines(rank: int, world: int) -> list[str]:
     for strategy in STRATEGIES:
         engine, optimizer = built(groups, strategy=strategy)
         line = data_parallel_line(engine, optimizer)
-        weights = sum(b.weights.data.nbytes for b in engine.store.buckets)
+        weights = sum(b.data.nbytes for b in engine.store.buckets)
         kept = {b.gradients.untyped_storage().data_ptr(): b for b in engine.buckets}
         gradients = sum(b.gradients.untyped_storage().nbytes() for b in kept.values())
         states = [t for r in optimizer.ranges for t in r.named_tensors().values()]
@@ -108,7 +108,7 @@ def stage_lines(rank: int, world: int) -> tuple[str, list[int]]:
     state."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
     engine, optimizer = built(groups, split=StageSplit.even(3, world, last_layers=1))
-    weights = sum(bucket.weights.data.nbytes for bucket in engine.store.buckets)
+    weights = sum(bucket.data.nbytes for bucket in engine.store.buckets)
     line = data_parallel_line(engine, optimizer)
     return line, [weights, sum(optimizer.state_bytes(on_host=host) for host in (False, True))]
 
@@ -146,7 +146,7 @@ def expert_lines(rank: int, world: int) -> None:
         lanes = {b.handles[0].sharding.expert: b.group.size * b.outer.size for b in buckets}
         assert lanes == {False: groups["lanes"].size, True: groups["expert_lanes"].size}
         state = sum(optimizer.state_bytes(on_host=host) for host in (False, True))
-        weights = sum(bucket.weights.data.nbytes for bucket in buckets)
+        weights = sum(bucket.data.nbytes for bucket in buckets)
         found = bytes_in(line)
         assert [found[1], found[3]] == pytest.approx([weights, state], abs=6e3), line
 
@@ -187,7 +187,7 @@ def test_the_line_tells_host_memory_from_the_device_s():
         line = data_parallel_line(engine, optimizer)
         sizes[share] = bytes_in(line)[3:]
         assert ("of optimizer state on the device and " in line) == (share > 0.0)
-        count = sum(b.weights.data.numel() for b in engine.store.buckets)
+        count = sum(b.data.numel() for b in engine.store.buckets)
     # bf16 weights: an fp32 master and two fp32 moments each
     assert sizes[0.0] == pytest.approx([12 * count], abs=6e3)
     assert sizes[0.25] == pytest.approx([9 * count, 3 * count], abs=6e3)

@@ -17,6 +17,7 @@ from tests.unit_tests.training.small_config import small_config
 
 STRATEGY = "--data-parallel-sharding-strategy"
 INSTANCES = "--num-distributed-optimizer-instances"
+GTP, ONCE = "--tensor-parallel-num-weight-shards", "--gtp-reduce-scatter-per"
 CUT = f"{STRATEGY} optim_grads_params"
 
 
@@ -50,6 +51,17 @@ CUT = f"{STRATEGY} optim_grads_params"
             "granularity weight has no effect with --data-parallel-sharding-strategy optim, which",
         ),
         (f"{CUT} --param-gather-prefetch-bytes 1", 2, "without --overlap-param-gather: add that"),
+        (f"{ONCE} step", 2, "step has no effect without --tensor-parallel-num-weight-shards"),
+        (
+            f"{ONCE} step {GTP} 2 {STRATEGY} optim_grads",
+            2,
+            "step keeps whole gradients, which --data-parallel-sharding-strategy optim_grads",
+        ),
+        (
+            f"{CUT} {GTP} 2 --param-gather-prefetch-bytes 1",
+            2,
+            "without --overlap-param-gather: add that",
+        ),
         ("--grad-reduce-in-bf16", 2, "--grad-reduce-in-bf16 needs --bf16"),
         (
             f"{CUT} --bf16 --reduce-scatter-with-fp32-accumulation",
@@ -68,6 +80,16 @@ def test_each_problem_is_found_alone(more, world, message):
     assert len(problems) == 1, problems
     with pytest.raises(ValueError, match=message):
         raise ValueError(problems[0])
+
+
+def test_gathers_over_gtp_have_options_with_every_strategy():
+    over_gtp = f"{GTP} 2 --check-weight-gather --param-gather-prefetch-bytes 64 {ONCE} step"
+    for strategy in ("no_shard", "optim"):
+        run = resolve(small_config(f"{over_gtp} {STRATEGY} {strategy}"), 2)
+        assert check(run.config, 2) == []
+        config = data_parallel_config(run.config)
+        assert (config.debug, config.prefetch_bytes) == (True, 64)
+        assert config.gtp_reduce_scatter_per == "step"
 
 
 def test_all_problems_come_at_once():

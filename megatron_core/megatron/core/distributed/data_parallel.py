@@ -40,6 +40,7 @@ are its data-parallel replicas.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,13 +59,13 @@ from megatron.core.comm.collectives import (
 )
 from megatron.core.device import Stream, current_stream, new_stream, on_stream
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.sharded_buffer import Member
 from megatron.core.weight_gather import (
     BACKWARD,
     EVALUATION,
     FORWARD,
     GRANULARITIES,
     Arena,
+    Block,
     Bucket,
     Gatherer,
     OwnedRange,
@@ -73,10 +74,12 @@ from megatron.core.weight_gather import (
     WeightStore,
     empty_range,
     owned_range,
+    reductions,
 )
 from megatron.core.weight_sharding import Placement, placement
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
+REDUCE_SCATTER_PER = ("microbatch", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +101,12 @@ class DataParallelConfig:
             iterations captured in a CUDA graph need.
         granularity: what is gathered at a time where weights are sharded: a "unit" (a layer) or a
             "weight".
-        prefetch_bytes: gathered ahead beyond the next bucket, with `overlap_param_gather`.
+        prefetch_bytes: gathered ahead beyond the next block, with `overlap_param_gather`; of
+            weights sharded over gtp always.
         grad_dtype: of the gradient buffers that backward fills.
         fp32_accumulation: with bf16 gradients, send bf16 but sum in fp32.
+        gtp_reduce_scatter_per: gradients of weights sharded over gtp are reduce-scattered in every
+            "microbatch", or once a "step", for which each rank keeps them whole.
         debug: fill unused buffers with NaN, and compare between the ranks what was gathered.
 
     Raises:
@@ -116,6 +122,7 @@ class DataParallelConfig:
     prefetch_bytes: int = 0
     grad_dtype: torch.dtype = torch.float32
     fp32_accumulation: bool = False
+    gtp_reduce_scatter_per: str = "microbatch"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -131,14 +138,20 @@ class DataParallelConfig:
             found.append("fp32_accumulation is for bf16 gradients: drop it or set grad_dtype")
         if self.fp32_accumulation and not cut.optimizer:
             found.append("fp32_accumulation needs a strategy that reduce-scatters: use optim")
+        if self.gtp_reduce_scatter_per not in REDUCE_SCATTER_PER:
+            names = " or ".join(REDUCE_SCATTER_PER)
+            found.append(f"gtp_reduce_scatter_per {self.gtp_reduce_scatter_per!r}: use {names}")
+        if self.gtp_reduce_scatter_per == "step" and cut.gradient:
+            found.append(
+                f"gtp_reduce_scatter_per step keeps whole gradients, which {self.strategy} shards: "
+                "use no_shard or optim, or drop it"
+            )
         if self.granularity not in GRANULARITIES:
             found.append(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
         if self.granularity != "unit" and not cut.weight and not found:
             found.append(f"granularity {self.granularity} has no effect with {self.strategy}")
         if self.prefetch_bytes < 0:
             found.append(f"prefetch_bytes is {self.prefetch_bytes}: use 0 or more")
-        if self.prefetch_bytes and not self.overlap_param_gather:
-            found.append("prefetch_bytes has no effect without overlap_param_gather")
         if self.overlap_param_gather and not cut.optimizer and not found:
             found.append("overlap_param_gather has no effect with no_shard: nothing is gathered")
         if found:
@@ -162,103 +175,71 @@ class DataParallelConfig:
         )
 
 
-class GradientBucket:
-    """Collect and reduce the gradients of a bucket that has trained weights.
+class GradientBlock(ABC):
+    """The gradients of a block that has trained weights: from accumulation in backward to the sum
+    over the ranks that share the block.
 
     Args:
-        arena: where buffers of one microbatch are leased.
-        stream: where reductions run.
-        on_full: called when every weight has had all its gradients accumulated.
+        bucket: receives what this rank keeps of the sum.
+        block: whose weights they are of.
 
     Attributes:
-        part: the model chunk that its weights belong to.
-        gradients: what the optimizer reads, [owned].
-        cut: gradients are kept in shards, and reduced in every microbatch.
-        wide: bf16 gradients are summed in fp32, out of a second leased buffer.
-        puts: how often each weight's gradient was accumulated since the last reduction.
-        reductions: in this step.
-        observe: called with this rank's own gradients before each reduction; must not change
-            them.
+        each_microbatch: they are summed in every microbatch, else once a step.
+        bounded: its bytes count in the limit of what is under way: its sum holds leases, or
+            another one waits for it.
+        puts: how often each weight's gradient was accumulated since the last sum.
+        sums: in this step.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        *,
-        config: DataParallelConfig,
-        arena: Arena,
-        stream: Stream,
-        on_full: Callable[[GradientBucket], None],
-    ) -> None:
-        self.bucket, self.config, self.placement = bucket, config, bucket.placement
-        self.part = bucket.part
-        self.arena, self.stream, self.on_full = arena, stream, on_full
-        self.trainable = [h for h in bucket.handles if h.trainable]
-        self.cut = bool(self.placement.gradient)
-        # on a single data-parallel rank nothing is reduced, and so nothing is widened
-        self.wide = config.fp32_accumulation and bool(self.placement.optimizer)
+    each_microbatch: bool
+
+    def __init__(self, bucket: GradientBucket, block: Block) -> None:
+        self.bucket, self.block = bucket, block
+        self.trainable = [handle for handle in block.handles if handle.trainable]
         self.puts: dict[str, int] = {}
         self.waiting = 0
-        self.reductions = 0
-        self.observe: Callable[[torch.Tensor], object] | None = None
-        self._gaps = bucket.gaps
-        self._pending: Pending | None = None
-        self._outer: Pending | None = None
+        self.sums = 0
+        self.bounded = self.each_microbatch or bucket.wide or bucket.bucket.outer.size > 1
+        self.bytes = block.layout.numel * bucket.config.grad_dtype.itemsize
         self._whole: torch.Tensor | None = None
-        self._flying: torch.Tensor | None = None
+        self._pending: Pending | None = None
         self._parts: torch.Tensor | None = None
-        device, numel = bucket.weights.data.device, bucket.layout.numel
-        low, high = bucket.weights.shard_range if self.placement.optimizer else (0, numel)
-        self._shard_range = low, high
-        if not self.cut:
-            self._whole = torch.zeros(numel, dtype=config.grad_dtype, device=device)
-            self._bind(self._whole)
-        if self.cut or self.wide:
-            self._shard = torch.zeros(high - low, dtype=torch.float32, device=device)
-        else:
-            assert self._whole is not None
-            self._shard = self._whole[low:high]
-        start, stop = bucket.owned_range
-        self.gradients = self._shard[start - low : stop - low]
+        self._into: torch.Tensor | None = None
+        self._first = False
         for handle in self.trainable:
             handle.gradients = self
 
     @property
-    def launched(self) -> bool:
-        """Whether a reduction has started in this step."""
-        return self.reductions > 0
+    def is_open(self) -> bool:
+        """Whether it holds gradients that are not being summed yet."""
+        return any(self.puts.values())
 
     @property
-    def is_open(self) -> bool:
-        """Whether it holds gradients that are not being reduced yet."""
-        return any(self.puts.values())
+    def is_under_way(self) -> bool:
+        """Whether a sum has started whose result is not here yet."""
+        return self._pending is not None
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
-        self.reductions = 0
+        self.sums = 0
         self._start_afresh()
 
     def begin_last(self) -> None:
         """Count the last microbatch's gradients from here on, if they fill a buffer kept so far."""
-        if not self.cut:
+        if not self.each_microbatch:
             self._expect()
 
-    # --- from backward ----------------------------------------------------------------------------
-
+    @abstractmethod
     def open(self) -> None:
-        """Give every trained weight a slot, in a leased buffer."""
-        self._whole = self.arena.lease(self.bucket.layout.numel, self.config.grad_dtype)
-        for start, stop in self._gaps:  # elements without a gradient take part in the sum
-            self._whole[start:stop].zero_()
-        self._bind(self._whole)
+        """Give every trained weight a slot."""
 
     def put_done(self, handle: WeightHandle) -> None:
-        """Count a put; with the last one that was declared, the bucket is full.
+        """Count a put; with the last one that was declared, the block is full.
 
         Raises:
-            ValueError: the bucket has been reduced already.
+            ValueError: it has been summed already.
         """
-        if self.launched and not self.cut:
+        if self.is_late:
             raise ValueError(
                 f"{handle.name} got more gradients than its {handle.uses} declared uses, after "
                 "its reduction had begun: declare it once per use, and call last() behind the "
@@ -268,9 +249,12 @@ class GradientBucket:
         if self.puts[handle.name] == handle.uses:
             self.waiting -= 1
             if self.waiting == 0:
-                self.on_full(self)
+                self.bucket.on_full(self)
 
-    # --- reduction --------------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def is_late(self) -> bool:
+        """Whether a gradient accumulated now would miss the sum."""
 
     def reduce(self) -> None:
         """Start summing what was put; weights without a gradient count as zero."""
@@ -282,87 +266,58 @@ class GradientBucket:
                 assert handle.slot is not None
                 handle.slot.zero_()
         self.settle()
-        whole = self._whole
-        if self.observe is not None:
-            self.observe(whole)
-        self.stream.wait_stream(current_stream(self.arena.device))
-        with on_stream(self.stream):
+        bucket, whole = self.bucket, self._whole
+        if bucket.observe is not None:
+            bucket.observe(whole)
+        self._into, self._first = bucket.receive(self)
+        bucket.stream.wait_stream(current_stream(bucket.arena.device))
+        with on_stream(bucket.stream):
             self._pending = self._sum(whole)
-        self.reductions += 1
-        if self.cut:
-            self._flying, self._whole = whole, None
-            for handle in self.trainable:
-                handle.slot = None
-            self._start_afresh()
+        self.sums += 1
 
     def settle(self) -> None:
-        """Wait for the reduction under way and add its result to what this step has."""
+        """Wait for the sum under way and add it to what this step has."""
         if self._pending is None:
             return
-        summed = self._pending.wait()
-        self._pending = None
+        summed, into = self._pending.wait(), self._into
+        self._pending = self._into = None
+        assert into is not None
         if self._parts is not None:
-            self.arena.release(self._parts)
+            self.bucket.arena.release(self._parts)
             self._parts = None
-        if not self.cut:
-            return
-        assert self._flying is not None
-        if summed.data_ptr() != self._shard.data_ptr():
-            self._shard.add_(summed)
-            if self.wide:
-                self.arena.release(summed)
-        self.arena.release(self._flying)
-        self._flying = None
-
-    def reduce_outer(self) -> None:
-        """Start summing this rank's shard over the outer ranks."""
-        self.settle()
-        group = self.bucket.outer
-        if group.size == 1:
-            return
-        self.stream.wait_stream(current_stream(self.arena.device))
-        with on_stream(self.stream):
-            if self.bucket.outer_shards:
-                self._outer = reduce_scatter_async(self._shard, group, out=self.gradients)
+        if summed.data_ptr() != into.data_ptr():
+            if self._first:
+                into.copy_(summed)
             else:
-                self._outer = all_reduce_async(self._shard, group, out=self._shard)
-
-    def settle_outer(self) -> None:
-        """Wait for the sum over the outer ranks."""
-        if self._outer is not None:
-            self._outer.wait()
-            self._outer = None
+                into.add_(summed)
+                if self.bucket.wide:
+                    self.bucket.arena.release(summed)
 
     def abort(self) -> None:
         """Wait for what is under way and give every lease back."""
         self.settle()
-        self.settle_outer()
-        if self.cut and self._whole is not None:
-            self.arena.release(self._whole)
-            self._whole = None
-            for handle in self.trainable:
-                handle.slot = None
 
     def _sum(self, whole: torch.Tensor) -> Pending:
-        """Start the sum over the ranks that share the bucket."""
-        group, (low, high) = self.bucket.group, self._shard_range
-        if not self.placement.optimizer:
+        """Start the sum over the ranks that share the block."""
+        bucket, into = self.bucket, self._into
+        assert into is not None
+        group = self.block.bucket.group
+        if not bucket.inner.scatter:
             return all_reduce_async(whole, group, out=whole)
-        first = not self.cut or self.reductions == 0
-        if self.wide:
-            out = self._shard
-            if not first:
-                out = self.arena.lease(high - low, torch.float32)
-            self._parts = self.arena.lease(whole.numel(), whole.dtype)
+        if bucket.wide:
+            out = into
+            if not self._first:
+                out = bucket.arena.lease(len(into), torch.float32)
+            self._parts = bucket.arena.lease(whole.numel(), whole.dtype)
             return reduce_scatter_wide_async(whole, group, out=out, parts=self._parts)
-        if self.cut and first and whole.dtype is self._shard.dtype:
-            return reduce_scatter_async(whole, group, out=self._shard)
-        if self.cut and first:
-            self._shard.zero_()
+        if self._first and whole.dtype is into.dtype:
+            return reduce_scatter_async(whole, group, out=into)
+        low, high = self.block.shard_range
         return reduce_scatter_async(whole, group, out=whole[low:high])
 
     def _bind(self, whole: torch.Tensor) -> None:
-        for handle, member in self.bucket.members():
+        self._whole = whole
+        for handle, member in self.block.members():
             if handle.trainable:
                 handle.slot = whole[member.start : member.stop].view(member.shape)
 
@@ -376,22 +331,255 @@ class GradientBucket:
         self.puts = dict.fromkeys((handle.name for handle in self.trainable), 0)
 
 
+class StepGradients(GradientBlock):
+    """A buffer that is kept, filled by all microbatches and summed once.
+
+    Attributes:
+        whole: it, [numel].
+    """
+
+    each_microbatch = False
+
+    def __init__(self, bucket: GradientBucket, block: Block) -> None:
+        super().__init__(bucket, block)
+        self.whole = torch.zeros(
+            block.layout.numel, dtype=bucket.config.grad_dtype, device=block.data.device
+        )
+        self.open()
+
+    def open(self) -> None:
+        self._bind(self.whole)
+
+    @property
+    def is_late(self) -> bool:
+        return self.sums > 0
+
+
+class MicrobatchGradients(GradientBlock):
+    """A leased buffer a microbatch, summed in each of them."""
+
+    each_microbatch = True
+
+    def __init__(self, bucket: GradientBucket, block: Block) -> None:
+        super().__init__(bucket, block)
+        self._gaps = block.gaps
+        self._flying: torch.Tensor | None = None
+
+    def open(self) -> None:
+        arena = self.bucket.arena
+        whole = arena.lease(self.block.layout.numel, self.bucket.config.grad_dtype)
+        for start, stop in self._gaps:  # elements without a gradient take part in the sum
+            whole[start:stop].zero_()
+        self._bind(whole)
+
+    @property
+    def is_late(self) -> bool:
+        return self.bucket.outer_launched
+
+    def reduce(self) -> None:
+        super().reduce()
+        self._flying = self._whole
+        self._close()
+        self._start_afresh()
+
+    def settle(self) -> None:
+        super().settle()
+        if self._flying is not None:
+            self.bucket.arena.release(self._flying)
+            self._flying = None
+
+    def abort(self) -> None:
+        super().abort()
+        if self._whole is not None:
+            self.bucket.arena.release(self._whole)
+            self._close()
+
+    def _close(self) -> None:
+        self._whole = None
+        for handle in self.trainable:
+            handle.slot = None
+
+
+class GradientBucket:
+    """The gradients of a bucket that has trained weights: those of its blocks, and what their sums
+    leave this rank, up to the sum over the outer ranks.
+
+    Args:
+        arena: where buffers of one microbatch are leased.
+        stream: where reductions run.
+        on_full: called when every weight of a block has had all its gradients accumulated.
+
+    Attributes:
+        part: the model chunk that its weights belong to.
+        gradients: what the optimizer reads, [owned].
+        inner, outer: the sums over the ranks that share the bucket, and over the outer ranks.
+        wide: bf16 gradients are summed in fp32, out of a second leased buffer.
+        outer_sums: over the outer ranks, in this step.
+        observe: called with this rank's own gradients before each reduction; must not change
+            them.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        config: DataParallelConfig,
+        arena: Arena,
+        stream: Stream,
+        on_full: Callable[[GradientBlock], None],
+    ) -> None:
+        self.bucket, self.config, self.part = bucket, config, bucket.part
+        self.arena, self.stream, self.on_full = arena, stream, on_full
+        once = bucket.gtp and config.gtp_reduce_scatter_per == "step"
+        self.inner, self.outer = reductions(bucket.placement, bucket.groups.outer_axes, once=once)
+        # on a single data-parallel rank nothing is reduced, and so nothing is widened
+        self.wide = config.fp32_accumulation and self.inner.scatter
+        self.outer_sums = 0
+        self.observe: Callable[[torch.Tensor], object] | None = None
+        kind = MicrobatchGradients if self.inner.each_microbatch else StepGradients
+        self.blocks = [kind(self, block) for block in bucket.blocks if block.trainable]
+        self._received: set[int] = set()
+        self._awaited: set[int] | None = None
+        self._pending: Pending | None = None
+        low, high = bucket.reduced_range
+        start, stop = bucket.owned_range
+        self._shard: torch.Tensor | None = None
+        self._kept = not (self.outer.each_microbatch and bucket.outer.size > 1)
+        device = bucket.data.device
+        if not self._kept:
+            self.gradients = torch.zeros(stop - start, dtype=torch.float32, device=device)
+            return
+        if self.inner.each_microbatch or self.wide or bucket.sharded:
+            self._shard = torch.zeros(high - low, dtype=torch.float32, device=device)
+        else:
+            (block,) = self.blocks
+            assert isinstance(block, StepGradients)
+            self._shard = block.whole[low:high]
+        self.gradients = self._shard[start - low : stop - low]
+
+    @property
+    def each_microbatch(self) -> bool:
+        """Whether gradients are kept in shards, and summed in every microbatch."""
+        return self.inner.each_microbatch
+
+    @property
+    def outer_launched(self) -> bool:
+        """Whether the step's only sum over the outer ranks has started."""
+        return self._kept and self.outer_sums > 0
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.outer_sums = 0
+        self._received.clear()
+        self._awaited = None if self._kept else self._starts
+        for block in self.blocks:
+            block.begin_step()
+
+    def begin_last(self) -> None:
+        """Expect the step's last sum of every block."""
+        self._awaited = self._starts
+        for block in self.blocks:
+            block.begin_last()
+
+    def receive(self, block: GradientBlock) -> tuple[torch.Tensor, bool]:
+        """Return where a block's sum goes, and whether that holds nothing yet."""
+        if not (self._kept or self._received):
+            self.settle_outer()
+            low, high = self.bucket.reduced_range
+            self._shard = self.arena.lease(high - low, torch.float32)
+        start = block.block.start
+        first = start not in self._received
+        self._received.add(start)
+        if self._awaited is not None:
+            self._awaited.discard(start)
+        return self._segment(block.block), first
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every block has had the sum that the one over the outer ranks waits for."""
+        summed = self._awaited is not None and not self._awaited
+        return summed and not any(block.is_under_way for block in self.blocks)
+
+    @property
+    def needs_outer(self) -> bool:
+        """Whether something has been received that is not being summed over the outer ranks."""
+        if self.bucket.outer.size == 1:
+            return False
+        return not self.outer_sums if self._kept else bool(self._received)
+
+    def reduce_outer(self) -> None:
+        """Start summing this rank's shards over the outer ranks; the sums of blocks are done."""
+        group, bucket = self.bucket.outer, self.bucket
+        assert self._shard is not None
+        into = self.gradients
+        if not self._kept:
+            for block in bucket.blocks:
+                if block.start not in self._received:
+                    self._segment(block).zero_()
+            if self.outer_sums:
+                low = bucket.reduced_range[0]
+                into = self._shard[bucket.owned_range[0] - low : bucket.owned_range[1] - low]
+        self.stream.wait_stream(current_stream(self.arena.device))
+        with on_stream(self.stream):
+            if self.outer.scatter:
+                self._pending = reduce_scatter_async(self._shard, group, out=into)
+            else:
+                self._pending = all_reduce_async(self._shard, group, out=self._shard)
+        self.outer_sums += 1
+        self._awaited = None if self._kept else self._starts
+        if not self._kept:
+            self._received.clear()
+
+    def settle_outer(self) -> None:
+        """Wait for the sum over the outer ranks."""
+        if self._pending is None:
+            return
+        summed = self._pending.wait()
+        self._pending = None
+        if self._kept:
+            return
+        if summed.data_ptr() != self.gradients.data_ptr():
+            self.gradients.add_(summed)
+        assert self._shard is not None
+        self.arena.release(self._shard)
+        self._shard = None
+
+    def abort(self) -> None:
+        """Wait for what is under way and give every lease back."""
+        for block in self.blocks:
+            block.abort()
+        self.settle_outer()
+        if not self._kept and self._shard is not None:
+            self.arena.release(self._shard)
+            self._shard = None
+
+    @property
+    def _starts(self) -> set[int]:
+        return {entry.block.start for entry in self.blocks}
+
+    def _segment(self, block: Block) -> torch.Tensor:
+        """Return where the shard of a block lies in what this rank keeps of the sums."""
+        assert self._shard is not None
+        if not self.bucket.sharded:
+            return self._shard
+        return self._shard[block.start : block.start + len(block.data)]
+
+
 class ModelSums:
     """Collect, per group of the gradient plans, the ranges that have to be summed over it."""
 
     def __init__(self, store: WeightStore, buckets: Sequence[GradientBucket]) -> None:
         views: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for entry in buckets:
-            low, high = entry.bucket.owned_range
-            for handle, member in entry.bucket.members():
-                if not handle.trainable:
-                    continue
-                for step in store.plans[handle.name].steps:
+            for owned in entry.bucket.owned_weights():
+                handle = owned.handle
+                for step in store.plans[handle.name].steps if handle.trainable else ():
                     found = views.setdefault(step.group, [])
-                    for start, stop in _ranges(store, handle, member, step.segments):
-                        start, stop = max(start, low), min(stop, high)
-                        if start < stop:
-                            found.append((handle.name, entry.gradients[start - low : stop - low]))
+                    for box in store.boxes(handle):
+                        start, stop = max(box.start, owned.start), min(box.stop, owned.stop)
+                        if box.name in step.segments and start < stop:
+                            at = owned.at + start - owned.start
+                            found.append((handle.name, entry.gradients[at : at + stop - start]))
         # By name: the stages that share weights need not have declared them in one order.
         named = [
             (store.groups[name], [view for _, view in sorted(found, key=lambda one: one[0])])
@@ -405,16 +593,6 @@ class ModelSums:
             flat = torch.cat(views)
             all_reduce(flat, group, out=flat)
             torch._foreach_copy_(views, list(flat.split([v.numel() for v in views])))
-
-
-def _ranges(
-    store: WeightStore, handle: WeightHandle, member: Member, segments: tuple[str, ...]
-) -> list[tuple[int, int]]:
-    return [
-        (member.start + box.start, member.start + box.stop)
-        for box in store.boxes(handle)
-        if box.name in segments
-    ]
 
 
 def _gatherers(store: WeightStore, config: DataParallelConfig) -> list[Gatherer]:
@@ -432,10 +610,6 @@ def _gatherers(store: WeightStore, config: DataParallelConfig) -> list[Gatherer]
             )
             found.append(gatherer)
     return found
-
-
-#: Reductions under way at a time where each holds leases of a whole bucket's gradients.
-_REDUCTIONS_UNDER_WAY = 2
 
 
 class _Phase(Enum):
@@ -471,7 +645,8 @@ class DataParallel:
         gatherers: make weights whole; none if every rank keeps and updates all that it has, two if
             only some weights are stored in shards (those over gtp).
         placement: what the strategy shards on these ranks.
-        launched_in_backward: reductions of the last microbatch that started before `finish`.
+        launched_in_backward: sums of blocks of the last microbatch that started before `finish`.
+        outer_in_backward: sums over the outer ranks that started before `finish`.
     """
 
     def __init__(
@@ -492,7 +667,7 @@ class DataParallel:
                 f"{store.storage.outer}), the engine is to carry out {config.strategy} (outer "
                 f"{config.outer}): materialize the store with the engine's config.storage()"
             )
-        self.launched_in_backward = 0
+        self.launched_in_backward = self.outer_in_backward = 0
         self.arena = Arena(store.device, poison=config.debug)
         self.gatherers = _gatherers(store, config)
         self._parts = sorted({bucket.part for bucket in store.buckets}, reverse=True)
@@ -506,14 +681,18 @@ class DataParallel:
                 on_full=self._on_full,
             )
             for bucket in store.buckets
-            if any(handle.trainable for handle in bucket.handles)
+            if bucket.trainable
         ]
+        self._blocks = [block for bucket in self.buckets for block in bucket.blocks]
         store.give_gradients()
         self._sums = ModelSums(store, self.buckets)
         self._phase = _Phase.BETWEEN
         self._observer: GradientObserver | None = None
         self._last: set[int] = set()
-        self._under_way: deque[GradientBucket] = deque()
+        self._under_way: deque[GradientBlock] = deque()
+        self._leases_shard: GradientBucket | None = None
+        limit = max((block.bytes for block in self._blocks if block.bounded), default=0)
+        self._limit = limit if config.overlap_grad_reduce else 0
 
     @property
     def sharded(self) -> bool:
@@ -542,7 +721,8 @@ class DataParallel:
             program: the segments of this step in the order in which they will run, instead of each
                 microbatch forward and backward; `segment` then marks when each begins. Likewise.
         """
-        self._phase, self.launched_in_backward = _Phase.STEP, 0
+        self._phase = _Phase.STEP
+        self.launched_in_backward = self.outer_in_backward = 0
         self._last.clear()
         if self._observer is not None:
             self._observer.begin()
@@ -606,9 +786,13 @@ class DataParallel:
             raise ValueError(f"close({part}) outside a step: call begin_step() first")
         over = part in self._last and self.config.overlap_grad_reduce
         for bucket in self.buckets:
-            missing = (bucket.cut and bucket.is_open) or (over and not bucket.launched)
-            if bucket.part == part and missing:
-                self._reduce(bucket)
+            if bucket.part != part:
+                continue
+            for block in bucket.blocks:
+                if (block.each_microbatch and block.is_open) or (over and not block.sums):
+                    self._reduce(block)
+            if bucket.outer.each_microbatch and bucket.needs_outer:
+                self._reduce_outer(bucket)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run one microbatch's backward; `last` lets whole gradients be reduced while it runs.
@@ -639,13 +823,15 @@ class DataParallel:
         """
         if self._phase is not _Phase.STEP:
             raise ValueError("finish outside a step: call begin_step() first")
-        for bucket in self.buckets:
-            if (bucket.cut and bucket.is_open) or not bucket.launched:
-                self._reduce(bucket)
+        in_backward = self.outer_in_backward
+        for block in self._blocks:
+            if (block.each_microbatch and block.is_open) or not block.sums:
+                self._reduce(block)
         self._settle(0)
         for bucket in self.buckets:
-            bucket.settle()
-            bucket.reduce_outer()
+            if bucket.needs_outer:
+                self._reduce_outer(bucket)
+        self.outer_in_backward = in_backward
         for bucket in self.buckets:
             bucket.settle_outer()
         self._sums.run()
@@ -731,20 +917,38 @@ class DataParallel:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _on_full(self, bucket: GradientBucket) -> None:
-        last = bucket.part in self._last
-        if not bucket.cut and not (last and self.config.overlap_grad_reduce):
+    def _on_full(self, block: GradientBlock) -> None:
+        last = block.bucket.part in self._last
+        if not block.each_microbatch and not (last and self.config.overlap_grad_reduce):
             return
-        self._reduce(bucket)
+        self._reduce(block)
         self.launched_in_backward += last
 
-    def _reduce(self, bucket: GradientBucket) -> None:
-        bucket.reduce()
-        self._under_way.append(bucket)
-        if bucket.cut or bucket.wide:  # what is under way holds leases
-            self._settle(_REDUCTIONS_UNDER_WAY - 1 if self.config.overlap_grad_reduce else 0)
+    def _reduce(self, block: GradientBlock) -> None:
+        block.reduce()
+        self._under_way.append(block)
+        if block.bounded:
+            self._settle(self._limit)
 
-    def _settle(self, left: int) -> None:
-        """Wait for the oldest reductions until so many are left."""
-        while len(self._under_way) > left:
-            self._under_way.popleft().settle()
+    def _settle(self, limit: int) -> None:
+        """Wait for the oldest sums until what is under way has at most so many bytes; of a bucket
+        whose blocks are done, start the sum over the outer ranks."""
+        flying = sum(block.bytes for block in self._under_way if block.bounded)
+        while self._under_way and (flying > limit or limit == 0):
+            block = self._under_way.popleft()
+            block.settle()
+            flying -= block.bytes * block.bounded
+            bucket = block.bucket
+            if self.config.overlap_grad_reduce and bucket.is_complete and bucket.needs_outer:
+                self._reduce_outer(bucket)
+
+    def _reduce_outer(self, bucket: GradientBucket) -> None:
+        for block in bucket.blocks:
+            block.settle()
+        if self._leases_shard is not None:  # one at a time: they hold leases too
+            self._leases_shard.settle_outer()
+        bucket.reduce_outer()
+        self.outer_in_backward += 1
+        self._leases_shard = bucket if bucket.outer.each_microbatch else None
+        if self._leases_shard is not None and not self.config.overlap_grad_reduce:
+            bucket.settle_outer()

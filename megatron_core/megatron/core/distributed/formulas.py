@@ -14,8 +14,13 @@ al. 2020, section 5):
 
 Sharded gradients are kept in fp32, whatever the dtype of the buffers that backward fills.
 
-A weight sharded over g gtp ranks is kept as under hybrid sharding with g inner ranks, its replicas
-the outer ones; strategies other than `no_shard` shard its optimizer state over these too.
+A weight sharded over g gtp ranks is kept as under hybrid sharding with g inner ranks, its r
+replicas the outer ones; strategies shard over these too:
+
+    no_shard              (w + 4 + s)/g         and the gradients that are not reduced yet
+    optim                 (w + 4)/g + s/(g·r)   and these
+    optim_grads           w/g + (4 + s)/(g·r)   and these, and 4/g of two buckets
+      reduced once a step                       whole gradients instead of those not reduced yet
 """
 
 from __future__ import annotations
@@ -26,10 +31,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from megatron.core.weight_gather import Bucket
+from megatron.core.weight_gather import Bucket, Reduction, reductions
 from megatron.core.weight_sharding import INNER_LANES, OUTER_LANES, Placement, placement
 
 _FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSize:
+    """The size of a block of a bucket.
+
+    Args:
+        numel: elements, padding included.
+        trainable: it has gradients.
+        uses: how often its weight is used in a microbatch, if it is one over gtp.
+    """
+
+    numel: int
+    trainable: bool = True
+    uses: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +57,14 @@ class BucketSize:
     """The size of a bucket and who shares it.
 
     Args:
-        numel: elements, padding included.
+        numel: elements of its whole blocks, padding included.
         inner: ranks that share it.
-        outer: ranks that hold the same shard: under hybrid sharding, and of a weight over gtp.
+        outer: ranks that hold the same shards: under hybrid sharding, and of weights over gtp.
         root: its weights belong to no unit.
         trainable: it has gradients.
         expert: it is on the expert data-parallel ranks.
-        gtp: it is a weight sharded over gtp or egtp.
-        uses: how often its weight is used in a microbatch, if it is one over gtp.
+        gtp: its blocks are weights sharded over gtp or egtp.
+        blocks: that are gathered and reduced by themselves; none is one of all elements.
     """
 
     numel: int
@@ -54,7 +74,12 @@ class BucketSize:
     trainable: bool = True
     expert: bool = False
     gtp: bool = False
-    uses: int = 1
+    blocks: tuple[BlockSize, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            one = BlockSize(numel=self.numel, trainable=self.trainable)
+            object.__setattr__(self, "blocks", (one,))
 
     @property
     def alone(self) -> bool:
@@ -68,8 +93,11 @@ class BucketSize:
             return Placement()
         if not self.gtp:
             return strategy
-        outside = OUTER_LANES if strategy.optimizer else ()
-        return Placement(weight=INNER_LANES, gradient=INNER_LANES, optimizer=INNER_LANES + outside)
+        return Placement(
+            weight=INNER_LANES,
+            gradient=INNER_LANES + (OUTER_LANES if strategy.gradient else ()),
+            optimizer=INNER_LANES + (OUTER_LANES if strategy.optimizer else ()),
+        )
 
     def group_names(self, placed: Placement) -> tuple[str, str, str]:
         """Return the names of the groups that share it, gather it and hold the same range."""
@@ -86,14 +114,21 @@ class BucketSize:
     def of(bucket: Bucket) -> BucketSize:
         """Return the size of a bucket of a store."""
         return BucketSize(
-            numel=bucket.layout.numel,
+            numel=bucket.numel,
             inner=bucket.group.size,
             outer=bucket.outer.size,
-            root=bucket.root,
-            trainable=any(handle.trainable for handle in bucket.handles),
-            expert=bucket.handles[0].sharding.expert,
+            root=bucket.unit is None,
+            trainable=bucket.trainable,
+            expert=bucket.expert,
             gtp=bucket.gtp,
-            uses=bucket.handles[0].uses if bucket.gtp else 1,
+            blocks=tuple(
+                BlockSize(
+                    numel=block.layout.numel,
+                    trainable=block.trainable,
+                    uses=block.handles[0].uses if bucket.gtp else 1,
+                )
+                for block in bucket.blocks
+            ),
         )
 
 
@@ -106,17 +141,19 @@ class ElementBytes:
         gradient: of the gradients that backward fills and that travel.
         optimizer: of optimizer state with its fp32 master, where weights are not their own.
         wide_sum: bf16 gradients are summed in fp32, apart from the buffers that backward fills.
+        gtp_once: gradients of weights over gtp are reduced once a step, and kept whole until then.
     """
 
     weight: int = 4
     gradient: int = 4
     optimizer: int = 8
     wide_sum: bool = False
+    gtp_once: bool = False
 
-    def kept_gradients(self, placed: Placement, inner: int) -> Fraction:
+    def kept_gradients(self, placed: Placement, inner: int, *, outer: int = 1) -> Fraction:
         """Return the gradient bytes per element that stay between steps, on `inner` ranks."""
         if placed.gradient:
-            return Fraction(_FP32_BYTES, inner)
+            return Fraction(_FP32_BYTES, _parts(placed.gradient, inner, outer))
         apart = Fraction(_FP32_BYTES, inner) if self.wide_sum else Fraction(0)
         return self.gradient + apart
 
@@ -178,11 +215,13 @@ def bytes_per_rank(
         own, by = b.placed(placed), replace(of, wide_sum=False) if b.alone else of
         weights += Fraction(of.weight * b.numel, _parts(own.weight, b.inner, b.outer))
         if b.trainable:
-            gradients += b.numel * by.kept_gradients(own, b.inner)
+            gradients += b.numel * by.kept_gradients(own, b.inner, outer=b.outer)
+            if b.gtp and of.gtp_once:
+                gradients += of.gradient * sum(x.numel for x in b.blocks if x.trainable)
             parts = _parts(own.optimizer, b.inner, b.outer)
             optimizer += Fraction(of.optimizer * b.numel, parts)
     over_gtp = [b for b in buckets if b.gtp]
-    gathered, reducing = _transient_over_gtp(over_gtp, of=of, ahead=ahead, overlap=overlap)
+    gathered, reducing = _transient_over_gtp(over_gtp, placed, of=of, ahead=ahead, overlap=overlap)
     shared = [b for b in buckets if not b.alone and not b.gtp]
     if placed.weight and shared:
         most = of.weight * _together(shared, 1 + prefetch) + ahead * prefetch
@@ -224,7 +263,7 @@ def collectives_per_step(
         placed: what is sharded over which data-parallel ranks.
         of: bytes per element.
         microbatches: of the step.
-        gathers: how often each bucket is gathered; None is once where any rank's range of it is
+        gathers: how often each block is gathered; None is once where any rank's range of it is
             trained. Where weights are stored in shards the gather plan determines it.
 
     Returns:
@@ -238,46 +277,70 @@ def collectives_per_step(
             counts[kind, group] += times
             sent[kind, group] += times * size
 
-    times = [int(b.trainable) for b in buckets] if gathers is None else gathers
-    for bucket, often in zip(buckets, times, strict=True):
-        own, i, o = bucket.placed(placed), bucket.inner, bucket.outer
-        inner, gather, outer = bucket.group_names(own)
-        cut_outside = any(axis in own.optimizer for axis in OUTER_LANES)
-        gradient, weight = of.gradient * bucket.numel, of.weight * bucket.numel
+    blocks = [(b, block) for b in buckets for block in b.blocks]
+    times = [int(block.trainable) for _, block in blocks] if gathers is None else gathers
+    for (bucket, block), often in zip(blocks, times, strict=True):
+        own = bucket.placed(placed)
+        inner, gather, _ = bucket.group_names(own)
+        first, _ = _reductions(own, bucket, of)
         if own.optimizer:
-            add("all_gather", gather, weight, parties=i, times=often)
-            if bucket.trainable and cut_outside:
-                add("all_gather", outer, weight // i, parties=o)
-        if not bucket.trainable:
+            add("all_gather", gather, of.weight * block.numel, parties=bucket.inner, times=often)
+        if block.trainable:
+            scatter = "all_to_all" if of.wide_sum else "reduce_scatter"
+            kind = scatter if first.scatter else "all_reduce"
+            often = microbatches if first.each_microbatch else 1
+            add(kind, inner, of.gradient * block.numel, parties=bucket.inner, times=often)
+    for bucket in buckets:
+        own, shard = bucket.placed(placed), bucket.numel // bucket.inner
+        _, _, outer = bucket.group_names(own)
+        first, second = _reductions(own, bucket, of)
+        if not (bucket.trainable and own.optimizer):
             continue
-        if not own.optimizer:
-            add("all_reduce", inner, gradient, parties=i)
-            continue
-        scatter = "all_to_all" if of.wide_sum else "reduce_scatter"
-        add(scatter, inner, gradient, parties=i, times=microbatches if own.gradient else 1)
+        if second.scatter:
+            add("all_gather", outer, of.weight * shard, parties=bucket.outer)
         fp32 = own.gradient or of.wide_sum
-        shard = (_FP32_BYTES if fp32 else of.gradient) * bucket.numel // i
-        add("reduce_scatter" if cut_outside else "all_reduce", outer, shard, parties=o)
+        kind = "reduce_scatter" if second.scatter else "all_reduce"
+        size = (_FP32_BYTES if fp32 else of.gradient) * shard
+        often = microbatches if second.each_microbatch else 1
+        add(kind, outer, size, parties=bucket.outer, times=often)
     return [Traffic(*key, counts[key], sent[key]) for key in sorted(counts)]
 
 
+def _reductions(
+    own: Placement, bucket: BucketSize, of: ElementBytes
+) -> tuple[Reduction, Reduction]:
+    return reductions(own, OUTER_LANES, once=bucket.gtp and of.gtp_once)
+
+
 def _transient_over_gtp(
-    buckets: Sequence[BucketSize], *, of: ElementBytes, ahead: int, overlap: bool
+    buckets: Sequence[BucketSize],
+    strategy: Placement,
+    *,
+    of: ElementBytes,
+    ahead: int,
+    overlap: bool,
 ) -> tuple[int, int]:
     """Return the most bytes of gathered weights over gtp and of their gradients being reduced.
 
-    Two weights, one in use and the next, and `ahead`; the gradients of a weight while another is
-    reduced, and of each one that is used several times between its uses.
+    Two weights, one in use and the next, and `ahead`; the gradients of a weight and as many bytes
+    that are being reduced, and those of each one that is used several times between its uses; of
+    gradients sharded over the replicas too, the shards of a bucket and of the one being reduced.
     """
-    sizes = sorted(b.numel for b in buckets)
+    blocks = [block for bucket in buckets for block in bucket.blocks]
+    sizes = sorted(block.numel for block in blocks)
     gathered = min(of.weight * sum(sizes[-2:]) + ahead, of.weight * sum(sizes))
-    trained = [b for b in buckets if b.trainable]
-    kept = [b.numel for b in trained if b.uses > 1]
-    largest = sorted(b.numel for b in trained)[-1 - overlap :]
-    reducing = of.gradient * min(sum(largest) + sum(kept), sum(b.numel for b in trained))
+    trained = [block.numel for block in blocks if block.trainable]
+    under_way = (1 + overlap) * max(trained, default=0)
+    reducing = 0
+    if not of.gtp_once:
+        kept = [block.numel for block in blocks if block.trainable and block.uses > 1]
+        reducing = of.gradient * min(under_way + sum(kept), sum(trained))
     if of.wide_sum and trained:
-        again = Fraction(_FP32_BYTES, min(b.inner for b in trained))
-        reducing += math.ceil((of.gradient + again) * sum(largest))
+        again = Fraction(_FP32_BYTES, min(b.inner for b in buckets if b.trainable))
+        reducing += math.ceil((of.gradient + again) * under_way)
+    if strategy.gradient:
+        shards = [b.numel // b.inner for b in buckets if b.trainable and b.outer > 1]
+        reducing += _FP32_BYTES * sum(sorted(shards)[-1 - overlap :])
     return gathered, reducing
 
 

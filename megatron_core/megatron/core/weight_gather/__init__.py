@@ -5,7 +5,8 @@ A layer declares a weight and keeps its handle; it computes by `handle.linear(x)
 `handle.embedding(ids)`, `handle.use()`. Where the weight and its gradient are stored is decided
 after the model is built, by the code that materialises the store; model code does not depend on it.
 
-    handle      WeightHandle, deferred weight gradients, buckets and their storage
+    handle      WeightHandle, deferred weight gradients
+    bucket      blocks, which are gathered, in buckets, which are reduced; how weights are stored
     grouped     grouped linear layers: runs of rows, one weight each
     matmul      the matrix products of a linear layer
     store       WeightStore: declaration and layout; what a rank's optimizer owns of a bucket
@@ -14,6 +15,14 @@ after the model is built, by the code that materialises the store; model code do
     gatherer    Gatherer and Arena: all-gathers into leased buffers, just before use
 """
 
+from megatron.core.weight_gather.bucket import (
+    GRANULARITIES,
+    Block,
+    Bucket,
+    Reduction,
+    Storage,
+    reductions,
+)
 from megatron.core.weight_gather.gatherer import (
     BACKWARD,
     EVALUATION,
@@ -23,14 +32,7 @@ from megatron.core.weight_gather.gatherer import (
     segment_name,
 )
 from megatron.core.weight_gather.grouped import RowRuns, grouped_linear
-from megatron.core.weight_gather.handle import (
-    GRANULARITIES,
-    Bucket,
-    Deferral,
-    Storage,
-    WeightHandle,
-    WgradQueue,
-)
+from megatron.core.weight_gather.handle import Deferral, WeightHandle, WgradQueue
 from megatron.core.weight_gather.module import StoreModule
 from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
 from megatron.core.weight_gather.store import (
@@ -48,11 +50,13 @@ __all__ = [
     "GRANULARITIES",
     "NORM_GROUPS",
     "Arena",
+    "Block",
     "Bucket",
     "Deferral",
     "GatherPlan",
     "Gatherer",
     "OwnedRange",
+    "Reduction",
     "RowRuns",
     "Storage",
     "StoreModule",
@@ -64,5 +68,6 @@ __all__ = [
     "empty_range",
     "grouped_linear",
     "owned_range",
+    "reductions",
     "segment_name",
 ]

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gatherer: unshards the weights of buckets just before use, in buffers leased from an arena.
+"""Gatherer: unshards blocks of weights just before use, in buffers leased from an arena.
 
-The first step gathers on demand and records which bucket every segment (forward, backward) needs,
+The first step gathers on demand and records which block every segment (forward, backward) needs,
 and when. The next step's plan (`plan`) is compiled from this trace and followed as long as the
 requests match it. After a mismatch everything is gathered on demand until the step ends, the
-mismatch is counted, and the step after that gets a new plan. A plan changes when a bucket is
+mismatch is counted, and the step after that gets a new plan. A plan changes when a block is
 gathered, never what is gathered, so results do not depend on it.
 
-Two kinds of buckets are gathered:
+Two kinds of blocks are gathered:
 
 - stored in shards: gathered into a leased buffer and released again, within a budget of bytes;
 - stored whole, with one range updated by each rank's optimizer: gathered in place, once a step.
 
-A gatherer has buckets of one kind and follows a plan of its own: where a model has both, as under
+A gatherer has blocks of one kind and follows a plan of its own: where a model has both, as under
 generalized tensor parallelism, reading a weight of one kind never ends the lease of another.
 
-Under hybrid sharding with a sharded optimizer a gather has two stages: over the outer ranks, once
-after every optimizer step, then over the ranks that share the bucket.
+Where the outer ranks own different ranges of the same shards (hybrid sharding with a sharded
+optimizer, replicas of weights over gtp) a gather has two stages: over the outer ranks, once after
+every optimizer step and of a whole bucket, then over the ranks that share the block.
 
 `Arena` leases flat buffers for gathered weights and for gradients in flight. A lease belongs to its
 holder until it is given back; no storage is leased twice at a time. Buffers are kept by size and
@@ -36,7 +37,7 @@ import torch
 
 from megatron.core.comm.collectives import Pending, all_gather, all_gather_async, poison_
 from megatron.core.device import Event, Stream, current_stream, new_event, new_stream, on_stream
-from megatron.core.weight_gather.handle import Bucket, bytes_leased
+from megatron.core.weight_gather.bucket import Block, Bucket
 from megatron.core.weight_gather.plan import GatherPlan, Trace, compile_plan
 
 #: A size class is at most 1/64 above what was asked for, and a multiple of so many elements.
@@ -172,7 +173,7 @@ def segment_name(kind: str, part: int) -> str:
 
 @dataclass
 class _Gathered:
-    """A bucket's gather: under way while it is pending, else done."""
+    """A block's gather: under way while it is pending, else done."""
 
     whole: torch.Tensor
     pending: Pending | None
@@ -184,7 +185,7 @@ class GatherCounts:
 
     Args:
         gathers: that were started.
-        prefetched: of them, started before the bucket was needed.
+        prefetched: of them, started before the block was needed.
         on_demand: needs that no plan foresaw.
         mismatches: steps in which something else was needed than planned.
         peak_bytes: most bytes of leased weights at a time.
@@ -210,15 +211,16 @@ class _Program:
 
 
 class Gatherer:
-    """Gather the buckets of a store.
+    """Gather the blocks of some buckets of a store.
 
     Args:
         buckets: all stored in shards, or none of them; those that are alone stay as they are.
-        prefetch: gather ahead of need; False gathers when a bucket is needed.
-        ahead: bytes gathered ahead beyond the next bucket.
+        prefetch: gather ahead of need; False gathers when a block is needed.
+        ahead: bytes gathered ahead beyond the next block.
         poison: fill unused buffers with NaN.
 
     Attributes:
+        blocks: by their number in plans and traces.
         budget: bytes that leased weights may take: two units, the weights outside units, `ahead`;
             two weights and `ahead` where each is gathered by itself over gtp.
         counts: see `GatherCounts`.
@@ -227,26 +229,28 @@ class Gatherer:
     def __init__(
         self, buckets: Sequence[Bucket], *, prefetch: bool, ahead: int = 0, poison: bool = False
     ) -> None:
-        self.buckets = list(buckets)
+        self.buckets = {bucket.index: bucket for bucket in buckets}
+        self.blocks = [block for bucket in buckets for block in bucket.blocks]
         self.prefetch, self.ahead = prefetch, ahead
-        device = buckets[0].weights.data.device
+        device = buckets[0].data.device
         self.arena = Arena(device, poison=poison)
         self.stream = new_stream(device)
         self.counts = GatherCounts()
         self.leases = any(bucket.sharded for bucket in buckets)
-        self.sizes = [bucket.whole_bytes for bucket in self.buckets]
+        self.sizes = [block.whole_bytes for block in self.blocks]
         self.budget = sum(self.sizes)
         if self.leases:
-            self.budget = bytes_leased(self.buckets, prefetch=prefetch) + ahead * prefetch
+            self.budget = bytes_leased(buckets, prefetch=prefetch) + ahead * prefetch
         self._gathered: dict[int, _Gathered] = {}
+        # Gathers over the outer ranks, by number of the bucket: under way, and still to start.
         self._outer: dict[int, Pending] = {}
         self._outer_stale: set[int] = set()
-        self._current: Bucket | None = None
+        self._current: Block | None = None
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[str, ...], GatherPlan] = {}
         self._program = _Program((), None)
-        for block, bucket in enumerate(self.buckets):
-            bucket.source, bucket.block = self, block
+        for index, block in enumerate(self.blocks):
+            block.source, block.index = self, index
 
     @property
     def planned(self) -> GatherPlan | None:
@@ -255,9 +259,11 @@ class Gatherer:
 
     @property
     def in_flight(self) -> list[int]:
-        """The buckets whose gather is under way, in the order in which they were started."""
+        """The blocks whose gather is under way, in the order in which they were started; those
+        whose shards are being gathered over the outer ranks last."""
         flying = [i for i, g in self._gathered.items() if g.pending is not None]
-        return flying + [i for i in self._outer if i not in flying]
+        outer = [block.index for i in self._outer for block in self.buckets[i].blocks]
+        return flying + [i for i in outer if i not in flying]
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -285,14 +291,14 @@ class Gatherer:
         self._program.segment = name
 
     def start_segment(self, name: str) -> None:
-        """Start the gathers that a segment needs first, without waiting: of all its buckets if they
+        """Start the gathers that a segment needs first, without waiting: of all its blocks if they
         are stored whole. Where they are leased, a plan that is being followed has started them.
 
         Nothing is started with `prefetch` off, or for a segment that no step has run yet.
         """
         trace = self._traces.get(name, ()) if self.prefetch else ()
         if not self.leases:
-            self._start([index for index in trace if not self.buckets[index].current])
+            self._start([index for index in trace if not self.blocks[index].current])
         elif self._program.plan is None:
             held = sum(self.sizes[i] for i in self._gathered)
             self._start([i for i in trace[:1] if held + self.sizes[i] <= self.budget])
@@ -310,15 +316,16 @@ class Gatherer:
                 self._plans.clear()
 
     def check_order(self) -> None:
-        """Compare with the other ranks in which order the step needed its buckets.
+        """Compare with the other ranks in which order the step needed its blocks.
 
         Raises:
-            ValueError: it was another one: gathers of different buckets have met each other.
+            ValueError: it was another one: gathers of different blocks have met each other.
         """
         order = repr(sorted(self._program.traces.items())).encode()
         digest = int.from_bytes(hashlib.blake2b(order, digest_size=7).digest())
         mine = torch.tensor([digest], device=self.arena.device)
-        groups = {bucket.groups.gather.name: bucket.groups.gather for bucket in self.buckets}
+        found = [bucket.groups.gather for bucket in self.buckets.values()]
+        groups = {group.name: group for group in found}
         orders = [all_gather(mine, group) for _, group in sorted(groups.items())]
         if any((order != digest).any() for order in orders):
             raise ValueError(
@@ -333,22 +340,22 @@ class Gatherer:
         self._settle()
         self._program = _Program((), None)
 
-    def consume(self, bucket: Bucket) -> None:
-        """Make a bucket current; what was current before may be released."""
+    def consume(self, block: Block) -> None:
+        """Make a block current; what was current before may be released."""
         if self._current is not None and self.leases:
             self._current.current = False
-        again = self._current is bucket and bucket.block in self._gathered
-        self._current = bucket
+        again = self._current is block and block.index in self._gathered
+        self._current = block
         program = self._program
-        if not program.trace or program.trace[-1] != bucket.block:
-            program.trace.append(bucket.block)
-        if not again and not self._follow(bucket):
-            self._on_demand(bucket)
-        gathered = self._gathered[bucket.block]
+        if not program.trace or program.trace[-1] != block.index:
+            program.trace.append(block.index)
+        if not again and not self._follow(block):
+            self._on_demand(block)
+        gathered = self._gathered[block.index]
         if gathered.pending is not None:
             gathered.pending.wait()
             gathered.pending = None
-        bucket.current = True
+        block.current = True
 
     # --- between steps ----------------------------------------------------------------------------
 
@@ -358,16 +365,18 @@ class Gatherer:
         self._settle()
         self.stream.wait_stream(current_stream(self.arena.device))
         self._gathered.clear()
-        for bucket in self.buckets:
-            if bucket.alone or not any(handle.trainable for handle in bucket.handles):
+        for bucket in self.buckets.values():
+            if bucket.alone or not bucket.trainable:
                 continue  # nobody else has written it
-            bucket.current = False
+            for block in bucket.blocks:
+                block.current = False
             if bucket.outer_shards:
-                self._outer_stale.add(bucket.block)
+                self._outer_stale.add(bucket.index)
 
-    def is_late(self, bucket: Bucket) -> bool:
+    def is_late(self, block: Block) -> bool:
         """Return whether updates by other ranks of what this rank stores have not arrived."""
-        return bucket.block in self._outer_stale or not (bucket.sharded or bucket.current)
+        bucket = block.bucket
+        return bucket.index in self._outer_stale or not (bucket.sharded or block.current)
 
     def start_early(self) -> None:
         """Start the gathers of the next step's first need without waiting for any."""
@@ -375,24 +384,25 @@ class Gatherer:
         if plan is not None:
             first = plan.prologue
         else:  # what was declared first and is not here
-            first = tuple(b.block for b in reversed(self.buckets) if not b.current)[:1]
+            first = tuple(b.index for b in reversed(self.blocks) if not b.current)[:1]
         for index in first:
-            if index in self._outer_stale:
-                self._gather_outer(self.buckets[index])
+            bucket = self.blocks[index].bucket
+            if bucket.index in self._outer_stale:
+                self._gather_outer(bucket)
             else:
                 self._start((index,))
 
     def gather_all(self) -> None:
-        """Gather every bucket in the order of forward and wait, releasing leases on the way."""
+        """Gather every block in the order of forward and wait, releasing leases on the way."""
         self._start_outer()
-        for bucket in reversed(self.buckets):
-            if not bucket.current and bucket.block not in self._gathered:
-                self._issue(bucket)
+        for block in reversed(self.blocks):
+            if not block.current and block.index not in self._gathered:
+                self._issue(block)
                 if self.leases:
-                    self._release(bucket.block)
+                    self._release(block.index)
         self.wait()
         for index in self._gathered:
-            self.buckets[index].current = not self.leases
+            self.blocks[index].current = not self.leases
 
     def wait(self) -> None:
         """Wait for the gathers under way; what they bring stays."""
@@ -430,13 +440,13 @@ class Gatherer:
             )
         return self._plans[program]
 
-    def _follow(self, bucket: Bucket) -> bool:
+    def _follow(self, block: Block) -> bool:
         """Follow the plan for this request; False if the plan does not foresee it."""
         program = self._program
         if program.plan is None or program.segment is None:
             return False
         planned = program.plan.consumes
-        if program.cursor >= len(planned) or planned[program.cursor].block != bucket.block:
+        if program.cursor >= len(planned) or planned[program.cursor].block != block.index:
             self.counts.mismatches += 1
             program.plan = None
             return False
@@ -447,62 +457,64 @@ class Gatherer:
         self._start(step.issue)
         return True
 
-    def _on_demand(self, bucket: Bucket) -> None:
-        """Gather a bucket that no plan foresaw, releasing what has been there longest."""
-        if bucket.block in self._gathered:
+    def _on_demand(self, block: Block) -> None:
+        """Gather a block that no plan foresaw, releasing what has been there longest."""
+        if block.index in self._gathered:
             return
         self.counts.on_demand += 1
         self.stream.wait_stream(current_stream(self.arena.device))
         if self.leases:
             held = sum(self.sizes[i] for i in self._gathered)
             for index in list(self._gathered):
-                if held + self.sizes[bucket.block] <= self.budget:
+                if held + self.sizes[block.index] <= self.budget:
                     break
                 self._release(index)
                 held -= self.sizes[index]
-        self._issue(bucket)
+        self._issue(block)
 
     def _start(self, blocks: Sequence[int]) -> None:
         for index in blocks:
             if index not in self._gathered:
-                bucket = self.buckets[index]
-                self.counts.prefetched += bucket is not self._current
-                self._issue(bucket)
+                block = self.blocks[index]
+                self.counts.prefetched += block is not self._current
+                self._issue(block)
 
-    def _issue(self, bucket: Bucket) -> None:
-        """Start a bucket's gather on the gather stream."""
-        shard, index = bucket.weights.shard(), bucket.block
+    def _issue(self, block: Block) -> None:
+        """Start a block's gather on the gather stream."""
+        bucket = block.bucket
         with on_stream(self.stream):
-            if index in self._outer_stale:
+            if bucket.index in self._outer_stale:
                 self._gather_outer(bucket)
-            if index in self._outer:
-                self._outer.pop(index).wait()
-            whole = bucket.weights.data
+            if bucket.index in self._outer:
+                self._outer.pop(bucket.index).wait()
+            whole = block.data
             if self.leases:
-                whole = self.arena.lease(bucket.layout.numel, whole.dtype, stream=self.stream)
-            pending = all_gather_async(shard, bucket.groups.gather, out=whole)
-        self._gathered[index] = _Gathered(whole, pending)
+                whole = self.arena.lease(block.layout.numel, whole.dtype, stream=self.stream)
+            pending = all_gather_async(block.shard, bucket.groups.gather, out=whole)
+        self._gathered[block.index] = _Gathered(whole, pending)
         self.counts.gathers += 1
         if self.leases:
-            bucket.bind(whole)
+            block.bind(whole)
             self.counts.peak_bytes = max(self.counts.peak_bytes, self.arena.live_bytes)
 
     def _gather_outer(self, bucket: Bucket) -> None:
-        self._outer_stale.discard(bucket.block)
+        """Start the gather of a bucket's shards over the outer ranks."""
+        self._outer_stale.discard(bucket.index)
+        shards = bucket.data if bucket.sharded else bucket.blocks[0].shard
         with on_stream(self.stream):
-            pending = all_gather_async(bucket.owned, bucket.outer, out=bucket.weights.shard())
-        self._outer[bucket.block] = pending
+            pending = all_gather_async(bucket.owned, bucket.outer, out=shards)
+        self._outer[bucket.index] = pending
 
     def _start_outer(self) -> None:
-        for bucket in reversed(self.buckets):
-            if bucket.block in self._outer_stale:
+        for bucket in reversed(self.buckets.values()):
+            if bucket.index in self._outer_stale:
                 self._gather_outer(bucket)
 
     def _release(self, index: int) -> None:
         gathered = self._gathered.pop(index)
         if gathered.pending is not None:
             gathered.pending.wait()
-        self.buckets[index].unbind()
+        self.blocks[index].unbind()
         self.arena.release(gathered.whole)
 
     def _settle(self) -> None:
@@ -513,7 +525,7 @@ class Gatherer:
             elif gathered.pending is not None:
                 gathered.pending.wait()
                 gathered.pending = None
-                self.buckets[index].current = True
+                self.blocks[index].current = True
         for index in list(self._outer):
             self._outer.pop(index).wait()
 
@@ -528,3 +540,24 @@ class Gatherer:
         if self._current is not None and self.leases:
             self._current.current = False
         self._current = None
+
+
+def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
+    """Return the bytes that gathered weights need at a time, of the buckets that ranks share.
+
+    The blocks outside units and one unit, its dense weights and its experts, which it needs in
+    turn; of weights sharded over gtp the largest one. With `prefetch` another unit or weight.
+    """
+    shared = [bucket for bucket in buckets if not bucket.alone]
+    if all(bucket.gtp for bucket in shared):
+        sizes = sorted(block.whole_bytes for bucket in shared for block in bucket.blocks)
+        return sum(sizes[-1 - prefetch :])
+    root = 0
+    largest = {False: 0, True: 0}
+    for bucket in shared:
+        (block,) = bucket.blocks
+        if bucket.unit is None:
+            root += block.whole_bytes
+        else:
+            largest[bucket.expert] = max(largest[bucket.expert], block.whole_bytes)
+    return root + (1 + prefetch) * sum(largest.values())

@@ -1,45 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight handles: how a layer computes with a weight, and the buckets that store weights.
+"""Weight handles: how a layer computes with a weight, wherever it is stored.
 
 `WeightHandle`: the functional ops take the handle's parameter as an *anchor*. It makes the output
 require a gradient; its backward returns None for it, so `.grad` stays None. The gradient is
 accumulated directly in the handle's slot (`main_grad`), a view of a flat fp32 buffer, so optimizer
 and reduction never touch parameters. The whole local weight may be resident, or be gathered when an
 op asks for it and released afterwards; only `get()` knows. The weights of one op must be in one
-bucket: a request for another bucket may release the first.
+block (`bucket`): a request for another block may release the first.
 
 `WgradQueue`: the weight gradients of a split backward (its W half). While a queue is open on a
 store, backward computes input gradients only and appends one item per weight use; a schedule drains
 the queue at any time, first in first out. Gradients that are already computed (norms, biases) go
-through the queue as well: accumulated early, they would keep a whole bucket open from I to W, and
+through the queue as well: accumulated early, they would keep a whole block open from I to W, and
 change the summation order of a tied weight.
-
-`Bucket`: weights in one flat buffer, which are gathered together and whose gradients are reduced
-together. It is stored whole, or as one shard on each of the ranks that share it; the whole buffer
-then exists only while the gatherer has it bound (`bind` … `unbind`). Handles see views of the bound
-buffer.
-
-`Storage` divides the weights of a store into buckets and shards them:
-
-strategy             stored            a bucket is
-no_shard, optim,     whole             about `bucket_bytes` of fp32 gradients, in reverse order
-optim_grads                            of declaration (backward's order: early ones fill first)
-optim_grads_params   in shards         one unit (a layer), or a run of weights outside any unit; by
-                                       weight: a matrix and the vectors declared after it
-
-Generalized tensor parallelism stores matrices in shards under the other strategies too: each is a
-bucket that gtp (egtp) ranks share, and whose shards the data-parallel replicas hold.
-
-Dense weights and experts have different data-parallel groups, and thus different buckets; so have
-weights of different dtypes. A bucket whose data-parallel group is one rank is stored whole under
-every strategy, and neither gathered nor reduced.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,19 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops.dispatch import apply_function
-from megatron.core.process_groups import Group, ProcessGroupCollection
-from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, Member, ShardedBuffer
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
-from megatron.core.weight_sharding import (
-    DENSE_LANES,
-    EXPERT_LANES,
-    GTP,
-    OUTER_LANES,
-    GradientPlan,
-    Placement,
-    WeightSharding,
-    placement,
-)
+from megatron.core.weight_sharding import WeightSharding
 
 
 @dataclass
@@ -96,156 +64,26 @@ class WgradQueue:
             self._items.popleft()()
 
 
-class WeightSource(Protocol):
-    """Who makes a bucket's weights whole when an op needs them."""
-
-    def consume(self, bucket: Bucket) -> None:
-        """Make the bucket current: bound, complete, and kept until another is."""
-
-    def is_late(self, bucket: Bucket) -> bool:
-        """Return whether updates by other ranks of what this rank stores have not arrived."""
-
-
-class Bucket:
-    """Weights in one flat buffer.
-
-    Args:
-        index: its number in the store.
-        plan: which weights it holds.
-        handles: they, in the order in which they lie.
-        groups: who shares it.
-        weights: the whole or this rank's shard.
+class WeightBlock(Protocol):
+    """Where a weight is stored: the block that it is gathered with.
 
     Attributes:
-        name: of its unit, or of its first and last weight.
-        root: its weights belong to no unit.
-        part: the model chunk that its weights belong to.
-        owned_range: the elements that this rank's optimizer updates.
-        placement: which axes shard which role; none if its data-parallel group is this rank.
-        outer_shards: the outer ranks own different parts of the same shard.
-        group: the ranks that share it; each owns one of `group.size` ranges of it.
-        outer: the ranks that hold the same range, under hybrid sharding and generalized tensor
-            parallelism; one rank otherwise.
-        alone: nobody else has it: it is stored whole, and neither gathered nor reduced.
-        sharded: this rank stores one shard only.
-        gtp: it is a weight sharded over gtp or egtp alone.
-        current: handles may read what is bound without asking anybody.
-        source: whom to ask otherwise.
-        block: its number in the plan of that source.
+        current: what is bound may be read without asking anybody.
+        alone: no other rank has it.
     """
 
-    def __init__(
-        self,
-        index: int,
-        plan: BucketPlan,
-        *,
-        handles: list[WeightHandle],
-        layout: BufferLayout,
-        groups: BucketGroups,
-        weights: ShardedBuffer,
-    ) -> None:
-        self.index, self.handles = index, handles
-        self.name, self.root, self.part = plan.name, plan.root, plan.part
-        self.layout, self.groups, self.weights = layout, groups, weights
-        self.placement = placement = plan.placement
-        self.group, self.outer = groups.shared, groups.outer
-        self.alone = self.group.size * self.outer.size == 1
-        self.gtp = placement.weight == GTP
-        self.sharded = weights.placement is BufferPlacement.SHARDED
-        start, stop = weights.shard_range if placement.optimizer else (0, layout.numel)
-        self.outer_shards = groups.outer.size > 1 and any(
-            axis in placement.optimizer for axis in groups.outer_axes
-        )
-        if self.outer_shards:
-            part = (stop - start) // groups.outer.size
-            start += part * groups.outer.rank
-            stop = start + part
-        self.owned_range = start, stop
-        self.current = not self.sharded
-        self.source: WeightSource | None = None
-        self.block = index
-        for handle in handles:
-            handle.bucket = self
-        if not self.sharded:
-            self.bind(weights.data)
-
-    @property
-    def owned(self) -> torch.Tensor:
-        """The weights that this rank's optimizer updates, a view of what it stores."""
-        low, _ = self.weights.stored_range
-        start, stop = self.owned_range
-        return self.weights.data[start - low : stop - low]
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the whole bucket."""
-        return self.layout.numel * self.weights.data.element_size()
-
-    def members(self) -> Iterator[tuple[WeightHandle, Member]]:
-        """Pair every handle with its place in the flat buffer."""
-        return zip(self.handles, self.layout.members, strict=True)
-
-    def bind(self, whole: torch.Tensor) -> None:
-        """Show the handles their weights in `whole` [numel]."""
-        for handle, member in self.members():
-            handle.whole = whole[member.start : member.stop].view(member.shape)
-
-    def unbind(self) -> None:
-        """Take away what was bound: its memory may be used for something else."""
-        self.current = False
-        for handle in self.handles:
-            handle.whole = None
+    current: bool
+    alone: bool
 
     def need(self) -> None:
-        """Have the whole weights made ready.
-
-        Raises:
-            ValueError: nobody was asked to gather them.
-        """
-        if self.source is None:
-            raise ValueError(
-                f"{self.name} is stored in shards: build DataParallel over its store to use it"
-            )
-        self.source.consume(self)
-
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """The element ranges that belong to no weight that is trained: padding and frozen ones."""
-        found, at = [], 0
-        for handle, member in self.members():
-            if not handle.trainable:
-                continue
-            if member.start > at:
-                found.append((at, member.start))
-            at = member.stop
-        return found + ([(at, self.layout.numel)] if at < self.layout.numel else [])
-
-
-def bytes_leased(buckets: Iterable[Bucket], *, prefetch: bool) -> int:
-    """Return the bytes that gathered weights need at a time, of the buckets that ranks share.
-
-    The buckets outside units and one unit, its dense weights and its experts, which it needs in
-    turn; of weights sharded over gtp the largest one. With `prefetch` another unit or weight.
-    """
-    shared = [bucket for bucket in buckets if not bucket.alone]
-    if all(bucket.gtp for bucket in shared):
-        return sum(sorted(bucket.whole_bytes for bucket in shared)[-1 - prefetch :])
-    root = 0
-    largest = {False: 0, True: 0}
-    for bucket in shared:
-        expert = bucket.handles[0].sharding.expert
-        if bucket.root:
-            root += bucket.whole_bytes
-        else:
-            largest[expert] = max(largest[expert], bucket.whole_bytes)
-    return root + (1 + prefetch) * sum(largest.values())
+        """Have the whole weights bound."""
 
 
 class GradientSink(Protocol):
-    """Where the gradients of a bucket's weights go."""
+    """Where the gradients of a block's weights go."""
 
     def open(self) -> None:
-        """Give every trained weight of the bucket a slot."""
+        """Give every trained weight of the block a slot."""
 
     def put_done(self, handle: WeightHandle) -> None:
         """Record an accumulated gradient."""
@@ -293,8 +131,8 @@ class WeightHandle:
             many puts.
         param: what this rank stores of it: the local weight, or the part of it in this rank's
             shard [k]; None until the store is materialised.
-        bucket: where it is.
-        whole: the local weight while it is bound; the bucket sets it.
+        block: what it is stored and gathered with.
+        whole: the local weight while it is bound; its block sets it.
         slot: where its gradient goes, of the local shape; None while it is frozen or no buffer is
             open.
         fresh: the slot holds nothing yet: the next gradient overwrites.
@@ -319,7 +157,7 @@ class WeightHandle:
         self.shape, self.dtype = shape, dtype
         self.uses = 1
         self.param: nn.Parameter | None = None
-        self.bucket: Bucket | None = None
+        self.block: WeightBlock | None = None
         self.whole: torch.Tensor | None = None
         self.slot: torch.Tensor | None = None
         self.fresh = True
@@ -341,11 +179,11 @@ class WeightHandle:
         Raises:
             ValueError: the store is not materialised.
         """
-        bucket = self.bucket
-        if bucket is None:
+        block = self.block
+        if block is None:
             raise ValueError(f"{self.name} has no storage yet: call materialize() on its store")
-        if not bucket.current:
-            bucket.need()
+        if not block.current:
+            block.need()
         assert self.whole is not None
         return self.whole
 
@@ -389,7 +227,7 @@ class WeightHandle:
         """
         if torch.is_grad_enabled():
             return _Use.apply(self.param, self, dtype)
-        stays = self.bucket is not None and self.bucket.alone
+        stays = self.block is not None and self.block.alone
         return self.get().to(dtype or self.dtype, copy=not stays)
 
     # --- gradients --------------------------------------------------------------------------------
@@ -469,7 +307,7 @@ class WeightHandle:
             run()
 
     def _open(self) -> torch.Tensor:
-        """Return the slot, opening it if this is the bucket's first gradient."""
+        """Return the slot, opening it if this is its block's first gradient."""
         if self.gradients is None:
             return self._open_grad()
         if self.slot is None:
@@ -597,160 +435,3 @@ class _Use(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.handle.add_gradient(grad)
         return None, None, None
-
-
-GRANULARITIES = ("unit", "weight")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """How weights are stored.
-
-    Args:
-        strategy: the strategy of the data-parallel engine that will be built over the store.
-        outer: what hybrid sharding does over the outer data axis: "no_shard" or "optim".
-        bucket_bytes: fp32 gradient bytes after which a bucket closes, where weights are stored
-            whole; a weight is never split.
-        granularity: of weights that are stored in shards: a bucket is a "unit" or a "weight".
-        initialize: write initial values; otherwise zeros.
-
-    Raises:
-        ValueError: an unknown granularity.
-    """
-
-    strategy: str = "no_shard"
-    outer: str = "no_shard"
-    bucket_bytes: int = 160_000_000
-    granularity: str = "unit"
-    initialize: bool = True
-
-    def __post_init__(self) -> None:
-        if self.granularity not in GRANULARITIES:
-            raise ValueError(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
-
-    @property
-    def placement(self) -> Placement:
-        return placement(self.strategy, self.outer)
-
-    def effective(self, groups: ProcessGroupCollection) -> Placement:
-        """Return the strategy's placement on these ranks: none where the data-parallel groups of
-        dense weights and of experts both have one rank.
-
-        Where only one of the two has one rank, its buckets have no placement of their own.
-        """
-        lanes = (DENSE_LANES, EXPERT_LANES)
-        sizes = [groups.grid.size(axis) for axes in lanes for axis in axes]
-        return Placement() if max(sizes) == 1 else self.placement
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """The weights of a bucket to be, before anything is allocated.
-
-    Args:
-        name: of its unit, or of its first and last weight.
-        handles: in the order in which backward fills them.
-        root: they belong to no unit.
-        part: the model chunk that they belong to.
-        placement: which axes shard which role of each.
-    """
-
-    name: str
-    handles: list[WeightHandle]
-    root: bool
-    part: int
-    placement: Placement
-
-
-def bucket_plans(
-    handles: Iterable[WeightHandle],
-    plans: Mapping[str, GradientPlan],
-    *,
-    units: Mapping[str, str | None],
-    parts: Mapping[str, int],
-    storage: Storage,
-    cut: bool,
-    placements: Mapping[str, Placement],
-) -> list[BucketPlan]:
-    """Divide weights into buckets, each of one data-parallel group, one placement, one dtype and
-    one model chunk.
-
-    A weight of several pipeline stages has a bucket to itself: its owners then lay it out alike,
-    and hold the same ranges of it, whatever else they have. So has a weight sharded over gtp.
-
-    Args:
-        handles: in order of declaration.
-        plans: by weight name.
-        units: the unit of each weight by name; None if it is in none.
-        parts: the part of each weight by name.
-        cut: the strategy stores weights in shards; else buckets are filled by bytes.
-        placements: by weight name.
-
-    Returns:
-        In the order in which backward fills them.
-    """
-    found: list[BucketPlan] = []
-    opened: dict[tuple[str, torch.dtype, Placement], list[WeightHandle]] = {}
-    unit: str | None = None
-    part = 0
-
-    def close(kind: tuple[str, torch.dtype, Placement]) -> None:
-        members = opened.pop(kind)
-        first, last = members[-1].name, members[0].name
-        name = unit or (first if first == last else f"{first} ... {last}")
-        found.append(BucketPlan(name, members, unit is None, part, kind[-1]))
-
-    # Backward goes through the last model chunk first, in whatever order they were declared.
-    for handle in sorted(reversed(list(handles)), key=lambda h: -parts[h.name]):
-        placement = placements[handle.name]
-        kind = plans[handle.name].lanes, handle.dtype, placement
-        shared = len(set(handle.sharding.stages)) > 1
-        if shared or parts[handle.name] != part:
-            for other in list(opened):
-                close(other)
-            part = parts[handle.name]
-        if cut and units[handle.name] != unit:
-            for other in list(opened):
-                close(other)
-            unit = units[handle.name]
-        opened.setdefault(kind, []).append(handle)
-        if cut:
-            full = storage.granularity == "weight" and len(handle.shape) > 1
-        else:
-            size = sum(4 * math.prod(h.shape) for h in opened[kind])
-            full = size >= storage.bucket_bytes
-        if full or shared or placement.weight == GTP:
-            close(kind)
-    for kind in list(opened):
-        close(kind)
-    return found
-
-
-@dataclass(frozen=True)
-class BucketGroups:
-    """Who shares a bucket: its owners, the ranks that hold the same range, and who gathers it.
-
-    `outer_axes` are the data axes that `outer` spans, as a placement names them.
-    """
-
-    shared: Group
-    outer: Group
-    gather: Group
-    outer_axes: tuple[str, ...] = OUTER_LANES
-
-    @staticmethod
-    def of(groups: ProcessGroupCollection, lanes: str, placement: Placement) -> BucketGroups:
-        """Choose the groups of a placement on data-parallel ranks ("lanes" or "expert_lanes")."""
-        if placement.weight == GTP:
-            expert = lanes.startswith("expert")
-            shared, replicas = ("egtp", "edp") if expert else ("gtp", "dp_cp")
-            return BucketGroups(
-                groups[shared], groups[replicas], groups[f"{shared}_gather"], ("cp", "dp_inner")
-            )
-        alone = Group.single("outer", groups.rank)
-        hybrid = groups.grid.instances > 1 and bool(placement.optimizer)
-        shared = groups[lanes.replace("lanes", "inner_lanes") if hybrid else lanes]
-        outer = groups[lanes.replace("lanes", "outer_lanes")] if hybrid else alone
-        # Gathers have a communicator of their own: they never queue behind gradients.
-        gather = groups[lanes.replace("lanes", "gather_lanes")] if placement.weight else shared
-        return BucketGroups(shared, outer, gather)

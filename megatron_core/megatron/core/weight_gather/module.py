@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from megatron.core.weight_gather.handle import Storage
+from megatron.core.weight_gather.bucket import Storage
 from megatron.core.weight_gather.store import WeightStore
 
 
@@ -68,7 +68,7 @@ class StoreModule(nn.Module):
                 "give it these values by load_state_dict(model.state_dict())"
             )
         for bucket in store.buckets:
-            fn(bucket.weights.data)  # in place, as share_memory is
+            fn(bucket.data)  # in place, as share_memory is
         parameters, buffers = self._parameters, self._buffers
         self._parameters = {n: p for n, p in parameters.items() if n not in store.handles}
         self._buffers = {n: b for n, b in buffers.items() if n not in store.states}
@@ -100,7 +100,8 @@ class StoreModule(nn.Module):
         Raises:
             ValueError: updates of other ranks are on their way.
         """
-        late = [b.name for b in self.store.buckets if b.source is not None and b.source.is_late(b)]
+        blocks = [block for bucket in self.store.buckets for block in bucket.blocks]
+        late = [b.name for b in blocks if b.source is not None and b.source.is_late(b)]
         if late:
             raise ValueError(
                 f"state_dict: updates that other ranks made have not arrived in {late[0]}"

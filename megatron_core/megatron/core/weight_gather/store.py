@@ -16,25 +16,20 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.boxes import TensorChunk
 from megatron.core.initialize import InitSpec, fill_
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.sharded_buffer import BufferLayout, BufferPlacement, ShardedBuffer
-from megatron.core.weight_gather.handle import (
+from megatron.core.weight_gather.bucket import (
     Bucket,
     BucketGroups,
-    BucketPlan,
-    Deferral,
     Storage,
-    WeightHandle,
-    WeightParameter,
-    WgradQueue,
+    WeightRange,
     bucket_plans,
 )
+from megatron.core.weight_gather.handle import Deferral, WeightHandle, WeightParameter, WgradQueue
 from megatron.core.weight_sharding import (
     GradientPlan,
     LocalBox,
@@ -46,12 +41,6 @@ from megatron.core.weight_sharding import (
     range_boxes,
     replica_ranks,
 )
-
-if TYPE_CHECKING:
-    from megatron.core.weight_gather.handle import WeightHandle
-
-#: Every shard ends at a multiple of this many elements: 128 bytes of fp32, for vector loads.
-_QUANTUM = 32
 
 
 class WeightStore:
@@ -93,6 +82,7 @@ class WeightStore:
         self.buckets: list[Bucket] = []
         self.materialized = self.has_engine = self.sharded = False
         self.storage = Storage()
+        self._stored: dict[str, tuple[Bucket, WeightRange]] = {}
         self._deferral = Deferral()
         self._init: dict[str, InitSpec] = {}
         self._units: dict[str, str | None] = {}
@@ -209,22 +199,21 @@ class WeightStore:
             units=self._units,
             parts=self._parts,
             storage=storage,
-            cut=bool(strategy.weight),
-            placements={
-                name: handle.sharding.placement(grid, strategy)
-                for name, handle in self.handles.items()
-            },
+            strategy=strategy,
+            grid=grid,
         )
         for plan in plans:
-            bucket = self._bucket(plan)
+            lanes = self.plans[plan.blocks[0][0].name].lanes
+            groups = BucketGroups.of(self.groups, lanes, plan.placement)
+            bucket = Bucket(len(self.buckets), plan, groups, device=self.device)
             self.buckets.append(bucket)
-            for handle, member in bucket.members():
-                low, high = bucket.weights.stored_range
-                start, stop = max(member.start, low), min(member.stop, high)
-                stored = bucket.weights.data[start - low : max(start, stop) - low]
-                stored = stored if bucket.sharded else stored.view(member.shape)
+            for found in bucket.stored():
+                handle = found.handle
+                stored = bucket.data[found.at : found.at + found.stop - found.start]
+                stored = stored if bucket.sharded else stored.view(handle.shape)
                 handle.param = WeightParameter.of(handle, stored)
                 handle.keeps_grad = self.groups.grid.world_size == 1
+                self._stored[handle.name] = bucket, found
                 if storage.initialize:
                     self._initialize(handle)
 
@@ -241,7 +230,21 @@ class WeightStore:
     def chunks(self, handle: WeightHandle) -> list[TensorChunk]:
         """List the boxes of logical tensors that this rank stores, as views of its memory."""
         assert handle.param is not None, "the store must be materialised"
-        return _chunks(self, handle)
+        bucket, found = self._stored[handle.name]
+        if found.start == found.stop:
+            return []
+        flat = handle.param.detach().view(-1)
+        replicas = _replicas(self, handle, bucket.placement.weight)
+        return [
+            TensorChunk(
+                name=held.name,
+                shape=held.shape,
+                offsets=held.box.offsets,
+                tensor=held.of(flat),
+                replica_ranks=replicas[held.name],
+            )
+            for held in range_boxes(self.boxes(handle), found.start, found.stop)
+        ]
 
     def freeze(self, *names: str) -> None:
         """Exclude weights from training; before a data-parallel engine is built over the store.
@@ -293,35 +296,6 @@ class WeightStore:
         """Logical parameters of all that was declared (each weight once, no padding)."""
         return sum(math.prod(s.shape) for h in self.handles.values() for s in h.sharding.segments)
 
-    def _bucket(self, plan: BucketPlan) -> Bucket:
-        """Allocate a bucket."""
-        # Weights without decay last: the optimizer then sees two ranges a bucket, not one a weight.
-        handles = sorted(plan.handles, key=lambda h: not h.sharding.weight_decay)
-        lanes = self.plans[handles[0].name].lanes
-        groups = BucketGroups.of(self.groups, lanes, plan.placement)
-        layout = BufferLayout.of(
-            [(h.name, h.shape) for h in handles],
-            parts=groups.shared.size,
-            # the ranks of the outer axis may share a shard once more
-            shard_quantum=_QUANTUM * groups.outer.size,
-        )
-        sharded = bool(plan.placement.weight)
-        weights = ShardedBuffer.empty(
-            layout,
-            groups.shared,
-            placement=BufferPlacement.SHARDED if sharded else BufferPlacement.REPLICATED,
-            dtype=handles[0].dtype,
-            device=self.device,
-        )
-        return Bucket(
-            len(self.buckets),
-            plan,
-            handles=handles,
-            layout=layout,
-            groups=groups,
-            weights=weights,
-        )
-
     def _initialize(self, handle: WeightHandle) -> None:
         for chunk in self.chunks(handle):
             fill_(
@@ -365,28 +339,6 @@ class OwnedRange:
     replicas: int = 1
 
 
-def _chunks(store: WeightStore, handle: WeightHandle) -> list[TensorChunk]:
-    """List what this rank stores of a weight."""
-    bucket, stored = handle.bucket, handle.anchor.detach().view(-1)
-    assert bucket is not None
-    member = next(m for h, m in bucket.members() if h is handle)
-    low, high = bucket.weights.stored_range
-    start, stop = max(member.start, low), min(member.stop, high)
-    if start >= stop:
-        return []
-    replicas = _replicas(store, handle, bucket.placement.weight)
-    return [
-        TensorChunk(
-            name=held.name,
-            shape=held.shape,
-            offsets=held.box.offsets,
-            tensor=held.of(stored),
-            replica_ranks=replicas[held.name],
-        )
-        for held in range_boxes(store.boxes(handle), start - member.start, stop - member.start)
-    ]
-
-
 def empty_range(store: WeightStore) -> OwnedRange:
     """Describe what the optimizer of a rank without trained weights updates: nothing, on the
     store's device, and yet it takes part in every sum over all ranks."""
@@ -412,21 +364,20 @@ def owned_range(
     Args:
         gradients: of the owned range [high - low].
     """
-    low, high = bucket.owned_range
     sharded_axes = bucket.placement.optimizer
     decayed: list[tuple[int, int]] = []
     undecayed: list[tuple[int, int]] = []
     counted: list[tuple[int, int]] = []
     boxes: list[LocalBox] = []
     grid = store.groups.grid
-    for handle, member in bucket.members():
-        start, stop = max(member.start, low), min(member.stop, high)
-        if start >= stop or not handle.trainable:
+    for found in bucket.owned_weights():
+        handle, stop = found.handle, found.at + found.stop - found.start
+        if not handle.trainable:
             continue
-        _extend(decayed if handle.sharding.weight_decay else undecayed, start - low, stop - low)
+        _extend(decayed if handle.sharding.weight_decay else undecayed, found.at, stop)
         replicas = _replicas(store, handle, sharded_axes)
-        for box in range_boxes(store.boxes(handle), start - member.start, stop - member.start):
-            box = replace(box, start=box.start + start - low, replica_ranks=replicas[box.name])
+        for box in range_boxes(store.boxes(handle), found.start, found.stop):
+            box = replace(box, start=box.start + found.at, replica_ranks=replicas[box.name])
             if box.counted:
                 _extend(counted, box.start, box.stop)
             boxes.append(box)

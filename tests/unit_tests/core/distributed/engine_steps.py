@@ -156,8 +156,8 @@ def planned_gathers(engine: DataParallel) -> list[int] | None:
     counts = Counter(gatherer.planned.prologue)
     for consume in gatherer.planned.consumes:
         counts.update(consume.issue)
-    blocks = {bucket.index: block for block, bucket in enumerate(gatherer.buckets)}
-    return [counts[blocks.get(bucket.index, -1)] for bucket in engine.store.buckets]
+    blocks = [block for bucket in engine.store.buckets for block in bucket.blocks]
+    return [counts[block.index] if block.source is gatherer else 0 for block in blocks]
 
 
 def wanted_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:

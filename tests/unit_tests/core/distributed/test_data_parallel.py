@@ -166,7 +166,7 @@ def _owned_of_hybrid(rank: int, world: int) -> dict:
         model, engine = built(groups, strategy=strategy, outer=outer, bucket_bytes=10**9)
         train(model, engine, (0,))
         found[strategy, outer] = tuple(
-            (owned.weights.numel(), owned.replicas, entry.bucket.layout.numel)
+            (owned.weights.numel(), owned.replicas, entry.bucket.numel)
             for owned, entry in zip(engine.owned(), engine.buckets, strict=True)
         )
     return found
@@ -303,12 +303,12 @@ def test_padding_of_gradients_and_weights_stays_zero():
     engine = DataParallel(model.store, model.store.groups)
     train(model, engine, (0,))
     (entry,) = engine.buckets
-    inside = torch.zeros(entry.bucket.layout.numel, dtype=torch.bool)
-    for member in entry.bucket.layout.members:
+    inside = torch.zeros(entry.bucket.numel, dtype=torch.bool)
+    for member in entry.bucket.blocks[0].layout.members:
         inside[member.start : member.stop] = True
     assert (~inside).any()
     assert not entry.gradients[~inside].any()
-    assert not entry.bucket.weights.data[~inside].any()
+    assert not entry.bucket.data[~inside].any()
 
 
 def test_what_cannot_be_built_says_why():
@@ -330,7 +330,11 @@ REFUSED = (
         "fp32_accumulation needs a strategy that reduce-scatters: use optim",
     ),
     ({"prefetch_bytes": -1}, "prefetch_bytes is -1: use 0 or more"),
-    ({"strategy": "optim", "prefetch_bytes": 5}, "prefetch_bytes has no effect without"),
+    ({"gtp_reduce_scatter_per": "run"}, "gtp_reduce_scatter_per 'run': use microbatch or step"),
+    (
+        {"strategy": "optim_grads", "gtp_reduce_scatter_per": "step"},
+        "step keeps whole gradients, which optim_grads shards",
+    ),
     ({"overlap_param_gather": True}, "overlap_param_gather has no effect with no_shard"),
 )
 

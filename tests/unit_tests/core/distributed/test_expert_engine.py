@@ -124,15 +124,15 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
         (expert,) = sizes
         share = (expert_lanes if expert else lanes) // instances
         both = instances if engine.config.outer == "optim" else 1
-        whole = bucket.layout.numel
-        assert len(bucket.weights.data) == (whole // share if placed.weight else whole)
+        whole = bucket.numel
+        assert len(bucket.data) == (whole // share if placed.weight else whole)
         assert len(entry.gradients) == (whole // (share * both) if placed.optimizer else whole)
         alone = share * instances == 1
         assert bucket.alone == alone
-        assert entry.cut == (bool(placed.gradient) and not alone)
-        weights += bucket.weights.data.nbytes
-        gradients += 0 if entry.cut else whole * engine.config.grad_dtype.itemsize
-        gradients += 4 * whole // share if entry.cut or entry.wide else 0
+        assert entry.each_microbatch == (bool(placed.gradient) and not alone)
+        weights += bucket.data.nbytes
+        gradients += 0 if entry.each_microbatch else whole * engine.config.grad_dtype.itemsize
+        gradients += 4 * whole // share if entry.each_microbatch or entry.wide else 0
         assert entry.wide == (engine.config.fp32_accumulation and not alone)
     formula = bytes_per_rank(
         [BucketSize.of(bucket) for bucket in model.store.buckets],
@@ -152,7 +152,7 @@ def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
     shared = [b for b in model.store.buckets if b.sharded]
     if shared:
         assert peak > 0
-        everything = sum(b.whole_bytes for b in shared)
+        everything = sum(block.whole_bytes for b in shared for block in b.blocks)
         assert min(gatherer_of(engine).budget, everything) == formula.gathered
 
 

@@ -86,7 +86,7 @@ def measured(
     state = [t for one in optimizer.ranges for t in one.named_tensors().values()]
     found = live_bytes(
         {
-            "weights": [bucket.weights.data for bucket in model.store.buckets],
+            "weights": [bucket.data for bucket in model.store.buckets],
             "gradients": [owned.gradients for owned in engine.owned()],
             "optimizer": state,
         },

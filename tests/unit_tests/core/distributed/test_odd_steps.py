@@ -66,14 +66,14 @@ def frozen(groups: Groups, config: Config) -> None:
         assert not owned & set(names)
         assert all(model.store.handles[n].slot is None for n in names)
         trained = {entry.bucket.index for entry in engine.buckets}
-        lonely = model.store.handles[names[0]].bucket
+        lonely = model.store.handles[names[0]].block.bucket
         alone = all(handle.name in names for handle in lonely.handles)
         assert (lonely.index in trained) != alone
         reduced = [r for r in records if r.kind in ("all_reduce", "reduce_scatter")]
         # Those that are kept in shards are reduced in every microbatch, over gtp some of them.
         assert len(reduced) % len(trained) == 0 or any(b.bucket.gtp for b in engine.buckets)
         if engine.gatherers and not lonely.sharded and alone:
-            assert lonely.current, "what nobody writes is never gathered"
+            assert lonely.blocks[0].current, "what nobody writes is never gathered"
 
 
 def evaluated(groups: Groups, config: Config) -> None:
@@ -175,7 +175,7 @@ def gathered(groups: Groups, config: Config) -> None:
     """What each rank writes into its own range is everywhere after a parameter sync."""
     model, engine = built(groups, bucket_bytes=400, **config)
     for bucket in model.store.buckets:
-        bucket.weights.data.fill_(torch.nan)
+        bucket.data.fill_(torch.nan)
     whole = {}
     for owned in engine.owned():
         for placed in owned.boxes:
@@ -317,7 +317,9 @@ def narrow(groups: Groups, config: Config) -> None:
             assert kinds == (wanted | {"reduce_scatter"} if over_gtp and not wide else wanted)
         wanted_dtype = torch.float32 if wide or engine.placement.gradient else torch.bfloat16
         for entry in engine.buckets:  # what is kept in shards over microbatches is fp32
-            assert entry.gradients.dtype is (torch.float32 if entry.cut else wanted_dtype)
+            assert entry.gradients.dtype is (
+                torch.float32 if entry.each_microbatch else wanted_dtype
+            )
 
 
 def narrow_weights(groups: Groups, config: Config) -> None:
@@ -399,7 +401,7 @@ def disagreeing(rank: int, world: int) -> None:
         model, engine = built(groups, strategy="optim_grads_params", debug=debug)
         names = ("scale", "third")
         use = model.store.handles
-        sizes = {use[name].bucket.whole_bytes for name in names}
+        sizes = {use[name].block.whole_bytes for name in names}
         assert len(sizes) == 1, "else the gathers themselves would fail"
         engine.begin_step()
         for name in names[:: 1 - 2 * rank]:

@@ -78,7 +78,7 @@ def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
         cut = bool(engine.placement.gradient)
         early = engine.config.overlap_grad_reduce or cut
         assert engine.launched_in_backward == (len(engine.buckets) if early else 0)
-        assert {b.reductions for b in engine.buckets} == {3 if cut else 1}
+        assert {x.sums for b in engine.buckets for x in b.blocks} == {3 if cut else 1}
         assert len(reductions(records)) == len(engine.buckets) * (3 if cut else 1)
         update(engine)
         engine.start_param_sync()
@@ -197,7 +197,7 @@ def unplanned_prefetch(rank: int, world: int) -> None:
         engine.begin_step(program=["a segment that never ran", segment_name(FORWARD, 1)])
         assert gatherer.planned is None
         engine.prefetch(segment_name(FORWARD, 1))
-        first = model.store.handles["scale"].bucket.index
+        first = model.store.handles["scale"].block.bucket.index
         assert gatherer.in_flight == ([first] if ahead else [])
         engine.abort()
         assert gatherer.arena.live_bytes == 0
@@ -278,7 +278,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
     ),
     "a bucket spans parts": (
         (
-            "megatron.core.weight_gather.handle",
+            "megatron.core.weight_gather.bucket",
             "bucket_plans",
             "if shared or parts[handle.name] != part:",
             "if shared:",
@@ -297,7 +297,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
     "cut gradients of a microbatch stay open": (
         (
             "megatron.core.distributed.data_parallel",
-            "GradientBucket.put_done",
+            "GradientBlock.put_done",
             "self.waiting == 0",
             "self.waiting < 0",
         ),

@@ -188,7 +188,7 @@ def test_shared_weights_under_hybrid_sharding(outer: str):
 #: Faults of shared weights.
 TIED_BUGS = {
     "a shared weight lies among others": (
-        "megatron.core.weight_gather.handle",
+        "megatron.core.weight_gather.bucket",
         "bucket_plans",
         "shared = len(set(handle.sharding.stages)) > 1",
         "shared = False",

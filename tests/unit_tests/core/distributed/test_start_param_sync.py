@@ -85,8 +85,8 @@ def enabled(rank: int, world: int, instances: int, outer: str) -> None:
             )
             gatherer = gatherer_of(engine)
             prologue = list(gatherer.planned.prologue)
-            assert len(prologue) == (len(gatherer.buckets) if prefetch else 2)
-            assert prologue[0] == gatherer.buckets[-1].index, "what forward needs first"
+            assert len(prologue) == (len(gatherer.blocks) if prefetch else 2)
+            assert prologue[0] == gatherer.blocks[-1].index, "what forward needs first"
             link = Counted()
             with simulated(groups, link), trace(groups) as records:
                 engine.start_param_sync()
@@ -185,11 +185,11 @@ def forced(rank: int, world: int) -> None:
                 engine.start_param_sync(force_sync=True)
             assert gatherer.in_flight == []
             assert gatherer.arena.live_bytes == 0
-            sizes = [bucket.whole_bytes for bucket in reversed(gatherer.buckets)]
+            sizes = [block.whole_bytes for block in reversed(gatherer.blocks)]
             assert [(r.kind, r.bytes) for r in records] == [("all_gather", b) for b in sizes]
             assert link.waited == link.count == len(sizes)
             if not gatherer.leases:
-                assert all(bucket.current for bucket in gatherer.buckets)
+                assert all(block.current for block in gatherer.blocks)
             assert_weights(engine, reference.weights)
 
 
@@ -203,13 +203,13 @@ def nothing(rank: int, world: int) -> None:
     for early in (True, False):
         reference = Reference(world)
         _, engine = ready_to_sync(groups, reference, **{FIELD: early})
-        before = [bucket.weights.data.clone() for bucket in engine.store.buckets]
+        before = [bucket.data.clone() for bucket in engine.store.buckets]
         with trace(groups) as records:
             engine.start_param_sync()
             engine.start_param_sync(force_sync=True)
         assert records == []
         for bucket, data in zip(engine.store.buckets, before, strict=True):
-            assert torch.equal(bucket.weights.data, data)
+            assert torch.equal(bucket.data, data)
 
 
 def test_no_shard_gathers_nothing():

@@ -39,15 +39,16 @@ def _write_and_complete(groups: ProcessGroupCollection, config: DataParallelConf
         engine.backward(model.loss(*tokens(groups["lanes"].rank, step)), last=True)
         engine.finish()
         for bucket in model.store.buckets:
-            start, stop = bucket.owned_range
+            first = bucket.blocks[0].stored_range[0]
+            start, stop = (first + at for at in bucket.owned_range)
             bucket.owned.copy_(step + torch.arange(start, stop) / 1e4)
         engine.start_param_sync()
         if step % 2 == 0:
             continue  # the next step gathers what it needs, by plan from the second time on
         engine.complete_weights()
         for bucket in model.store.buckets:
-            start, stop = bucket.weights.stored_range
-            assert torch.equal(bucket.weights.data, step + torch.arange(start, stop) / 1e4), (
+            start, stop = bucket.blocks[0].stored_range
+            assert torch.equal(bucket.data, step + torch.arange(start, stop) / 1e4), (
                 config,
                 bucket.name,
             )
@@ -63,9 +64,9 @@ def test_completed_weights_are_those_of_every_rank():
 def test_without_lanes_there_is_nothing_to_complete():
     groups = ProcessGroupCollection.single()
     model = SmallModel(groups, config=DataParallelConfig(strategy="optim"))
-    before = [bucket.weights.data.clone() for bucket in model.store.buckets]
+    before = [bucket.data.clone() for bucket in model.store.buckets]
     DataParallel(
         model.store, groups, config=DataParallelConfig(strategy="optim")
     ).complete_weights()
     for bucket, values in zip(model.store.buckets, before, strict=True):
-        assert torch.equal(bucket.weights.data, values)
+        assert torch.equal(bucket.data, values)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.distributed.data_parallel import GradientBucket
+from megatron.core.distributed.data_parallel import GradientBlock, GradientBucket
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Arena, Gatherer
 from tests.support.gatherers import gatherer_of
@@ -101,9 +101,9 @@ def test_uses_of_memory_are_in_order(strategy: str, settings: dict):
 @pytest.mark.parametrize(
     ("owner", "method", "wait", "strategy"),
     [
-        (GradientBucket, "reduce", "wait_stream", "no_shard"),
-        (GradientBucket, "reduce", "wait_stream", "optim"),
-        (GradientBucket, "reduce", "wait_stream", "optim_grads_params"),
+        (GradientBlock, "reduce", "wait_stream", "no_shard"),
+        (GradientBlock, "reduce", "wait_stream", "optim"),
+        (GradientBlock, "reduce", "wait_stream", "optim_grads_params"),
         (GradientBucket, "reduce_outer", "wait_stream", "optim_grads"),
         (Gatherer, "invalidate", "wait_stream", "optim"),
         (Gatherer, "invalidate", "wait_stream", "optim_grads_params"),

@@ -78,8 +78,8 @@ def test_parameters_are_the_weights_themselves_by_their_names():
     assert list(named) == list(model.store.handles)
     assert [name for name, _ in model.named_buffers()] == list(model.store.states) != []
     assert model.state_dict().keys() == named.keys() | model.store.states.keys()
-    ends = [(w := b.weights.data).data_ptr() + w.nbytes for b in model.store.buckets]
-    starts = [bucket.weights.data.data_ptr() for bucket in model.store.buckets]
+    ends = [(w := b.data).data_ptr() + w.nbytes for b in model.store.buckets]
+    starts = [bucket.data.data_ptr() for bucket in model.store.buckets]
     for name, tensor in model.state_dict().items():
         if name in named:
             assert tensor.data_ptr() == named[name].data_ptr()

@@ -67,7 +67,7 @@ def test_updates_on_the_host_are_equal_in_every_bit(kind: str, dtype: torch.dtyp
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     ours = offloaded.optimizer
-    elements = sum(bucket.layout.numel for bucket in offloaded.store.buckets)
+    elements = sum(bucket.numel for bucket in offloaded.store.buckets)
     moments = {"adam": 8, "narrow": 4, "momentum": 4, "sgd": 0}[kind]
     assert ours.state_bytes(on_host=False) == 0
     assert ours.state_bytes(on_host=True) == elements * (4 + moments)
@@ -83,7 +83,7 @@ def test_a_share_is_on_the_host_and_the_rest_stays(fraction: float):
     groups = ProcessGroupCollection.single()
     plain = train(groups, "adam", 0.0, bucket_bytes=10**6)
     divided = train(groups, "adam", fraction, bucket_bytes=10**6)
-    elements = sum(bucket.layout.numel for bucket in divided.store.buckets)
+    elements = sum(bucket.numel for bucket in divided.store.buckets)
     host = sum(len(s.master) for s in divided.optimizer.ranges if s.on_host)
     assert abs(host - fraction * elements) <= len(divided.store.buckets) * CUT_QUANTUM / 2
     assert divided.optimizer.state_bytes(on_host=True) == 12 * host

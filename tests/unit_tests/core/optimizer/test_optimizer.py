@@ -156,7 +156,7 @@ def four_ranks(rank: int, world: int) -> list[dict]:
 
 def _state(training: Training) -> list[torch.Tensor]:
     """Return copies of everything that a step changes."""
-    found = [bucket.weights.data.clone() for bucket in training.store.buckets]
+    found = [bucket.data.clone() for bucket in training.store.buckets]
     for state in training.optimizer.ranges:
         found += [tensor.clone() for tensor in state.named_tensors().values()]
     return found

@@ -217,7 +217,7 @@ def through_shards(rank: int, world: int, strategy: str) -> dict[str, int]:
             pairs[name] = placed.of(owned.gradients), cut(wanted[placed.name], placed.box)
     assert_all_close({n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()})
     return {
-        "held": sum(b.weights.data.numel() for b in store.buckets),
+        "held": sum(b.data.numel() for b in store.buckets),
         "compared": sum(b.numel() for _, b in pairs.values()),
     }
 

@@ -7,22 +7,13 @@ import pytest
 import torch
 
 from megatron.core.initialize import InitSpec, fill_
-from megatron.core.process_groups import GROUP_AXES, Group, ProcessGroupCollection, RankGrid
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import OwnedRange, Storage, WeightStore, owned_range
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+from tests.support.pretended_groups import pretended_groups
 
 ROWS = Cut(axis="tp", dim=0)
 NORMAL = InitSpec.normal(0.5)
-
-
-def pretended(grid: RankGrid, rank: int) -> ProcessGroupCollection:
-    """Return the groups of one rank of many, over which nothing can be sent."""
-    groups = {}
-    for name, axes in GROUP_AXES.items():
-        members = tuple(grid.group_of(rank, axes))
-        handle = object() if len(members) > 1 else None
-        groups[name] = Group(name, members, members.index(rank), handle)  # type: ignore[arg-type]
-    return ProcessGroupCollection(grid, rank, groups)
 
 
 def shardings(tp: int = 1) -> list[WeightSharding]:
@@ -86,9 +77,9 @@ def test_weights_are_views_of_their_bucket_with_those_without_decay_last():
     for bucket in store.buckets:
         decays = [h.sharding.weight_decay for h in bucket.handles]
         assert decays == sorted(decays, reverse=True)
-        for handle, member in zip(bucket.handles, bucket.layout.members, strict=True):
+        for handle, member in zip(bucket.handles, bucket.blocks[0].layout.members, strict=True):
             assert member.name == handle.name
-            assert handle.param.data_ptr() == bucket.weights.data[member.start :].data_ptr()
+            assert handle.param.data_ptr() == bucket.data[member.start :].data_ptr()
             assert handle.param.shape == handle.shape
     assert store.num_parameters == 13 * 6 + 6 + 12 * 6 + 6 * 8 + 6 + 8 * 6
 
@@ -98,7 +89,7 @@ def test_initial_values_are_those_of_the_logical_tensor_and_padding_is_zero(tp: 
     grid = RankGrid(world_size=tp, tp=tp, etp=1, ep=tp)
     seen: set[str] = set()
     for rank in range(tp):
-        store = store_of(pretended(grid, rank))
+        store = store_of(pretended_groups(grid, rank))
         for handle in store.handles.values():
             flat, rest = handle.get().view(-1), handle.get().clone().view(-1)
             for box in store.boxes(handle):
@@ -117,8 +108,8 @@ def test_initial_values_are_those_of_the_logical_tensor_and_padding_is_zero(tp: 
                 seen.add(box.name)
             assert not rest.any(), f"padding of {handle.name}"
     assert seen == {"table", "norm", "q", "k", "down", "down.bias", "experts"}
-    blank = store_of(pretended(grid, 0), initialize=False)
-    assert not any(b.weights.data.any() for b in blank.buckets)
+    blank = store_of(pretended_groups(grid, 0), initialize=False)
+    assert not any(b.data.any() for b in blank.buckets)
 
 
 def test_a_second_declaration_is_a_second_use():
@@ -133,7 +124,7 @@ def test_a_second_declaration_is_a_second_use():
 
 def test_a_store_refuses_what_cannot_be():
     grid = RankGrid(world_size=2, tp=2)
-    store = WeightStore(pretended(grid, 0))
+    store = WeightStore(pretended_groups(grid, 0))
     with pytest.raises(ValueError, match=r"w: dimension 1 of 7 does not divide by tp=2"):
         store.declare(WeightSharding.of("w", (4, 7), Cut(axis="tp", dim=1)), NORMAL)
     with pytest.raises(ValueError, match="n: nothing cuts it over tp=2"):
@@ -169,7 +160,7 @@ def lane_stores(rank: int, strategy: str, outer: str, instances: int) -> list[We
     grid = RankGrid(world_size=MODEL_RANKS * LANES, tp=4, etp=1, ep=4, instances=instances)
     found = []
     for lane in range(LANES):
-        groups = pretended(grid, rank + MODEL_RANKS * lane)
+        groups = pretended_groups(grid, rank + MODEL_RANKS * lane)
         found.append(store_of(groups, strategy=strategy, outer=outer, bucket_bytes=190))
         found[-1].freeze("down")
     return found
@@ -180,7 +171,8 @@ def parts_of(stores: list[WeightStore], index: int) -> dict[tuple[int, int], Own
     found: dict[tuple[int, int], OwnedRange] = {}
     for store in stores:
         bucket = store.buckets[index]
-        low, high = bucket.owned_range
+        first = bucket.blocks[0].stored_range[0]
+        low, high = (first + at for at in bucket.owned_range)
         part = owned_range(store, bucket, torch.zeros(high - low))
         same = found.setdefault((low, high), part)
         for field in ("decayed", "undecayed", "counted", "boxes", "norm_group", "replicas"):
@@ -206,9 +198,9 @@ def test_owned_ranges_name_every_element_once_and_no_padding(
     for rank in range(MODEL_RANKS):
         stores = lane_stores(rank, strategy, outer, instances)
         for index, bucket in enumerate(stores[0].buckets):
-            numel = bucket.layout.numel
+            numel = bucket.numel
             wanted = {key: torch.zeros(numel) for key in ("decayed", "undecayed", "counted", "box")}
-            for handle, member in bucket.members():
+            for handle, member in bucket.blocks[0].members():
                 if handle.name == "down":
                     continue
                 kind = "decayed" if handle.sharding.weight_decay else "undecayed"
@@ -289,7 +281,7 @@ def test_what_ranks_hold_is_every_element_with_its_value_and_its_replicas(
                 assert sum(h.tensor.numel() for h in held) <= handle.param.numel()
                 for found in held:
                     assert torch.equal(found.tensor, initial(found))
-                    base = handle.bucket.weights.data.untyped_storage().data_ptr()
+                    base = handle.block.data.untyped_storage().data_ptr()
                     assert found.tensor.untyped_storage().data_ptr() == base
                     key = (found.name, *found.box)
                     holders.setdefault(key, []).append(store.groups.rank)
@@ -306,7 +298,7 @@ def test_what_ranks_hold_is_every_element_with_its_value_and_its_replicas(
 
 def test_sharded_weights_lie_by_units_and_some_ranks_hold_nothing_of_one():
     grid = RankGrid(world_size=24, tp=1, etp=1)
-    stores = [store_of(pretended(grid, r), strategy="optim_grads_params") for r in range(24)]
+    stores = [store_of(pretended_groups(grid, r), strategy="optim_grads_params") for r in range(24)]
     for store in stores:
         assert [[h.name for h in b.handles] for b in store.buckets] == [
             ["experts"],
@@ -314,9 +306,9 @@ def test_sharded_weights_lie_by_units_and_some_ranks_hold_nothing_of_one():
             ["table"],
         ]
         assert [b.name for b in store.buckets] == ["experts", "layer", "table"]
-        assert [b.root for b in store.buckets] == [True, False, True]
-        assert all(b.sharded and not b.current for b in store.buckets)
-        assert all(b.weights.data.numel() == b.layout.numel // 24 for b in store.buckets)
+        assert [b.unit for b in store.buckets] == [None, "layer", None]
+        assert all(b.sharded and not b.blocks[0].current for b in store.buckets)
+        assert all(b.data.numel() == b.numel // 24 for b in store.buckets)
     sizes = [store.handles["norm"].param.numel() for store in stores]
     assert sorted(sizes) == [0] * 23 + [6]
     with pytest.raises(ValueError, match="table is stored in shards: build DataParallel over"):
@@ -334,7 +326,7 @@ def test_buckets_never_span_parts_and_shared_weights_lie_alone():
     for options in ({}, {"strategy": "optim_grads_params"}):
         layouts = []
         for rank, order in ((0, ("tied", "a", "b", "c")), (2, ("c", "tied", "b", "a"))):
-            store = WeightStore(pretended(grid, rank))
+            store = WeightStore(pretended_groups(grid, rank))
             for part in (1, 0):  # not the order in which they run
                 with store.part(part), store.unit("layer"):
                     for name in order[2 * part : 2 * part + 2]:
@@ -348,7 +340,7 @@ def test_buckets_never_span_parts_and_shared_weights_lie_alone():
             assert sorted(found) == sorted([(1, second), *alone, (0, ["tied"])])
             assert [part for part, _ in found] == [1, 0, 0]
             (bucket,) = [b for b in store.buckets if b.handles[0].name == "tied"]
-            layouts.append((bucket.layout, bucket.owned_range))
+            layouts.append((bucket.blocks[0].layout, bucket.owned_range))
         assert layouts[0] == layouts[1]
 
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks in buckets: the layout of flat buffers, and weights over gtp that share a bucket."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron.core.initialize import InitSpec
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.weight_gather import Bucket, Storage, WeightStore, owned_range
+from megatron.core.weight_gather.bucket import QUANTUM, BufferLayout
+from megatron.core.weight_sharding import WeightSharding
+from tests.support.pretended_groups import pretended_groups
+
+NORMAL = InitSpec.normal(1.0)
+#: Odd sizes: no shard of them ends at a border of rows.
+SHAPES = {"first": (7, 5), "second": (33, 3), "third": (2, 129)}
+
+
+def test_members_are_aligned_apart_and_inside_and_shards_are_even():
+    source = random.Random(3)
+    for _ in range(200):
+        shapes = [
+            (str(i), tuple(source.randint(1, 6) for _ in range(source.randint(1, 3))))
+            for i in range(source.randint(1, 6))
+        ]
+        parts, member_quantum, shard_quantum = (source.randint(1, 8) for _ in range(3))
+        layout = BufferLayout.of(
+            shapes, parts=parts, member_quantum=member_quantum, shard_quantum=shard_quantum
+        )
+        assert [(m.name, m.shape) for m in layout.members] == shapes
+        assert all(m.start % member_quantum == 0 for m in layout.members)
+        ends = [0, *(m.stop for m in layout.members)]
+        gaps = [m.start - end for m, end in zip(layout.members, ends[:-1], strict=True)]
+        assert all(0 <= gap < member_quantum for gap in gaps)
+        bounds = [layout.shard(i) for i in range(parts)]
+        assert [b for b, _ in bounds] == [0, *(e for _, e in bounds)][:-1]
+        assert bounds[-1][1] == layout.numel
+        assert ends[-1] <= layout.numel < ends[-1] + parts * shard_quantum
+        assert all((e - b) % shard_quantum == 0 for b, e in bounds)
+
+
+def stores(strategy: str, *, gtp: int = 2, dp: int = 3) -> list[WeightStore]:
+    """Return the stores of all ranks, with three matrices over gtp and a vector."""
+    found = []
+    for rank in range(gtp * dp):
+        groups = pretended_groups(RankGrid(world_size=gtp * dp, gtp=gtp), rank)
+        store = WeightStore(groups, seed=3)
+        for name, shape in SHAPES.items():
+            store.declare(WeightSharding.of(name, shape, gtp=True), NORMAL)
+        store.declare(WeightSharding.of("vector", (5,), weight_decay=False), NORMAL)
+        store.materialize(Storage(strategy=strategy))
+        found.append(store)
+    return found
+
+
+def over_gtp(store: WeightStore) -> Bucket:
+    """Return the only bucket of weights over gtp."""
+    (bucket,) = [bucket for bucket in store.buckets if bucket.gtp]
+    return bucket
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_weights_over_gtp_share_a_bucket_and_are_gathered_by_themselves(strategy: str):
+    wanted = WeightStore(ProcessGroupCollection.single(), seed=3)
+    for name, shape in SHAPES.items():
+        wanted.declare(WeightSharding.of(name, shape), NORMAL)
+    wanted.materialize()
+    ranks = stores(strategy)
+    for store in ranks:
+        bucket = over_gtp(store)
+        assert [block.name for block in bucket.blocks] == list(reversed(SHAPES))
+        assert len(bucket.data) % (QUANTUM * bucket.outer.size) == 0
+        assert all(len(block.data) % QUANTUM == 0 for block in bucket.blocks)
+        padding = bucket.numel - sum(torch.Size(shape).numel() for shape in SHAPES.values())
+        assert padding < QUANTUM * bucket.group.size * (len(SHAPES) + bucket.outer.size)
+    # Ranks are numbered with gtp inside dp: a gather is of two neighbours.
+    for first in range(0, len(ranks), 2):
+        pair = [over_gtp(store) for store in ranks[first : first + 2]]
+        assert [bucket.group.rank for bucket in pair] == [0, 1]
+        for blocks in zip(*(bucket.blocks for bucket in pair), strict=True):
+            whole = torch.cat([block.data for block in blocks])
+            (member,) = blocks[0].layout.members
+            weight = whole[member.start : member.stop].view(member.shape)
+            assert torch.equal(weight, wanted.handles[member.name].anchor.detach())
+            assert not whole[member.stop :].any(), "padding is zero"
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_replicas_own_every_element_of_a_bucket_once_or_all(strategy: str):
+    ranks = stores(strategy)
+    times = 3 if strategy == "no_shard" else 1
+    counts = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    sizes = set()
+    for store in ranks:
+        bucket = over_gtp(store)
+        low, high = bucket.owned_range
+        sizes.add(high - low)
+        part = owned_range(store, bucket, torch.zeros(high - low))
+        assert torch.equal(part.weights, bucket.data[low:high])
+        for box in part.boxes:
+            values = store.handles[box.name]
+            assert values.sharding.name == box.name
+            at = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            counts[box.name][at] += 1
+            assert len(box.replica_ranks) == times
+            assert store.groups.rank in box.replica_ranks
+        assert sum(stop - start for start, stop in part.decayed) == sum(
+            box.numel for box in part.boxes
+        )
+    assert len(sizes) == 1, "replicas own as much each"
+    assert all((count == times).all() for count in counts.values())
+
+
+def test_a_bucket_over_gtp_closes_by_the_bytes_of_its_shards():
+    groups = pretended_groups(RankGrid(world_size=4, gtp=4), 0)
+    for bucket_bytes, wanted in ((4 * 32 * 32 // 4, [1] * 4), (4 * 32 * 32 // 2, [2, 2])):
+        store = WeightStore(groups)
+        for index in range(4):
+            store.declare(WeightSharding.of(str(index), (32, 32), gtp=True), NORMAL)
+        store.materialize(Storage(bucket_bytes=bucket_bytes))
+        assert [len(bucket.blocks) for bucket in store.buckets] == wanted
+
+
+def test_shards_are_views_of_their_bucket():
+    for store in stores("optim"):
+        bucket = over_gtp(store)
+        starts = [block.start for block in bucket.blocks]
+        assert starts == sorted(starts)
+        for block in bucket.blocks:
+            block.data.fill_(float(block.start))
+        held = {found.handle.name: found for found in bucket.stored()}
+        for name in SHAPES:
+            found = held[name]
+            inside = bucket.data[found.at : found.at + found.stop - found.start]
+            assert torch.equal(store.handles[name].anchor.detach().view(-1), inside)

@@ -136,6 +136,7 @@ def data_parallel_config(config: Config) -> DataParallelConfig:
         grad_dtype=torch.bfloat16 if chosen.grad_reduce_in_bf16 else torch.float32,
         fp32_accumulation=chosen.reduce_scatter_with_fp32_accumulation,
         gtp_reduce_scatter_per=chosen.gtp_reduce_scatter_per,
+        gather_format=chosen.weight_gather_format,
         debug=chosen.check_weight_gather,
     )
 

@@ -37,6 +37,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "granularity": ("unit", "weight"),
     "bucket": ("small", "large"),
     "reduce_scatter": ("microbatch", "step"),  # of gradients over gtp
+    "wire": ("bf16", "fp8", "mxfp8", "nvfp4"),  # in which weights over gtp are gathered
     "overlap": (True, False),
     "early_gather": (False, True),
     "link": ("none", "late"),
@@ -143,6 +144,14 @@ _CONSTRAINTS = (
             per == "microbatch" or (gtp * egtp > 1 and placement in ("no_shard", "optim"))
         ),
     ),
+    # Scales are of what a tp rank has: only where that is all are they those of a single process.
+    Constraint(
+        ("tp", "gtp", "egtp", "experts", "placement", "wire"),
+        lambda tp, gtp, egtp, experts, placement, wire: (
+            wire == "bf16"
+            or (tp == egtp == 1 < gtp and experts is None and placement != CUT_WEIGHTS)
+        ),
+    ),
     Constraint(("placement", "early_gather"), lambda p, early: p != "no_shard" or not early),
     Constraint(
         ("tp", "gtp", "dp", "cp", "etp", "ep", "egtp", "instances"),
@@ -200,10 +209,11 @@ def seconds_of(row: Row) -> float:
 
 def rows_for_every_change() -> list[Row]:
     """Return all allowed pairs on two and four ranks, those of two stages of two lanes and of
-    a sequence on two ranks, and five rows of eight ranks."""
+    a sequence on two ranks, and five rows of eight ranks; of wire formats two (see
+    `rows_of_formats`)."""
     # The rows of stages and of sequences hold most of the pairs: what is left needs fewer.
     rows = covering_array(
-        FACTORS,
+        {**FACTORS, "wire": ("bf16", "mxfp8")},
         (*_CONSTRAINTS, _worlds(2, 4)),
         seed=37,
         candidates=40,
@@ -227,6 +237,21 @@ def rows_of_sequences() -> list[Row]:
     shared = {**FACTORS, "tp": (1,), "gtp": (1,), "dp": (1,), "pp": (1,), "cp": (2,)}
     shared["egtp"] = (1,)
     return covering_array(shared, _CONSTRAINTS, seed=11, candidates=40, cost=seconds_of)
+
+
+def rows_of_formats() -> list[Row]:
+    """Return the wire formats with every strategy and shape of gtp that a change runs."""
+    layouts = (
+        {"gtp": 2, "dp": 2, "bucket": "small", "link": "late", "tied": True, "bias": "all"},
+        {"gtp": 3, "dp": 1, "recompute": "full", "mixer": "mamba"},
+        {"gtp": 2, "dp": 1, "pp": 2, "schedule": "zb-h1", "predictions": 1, "vocabulary": 9},
+    )
+    strategies = ("optim", "optim_grads", "no_shard")
+    return [
+        row_with(tp=1, wire=wire, placement=strategies[(i + j) % 3], accumulation=3, **layout)
+        for i, wire in enumerate(("fp8", "nvfp4", "mxfp8"))
+        for j, layout in enumerate(layouts)
+    ]
 
 
 def row_with(**changes: Any) -> Row:
@@ -314,6 +339,7 @@ def label(row: Row) -> str:
         f"{row['bucket']}_buckets"
         if row["placement"] != CUT_WEIGHTS
         else f"by_{row['granularity']}",
+        *([row["wire"]] if row["wire"] != "bf16" else []),
         *(["reduce_once"] if row["reduce_scatter"] == "step" else []),
         f"accumulate{row['accumulation']}",
         "per_token" if row["per_token"] else "mean",

@@ -278,6 +278,27 @@ FAULTS = {
         "and False:",
         {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim", "bucket": "small"},
     ),
+    "weights are encoded once for all steps": (
+        "weight_gather.gatherer",
+        "_Encoded.is_current",
+        "not self.is_stale and self.version == self.block.data._version",
+        "self.version >= 0",
+        {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim", "wire": "mxfp8"},
+    ),
+    "ranks scale by their own largest magnitudes": (
+        "weight_gather.gatherer",
+        "Gatherer._find_amax",
+        'all_reduce(largest, group, op="max", out=largest)',
+        "pass",
+        {"tp": 1, "gtp": 2, "wire": "nvfp4"},
+    ),
+    "feature off: weights are encoded once a step": (
+        "weight_gather.gatherer",
+        "_Encoded.is_current",
+        "not self.is_stale and self.version == self.block.data._version",
+        "False",
+        {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim", "wire": "mxfp8"},
+    ),
     "feature off: one reduce-scatter over gtp a step": (
         "distributed.data_parallel",
         "GradientBucket.__init__",

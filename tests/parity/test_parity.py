@@ -20,6 +20,7 @@ from tests.parity.rows import (
     row_with,
     rows_for_every_change,
     rows_for_every_night,
+    rows_of_formats,
     world_of,
 )
 from tests.parity.training import (
@@ -48,6 +49,11 @@ def _check(row, *, timeout=60.0):
 @pytest.mark.parametrize("row", rows_for_every_change(), ids=label)
 @pytest.mark.covers("numbers of one process", runs="ranks")
 def test_a_layout_trains_as_the_single_process(row):
+    _check(row)
+
+
+@pytest.mark.parametrize("row", rows_of_formats(), ids=label)
+def test_weights_in_a_wire_format_train_as_the_encoded_ones_do(row):
     _check(row)
 
 

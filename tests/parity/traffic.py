@@ -216,7 +216,8 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
         groups |= {"gtp", "gtp_gather", "dp_cp", "egtp", "egtp_gather", "edp"}
     seen = {(r.kind, r.group) for r in step.records if r.group in groups}
     for kind, group in sorted(seen | wanted.keys()):
-        if kind == "all_gather" and not last:
+        early = kind == "all_gather" or group.endswith("_gather")  # these start in the step before
+        if early and not last:
             continue
         count, size = wanted.get((kind, group), (0, 0))
         assert_active(step.records, kind=kind, group=group, exactly=count, exactly_bytes=size)
@@ -248,10 +249,18 @@ def _gathers_over_gtp(
     """From the second step on all gathers but the first are ahead, two weights at a time."""
     gathered = last.gathers - before.gathers
     over = ("gtp_gather", "egtp_gather")
-    records = [r for name in over for r in matching(run.steps[-1].records, group=name)]
+    records = [
+        record
+        for name in over
+        for record in matching(run.steps[-1].records, kind="all_gather", group=name)
+    ]
     if len(records) != gathered or last.prefetched - before.prefetched < gathered - 1:
         raise AssertionError(f"{len(records)} gathers over gtp, by the plan {gathered}: {last}")
-    largest = sum(sorted(4 * block.numel for b in buckets for block in b.blocks)[-2:])
+    blocks = [block for bucket in buckets for block in bucket.blocks]
+    encodes = sum(block.encoded is not None for block in blocks)
+    if last.encodes - before.encodes != encodes:
+        raise AssertionError(f"{last} after {before}: {encodes} weights are encoded once a step")
+    largest = sum(sorted(4 * block.numel + (block.encoded or 0) for block in blocks)[-2:])
     if not 0 < last.peak_bytes <= largest:
         raise AssertionError(f"{last.peak_bytes} bytes gathered at a time, at most {largest}")
 

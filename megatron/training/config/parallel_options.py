@@ -143,6 +143,10 @@ class DataParallelConfig:
     gtp_reduce_scatter_per: Literal["microbatch", "step"] = "microbatch"
     """With --tensor-parallel-num-weight-shards, how often a matrix's gradient is reduce-scattered
     over gtp: in every microbatch, or once a step, for which each rank keeps it whole."""
+    weight_gather_format: Literal["bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
+    """With --tensor-parallel-num-weight-shards, the format in which matrices are gathered over gtp:
+    bf16 is their own dtype; fp8 has one scale a matrix, mxfp8 one per 32 x 32 elements, nvfp4 one
+    per 16 x 16; they are computed with, and stored, as without."""
     check_weight_gather: bool = False
     """Search for faults of gathering: fill buffers that nobody holds with NaN, and compare what
     the ranks gather."""
@@ -205,6 +209,7 @@ def data_parallel_problems(
             "choose optim_grads_params"
         )
     yield from _gtp_reduce_scatter(config, over_gtp)
+    yield from _gather_format(config, over_gtp)
     ahead = config.overlap_param_gather or (over_gtp and strategy != "optim_grads_params")
     if config.param_gather_prefetch_bytes and not ahead:
         yield (
@@ -236,6 +241,20 @@ def _gtp_reduce_scatter(config: DataParallelConfig, over_gtp: bool) -> Iterator[
         )
     if not over_gtp:
         yield f"{flag} has no effect without --tensor-parallel-num-weight-shards: drop it"
+
+
+def _gather_format(config: DataParallelConfig, over_gtp: bool) -> Iterator[str]:
+    """Name why weights cannot be gathered in another format."""
+    flag = f"--weight-gather-format {config.weight_gather_format}"
+    if config.weight_gather_format == "bf16":
+        return
+    if not over_gtp:
+        yield f"{flag} has no effect without --tensor-parallel-num-weight-shards: drop it"
+    elif config.strategy == "optim_grads_params":
+        yield (
+            f"{flag} has no effect with --data-parallel-sharding-strategy optim_grads_params, "
+            "which gathers layers: drop it or choose no_shard, optim or optim_grads"
+        )
 
 
 def _instances(config: DataParallelConfig, size: int, context_size: int) -> Iterator[str]:

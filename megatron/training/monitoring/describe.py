@@ -173,7 +173,8 @@ def weight_shards_line(engine: DataParallel) -> str | None:
             )
     if not found:  # a pipeline stage without matrices
         return None
-    dtype = str(engine.store.dtype).removeprefix("torch.")
+    form = engine.config.gather_format
+    dtype = str(engine.store.dtype).removeprefix("torch.") if form == "bf16" else form
     per = engine.config.gtp_reduce_scatter_per
     return (
         f"weight shards: {'; '.join(found)}; gathered in {dtype} before each use, gradients "

@@ -76,6 +76,7 @@ from megatron.core.weight_gather import (
     owned_range,
     reductions,
 )
+from megatron.core.weight_gather.wire import WIRE_FORMATS
 from megatron.core.weight_sharding import Placement, placement
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -107,6 +108,8 @@ class DataParallelConfig:
         fp32_accumulation: with bf16 gradients, send bf16 but sum in fp32.
         gtp_reduce_scatter_per: gradients of weights sharded over gtp are reduce-scattered in every
             "microbatch", or once a "step", for which each rank keeps them whole.
+        gather_format: in which weights sharded over gtp are gathered: "bf16" (their own dtype),
+            "fp8", "mxfp8" or "nvfp4".
         debug: fill unused buffers with NaN, and compare between the ranks what was gathered.
 
     Raises:
@@ -123,6 +126,7 @@ class DataParallelConfig:
     grad_dtype: torch.dtype = torch.float32
     fp32_accumulation: bool = False
     gtp_reduce_scatter_per: str = "microbatch"
+    gather_format: str = "bf16"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -146,6 +150,8 @@ class DataParallelConfig:
                 f"gtp_reduce_scatter_per step keeps whole gradients, which {self.strategy} shards: "
                 "use no_shard or optim, or drop it"
             )
+        if self.gather_format not in WIRE_FORMATS:
+            found.append(f"gather_format {self.gather_format!r}: use {' or '.join(WIRE_FORMATS)}")
         if self.granularity not in GRANULARITIES:
             found.append(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
         if self.granularity != "unit" and not cut.weight and not found:
@@ -171,6 +177,7 @@ class DataParallelConfig:
             strategy=self.strategy,
             outer=self.outer,
             granularity=self.granularity,
+            gather_format=self.gather_format,
             **options,  # type: ignore[arg-type]
         )
 
@@ -516,6 +523,8 @@ class GradientBucket:
             for block in bucket.blocks:
                 if block.start not in self._received:
                     self._segment(block).zero_()
+            last = bucket.blocks[-1]
+            self._shard[last.start + len(last.data) :].zero_()  # padding takes part in the sum
             if self.outer_sums:
                 low = bucket.reduced_range[0]
                 into = self._shard[bucket.owned_range[0] - low : bucket.owned_range[1] - low]

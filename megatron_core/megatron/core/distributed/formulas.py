@@ -45,11 +45,15 @@ class BlockSize:
         numel: elements, padding included.
         trainable: it has gradients.
         uses: how often its weight is used in a microbatch, if it is one over gtp.
+        encoded: bytes of all its shards in their wire format; None is as they are stored.
+        amax: that format scales by the largest magnitude of the block.
     """
 
     numel: int
     trainable: bool = True
     uses: int = 1
+    encoded: int | None = None
+    amax: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +130,8 @@ class BucketSize:
                     numel=block.layout.numel,
                     trainable=block.trainable,
                     uses=block.handles[0].uses if bucket.gtp else 1,
+                    encoded=None if block.wire is None else block.wire_bytes * bucket.group.size,
+                    amax=block.wire is not None and block.wire.needs_amax,
                 )
                 for block in bucket.blocks
             ),
@@ -284,12 +290,19 @@ def collectives_per_step(
         inner, gather, _ = bucket.group_names(own)
         first, _ = _reductions(own, bucket, of)
         if own.optimizer:
-            add("all_gather", gather, of.weight * block.numel, parties=bucket.inner, times=often)
+            size = of.weight * block.numel if block.encoded is None else block.encoded
+            add("all_gather", gather, size, parties=bucket.inner, times=often)
         if block.trainable:
             scatter = "all_to_all" if of.wide_sum else "reduce_scatter"
             kind = scatter if first.scatter else "all_reduce"
             often = microbatches if first.each_microbatch else 1
             add(kind, inner, of.gradient * block.numel, parties=bucket.inner, times=often)
+    for expert in (False, True):  # all magnitudes that are needed, at once
+        of_kind = [b for b in buckets if b.gtp and b.expert == expert]
+        changed = [x for b in of_kind for x in b.blocks if x.amax and x.trainable]
+        if changed:
+            _, gather, _ = of_kind[0].group_names(of_kind[0].placed(placed))
+            add("all_reduce", gather, _FP32_BYTES * len(changed), parties=of_kind[0].inner)
     for bucket in buckets:
         own, shard = bucket.placed(placed), bucket.numel // bucket.inner
         _, _, outer = bucket.group_names(own)
@@ -322,13 +335,14 @@ def _transient_over_gtp(
 ) -> tuple[int, int]:
     """Return the most bytes of gathered weights over gtp and of their gradients being reduced.
 
-    Two weights, one in use and the next, and `ahead`; the gradients of a weight and as many bytes
+    Two weights, one in use and the next, and `ahead`, with what arrives if they are gathered in
+    another format; the gradients of a weight and as many bytes
     that are being reduced, and those of each one that is used several times between its uses; of
     gradients sharded over the replicas too, the shards of a bucket and of the one being reduced.
     """
     blocks = [block for bucket in buckets for block in bucket.blocks]
-    sizes = sorted(block.numel for block in blocks)
-    gathered = min(of.weight * sum(sizes[-2:]) + ahead, of.weight * sum(sizes))
+    sizes = sorted(of.weight * block.numel + (block.encoded or 0) for block in blocks)
+    gathered = min(sum(sizes[-2:]) + ahead, sum(sizes))
     trained = [block.numel for block in blocks if block.trainable]
     under_way = (1 + overlap) * max(trained, default=0)
     reducing = 0

@@ -33,13 +33,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather.handle import WeightHandle
+from megatron.core.weight_gather.wire import WIRE_FORMATS, WireFormat, wire_formats
 from megatron.core.weight_sharding import (
     DENSE_LANES,
     EXPERT_LANES,
@@ -132,10 +133,17 @@ class Block:
         current: handles may read what is bound without asking anybody.
         source: whom to ask otherwise.
         index: its number in the plan of that source.
+        wire: the format in which it is gathered; None is as it is stored.
     """
 
     def __init__(
-        self, bucket: Bucket, handles: list[WeightHandle], *, layout: BufferLayout, start: int
+        self,
+        bucket: Bucket,
+        handles: list[WeightHandle],
+        *,
+        layout: BufferLayout,
+        start: int,
+        wire: WireFormat | None = None,
     ) -> None:
         self.bucket, self.handles, self.layout, self.start = bucket, handles, layout, start
         self.shard_range = layout.shard(bucket.group.rank)
@@ -143,7 +151,7 @@ class Block:
         low, high = self.stored_range
         self.data = bucket.data[start : start + high - low]
         self.current = not bucket.sharded
-        self.alone = bucket.alone
+        self.alone, self.wire = bucket.alone, wire
         self.source: WeightSource | None = None
         self.index = bucket.index
         for handle in handles:
@@ -167,6 +175,19 @@ class Block:
     def whole_bytes(self) -> int:
         """Bytes of the whole block."""
         return self.layout.numel * self.data.element_size()
+
+    @property
+    def columns(self) -> int:
+        """The length of the rows that a wire format encodes, of its only weight."""
+        (handle,) = self.handles
+        return handle.shape[-1]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of this rank's shard as it is gathered."""
+        if self.wire is None:
+            return self.shard.nbytes
+        return self.wire.wire_bytes((len(self.shard) // self.columns, self.columns))
 
     @property
     def trainable(self) -> bool:
@@ -240,6 +261,7 @@ class Bucket:
         plan: which weights it holds.
         groups: who shares it.
         device: where it lives.
+        wire: the format in which weights over gtp are gathered; None is as they are stored.
 
     Attributes:
         unit: the unit that its weights belong to; None if to none.
@@ -259,7 +281,13 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, plan: BucketPlan, groups: BucketGroups, *, device: torch.device
+        self,
+        index: int,
+        plan: BucketPlan,
+        groups: BucketGroups,
+        *,
+        device: torch.device,
+        wire: WireFormat | None = None,
     ) -> None:
         self.index, self.unit, self.part = index, plan.unit, plan.part
         self.placement, self.groups = plan.placement, groups
@@ -271,13 +299,15 @@ class Bucket:
             axis in plan.placement.optimizer for axis in groups.outer_axes
         )
         assert self.sharded or len(plan.blocks) == 1
-        layouts = _layouts(plan.blocks, parts=self.group.size, multiple=QUANTUM * self.outer.size)
+        self.wire = wire if self.gtp else None
+        multiple = QUANTUM * self.outer.size  # outer ranks may own equal ranges of it
+        layouts = [self._layout(handles, multiple) for handles in plan.blocks]
         stored = [of.numel // of.parts if self.sharded else of.numel for of in layouts]
-        dtype = plan.blocks[0][0].dtype
-        self.data = torch.zeros(sum(stored), dtype=dtype, device=device)
+        length = -(-sum(stored) // multiple) * multiple
+        self.data = torch.zeros(length, dtype=plan.blocks[0][0].dtype, device=device)
         starts = [sum(stored[:i]) for i in range(len(stored))]
         self.blocks = [
-            Block(self, handles, layout=layout, start=start)
+            Block(self, handles, layout=layout, start=start, wire=self.wire)
             for handles, layout, start in zip(plan.blocks, layouts, starts, strict=True)
         ]
         start, stop = 0, len(self.data)
@@ -303,8 +333,18 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements of its whole blocks."""
-        return sum(block.layout.numel for block in self.blocks)
+        """Elements that the ranks which share it store of it together, padding included."""
+        return len(self.data) * (self.group.size if self.sharded else 1)
+
+    def _layout(self, handles: list[WeightHandle], multiple: int) -> BufferLayout:
+        """Lay out a block. Where it is stored whole, each rank's range of it divides by `multiple`;
+        shards in a wire format are whole rows of its blocks."""
+        quantum = QUANTUM if self.sharded else multiple
+        if self.wire is not None:
+            (handle,) = handles
+            quantum = math.lcm(QUANTUM, self.wire.block[0] * handle.shape[-1])
+        shapes = [(handle.name, handle.shape) for handle in handles]
+        return BufferLayout.of(shapes, parts=self.group.size, shard_quantum=quantum)
 
     @property
     def expert(self) -> bool:
@@ -339,16 +379,6 @@ class Bucket:
             inside = found.within(*self.owned_range)
             if inside is not None:
                 yield inside
-
-
-def _layouts(
-    blocks: Sequence[Sequence[WeightHandle]], *, parts: int, multiple: int
-) -> list[BufferLayout]:
-    """Lay out the blocks of a bucket; their shards add up to a multiple of `multiple` elements."""
-    found = [BufferLayout.of([(h.name, h.shape) for h in block], parts=parts) for block in blocks]
-    missing = -sum(layout.numel // parts for layout in found) % multiple
-    found[-1] = replace(found[-1], numel=found[-1].numel + parts * missing)
-    return found
 
 
 @dataclass(frozen=True)
@@ -398,21 +428,33 @@ class Storage:
         bucket_bytes: fp32 gradient bytes after which a bucket closes, where weights are stored
             whole or over gtp; a weight is never split.
         granularity: of weights that are stored in shards: a block is a "unit" or a "weight".
+        gather_format: in which weights sharded over gtp are gathered, see `wire`; "bf16" is their
+            own dtype.
         initialize: write initial values; otherwise zeros.
 
     Raises:
-        ValueError: an unknown granularity.
+        ValueError: an unknown granularity or format.
     """
 
     strategy: str = "no_shard"
     outer: str = "no_shard"
     bucket_bytes: int = 160_000_000
     granularity: str = "unit"
+    gather_format: str = "bf16"
     initialize: bool = True
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
+        if self.gather_format not in WIRE_FORMATS:
+            raise ValueError(
+                f"gather_format {self.gather_format!r}: use {' or '.join(WIRE_FORMATS)}"
+            )
+
+    @property
+    def wire(self) -> WireFormat | None:
+        """The format of `gather_format`; None is no encoding."""
+        return None if self.gather_format == "bf16" else wire_formats(self.gather_format)[0]
 
     @property
     def placement(self) -> Placement:

@@ -15,6 +15,10 @@ Two kinds of blocks are gathered:
 A gatherer has blocks of one kind and follows a plan of its own: where a model has both, as under
 generalized tensor parallelism, reading a weight of one kind never ends the lease of another.
 
+A block with a wire format (`wire`) is encoded by the ranks that hold its shards, once after every
+optimizer step; the encoded shards are gathered, and decoded into the leased buffer where the block
+is needed. A largest magnitude that a format scales by is found for all blocks by one all-reduce.
+
 Where the outer ranks own different ranges of the same shards (hybrid sharding with a sharded
 optimizer, replicas of weights over gtp) a gather has two stages: over the outer ranks, once after
 every optimizer step and of a whole bucket, then over the ranks that share the block.
@@ -35,10 +39,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.comm.collectives import Pending, all_gather, all_gather_async, poison_
+from megatron.core.comm.collectives import (
+    Pending,
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    poison_,
+)
 from megatron.core.device import Event, Stream, current_stream, new_event, new_stream, on_stream
+from megatron.core.process_groups import Group
 from megatron.core.weight_gather.bucket import Block, Bucket
 from megatron.core.weight_gather.plan import GatherPlan, Trace, compile_plan
+from megatron.core.weight_gather.wire import shard_amax
 
 #: A size class is at most 1/64 above what was asked for, and a multiple of so many elements.
 _STEPS_PER_OCTAVE_LOG2 = 6
@@ -177,6 +189,36 @@ class _Gathered:
 
     whole: torch.Tensor
     pending: Pending | None
+    encoded: torch.Tensor | None = None
+
+
+@dataclass
+class _Encoded:
+    """This rank's shard of a block in its wire format.
+
+    Args:
+        bytes: [wire_bytes] uint8.
+        version: of the block's storage when it was encoded, which counts writes; -1 is never.
+        is_stale: ranks that own the shard have written it since it was encoded.
+        amax: the largest magnitude of the whole block, of formats that need it; None if ranks have
+            written the block since. All ranks that share it know it, or none.
+    """
+
+    block: Block
+    bytes: torch.Tensor
+    version: int = -1
+    is_stale: bool = False
+    amax: torch.Tensor | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether `bytes` are those of the shard as it is."""
+        return not self.is_stale and self.version == self.block.data._version
+
+    def invalidate(self) -> None:
+        """Forget what was encoded, unless nobody writes the block."""
+        if self.block.trainable:
+            self.is_stale, self.amax = True, None
 
 
 @dataclass
@@ -188,6 +230,7 @@ class GatherCounts:
         prefetched: of them, started before the block was needed.
         on_demand: needs that no plan foresaw.
         mismatches: steps in which something else was needed than planned.
+        encodes: of blocks into their wire format.
         peak_bytes: most bytes of leased weights at a time.
     """
 
@@ -195,6 +238,7 @@ class GatherCounts:
     prefetched: int = 0
     on_demand: int = 0
     mismatches: int = 0
+    encodes: int = 0
     peak_bytes: int = 0
 
 
@@ -237,7 +281,7 @@ class Gatherer:
         self.stream = new_stream(device)
         self.counts = GatherCounts()
         self.leases = any(bucket.sharded for bucket in buckets)
-        self.sizes = [block.whole_bytes for block in self.blocks]
+        self.sizes = [gathered_bytes(block) for block in self.blocks]
         self.budget = sum(self.sizes)
         if self.leases:
             self.budget = bytes_leased(buckets, prefetch=prefetch) + ahead * prefetch
@@ -245,6 +289,7 @@ class Gatherer:
         # Gathers over the outer ranks, by number of the bucket: under way, and still to start.
         self._outer: dict[int, Pending] = {}
         self._outer_stale: set[int] = set()
+        self._encoded: dict[int, _Encoded] = {}
         self._current: Block | None = None
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[str, ...], GatherPlan] = {}
@@ -351,10 +396,7 @@ class Gatherer:
             program.trace.append(block.index)
         if not again and not self._follow(block):
             self._on_demand(block)
-        gathered = self._gathered[block.index]
-        if gathered.pending is not None:
-            gathered.pending.wait()
-            gathered.pending = None
+        self._arrive(block.index)
         block.current = True
 
     # --- between steps ----------------------------------------------------------------------------
@@ -365,6 +407,8 @@ class Gatherer:
         self._settle()
         self.stream.wait_stream(current_stream(self.arena.device))
         self._gathered.clear()
+        for encoded in self._encoded.values():
+            encoded.invalidate()
         for bucket in self.buckets.values():
             if bucket.alone or not bucket.trainable:
                 continue  # nobody else has written it
@@ -406,10 +450,8 @@ class Gatherer:
 
     def wait(self) -> None:
         """Wait for the gathers under way; what they bring stays."""
-        for gathered in self._gathered.values():
-            if gathered.pending is not None:
-                gathered.pending.wait()
-                gathered.pending = None
+        for index in self._gathered:
+            self._arrive(index)
         for index in list(self._outer):
             self._outer.pop(index).wait()
 
@@ -483,19 +525,80 @@ class Gatherer:
         """Start a block's gather on the gather stream."""
         bucket = block.bucket
         with on_stream(self.stream):
-            if bucket.index in self._outer_stale:
-                self._gather_outer(bucket)
-            if bucket.index in self._outer:
-                self._outer.pop(bucket.index).wait()
-            whole = block.data
+            self._complete_shards(bucket)
+            whole, shard, encoded = block.data, block.shard, None
             if self.leases:
                 whole = self.arena.lease(block.layout.numel, whole.dtype, stream=self.stream)
-            pending = all_gather_async(block.shard, bucket.groups.gather, out=whole)
-        self._gathered[block.index] = _Gathered(whole, pending)
+            if block.wire is not None:
+                shard = self._encode(block)
+                size = len(shard) * bucket.group.size
+                encoded = self.arena.lease(size, torch.uint8, stream=self.stream)
+            into = whole if encoded is None else encoded
+            pending = all_gather_async(shard, bucket.groups.gather, out=into)
+        self._gathered[block.index] = _Gathered(whole, pending, encoded)
         self.counts.gathers += 1
         if self.leases:
             block.bind(whole)
             self.counts.peak_bytes = max(self.counts.peak_bytes, self.arena.live_bytes)
+
+    def _arrive(self, index: int) -> None:
+        """Wait for a block's gather, and decode what it brings."""
+        gathered, block = self._gathered[index], self.blocks[index]
+        if gathered.pending is None:
+            return
+        gathered.pending.wait()
+        gathered.pending = None
+        if block.wire is not None and gathered.encoded is not None:
+            whole = gathered.whole.view(-1, block.columns)
+            block.wire.decode(
+                gathered.encoded,
+                (whole.shape[0], whole.shape[1]),
+                dtype=whole.dtype,
+                amax=self._encoded[index].amax,
+                out=whole,
+            )
+            self.arena.release(gathered.encoded)
+            gathered.encoded = None
+
+    def _encode(self, block: Block) -> torch.Tensor:
+        """Return this rank's shard of a block in its wire format, encoded anew if the weights have
+        changed since."""
+        assert block.wire is not None
+        found = self._encoded_of(block)
+        if found.is_current:
+            return found.bytes
+        if block.wire.needs_amax and found.amax is None:
+            self._find_amax(block.bucket.groups.gather)
+        shard = block.shard.detach().view(-1, block.columns)
+        block.wire.encode(shard, amax=found.amax, out=found.bytes)
+        found.version, found.is_stale = block.data._version, False
+        self.counts.encodes += 1
+        return found.bytes
+
+    def _encoded_of(self, block: Block) -> _Encoded:
+        if block.index not in self._encoded:
+            wire = torch.empty(block.wire_bytes, dtype=torch.uint8, device=block.data.device)
+            self._encoded[block.index] = _Encoded(block, wire)
+        return self._encoded[block.index]
+
+    def _find_amax(self, group: Group) -> None:
+        """Find the largest magnitudes of the blocks of a group that have changed, over its ranks,
+        all of which call this at the same block."""
+        blocks = [block for block in self.blocks if block.bucket.groups.gather is group]
+        missing = [found for found in map(self._encoded_of, blocks) if found.amax is None]
+        for bucket in {found.block.bucket.index: found.block.bucket for found in missing}.values():
+            self._complete_shards(bucket)
+        largest = torch.stack([shard_amax(found.block.shard) for found in missing])
+        all_reduce(largest, group, op="max", out=largest)
+        for found, amax in zip(missing, largest, strict=True):
+            found.amax = amax
+
+    def _complete_shards(self, bucket: Bucket) -> None:
+        """Have the outer ranks' updates of a bucket's shards arrive."""
+        if bucket.index in self._outer_stale:
+            self._gather_outer(bucket)
+        if bucket.index in self._outer:
+            self._outer.pop(bucket.index).wait()
 
     def _gather_outer(self, bucket: Bucket) -> None:
         """Start the gather of a bucket's shards over the outer ranks."""
@@ -514,6 +617,8 @@ class Gatherer:
         gathered = self._gathered.pop(index)
         if gathered.pending is not None:
             gathered.pending.wait()
+        if gathered.encoded is not None:
+            self.arena.release(gathered.encoded)
         self.blocks[index].unbind()
         self.arena.release(gathered.whole)
 
@@ -523,8 +628,7 @@ class Gatherer:
             if self.leases:
                 self._release(index)
             elif gathered.pending is not None:
-                gathered.pending.wait()
-                gathered.pending = None
+                self._arrive(index)
                 self.blocks[index].current = True
         for index in list(self._outer):
             self._outer.pop(index).wait()
@@ -542,6 +646,13 @@ class Gatherer:
         self._current = None
 
 
+def gathered_bytes(block: Block) -> int:
+    """Return the bytes that a gather leases: the whole block, and what arrives if that is
+    encoded."""
+    arriving = 0 if block.wire is None else block.wire_bytes * block.bucket.group.size
+    return block.whole_bytes + arriving
+
+
 def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
     """Return the bytes that gathered weights need at a time, of the buckets that ranks share.
 
@@ -550,7 +661,7 @@ def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
     """
     shared = [bucket for bucket in buckets if not bucket.alone]
     if all(bucket.gtp for bucket in shared):
-        sizes = sorted(block.whole_bytes for bucket in shared for block in bucket.blocks)
+        sizes = sorted(gathered_bytes(block) for bucket in shared for block in bucket.blocks)
         return sum(sizes[-1 - prefetch :])
     root = 0
     largest = {False: 0, True: 0}

@@ -199,8 +199,10 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("", _FP8, "transformer-engine-precision first-last-layers-bf16 num-layers-at-start-in-bf16 "
      "num-layers-at-end-in-bf16 keep-fp8-weight-transpose-cache"),
     ("bf16", "weights, activations and their kernels have one format",
-     "params-dtype use-bf16 fp16-lm-cross-entropy disable-bf16-reduced-precision-matmul "
-     "reuse-grad-buf-for-mxfp8-param-ag"),
+     "params-dtype use-bf16 fp16-lm-cross-entropy disable-bf16-reduced-precision-matmul"),
+    ("weight-gather-format", "weights are stored in bf16 (--bf16); those over gtp may be gathered "
+     "in FP8, MXFP8 or NVFP4, in buffers of their own",
+     "fp8-param-gather fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag"),
     ("rerun-mode", "every step is looked at, on every rank: one with a NaN or Inf loss or gradient "
      "norm is computed once more, and changes no weight if it comes out so again",
      "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-nan-in-grad"),

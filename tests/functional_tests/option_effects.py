@@ -196,6 +196,14 @@ EFFECTS: dict[str, Effect] = {
     "fsdp-all-gather-in-start-param-sync": Effect("plan", base=f"{_CUT} --overlap-param-gather"),
     "param-gather-granularity": Effect("plan", "unit", "weight", _CUT),
     "param-gather-prefetch-bytes": Effect("plan", "0", "4096", f"{_CUT} --overlap-param-gather"),
+    "gtp-opt-in-modules": Effect(
+        "plan",
+        "",
+        "position_embeddings",
+        "--position-embedding-type learned_absolute --max-position-embeddings 30 "
+        "--tensor-parallel-num-weight-shards 2",
+        world=2,
+    ),
     "weight-gather-format": Effect(
         "plan", "bf16", "mxfp8", "--tensor-parallel-num-weight-shards 2", world=2
     ),

@@ -4,14 +4,21 @@ the losses of a single process, and what cannot be is refused before it starts."
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from megatron.training import pretrain_gpt
+from megatron.training.data.preprocessing.options import PreprocessConfig
+from megatron.training.preprocess_data import preprocess
+from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import flags, losses, run_on, write_tokens
 from tests.functional_tests.torchrun_job import torchrun
 
 TP, SHARDS = "--tensor-model-parallel-size", "--tensor-parallel-num-weight-shards"
 EXPERT_SHARDS = "--expert-tensor-parallel-num-weight-shards"
+FORMAT = "--weight-gather-format"
 STRATEGY = "--data-parallel-sharding-strategy"
 COMMON = (
     "--eval-interval 4 --train-iters 12 --hidden-dropout 0.1 --attention-dropout 0.1 "
@@ -60,6 +67,18 @@ def test_a_run_goes_on_with_and_without_weight_shards(tmp_path):
 
 
 @pytest.mark.timeout(200)
+def test_a_run_with_encoded_gathers_is_resumed_exactly(tmp_path):
+    prefix = write_tokens(tmp_path / "tokens")
+    layout = f"{COMMON} {SHARDS} 2 {FORMAT} mxfp8 {STRATEGY} optim --gtp-reduce-scatter-per step"
+    expected = train(prefix, tmp_path / "whole", 2, layout)
+    plain = train(prefix, tmp_path / "plain", 2, f"{COMMON} {SHARDS} 2")
+    assert expected != plain, "weights are gathered as they are"
+    train(prefix, tmp_path / "parts", 2, f"{layout} --exit-interval 6")
+    found = train(prefix, tmp_path / "parts", 2, layout)
+    assert found == expected
+
+
+@pytest.mark.timeout(200)
 @pytest.mark.covers("numbers of one process", runs="ranks")
 def test_experts_have_weight_shards_of_their_own(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
@@ -79,6 +98,80 @@ def test_experts_have_weight_shards_of_their_own(tmp_path):
         assert loss == pytest.approx(expected[iteration], rel=1e-6), iteration
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """The text that `make pretrain` trains on, as bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    build_corpus(folder / "corpus.jsonl", library=Path(json.__file__).parent)
+    preprocess(
+        PreprocessConfig(
+            input=(str(folder / "corpus.jsonl"),),
+            output_prefix=str(folder / "corpus"),
+            tokenizer_type="byte",
+            append_eod=True,
+        )
+    )
+    return folder / "corpus"
+
+
+def on_corpus(corpus, more):
+    """Return the arguments of a run of byte tokens on the corpus."""
+    return flags(
+        corpus, f"--tokenizer-type byte --eval-interval 0 {more}", without=["--vocab-size"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_ranks_with_both_kinds_of_shards_are_resumed_by_one(corpus, tmp_path):
+    """Dense weights over tp 2 and gtp 2, experts over ep 2 and egtp 2, 20 steps."""
+    model = (
+        "--num-layers 2 --hidden-size 48 --ffn-hidden-size 64 --seq-length 64 --lr 1e-3 "
+        "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+    )
+    save, whole = tmp_path / "save", tmp_path / "whole.jsonl"
+    layout = (
+        f"{TP} 2 {SHARDS} 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        f"{EXPERT_SHARDS} 2"
+    )
+    train_20 = f"{model} --train-iters 20 --save {save} --load {save} --save-interval 10"
+    job = torchrun(on_corpus(corpus, f"{train_20} {layout} --exit-interval 10"), "--standalone",
+                   processes=8)  # fmt: skip
+    output, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, output
+    assert "over gtp 2" in output
+    assert "of experts over egtp 2" in output
+    run_on(1, on_corpus(corpus, train_20))
+    run_on(1, on_corpus(corpus, f"{model} --train-iters 20 --metrics-file {whole}"))
+    expected = losses(whole)
+    assert len(expected) == 20
+    assert losses(save / "metrics.jsonl") == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_encoded_gathers_learn_the_corpus_as_well(corpus, tmp_path):
+    model = (
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --seq-length 128 --lr 3e-3 "
+        f"--train-iters 200 {SHARDS} 2 {STRATEGY} optim"
+    )
+
+    def last_losses(form):
+        metrics = tmp_path / f"{form}.jsonl"
+        run_on(2, on_corpus(corpus, f"{model} {FORMAT} {form} --metrics-file {metrics}"))
+        found = losses(metrics)
+        assert len(found) == 200
+        return sum(found[i] for i in range(181, 201)) / 20
+
+    plain = last_losses("bf16")
+    assert plain < 3.0, "the model has not learnt anything"
+    for form, bound in (("fp8", 0.01), ("mxfp8", 0.01), ("nvfp4", 0.03)):
+        loss = last_losses(form)
+        print(form, plain, loss, loss / plain - 1)
+        assert loss != plain
+        assert abs(loss / plain - 1) < bound, form
+
+
 @pytest.mark.parametrize(
     ("world", "layout", "names"),
     [
@@ -87,6 +180,12 @@ def test_experts_have_weight_shards_of_their_own(tmp_path):
         (4, f"{SHARDS} 2 --num-distributed-optimizer-instances 2 {STRATEGY} optim",
          ["--num-distributed-optimizer-instances 2", SHARDS]),
         (2, f"{EXPERT_SHARDS} 2", [EXPERT_SHARDS, "--num-experts"]),
+        (2, f"{FORMAT} mxfp8", [f"{FORMAT} mxfp8", SHARDS]),
+        (2, f"{SHARDS} 2 {FORMAT} fp8 {STRATEGY} optim_grads_params", [f"{FORMAT} fp8", STRATEGY]),
+        (2, f"{EXPERTS} --expert-model-parallel-size 1 {EXPERT_SHARDS} 2 {FORMAT} mxfp8",
+         [f"{FORMAT} mxfp8", "40 of --moe-ffn-hidden-size"]),
+        (2, f"{SHARDS} 2 {STRATEGY} optim_grads --gtp-reduce-scatter-per step",
+         ["--gtp-reduce-scatter-per step", "optim_grads"]),
         (4, f"--num-experts 4 --expert-tensor-parallel-size 2 {TP} 2 {EXPERT_SHARDS} 3 {SHARDS} 3",
          [f"{EXPERT_SHARDS} 3", f" {SHARDS} 3"]),
     ],

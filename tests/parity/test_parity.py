@@ -44,6 +44,7 @@ def _check(row, *, timeout=60.0):
     ref = reference_of(row)
     runs = run_ranks(rank_of_row, world_of(row), ref.row, ref.initial, timeout=timeout)
     assert_agrees(row, runs, ref)
+    return runs
 
 
 @pytest.mark.parametrize("row", rows_for_every_change(), ids=label)
@@ -55,6 +56,27 @@ def test_a_layout_trains_as_the_single_process(row):
 @pytest.mark.parametrize("row", rows_of_formats(), ids=label)
 def test_weights_in_a_wire_format_train_as_the_encoded_ones_do(row):
     _check(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        row_with(
+            tp=1, gtp=2, dp=2, attention="latent", groups=8, placement="optim",
+            opt_in=("mla_down_proj",),
+        ),
+        row_with(tp=2, gtp=2, positions="learned", accumulation=3, opt_in=("position_embeddings",)),
+    ],
+    ids=label,
+)  # fmt: skip
+def test_modules_that_opt_in_are_sharded_over_gtp(row):
+    wanted = {
+        "mla_down_proj": "attention.down.weight",
+        "position_embeddings": "position_embeddings",
+    }
+    runs = _check(row)
+    (name,) = row["opt_in"]
+    assert any(wanted[name] in sharded for sharded in runs[0].over_gtp), runs[0].over_gtp
 
 
 @pytest.mark.parametrize("documents", FACTORS["documents"])

@@ -120,6 +120,7 @@ class Run:
 
     initial: list[Piece]
     buckets: list[BucketSize]
+    over_gtp: list[str]
     part: StagePart
     late: int = 0
     leased_bytes: int = 0
@@ -200,6 +201,7 @@ def train_row(
             linear_mode=row["linear_mode"],
             dispatcher=row["dispatcher"],
             overlap_shared_expert=row["overlap"],
+            gtp_opt_in_modules=row.get("opt_in", ()),
         ),
     )
     model.set_recompute(RECOMPUTE[row["recompute"]])
@@ -214,14 +216,12 @@ def train_row(
         initial=weight_pieces(model.store),
         buckets=[BucketSize.of(bucket) for bucket in model.store.buckets],
         part=stage_part(row, model, engine),
+        over_gtp=[handle.name for b in model.store.buckets if b.gtp for handle in b.handles],
     )
     if initial is None:
         return run
     write_weights(model.store, initial)
-    balance = None
-    if model.config.moe is not None:
-        names, world = model.config.router_names, groups["world"]
-        balance = Balance(routers_of(model), names, config=model.config.moe, world=world)
+    balance = _balance(model, groups)
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
@@ -238,6 +238,14 @@ def train_row(
     run.states = model.store.states
     run.loads = [] if balance is None else balance.report()
     return run
+
+
+def _balance(model: GPTModel, groups: ProcessGroupCollection) -> Balance | None:
+    """Return what counts the loads of experts; None if there are none."""
+    if model.config.moe is None:
+        return None
+    names, world = model.config.router_names, groups["world"]
+    return Balance(routers_of(model), names, config=model.config.moe, world=world)
 
 
 def _local(row: Row, groups: ProcessGroupCollection, batch: Microbatch) -> Microbatch:

@@ -73,6 +73,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
             f"{each} processes or lower it"
         )
     yield from _weight_shards(config, world_size)
+    yield from _expert_blocks(config)
     if config.parallel.sequence_parallel and tp == 1:
         yield (
             "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise "
@@ -104,6 +105,15 @@ def _weight_shards(config: Config, world_size: int) -> Iterator[str]:
             f"{flag} over tensor parallel size {tp} needs {parallel.gtp_size} data parallel ranks, "
             f"or a multiple: there are {dp}"
         )
+    latent = config.attention.multi_latent_attention
+    learned = config.position.position_embedding_type == "learned_absolute"
+    for name, used, needs in (
+        ("mla_down_proj", latent, "--multi-latent-attention"),
+        ("position_embeddings", learned, "--position-embedding-type learned_absolute"),
+    ):
+        if name in parallel.gtp_opt_in_modules and not (used and parallel.gtp_size > 1):
+            needs = needs if parallel.gtp_size > 1 else "--tensor-parallel-num-weight-shards"
+            yield f"--gtp-opt-in-modules {name} has no effect without {needs}: drop it"
     instances = config.data_parallel.num_distributed_optimizer_instances
     if instances > 1:
         for size, name in (
@@ -115,6 +125,26 @@ def _weight_shards(config: Config, world_size: int) -> Iterator[str]:
                     f"{name} with --num-distributed-optimizer-instances {instances}: weights are "
                     "sharded over gtp or over the ranks of an instance: drop one"
                 )
+
+
+def _expert_blocks(config: Config) -> Iterator[str]:
+    """Name why experts' matrices cannot be gathered in blocks that share a scale."""
+    form, experts = config.data_parallel.weight_gather_format, config.experts
+    block = {"mxfp8": 32, "nvfp4": 16}.get(form)
+    if block is None or experts.num_experts is None or config.parallel.expert_gtp_size == 1:
+        return
+    etp = config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
+    width = experts.moe_ffn_hidden_size or config.model.inner_features
+    for rows, name in (
+        (width // etp, "--moe-ffn-hidden-size"),
+        (config.model.hidden_size, "--hidden-size"),
+    ):
+        if rows % block:
+            yield (
+                f"--weight-gather-format {form} has blocks of {block} rows, and a rank has {rows} "
+                f"of {name} in each expert's matrix, so that some would hold rows of two experts: "
+                "use fp8 or bf16, or another size"
+            )
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:

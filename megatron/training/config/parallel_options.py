@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from megatron.core.backend import GTP_OPT_IN_MODULES
 from megatron.training.config.values import not_negative, positive, require, require_all
 
 
@@ -330,6 +331,10 @@ class ParallelConfig:
     parallel size; each tensor parallel rank's part is sharded over that many times fewer ranks,
     which have different samples, and gathered just before use; derived: the tensor parallel
     size."""
+    gtp_opt_in_modules: tuple[str, ...] = ()
+    """With --tensor-parallel-num-weight-shards, modules whose matrices are sharded too, though
+    every tensor parallel rank has them whole: mla_down_proj (the down projections of latent
+    attention), position_embeddings (learned absolute positions)."""
     sequence_parallel: bool = False
     """Also cut activations outside of matrix products along the sequence over the tensor parallel
     ranks."""
@@ -373,6 +378,11 @@ class ParallelConfig:
             self, "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"
         )
         positive(self, "distributed_timeout_minutes")
+        unknown = [name for name in self.gtp_opt_in_modules if name not in GTP_OPT_IN_MODULES]
+        require(
+            not unknown,
+            f"--gtp-opt-in-modules {' '.join(unknown)}: use {' or '.join(GTP_OPT_IN_MODULES)}",
+        )
 
     @property
     def gtp_size(self) -> int:

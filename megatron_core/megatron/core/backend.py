@@ -21,6 +21,10 @@ from megatron.core.ops.recurrence import recur
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
+#: Modules whose matrices every tensor parallel rank has whole, so that those over gtp do too unless
+#: they opt in: the down projections of latent attention, learned absolute positions.
+GTP_OPT_IN_MODULES = ("mla_down_proj", "position_embeddings")
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -38,6 +42,8 @@ class Backend:
         dispatcher: how tokens come to the ranks of their experts: "allgather", "alltoall", or
             "auto", which is what moves fewer bytes.
         overlap_shared_expert: compute the shared expert while tokens are under way.
+        gtp_opt_in_modules: of `GTP_OPT_IN_MODULES`, whose matrices generalized tensor parallelism
+            may shard although tensor parallelism does not.
         cpu_dtype: what a CPU multiplies bf16 and fp16 matrices in: that dtype, or fp32; None is
             what it does faster. Ranks of a model must agree: see `with_cpu_dtype`.
     """
@@ -53,6 +59,7 @@ class Backend:
     linear_mode: str = AUTO
     dispatcher: str = AUTO
     overlap_shared_expert: bool = True
+    gtp_opt_in_modules: tuple[str, ...] = ()
     cpu_dtype: torch.dtype | None = None
 
 

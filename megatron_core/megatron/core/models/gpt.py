@@ -431,6 +431,7 @@ class PositionEmbedding(nn.Module):
             "embedding.position_embeddings.weight",
             (positions, build.hidden_size),
             gradient={"tp": build.region.replicated_gradient},
+            gtp="position_embeddings" in build.backend.gtp_opt_in_modules,
         )
         self.weight = build.store.declare(sharding, build.init)
 

@@ -76,6 +76,7 @@ class ReplicatedLinear(nn.Module):
         name: the fused weight's name.
         outputs: (logical name, output features) of each fused part.
         input_size: h.
+        gtp: generalized tensor parallelism may shard the weight.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ReplicatedLinear(nn.Module):
         store: WeightStore,
         region: TensorParallelRegion,
         init: InitSpec,
+        gtp: bool = False,
     ) -> None:
         super().__init__()
         segments = tuple(
@@ -97,6 +99,7 @@ class ReplicatedLinear(nn.Module):
                 name=f"{name}.weight",
                 segments=segments,
                 gradient={"tp": region.replicated_gradient},
+                gtp=gtp,
             ),
             init,
         )

@@ -157,7 +157,13 @@ class LatentAttention(nn.Module):
             down.insert(0, (f"{name}.query_down", config.q_lora_rank))
             query, query_input = f"{name}.query_up", config.q_lora_rank
             self.query_norm = Norm(f"{name}.query_norm", query_input, config=norm, build=build)
-        self.down = ReplicatedLinear(f"{name}.down", down, input_size=build.hidden_size, **shared)
+        self.down = ReplicatedLinear(
+            f"{name}.down",
+            down,
+            input_size=build.hidden_size,
+            gtp="mla_down_proj" in build.backend.gtp_opt_in_modules,
+            **shared,
+        )
         self.kv_norm = Norm(f"{name}.kv_norm", rank, config=norm, build=build)
         self.query = build.backend.column_linear(
             query, [(query, n * config.query_channels, None)], input_size=query_input, **shared

@@ -61,7 +61,7 @@ class BucketSize:
     """The size of a bucket and who shares it.
 
     Args:
-        numel: elements of its whole blocks, padding included.
+        numel: elements that the ranks which share it store together, padding included.
         inner: ranks that share it.
         outer: ranks that hold the same shards: under hybrid sharding, and of weights over gtp.
         root: its weights belong to no unit.
@@ -84,6 +84,11 @@ class BucketSize:
         if not self.blocks:
             one = BlockSize(numel=self.numel, trainable=self.trainable)
             object.__setattr__(self, "blocks", (one,))
+
+    @property
+    def whole(self) -> int:
+        """Elements of its whole blocks, which are gathered and reduced."""
+        return sum(block.numel for block in self.blocks)
 
     @property
     def alone(self) -> bool:
@@ -231,9 +236,9 @@ def bytes_per_rank(
     shared = [b for b in buckets if not b.alone and not b.gtp]
     if placed.weight and shared:
         most = of.weight * _together(shared, 1 + prefetch) + ahead * prefetch
-        gathered += min(most, of.weight * sum(b.numel for b in shared))
+        gathered += min(most, of.weight * sum(b.whole for b in shared))
     trained = [b for b in shared if b.trainable]
-    under_way = (1 + overlap) * max((b.numel for b in trained), default=0)
+    under_way = (1 + overlap) * max((b.whole for b in trained), default=0)
     if placed.gradient:  # of a single bucket, the next microbatch's come while it is reduced
         several = len(trained) > 1
         reducing += of.gradient * (_together(trained, 1 + overlap) if several else under_way)
@@ -364,8 +369,8 @@ def _together(buckets: Sequence[BucketSize], units: int) -> int:
     largest = {False: 0, True: 0}
     for b in buckets:
         if not b.root:
-            largest[b.expert] = max(largest[b.expert], b.numel)
-    return sum(b.numel for b in buckets if b.root) + units * sum(largest.values())
+            largest[b.expert] = max(largest[b.expert], b.whole)
+    return sum(b.whole for b in buckets if b.root) + units * sum(largest.values())
 
 
 def _parts(axes: tuple[str, ...], inner_size: int, outer_size: int) -> int:

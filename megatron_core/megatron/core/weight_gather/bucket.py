@@ -337,9 +337,9 @@ class Bucket:
         return len(self.data) * (self.group.size if self.sharded else 1)
 
     def _layout(self, handles: list[WeightHandle], multiple: int) -> BufferLayout:
-        """Lay out a block. Where it is stored whole, each rank's range of it divides by `multiple`;
-        shards in a wire format are whole rows of its blocks."""
-        quantum = QUANTUM if self.sharded else multiple
+        """Lay out a block. A range of one that is not among others divides by `multiple`; shards in
+        a wire format are whole rows of its blocks."""
+        quantum = QUANTUM if self.gtp else multiple
         if self.wire is not None:
             (handle,) = handles
             quantum = math.lcm(QUANTUM, self.wire.block[0] * handle.shape[-1])

@@ -59,14 +59,18 @@ def layer_shardings(layer: int, *, router: GradientKind = "partial") -> list[Wei
     ]
     return [
         named("norm", gradient={"tp": "partial"}, weight_decay=False),
-        named("mixer", TP_ROWS),
+        named("mixer", TP_ROWS, gtp=True),
         named("bias", gradient={"tp": "identical"}, weight_decay=False),
         named("router", gradient={"tp": router}),
         WeightSharding(
-            name=f"{layer}.gate_up", segments=tuple(fused), interleave=EXPERTS, expert=True
+            name=f"{layer}.gate_up",
+            segments=tuple(fused),
+            interleave=EXPERTS,
+            expert=True,
+            gtp=True,
         ),
-        named("shared", Cut(axis="tp", dim=1)),
-        named("down", EP, Cut(axis="etp", dim=2), expert=True),
+        named("shared", Cut(axis="tp", dim=1), gtp=True),
+        named("down", EP, Cut(axis="etp", dim=2), expert=True, gtp=True),
     ]
 
 
@@ -124,7 +128,7 @@ class ExpertModel:
         self.groups = groups
         placed = DataParallelConfig(**{"debug": True, **(parallel or {})})  # type: ignore[arg-type]
         self.store = WeightStore(groups, seed=6, dtype=dtype)
-        table = WeightSharding.of("table", TABLE, TP_ROWS)
+        table = WeightSharding.of("table", TABLE, TP_ROWS, gtp=True)
         layers = [layer_shardings(layer, router=router) for layer in range(LAYERS)]
         for number, layer in enumerate([[table], *layers]):
             with self.store.unit(f"layer {number}") if number else nullcontext():

@@ -107,10 +107,10 @@ def bug(module: str, function: str, code: str, faulty: str, config, world: int =
 
 BUGS = {
     "a gathered weight is used without a wait": bug(
-        GATHERER, "Gatherer.consume", "gathered.pending.wait()", "gathered.pending", ZERO3
+        GATHERER, "Gatherer._arrive", "gathered.pending.wait()", "gathered.pending", ZERO3
     ),
     "a gather in place is used without a wait": bug(
-        GATHERER, "Gatherer.consume", "gathered.pending.wait()", "gathered.pending", ZERO2
+        GATHERER, "Gatherer._arrive", "gathered.pending.wait()", "gathered.pending", ZERO2
     ),
     "weights are read from a buffer that was given back": bug(
         "megatron.core.weight_gather.bucket",
@@ -123,7 +123,8 @@ BUGS = {
         GATHERER,
         "Gatherer.consume",
         "block.current = True",
-        "block.current = True; self.leases and self.arena.release(gathered.whole)",
+        "block.current = True; "
+        "self.leases and self.arena.release(self._gathered[block.index].whole)",
         ZERO3,
     ),
     "a prefetch goes into the buffer in use": bug(
@@ -150,7 +151,7 @@ BUGS = {
     ),
     "the inner gather does not wait for the outer": bug(
         GATHERER,
-        "Gatherer._issue",
+        "Gatherer._complete_shards",
         "self._outer.pop(bucket.index).wait()",
         "self._outer.pop(bucket.index)",
         HYBRID,

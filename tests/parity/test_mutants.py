@@ -274,7 +274,7 @@ FAULTS = {
     "feature off: sums over the replicas of weights over gtp during backward": (
         "distributed.data_parallel",
         "DataParallel._settle",
-        "and bucket.needs_outer:",
+        "and bucket.is_complete:",
         "and False:",
         {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim", "bucket": "small"},
     ),

@@ -484,7 +484,8 @@ class GradientBucket:
 
     def begin_last(self) -> None:
         """Expect the step's last sum of every block."""
-        self._awaited = self._starts
+        if self._kept:
+            self._awaited = self._starts
         for block in self.blocks:
             block.begin_last()
 
@@ -502,10 +503,14 @@ class GradientBucket:
         return self._segment(block.block), first
 
     @property
+    def is_full(self) -> bool:
+        """Whether every block's sum that the one over the outer ranks waits for has started."""
+        return self.needs_outer and self._awaited is not None and not self._awaited
+
+    @property
     def is_complete(self) -> bool:
-        """Whether every block has had the sum that the one over the outer ranks waits for."""
-        summed = self._awaited is not None and not self._awaited
-        return summed and not any(block.is_under_way for block in self.blocks)
+        """Whether these have ended too."""
+        return self.is_full and not any(block.is_under_way for block in self.blocks)
 
     @property
     def needs_outer(self) -> bool:
@@ -934,6 +939,9 @@ class DataParallel:
         self.launched_in_backward += last
 
     def _reduce(self, block: GradientBlock) -> None:
+        bucket = block.bucket
+        if bucket.outer.each_microbatch and bucket.is_full:  # of the microbatch before
+            self._reduce_outer(bucket)
         block.reduce()
         self._under_way.append(block)
         if block.bounded:
@@ -948,7 +956,7 @@ class DataParallel:
             block.settle()
             flying -= block.bytes * block.bounded
             bucket = block.bucket
-            if self.config.overlap_grad_reduce and bucket.is_complete and bucket.needs_outer:
+            if self.config.overlap_grad_reduce and bucket.is_complete:
                 self._reduce_outer(bucket)
 
     def _reduce_outer(self, bucket: GradientBucket) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from megatron.core.backend import GTP_OPT_IN_MODULES
 from megatron.training.config.values import not_negative, positive, require, require_all
 
 
@@ -105,6 +104,9 @@ def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
     if len(virtual := config.given(*_VIRTUAL)) > 1:
         yield f"{' and '.join(virtual)} exclude each other: keep one"
 
+
+#: What `Backend.gtp_opt_in_modules` takes.
+GTP_OPT_IN_MODULES = ("mla_down_proj", "position_embeddings")
 
 ShardingStrategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

@@ -21,10 +21,6 @@ from megatron.core.ops.recurrence import recur
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-#: Modules whose matrices every tensor parallel rank has whole, so that those over gtp do too unless
-#: they opt in: the down projections of latent attention, learned absolute positions.
-GTP_OPT_IN_MODULES = ("mla_down_proj", "position_embeddings")
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -42,8 +38,9 @@ class Backend:
         dispatcher: how tokens come to the ranks of their experts: "allgather", "alltoall", or
             "auto", which is what moves fewer bytes.
         overlap_shared_expert: compute the shared expert while tokens are under way.
-        gtp_opt_in_modules: of `GTP_OPT_IN_MODULES`, whose matrices generalized tensor parallelism
-            may shard although tensor parallelism does not.
+        gtp_opt_in_modules: whose matrices generalized tensor parallelism may shard although every
+            tensor parallel rank has them whole: "mla_down_proj" (the down projections of latent
+            attention), "position_embeddings" (learned absolute positions).
         cpu_dtype: what a CPU multiplies bf16 and fp16 matrices in: that dtype, or fp32; None is
             what it does faster. Ranks of a model must agree: see `with_cpu_dtype`.
     """

@@ -37,12 +37,14 @@ class AverageHooks(TrainingHooks):
 
     Args:
         step: whose weights are averaged.
-        batch: samples of a step.
+        samples_at: samples of the step at a place in the data.
         half_life_samples: of the average.
     """
 
-    def __init__(self, step: TrainStep, *, batch: int, half_life_samples: float) -> None:
-        self._step, self._batch = step, batch
+    def __init__(
+        self, step: TrainStep, *, samples_at: Callable[[int], int], half_life_samples: float
+    ) -> None:
+        self._step, self._samples_at, self._samples = step, samples_at, 0
         self._owned = step.engine.owned()
         self.average = WeightAverage(self._owned, half_life_samples=half_life_samples)
         # A tensor, so that checkpoints keep it with the average.
@@ -54,12 +56,16 @@ class AverageHooks(TrainingHooks):
         if not self._updates:
             self.average.restart()
 
+    def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
+        """Take note of the step's samples, of which its place in the data tells."""
+        self._samples = self._samples_at(progress.consumed_samples)
+
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
         """Move the average, if the weights have moved."""
         if not outcome.applied:
             return
         start = time.perf_counter()
-        self.average.update(samples=self._batch)
+        self.average.update(samples=self._samples)
         self._seconds += time.perf_counter() - start
         self._logged_updates += 1
         self._updates += 1
@@ -117,8 +123,7 @@ def experiment(run: Run, options: Options) -> Experiment:
     Raises:
         ValueError: a half-life that is not positive.
     """
-    given, batch = options.half_life_samples, run.config.training.global_batch_size
-    assert batch is not None
+    given = options.half_life_samples
     if given is not None and given <= 0:
         raise ValueError(
             f"--experiment weight_average: half_life_samples {given}: use a positive number"
@@ -126,6 +131,6 @@ def experiment(run: Run, options: Options) -> Experiment:
     half_life = DEFAULT_SHARE * run.train_samples if given is None else given
 
     def hooks(model: GPTModel, step: TrainStep) -> AverageHooks:
-        return AverageHooks(step, batch=batch, half_life_samples=half_life)
+        return AverageHooks(step, samples_at=run.batch_sizes.at, half_life_samples=half_life)
 
     return Experiment(hooks=hooks)

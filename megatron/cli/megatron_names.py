@@ -219,8 +219,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("use-checkpoint-opt-param-scheduler", "without it the schedule is as given",
      "override-lr-scheduler use-checkpoint-lr-scheduler"),
     ("lr-decay-iters", "the schedule's length is given by itself", "lr-decay-tokens"),
-    ("global-batch-size", "the batch has one size for the whole run",
-     "rampup-batch-size decrease-batch-size-if-needed step-batch-size-schedule"),
+    ("allow-uneven-batch", "a batch that does not divide keeps its samples",
+     "decrease-batch-size-if-needed"),
     # Data
     ("tokenizer-model", _TOKENIZER,
      "tiktoken-pattern tiktoken-num-special-tokens "
@@ -234,8 +234,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("reset-attention-mask", "masks are never stored: attention knows where documents end",
      "create-attention-mask-in-dataloader"),
     ("eval-iters", "validation takes the same samples every time",
-     "full-validation multiple-validation-sets eval-micro-batch-size eval-global-batch-size "
-     "skip-train test-mode"),
+     "full-validation multiple-validation-sets skip-train test-mode"),
     ("dataloader-type", "it says in which order samples come", "data-sharding dataloader-save"),
     # Checkpoints
     ("", _FORMAT,

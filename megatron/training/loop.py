@@ -44,10 +44,11 @@ class Steps(Protocol):
     scaler: LossScaler
     window: StepWindow
 
-    def take_step(self, update_samples: int, loss_limit: float) -> StepOutcome:
+    def take_step(self, samples: int, *, update_samples: int, loss_limit: float) -> StepOutcome:
         """Train on the next global batch, unless its loss is above the limit.
 
         Args:
+            samples: of this batch.
             update_samples: of the applied updates so far, which schedules follow.
         """
 
@@ -107,6 +108,7 @@ class TrainingLoop:
 
     def _iterate(self, progress: Progress) -> None:
         training, checkpoint = self._run.config.training, self._run.config.checkpoint
+        evaluates = self._run.config.evaluation
         first = saved = progress.iteration
         left_over = bool(progress.validation_pending)
         if progress.iteration == 0 or left_over:
@@ -120,7 +122,7 @@ class TrainingLoop:
             stopping = bool(early) or asked or done == self._run.train_iters
             # Stopping at exit-interval leaves the last validation to the run's real end; stopping
             # early leaves one that is due to the next start.
-            if _is_multiple(done, training.eval_interval) or done == self._run.train_iters:
+            if _is_multiple(done, evaluates.eval_interval) or done == self._run.train_iters:
                 if early:
                     progress.validation_pending = 1
                 else:
@@ -145,15 +147,14 @@ class TrainingLoop:
             RunStopped: a hook ends the run.
         """
         config, steps = self._run.config, self._steps
-        batch = config.training.global_batch_size
-        assert batch is not None
+        batch = self._run.batch_sizes.at(progress.consumed_samples)
         for hooks in self._hooks:
             hooks.on_step_begin(progress.iteration + 1)
         lr = steps.lr.lr(progress.update_samples)
         scale = steps.scaler.scale
         limit = spike_limit(config, progress.recent_losses)
         start = time.perf_counter()
-        outcome = steps.take_step(progress.update_samples, limit)
+        outcome = steps.take_step(batch, update_samples=progress.update_samples, loss_limit=limit)
         seconds = time.perf_counter() - start
         self._stop.note("step", seconds)
         for hooks in self._hooks:
@@ -164,7 +165,7 @@ class TrainingLoop:
             progress.update_samples += batch
             remember_loss(config, progress.recent_losses, outcome.loss)
         self._count(progress, outcome, scale)
-        steps.window.add(outcome, seconds)
+        steps.window.add(outcome, seconds, samples=batch)
         self._display.step(progress.iteration, outcome.loss)
         interval = config.logging.log_interval
         if progress.iteration % interval == 0 or progress.iteration == self._run.train_iters:

@@ -108,34 +108,35 @@ class SessionSteps:
     def __init__(self, session: Session, batches: Iterator[GPTBatch]) -> None:
         self._session, self._batches, model = session, batches, session.model
         self._layouts = layouts_of(session.run, session.place, model.config)
-        self._division = session.run.division
         self._depths = 0 if model.multi_token is None else model.config.mtp_num_layers
         self.lr = learning_rate_schedule(session.run)
         self.decoupled_lr = decoupled_schedule(session.run)
         self.weight_decay = weight_decay_schedule(session.run)
         self.scaler, self.window = session.optimizer.scaler, session.window
 
-    def take_step(self, update_samples: int, loss_limit: float) -> StepReport:
+    def take_step(self, samples: int, *, update_samples: int, loss_limit: float) -> StepReport:
         """Train on the next global batch, unless its loss is above the limit.
 
         Args:
+            samples: of this batch, as `Run.batch_sizes` has it at this place in the data.
             update_samples: of the applied updates so far, which the schedules follow.
         """
-        run, device, division = self._session.run, self._session.place.device, self._division
-        batches = [next(self._batches) for _ in range(run.num_microbatches)]
+        run, device = self._session.run, self._session.place.device
+        division = run.division(samples)
+        batches = [next(self._batches) for _ in range(division.rounds)]
         # An estimate where lanes differ: this lane's documents stand for all.
         window = run.config.attention.window_size
         counted = [batch for batch in batches if not batch.filler]
         squares = sum(squared_lengths(batch, window) for batch in counted)
-        samples = sum(batch.num_samples for batch in counted)
-        self._session.window.add_squares(squares * division.samples // samples)
+        own_samples = sum(batch.num_samples for batch in counted)
+        self._session.window.add_squares(squares * samples // own_samples)
         microbatches = take(
             iter(batches),
-            run.num_microbatches,
+            len(batches),
             device,
             layouts=self._layouts,
             depths=self._depths,
-            step_samples=None if division.is_even else division.samples,
+            step_samples=None if division.is_even else samples,
         )
         own = self.decoupled_lr
         report = self._session.step(
@@ -164,12 +165,12 @@ class SessionSteps:
             return None
         lanes = place.groups["samples"]
         fresh = validation_batches(data, run, lanes=lanes, split=split)
-        count = run.config.training.eval_iters * run.num_microbatches
+        at_a_time = run.evaluation.rounds  # as a step of a pipeline has
+        count = run.config.evaluation.eval_iters * at_a_time
         microbatches = (
             microbatch(batch, place.device, layouts=self._layouts) for batch in islice(fresh, count)
         )
-        # As many at a time as a step has: it is what activations and schedules are made for.
-        return self._session.step.evaluate(microbatches, at_a_time=run.num_microbatches)
+        return self._session.step.evaluate(microbatches, at_a_time=at_a_time)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ def hold(step: int) -> None:
     whole = session_steps.SessionSteps.take_step
     count = [0]
 
-    def holding(self, *arguments):
+    def holding(self, *arguments, **named):
         count[0] += 1
         if count[0] == step:
             time.sleep(600)
-        return whole(self, *arguments)
+        return whole(self, *arguments, **named)
 
     session_steps.SessionSteps.take_step = holding
 

@@ -117,7 +117,7 @@ def test_a_validation_that_two_starts_make_is_written_once(tmp_path, monkeypatch
     assert [e["iteration"] for e in timeless(cut / "metrics.jsonl")][-1] == 3
     with monkeypatch.context() as patch:
 
-        def dies(*arguments):
+        def dies(*arguments, **named):
             raise KeyError("in step 4")
 
         patch.setattr(SessionSteps, "take_step", dies)

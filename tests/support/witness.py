@@ -150,7 +150,7 @@ def _trained(memory: _Memory, step: Any, microbatches: Sequence[Any]) -> Ran:
         checkpoint = run.config.checkpoint
         did += ["saves"] * (checkpoint.save is not None) + ["async"] * checkpoint.async_save
         did += ["loads"] * (step in memory.resumed)
-        settings += () if run.division.is_even else ("uneven batch",)
+        settings += () if run.final_division.is_even else ("uneven batch",)
     strategy = engine.config.strategy
     if strategy != "no_shard" and not engine.placement.optimizer:
         strategy = ""  # alone on its lanes it cuts nothing

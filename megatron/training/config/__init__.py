@@ -35,6 +35,7 @@ from megatron.training.config.parallel_options import (
 )
 from megatron.training.config.training_options import (
     DataConfig,
+    EvaluationConfig,
     LossScaleConfig,
     MuonConfig,
     OptimizerConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DataParallelConfig",
+    "EvaluationConfig",
     "ExecutionConfig",
     "ExperimentConfig",
     "ExpertConfig",
@@ -83,6 +85,7 @@ class Config:
     data_parallel: DataParallelConfig
     execution: ExecutionConfig
     training: TrainingConfig
+    evaluation: EvaluationConfig
     optimizer: OptimizerConfig
     muon: MuonConfig
     loss_scale: LossScaleConfig

@@ -148,28 +148,50 @@ def _expert_blocks(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
-    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
-    if batch is None or world_size % config.model_parallel_size:
+    training = config.training
+    if world_size % config.model_parallel_size:
         return
-    dp = world_size // config.model_parallel_size
-    division = Division(samples=batch, micro_batch_size=micro, lanes=dp)
+    lanes = world_size // config.model_parallel_size
+    flag, sizes = "--global-batch-size", training.batch_sizes(lanes).sizes
+    if training.step_batch_size_schedule is not None:
+        flag = "--step-batch-size-schedule"
+    elif training.rampup_batch_size is not None:
+        flag = "--rampup-batch-size"
+    micro, micro_flag = training.micro_batch_size, "--micro-batch-size"
+    for size in dict.fromkeys(sizes):
+        yield from _division(config, lanes, batch=(flag, size), micro=(micro_flag, micro))
+    evaluation = config.evaluation
+    size, own = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
+    if (size, own) != (None, None):
+        flag = flag if size is None else "--eval-global-batch-size"
+        micro_flag = micro_flag if own is None else "--eval-micro-batch-size"
+        batch, of_micro = (flag, size or sizes[-1]), (micro_flag, own or micro)
+        if (batch[1], of_micro[1]) != (sizes[-1], micro):
+            yield from _division(config, lanes, batch=batch, micro=of_micro)
+
+
+def _division(
+    config: Config, lanes: int, *, batch: tuple[str, int], micro: tuple[str, int]
+) -> Iterator[str]:
+    """Name what is wrong with batches of a size in microbatches of a size, each with its flag."""
+    (flag, size), (micro_flag, rows) = batch, micro
+    division = Division(samples=size, micro_batch_size=rows, lanes=lanes)
     uneven = config.training.allow_uneven_batch
     if not (division.is_even or uneven):
-        near = max(1, round(batch / (micro * dp))) * micro * dp
+        near = max(1, round(size / (rows * lanes))) * rows * lanes
         yield (
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x "
-            "data parallel "
-            f"size {dp} = {micro * dp}: use {near}, for example, or --allow-uneven-batch"
+            f"{flag} {size} is not a multiple of {micro_flag} {rows} x data parallel size {lanes} "
+            f"= {rows * lanes}: use {near}, for example, or --allow-uneven-batch"
         )
-    if uneven and division.blocks < dp:
+    if uneven and division.blocks < lanes:
         yield (
-            f"--global-batch-size {batch} is {division.blocks} microbatches of {micro}, fewer than "
-            f"data parallel size {dp}: start fewer processes, or lower --micro-batch-size"
+            f"{flag} {size} is {division.blocks} microbatches of {rows}, fewer than "
+            f"data parallel size {lanes}: start fewer processes, or lower {micro_flag}"
         )
-    if uneven and batch % micro and config.experts.num_experts is not None:
+    if uneven and size % rows and config.experts.num_experts is not None:
         yield (
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}, which "
-            "--num-experts needs with --allow-uneven-batch too: change one"
+            f"{flag} {size} is not a multiple of {micro_flag} {rows}, which --num-experts needs "
+            "with --allow-uneven-batch too: change one"
         )
 
 
@@ -313,13 +335,13 @@ def _length(config: Config, world_size: int) -> Iterator[str]:
             "raise the latter"
         )
     lanes = max(1, world_size // config.model_parallel_size)
-    batch = training.global_batch_size or training.micro_batch_size * lanes
+    batch = training.batch_sizes(lanes).at(0)
     if training.train_samples is not None and training.train_samples < batch:
         yield (
             f"--train-samples {training.train_samples} is less than one --global-batch-size "
             f"{batch}: raise it"
         )
-    if training.eval_interval and not training.eval_iters:
+    if config.evaluation.eval_interval and not config.evaluation.eval_iters:
         yield (
             "--eval-interval needs --eval-iters above 0: raise it, or turn validation off with "
             "--eval-interval 0"

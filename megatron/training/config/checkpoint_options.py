@@ -97,6 +97,14 @@ def _is_wanted(option: Option, given: Mapping[str, Any]) -> bool:
     return option.section in _SECTIONS or option.name in _WEIGHTS or option.required
 
 
+#: What the samples of a number of steps follow from.
+_BATCH_SIZES = ("global-batch-size", "step-batch-size-schedule", "rampup-batch-size")
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
     """Return a config with the schedule of the checkpoint that its run goes on from.
 
@@ -123,16 +131,19 @@ def with_checkpoint_schedule(config: Config, world_size: int) -> tuple[Config, t
     if not isinstance(saved, dict) or not saved.keys() >= {*names, "global-batch-size"}:
         raise ValueError(f"{flag}: {folder} holds no schedule: leave the flag out")
     training = config.training
-    batch = training.global_batch_size or training.micro_batch_size * (
-        world_size // config.model_parallel_size
-    )
-    counts = saved["lr-decay-iters"] or saved["lr-warmup-iters"]
-    if counts and saved["global-batch-size"] != batch:
-        raise ValueError(
-            f"{flag}: {folder} counts its schedule in batches of {saved['global-batch-size']} "
-            f"samples, this run's have {batch}: give --global-batch-size "
-            f"{saved['global-batch-size']}, or leave the flag out and give the schedule"
-        )
+    sizes = training.batch_sizes(world_size // config.model_parallel_size)
+    if saved["lr-decay-iters"] or saved["lr-warmup-iters"]:
+        now = {"global-batch-size": sizes.sizes[-1]}
+        now |= {name: vars(training)[name.replace("-", "_")] for name in _BATCH_SIZES[1:]}
+        for name, value in now.items():
+            was = tuple(was) if isinstance(was := saved.get(name), list) else was
+            if was == value:
+                continue
+            raise ValueError(
+                f"{flag}: {folder} counts its schedule in steps of --{name} {_shown(was)}, this "
+                f"run's have {_shown(value)}: give the former, or leave the flag out and give the "
+                "schedule"
+            )
     lines: list[str] = []
     sections: dict[str, Any] = {}
     known = {option.name: option for option in options(Config)}

@@ -59,6 +59,16 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
             "work on sequences of other lengths in every step",
         ),
         (
+            "--step-batch-size-schedule",
+            config.training.step_batch_size_schedule is not None,
+            "changes the number of microbatches, and one is recorded",
+        ),
+        (
+            "--rampup-batch-size",
+            config.training.rampup_batch_size is not None,
+            "changes the number of microbatches, and one is recorded",
+        ),
+        (
             "--check-weight-gather",
             config.data_parallel.check_weight_gather,
             "compares orders on the host in every step",

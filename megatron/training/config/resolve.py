@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.division import Division
 from megatron.core.models.layer_pattern import MAMBA
 from megatron.training.config import (
     Config,
     DataParallelConfig,
+    EvaluationConfig,
     ExpertConfig,
     HybridConfig,
     LoggingConfig,
@@ -43,7 +45,10 @@ class Run:
         config: the config with every derived field filled.
         world_size: number of processes.
         data_parallel_size: processes that see different samples.
-        num_microbatches: forward passes per rank and step, fillers of an uneven batch included.
+        batch_sizes: samples of each step.
+        evaluation: which samples of a step of a validation each rank computes.
+        num_microbatches: forward passes per rank and step, fillers of an uneven batch included,
+            once the batch has its final size.
         train_iters: optimizer steps of the whole run.
         train_samples: samples of the whole run.
         decay_samples: samples until the learning rate reaches its minimum.
@@ -56,6 +61,8 @@ class Run:
     config: Config
     world_size: int
     data_parallel_size: int
+    batch_sizes: BatchSizes
+    evaluation: Division
     num_microbatches: int
     train_iters: int
     train_samples: int
@@ -64,39 +71,41 @@ class Run:
     wsd_decay_samples: int
     batch_follows_world: bool = field(default=False, compare=False)
 
-    @property
-    def division(self) -> Division:
-        """Return which samples of a step each rank computes."""
-        batch = self.config.training.global_batch_size
-        assert batch is not None, "the run must be resolved"
+    def division(self, samples: int) -> Division:
+        """Return which samples of a step of so many each rank computes."""
         return Division(
-            samples=batch,
+            samples=samples,
             micro_batch_size=self.config.training.micro_batch_size,
             lanes=self.data_parallel_size,
         )
+
+    @property
+    def final_division(self) -> Division:
+        """Return which samples each rank computes once the batch has its final size."""
+        return self.division(self.batch_sizes.sizes[-1])
 
 
 def resolve(config: Config, world_size: int) -> Run:
     """Return the run that a config describes on `world_size` processes."""
     config = with_layers(config)
     dp = world_size // config.model_parallel_size
-    training = _training(config.training, dp)
-    batch = training.global_batch_size
-    assert batch is not None
-    division = Division(samples=batch, micro_batch_size=training.micro_batch_size, lanes=dp)
+    sizes = config.training.batch_sizes(dp)
+    training = replace(config.training, global_batch_size=sizes.sizes[-1])
+    evaluation = _evaluation(config.evaluation, training)
     if training.train_samples is not None:
-        iterations = training.train_samples // batch
-        samples = training.train_samples
+        iterations, samples = sizes.steps(training.train_samples), training.train_samples
     else:
         assert training.train_iters is not None, "check() asks for train_iters or train_samples"
-        iterations = training.train_iters
-        samples = iterations * batch
+        iterations, samples = training.train_iters, sizes.samples(training.train_iters)
     schedule = _schedule(config.schedule, training)
-    decay = schedule.lr_decay_samples or (schedule.lr_decay_iters or 0) * batch
+    decay_iters = schedule.lr_decay_iters or 0
+    decay = schedule.lr_decay_samples or sizes.samples(decay_iters)
     if schedule.lr_warmup_fraction is not None:
         warmup = int(schedule.lr_warmup_fraction * decay)
     else:
-        warmup = schedule.lr_warmup_samples or schedule.lr_warmup_iters * batch
+        warmup = schedule.lr_warmup_samples or sizes.samples(schedule.lr_warmup_iters)
+    anneal = decay - sizes.samples(max(decay_iters - (schedule.lr_wsd_decay_iters or 0), 0))
+    final = Division(samples=sizes.sizes[-1], micro_batch_size=training.micro_batch_size, lanes=dp)
     resolved = replace(
         config,
         model=_model(config, training.seq_length),
@@ -106,6 +115,7 @@ def resolve(config: Config, world_size: int) -> Run:
         tokenizer=_tokenizer(config.tokenizer),
         data_parallel=_data_parallel(config.data_parallel, dp),
         training=training,
+        evaluation=evaluation,
         optimizer=_optimizer(config.optimizer),
         schedule=schedule,
         logging=_logging(config.logging, config.checkpoint.save),
@@ -115,14 +125,23 @@ def resolve(config: Config, world_size: int) -> Run:
         config=resolved,
         world_size=world_size,
         data_parallel_size=dp,
-        num_microbatches=division.rounds,
+        batch_sizes=sizes,
+        evaluation=Division(
+            samples=evaluation.eval_global_batch_size or sizes.sizes[-1],
+            micro_batch_size=evaluation.eval_micro_batch_size or training.micro_batch_size,
+            lanes=dp,
+        ),
+        num_microbatches=final.rounds,
         train_iters=iterations,
         train_samples=samples,
         decay_samples=decay,
         warmup_samples=warmup,
         wsd_decay_samples=schedule.lr_wsd_decay_samples
-        or (schedule.lr_wsd_decay_iters or 0) * batch,
-        batch_follows_world=config.training.global_batch_size is None,
+        or (anneal if schedule.lr_wsd_decay_iters else 0),
+        batch_follows_world=(
+            config.training.global_batch_size is None
+            and config.training.step_batch_size_schedule is None
+        ),
     )
 
 
@@ -204,9 +223,12 @@ def _data_parallel(chosen: DataParallelConfig, dp: int) -> DataParallelConfig:
     )
 
 
-def _training(training: TrainingConfig, dp: int) -> TrainingConfig:
-    batch = training.global_batch_size or training.micro_batch_size * dp
-    return replace(training, global_batch_size=batch)
+def _evaluation(chosen: EvaluationConfig, training: TrainingConfig) -> EvaluationConfig:
+    return replace(
+        chosen,
+        eval_global_batch_size=chosen.eval_global_batch_size or training.global_batch_size,
+        eval_micro_batch_size=chosen.eval_micro_batch_size or training.micro_batch_size,
+    )
 
 
 def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:

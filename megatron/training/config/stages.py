@@ -198,8 +198,7 @@ def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
     if name != "interleaved" and group is not None:
         found = True
         yield f"{group_flag} {group} has no effect with --pipeline-schedule {name}: drop it"
-    microbatches = _microbatches(config, world_size)
-    if not found and microbatches is not None:
+    for microbatches in () if found else _microbatches(config, world_size):
         for problem in schedule.problems(
             name,
             stages=chosen.pipeline_model_parallel_size,
@@ -210,17 +209,19 @@ def _order(config: Config, world_size: int, *, chunks: int) -> Iterator[str]:
             yield f"{group_flag}: {problem}"
 
 
-def _microbatches(config: Config, world_size: int) -> int | None:
-    """Return the microbatches of a step; None where the batch does not divide and must."""
+def _microbatches(config: Config, world_size: int) -> tuple[int, ...]:
+    """Return the microbatches of a step, of each size that it has in the run; without those that
+    do not divide and must."""
     training = config.training
-    lanes = world_size // config.model_parallel_size
-    if world_size % config.model_parallel_size:
-        return None
-    batch = training.global_batch_size or training.micro_batch_size * lanes
-    division = Division(samples=batch, micro_batch_size=training.micro_batch_size, lanes=lanes)
-    if not (division.is_even or training.allow_uneven_batch):
-        return None
-    return division.rounds
+    lanes, rest = divmod(world_size, config.model_parallel_size)
+    if rest:
+        return ()
+    divisions = [
+        Division(samples=size, micro_batch_size=training.micro_batch_size, lanes=lanes)
+        for size in training.batch_sizes(lanes).sizes
+    ]
+    uneven = training.allow_uneven_batch
+    return tuple(dict.fromkeys(d.rounds for d in divisions if d.is_even or uneven))
 
 
 def _even_chunks(config: Config) -> int | None:

@@ -5,6 +5,8 @@ Batch, length, loss and numbers format of a run.
 
 Training data.
 
+Validation.
+
 Optimizer, loss scale and learning rate.
 
 Muon, the optimizer of matrices.
@@ -12,10 +14,13 @@ Muon, the optimizer of matrices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, TypeAlias
 
+from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.training.config.values import (
     fraction,
     name_factors,
@@ -270,6 +275,26 @@ class MuonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Validation."""
+
+    eval_interval: int = 1000
+    """Iterations between validations; 0 = never."""
+    eval_iters: int = 100
+    """Global batches per validation, of --eval-global-batch-size samples."""
+    eval_global_batch_size: int | None = None
+    """Samples per step of a validation over all ranks; derived: --global-batch-size."""
+    eval_micro_batch_size: int | None = None
+    """Samples per rank in one forward pass of a validation; derived: --micro-batch-size."""
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: not_negative(self, "eval_interval", "eval_iters"),
+            lambda: positive(self, "eval_global_batch_size", "eval_micro_batch_size"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Batch, length of the run, loss and numbers format."""
 
@@ -279,6 +304,13 @@ class TrainingConfig:
     """Samples per rank in one forward pass."""
     global_batch_size: int | None = None
     """Samples per optimizer step over all ranks; derived: micro batch x data parallel size."""
+    step_batch_size_schedule: tuple[str, ...] | None = None
+    """THRESHOLD:SIZE ...: the global batch has SIZE samples from THRESHOLD consumed tokens on, up
+    to the next threshold; the first is 0, and numbers may end in K, M, B or T, as in
+    `0:384 200B:768`."""
+    rampup_batch_size: tuple[int, ...] | None = None
+    """START INCREMENT SAMPLES: the global batch has START samples at first and grows to
+    --global-batch-size by INCREMENT at a time, evenly over SAMPLES samples."""
     allow_uneven_batch: bool = False
     """Take a global batch that is no multiple of micro batch x data parallel size: ranks with fewer
     microbatches compute fillers that count for nothing, and the last microbatch may be smaller."""
@@ -305,10 +337,6 @@ class TrainingConfig:
     """Refuse operations whose result may differ between two equal runs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU when there is one, cuda insists on it."""
-    eval_interval: int = 1000
-    """Iterations between validations; 0 = never."""
-    eval_iters: int = 100
-    """Global batches per validation."""
     manual_gc: bool = False
     """Turn Python's automatic garbage collection off, so that no rank pauses alone."""
     manual_gc_interval: int = 0
@@ -323,7 +351,8 @@ class TrainingConfig:
                 self, "seq_length", "micro_batch_size", "global_batch_size", "train_iters"
             ),
             lambda: positive(self, "train_samples", "exit_interval", "max_consecutive_bad_steps"),
-            lambda: not_negative(self, "eval_interval", "eval_iters", "seed", "manual_gc_interval"),
+            lambda: self.batch_sizes(1),
+            lambda: not_negative(self, "seed", "manual_gc_interval"),
             lambda: positive(self, "mtp_num_layers"),
             lambda: not_negative(self, "mtp_loss_scaling_factor"),
             lambda: require(
@@ -339,3 +368,73 @@ class TrainingConfig:
                 not (self.bf16 and self.fp16), "--bf16 and --fp16 exclude each other: keep one"
             ),
         )
+
+    def batch_sizes(self, lanes: int) -> BatchSizes:
+        """Return the global batch size of every step.
+
+        Args:
+            lanes: data-parallel ranks, which a run without a global batch size takes it from.
+
+        Raises:
+            ValueError: options that say no such sizes; one line.
+        """
+        size, flag = self.global_batch_size, "--step-batch-size-schedule"
+        if self.step_batch_size_schedule is None:
+            if self.rampup_batch_size is None:
+                return BatchSizes.constant(max(size or self.micro_batch_size * lanes, 1))
+            return self._ramp(self.rampup_batch_size)
+        require(
+            self.rampup_batch_size is None,
+            f"{flag} and --rampup-batch-size exclude each other: keep one",
+        )
+        found = _steps(flag, self.step_batch_size_schedule, max(self.seq_length, 1))
+        require(
+            size in (None, found.sizes[-1]),
+            f"--global-batch-size {size} and {flag} exclude each other, as that ends with "
+            f"{found.sizes[-1]}: drop one",
+        )
+        return found
+
+    def _ramp(self, words: tuple[int, ...]) -> BatchSizes:
+        size, flag = self.global_batch_size, "--rampup-batch-size"
+        text = " ".join(map(str, words))
+        require(
+            len(words) == 3 and min(words) >= 0 and words[0] > 0 and words[1] > 0,
+            f"{flag} {text}: give START INCREMENT SAMPLES, the first two above 0",
+        )
+        require(size is not None, f"{flag} needs --global-batch-size, which it grows to: give it")
+        assert size is not None
+        start, increment, samples = words
+        require(
+            size >= start and (size - start) % increment == 0,
+            f"{flag} {text}: --global-batch-size {size} is not {start} and a number of increments "
+            f"of {increment}: change one",
+        )
+        return BatchSizes.ramp(start, increment, samples=samples, size=size)
+
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _steps(flag: str, words: tuple[str, ...], seq_length: int) -> BatchSizes:
+    """Return the sizes of words such as `0:384 200B:768`, each threshold in tokens."""
+    stages: list[tuple[int, int]] = []
+    for entry in " ".join(words).replace(",", " ").split():
+        threshold, _, size = entry.partition(":")
+        tokens, samples = _count(threshold), _count(size)
+        if tokens is None or samples is None:
+            raise ValueError(f"{flag}: {entry} is not THRESHOLD:SIZE, numbers such as 200B:768")
+        stages.append((tokens // seq_length, samples))
+    try:
+        return BatchSizes(tuple(stages))
+    except ValueError as error:
+        raise ValueError(f"{flag} {' '.join(words)}: {error}") from None
+
+
+def _count(text: str) -> int | None:
+    """Return a whole number such as 1.5B; None for any other text."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,12})?)([KMBT]?)", text.strip().upper())
+    if match is None:
+        return None
+    value = Fraction(match[1]) * _SUFFIXES[match[2]]
+    return int(value) if value.denominator == 1 else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.blend import BlendedDataset, build_split, has_split, parse_split
 from megatron.core.datasets.chat_dataset import ChatDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockDataset
@@ -53,11 +54,9 @@ def build_data_sets(run: Run, vocabulary: Vocabulary) -> DataSets:
     Raises:
         ValueError: a file is missing or damaged, or too short for a split; one line.
     """
-    config, training = run.config.data, run.config.training
-    batch = training.global_batch_size
-    assert batch is not None, "the run must be resolved"
+    config, evaluation = run.config.data, run.config.evaluation
     common = _dataset_config(run, vocabulary)
-    evaluated = training.eval_iters * batch if training.eval_interval > 0 else 0
+    evaluated = evaluation.eval_iters * run.evaluation.samples if evaluation.eval_interval else 0
     counts = dict(zip(_NAMES, (run.train_samples, evaluated, evaluated), strict=True))
     if config.mock_data:
         made = {
@@ -209,7 +208,7 @@ def training_batches(
         lanes_size=lanes.size,
         consumed_samples=consumed_samples,
         order=order,
-        step_samples=run.division.samples,
+        batch_sizes=run.batch_sizes,
     )
 
 
@@ -227,10 +226,10 @@ def validation_batches(
     assert source is not None
     return GPTBatches(
         source,
-        micro_batch_size=run.config.training.micro_batch_size,
+        micro_batch_size=run.evaluation.micro_batch_size,
         lanes_rank=lanes.rank,
         lanes_size=lanes.size,
-        step_samples=run.division.samples,
+        batch_sizes=BatchSizes.constant(run.evaluation.samples),
     )
 
 

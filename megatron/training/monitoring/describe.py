@@ -51,7 +51,7 @@ from megatron.training.session import Session
 
 def batch_words(run: Run) -> str:
     """Return how a step's samples are divided, for a line about all kinds of parallelism."""
-    made = run.division
+    made = run.final_division
     if made.is_even:
         return (
             f"global batch {made.samples} = {made.lanes} x {made.micro_batch_size} x "
@@ -60,10 +60,21 @@ def batch_words(run: Run) -> str:
     return f"global batch {made.samples} in {made.blocks} microbatches of {made.micro_batch_size}"
 
 
+def batch_sizes_line(run: Run) -> str | None:
+    """Return where the global batch changes its size; None where it has one."""
+    stages = run.batch_sizes.stages
+    if len(stages) == 1:
+        return None
+    shown = [f"{size} from sample {threshold:,} on" for threshold, size in stages]
+    if len(shown) > 8:
+        shown = [*shown[:3], f"... {len(shown) - 4} more", shown[-1]]
+    return f"global batch by samples: {', '.join(shown)}"
+
+
 def batch_line(run: Run) -> str | None:
     """Return how many fillers each data-parallel rank computes in a step, and the share of time
     that they and a smaller last microbatch waste; None where the batch is divided evenly."""
-    made = run.division
+    made = run.final_division
     if made.is_even:
         return None
     which = "none has a filler"
@@ -416,6 +427,7 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         context_line(run),
         *linear_lines(run),
         expert_line(run, session.model.config),
+        batch_sizes_line(run),
         batch_line(run),
         data_parallel_line(session.step.engine, session.optimizer),
         weight_shards_line(session.step.engine),

@@ -58,17 +58,17 @@ class Speedometer:
     """Turns the seconds of a step into tokens and operations per second.
 
     Args:
-        tokens_per_step: over all ranks.
-        flops_per_step: over all ranks, each sample one document.
-        squares_per_step: the sum of squared sample lengths in that, less what a window hides.
+        tokens_per_sample: its length.
+        flops_per_sample: over all ranks, a sample being one document.
+        squares_per_sample: its squared length in that, less what a window hides.
         flops_per_square: of attention, for each of them.
         world_size: number of ranks.
         peak_flops: of one device, where it is known.
     """
 
-    tokens_per_step: int
-    flops_per_step: float
-    squares_per_step: int
+    tokens_per_sample: int
+    flops_per_sample: float
+    squares_per_sample: int
     flops_per_square: float
     world_size: int
     peak_flops: float | None
@@ -78,31 +78,30 @@ class Speedometer:
         """Return the speedometer of a run."""
         training = run.config.training
         model = gpt_config(run.config, padded_vocab_size)
-        batch = training.global_batch_size or 0
         return Speedometer(
-            tokens_per_step=batch * training.seq_length,
-            flops_per_step=training_flops(
+            tokens_per_sample=training.seq_length,
+            flops_per_sample=training_flops(
                 model,
                 vocab_size=padded_vocab_size,
                 seq_length=training.seq_length,
-                samples=batch,
+                samples=1,
             ),
-            squares_per_step=batch * int(visible_square(training.seq_length, window(model))),
+            squares_per_sample=int(visible_square(training.seq_length, window(model))),
             flops_per_square=flops_per_square(model),
             world_size=run.world_size,
             peak_flops=peak_flops,
         )
 
-    def flops(self, *, steps: int, squares: int) -> float:
-        """Return the operations of some steps.
+    def flops(self, *, samples: int, squares: int) -> float:
+        """Return the operations of some samples.
 
         Args:
-            steps: how many.
+            samples: how many.
             squares: sum of squared document lengths in all of them, less what a window hides; 0 if
                 each sample is one document.
         """
-        fewer = self.squares_per_step * steps - squares if squares else 0
-        return self.flops_per_step * steps - fewer * self.flops_per_square
+        fewer = self.squares_per_sample * samples - squares if squares else 0
+        return self.flops_per_sample * samples - fewer * self.flops_per_square
 
 
 class StepWindow:
@@ -125,14 +124,15 @@ class StepWindow:
         self._clear()
 
     def _clear(self) -> None:
-        self._timed = 0
+        self._timed = self._samples = self._last_samples = 0
         self._seconds = 0.0
         self._squares = 0
         self._sums: dict[str, float] = {"skipped": 0, "nan": 0, "good": 0, "loss": 0.0}
 
-    def add(self, outcome: StepOutcome, seconds: float) -> None:
-        """Take note of one step and the time it took."""
+    def add(self, outcome: StepOutcome, seconds: float, *, samples: int) -> None:
+        """Take note of one step, its samples and the time it took."""
         self._timed += 1
+        self._samples, self._last_samples = self._samples + samples, samples
         self._seconds += seconds
         self._sums["skipped"] += not outcome.applied
         self._sums["nan"] += not math.isfinite(outcome.loss)
@@ -171,7 +171,7 @@ class StepWindow:
         """Return the record of the steps so far and start the next window."""
         seconds = self._seconds / self._timed
         sums = self._sums
-        done = self._speed.flops(steps=self._timed, squares=self._squares)
+        done = self._speed.flops(samples=self._samples, squares=self._squares)
         flops = done / self._seconds / self._speed.world_size
         peak = self._speed.peak_flops
         used = self._memory() if self._memory else (None, None)
@@ -179,9 +179,9 @@ class StepWindow:
             iteration=progress.iteration,
             train_iters=self._run.train_iters,
             consumed_samples=progress.consumed_samples,
-            global_batch_size=self._run.config.training.global_batch_size or 0,
+            global_batch_size=self._last_samples,
             seconds_per_iteration=seconds,
-            tokens_per_second=self._speed.tokens_per_step / seconds,
+            tokens_per_second=self._speed.tokens_per_sample * self._samples / self._seconds,
             learning_rate=learning_rate,
             lm_loss=sums["loss"] / sums["good"] if sums["good"] else None,
             loss_scale=loss_scale,

@@ -16,11 +16,11 @@ def crash_once(step: int) -> None:
     whole = session_steps.SessionSteps.take_step
     count = [0]
 
-    def crashing(self, *arguments):
+    def crashing(self, *arguments, **named):
         count[0] += 1
         if count[0] == step:
             os._exit(9)
-        return whole(self, *arguments)
+        return whole(self, *arguments, **named)
 
     session_steps.SessionSteps.take_step = crashing
 

@@ -156,9 +156,9 @@ def _scaled_losses(monkeypatch, factors):
         loss, nll = whole(self, *arguments, **named)
         return loss * factors.get(count[0], 1.0), nll
 
-    def counted(self, *arguments):
+    def counted(self, *arguments, **named):
         count[0] += 1
-        return take(self, *arguments)
+        return take(self, *arguments, **named)
 
     monkeypatch.setattr(GPTModel, "loss", scaled)
     monkeypatch.setattr(session_steps.SessionSteps, "take_step", counted)

@@ -210,13 +210,13 @@ def plant_full_disk(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     whole_step, count = session_steps.SessionSteps.take_step, [0]
 
-    def step(self, *arguments):
+    def step(self, *arguments, **named):
         count[0] += 1
         if count[0] == 4:
             folder = Path(self._session.run.config.checkpoint.save)
             print("left behind:", list(folder.glob("iter_*")), flush=True)
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        return whole_step(self, *arguments)
+        return whole_step(self, *arguments, **named)
 
     session_steps.SessionSteps.take_step = step
 
@@ -247,12 +247,12 @@ def plant_vanishing(save: Path, rank: int) -> None:
     """Let the save folder go in the third step, as a file system that is no longer mounted."""
     whole_step, count = session_steps.SessionSteps.take_step, [0]
 
-    def step(self, *arguments):
+    def step(self, *arguments, **named):
         count[0] += 1
         if count[0] == 3 and rank == 0:
             save.rename(save.with_name("away"))
             save.mkdir()
-        return whole_step(self, *arguments)
+        return whole_step(self, *arguments, **named)
 
     session_steps.SessionSteps.take_step = step
 

@@ -92,11 +92,11 @@ def _counted_rank(
     whole = session_steps.SessionSteps.take_step
     steps = [0]
 
-    def dying(self, *arguments):
+    def dying(self, *arguments, **named):
         steps[0] += 1
         if rank == 1 and steps[0] == dies_in:
             os._exit(9)
-        return whole(self, *arguments)
+        return whole(self, *arguments, **named)
 
     session_steps.SessionSteps.take_step = dying
     environment = {

@@ -37,8 +37,8 @@ def plant_flip(rank: int, *, victim: int, name: str, step: int) -> None:
         return
     whole, count = session_steps.SessionSteps.take_step, [0]
 
-    def faulty(self, *arguments):
-        report = whole(self, *arguments)
+    def faulty(self, *arguments, **named):
+        report = whole(self, *arguments, **named)
         count[0] += 1
         if count[0] == step:
             session = self._session

@@ -306,9 +306,9 @@ def test_a_window_leaves_fewer_operations():
     squares = 20**2 - 5 * (2 * 20 - 5)
     assert whole - seen == 6 * model.num_layers * model.hidden_size * squares * 6
     speed = Speedometer.of(run, padded_vocab_size=128, peak_flops=None)
-    assert speed.flops_per_step == seen
+    assert 6 * speed.flops_per_sample == seen
     # Documents of the whole sample's length are the sample.
-    assert speed.flops(steps=1, squares=6 * 5 * (2 * 20 - 5)) == seen
+    assert speed.flops(samples=6, squares=6 * 5 * (2 * 20 - 5)) == seen
     two = dataclasses.replace(batch(True))
     assert squared_lengths(two, 5) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)
     assert squared_lengths(two) == 144 + 25 + 49

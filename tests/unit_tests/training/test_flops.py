@@ -149,10 +149,10 @@ def test_peaks():
 def test_masked_documents_cost_less_attention_by_their_squares():
     run = resolve(small_config("--global-batch-size 6"), 1)
     speed = Speedometer.of(run, padded_vocab_size=128, peak_flops=None)
-    model, whole = run.config.model, speed.flops(steps=2, squares=0)
-    assert whole == 2 * speed.flops_per_step
+    model, whole = run.config.model, speed.flops(samples=12, squares=0)
+    assert whole == 12 * speed.flops_per_sample
     # Two steps of six samples of 20 tokens, each two documents of 10.
-    halves = speed.flops(steps=2, squares=2 * 6 * 2 * 10**2)
+    halves = speed.flops(samples=12, squares=2 * 6 * 2 * 10**2)
     attention = 6 * model.num_layers * model.num_attention_heads * model.kv_channels * 20**2
     assert whole - halves == pytest.approx(2 * 6 * attention / 2)
 

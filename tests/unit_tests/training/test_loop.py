@@ -80,14 +80,14 @@ class Played:
             self.window.restore(window)
         self.stop = StopRequests(pytest.fail)
 
-    def take_step(self, update_samples, loss_limit):
+    def take_step(self, samples, *, update_samples, loss_limit):
         self.rates.append(self.lr.lr(update_samples))
         outcome = self.outcomes[min(self.progress.iteration, len(self.outcomes) - 1)]
         self.scaler.update(not outcome.applied)
         return outcome
 
     def loss_on(self, split):
-        if split == "test" or not self.run.config.training.eval_interval:
+        if split == "test" or not self.run.config.evaluation.eval_interval:
             return None
         self.validations.append(self.progress.iteration)
         return 3.0
@@ -340,9 +340,11 @@ def test_a_spike_is_skipped_and_its_loss_is_not_remembered():
     limits = []
 
     class Spiky(Played):
-        def take_step(self, update_samples, loss_limit):
+        def take_step(self, samples, *, update_samples, loss_limit):
             limits.append(loss_limit)
-            outcome = super().take_step(update_samples, loss_limit)
+            outcome = super().take_step(
+                samples, update_samples=update_samples, loss_limit=loss_limit
+            )
             if outcome.loss <= loss_limit:
                 return outcome
             twice = Doubt("spike", "reproduced", (1,), (outcome.loss, outcome.loss), same=True)

@@ -139,10 +139,9 @@ REFUSED = """
 --moe-router-force-load-balancing --moe-router-padding-for-quantization
 --experimental-attention-variant dsa --linear-attention-freq 3 --dsa-indexer-topk 8
 --use-mup --apply-wd-to-qk-layernorm --no-weight-decay-cond-type qk_layernorm
---lr-decay-tokens 8 --rampup-batch-size 1 --adam-decoupled
---step-batch-size-schedule 0:384 --decrease-batch-size-if-needed --use-precision-aware-optimizer
+--lr-decay-tokens 8 --adam-decoupled --decrease-batch-size-if-needed --use-precision-aware-optimizer
 --vocab-extra-ids 100 --tiktoken-pattern v2 --fim-data --fim-rate 0.5
---full-validation --eval-global-batch-size 8 --skip-train --test-mode --data-sharding
+--full-validation --skip-train --test-mode --data-sharding
 --create-attention-mask-in-dataloader --override-lr-scheduler
 --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --check-for-large-grads
 --error-injection-rate 100 --iterations-to-skip 3 --train-sync-interval 5 --adlr-autoresume

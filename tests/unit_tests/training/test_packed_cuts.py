@@ -13,6 +13,7 @@ import torch
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
 from megatron.core.context_parallel.cut import Costs
+from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.datasets.token_rows import SampleRows, positions_within
 from megatron.core.distributed import DataParallel, DataParallelConfig
@@ -161,7 +162,7 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
         micro_batch_size=MICRO,
         lanes_rank=lanes.rank,
         lanes_size=lanes.size,
-        step_samples=2 * MICRO,
+        batch_sizes=BatchSizes.constant(2 * MICRO),
     )
     depths, count = case.model.mtp_num_layers, 2 // lanes.size
     made = take(batches, count, CPU, layouts=layouts, depths=depths)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.division import Division
 from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.datasets.token_rows import SampleRows
@@ -194,7 +195,7 @@ def _divided(rank: int, case: Case) -> dict:
             micro_batch_size=MICRO,
             lanes_rank=lanes.rank,
             lanes_size=lanes.size,
-            step_samples=case.samples,
+            batch_sizes=BatchSizes.constant(case.samples),
         )
 
     layouts = Layouts(groups["cp"], torch.device("cpu"))
@@ -327,7 +328,11 @@ def of_one_lane(step: TrainStep, lane: int) -> list[float]:
     """Take steps on the microbatches of one lane of three."""
     division = Division(samples=7, micro_batch_size=MICRO, lanes=3)
     batches = GPTBatches(
-        Rows(), micro_batch_size=MICRO, lanes_rank=lane, lanes_size=3, step_samples=7
+        Rows(),
+        micro_batch_size=MICRO,
+        lanes_rank=lane,
+        lanes_size=3,
+        batch_sizes=BatchSizes.constant(7),
     )
     layouts = Layouts(step.groups["cp"], torch.device("cpu"))
     losses = []

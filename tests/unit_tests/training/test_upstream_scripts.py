@@ -14,7 +14,7 @@ from tools.upstream_flags import FOLDER
 
 #: Flags of each script that are refused, and what each answer says.
 REFUSED = {
-    "train_gpt3_175b_distributed": {"--rampup-batch-size": "--global-batch-size"},
+    "train_gpt3_175b_distributed": {},
     "train_llama3_8b_h100_fp8": {
         "--fp8-format": "bf16",
         "--fp8-amax-history-len": "bf16",
@@ -45,9 +45,11 @@ def flags_of(script: str) -> tuple[int, list[list[str]]]:
 def test_a_script_parses_but_for_what_is_named(script):
     world, found = flags_of(script)
     launch = Launch(world_size=world)
-    with pytest.raises(ValueError, match=next(iter(REFUSED[script]))) as caught:
+    answers: list[str] = []
+    try:
         read_run([word for flag in found for word in flag], launch)
-    answers = str(caught.value).split("; ")
+    except ValueError as error:
+        answers = str(error).split("; ")
     assert len(answers) == len(REFUSED[script])
     for (name, fix), answer in zip(REFUSED[script].items(), answers, strict=True):
         assert answer.startswith(name)

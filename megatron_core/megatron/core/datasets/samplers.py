@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sample goes to which data-parallel rank at which step: a function of the samples consumed.
 
-All ranks together consume the samples 0, 1, 2, ... of one order, a step the next g of them, which
-`Division` assigns to data-parallel ranks and microbatches. So a step consumes the same samples, in
-the same blocks, for every number of ranks, and a run resumes exactly from the number of samples
-consumed, on any layout.
+All ranks together consume the samples 0, 1, 2, ... of one order, a step the next g of them, as
+`BatchSizes` says. `Division` assigns these to data-parallel ranks and microbatches. So a step
+consumes the same samples, in the same blocks, for every number of ranks, and a run resumes exactly
+from the number of samples consumed, on any layout.
 
 A microbatch depends only on the number of samples consumed before it, so threads may read any of
 them ahead; they are returned in order. An error is raised where its microbatch would have been
@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.division import Division
 from megatron.core.datasets.token_rows import SampleRows, cumulative_lengths
 
@@ -148,6 +149,19 @@ class GPTBatch:
         return torch.from_numpy(cumulative_lengths(self.document_ids.numpy()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Which samples are in a microbatch.
+
+    Args:
+        samples: in the order of consumption; the empty range after its step for a filler.
+        rows: of the microbatch, a filler's too.
+    """
+
+    samples: range
+    rows: int
+
+
 class GPTBatches(Iterator[GPTBatch]):
     """Microbatches of one data-parallel rank; its only state is the number of samples consumed.
 
@@ -160,7 +174,7 @@ class GPTBatches(Iterator[GPTBatch]):
         consumed_samples: by all data-parallel ranks together before this run; a step begins there.
         order: None means every sample once (`SingleOrder`), without the rest that is less than
             one microbatch of each data-parallel rank.
-        step_samples: g, of a step; None is b for each data-parallel rank.
+        batch_sizes: g, of each step; None is b for each data-parallel rank.
 
     Raises:
         ValueError: numbers that cannot be, or more samples consumed than there are.
@@ -175,20 +189,20 @@ class GPTBatches(Iterator[GPTBatch]):
         lanes_size: int = 1,
         consumed_samples: int = 0,
         order: SampleOrder | None = None,
-        step_samples: int | None = None,
+        batch_sizes: BatchSizes | None = None,
     ) -> None:
         self._dataset = dataset
         self._order = SingleOrder(len(dataset)) if order is None else order
-        self._division = Division(
-            samples=micro_batch_size * lanes_size if step_samples is None else step_samples,
-            micro_batch_size=micro_batch_size,
-            lanes=lanes_size,
-        )
+        self._sizes = batch_sizes or BatchSizes.constant(micro_batch_size * lanes_size)
+        self._divisions = {
+            size: Division(samples=size, micro_batch_size=micro_batch_size, lanes=lanes_size)
+            for size in self._sizes.sizes
+        }
         self._lane = lanes_rank
-        self._first, self._taken = consumed_samples, 0  # where the first step begins; microbatches
-        self.places()  # checks the data-parallel rank
         if consumed_samples < 0:
             raise ValueError(f"{consumed_samples} samples consumed: impossible")
+        self._begin, self._taken = consumed_samples, 0  # of this step; its microbatches so far
+        self.places()  # checks the data-parallel rank
         if self._order.end is not None and consumed_samples > self._order.end:
             raise ValueError(
                 f"{consumed_samples} samples are consumed already but the data has only "
@@ -198,36 +212,40 @@ class GPTBatches(Iterator[GPTBatch]):
     @property
     def consumed_samples(self) -> int:
         """Samples consumed by all data-parallel ranks together; what a checkpoint keeps."""
-        return self._consumed(self._taken)
+        division, begin, number = self._microbatch(0)
+        return begin + division.consumed(number)
 
-    def _consumed(self, taken: int) -> int:
-        """Return the samples consumed once so many microbatches are taken."""
-        steps, rounds = divmod(taken, self._division.rounds)
-        return self._first + steps * self._division.samples + self._division.consumed(rounds)
+    def _microbatch(self, ahead: int) -> tuple[Division, int, int]:
+        """Return the step of the microbatch that comes after `ahead` more, where that begins, and
+        the microbatch's number in it."""
+        begin, number = self._begin, self._taken + ahead
+        while number >= (division := self._divisions[self._sizes.at(begin)]).rounds:
+            begin, number = begin + division.samples, number - division.rounds
+        return division, begin, number
 
-    def places(self, ahead: int = 0) -> range:
-        """Return the places in the order of the microbatch that comes after `ahead` more; the empty
-        range after its step for a filler."""
-        steps, number = divmod(self._taken + ahead, self._division.rounds)
-        within = self._division.places(self._lane, number)
-        first = self._first + steps * self._division.samples
-        return range(first + within.start, first + within.stop)
+    def places(self, ahead: int = 0) -> Places:
+        """Return what is in the microbatch that comes after `ahead` more."""
+        division, begin, number = self._microbatch(ahead)
+        within = division.places(self._lane, number)
+        samples = range(begin + within.start, begin + within.stop)
+        return Places(samples=samples, rows=len(samples) or division.largest(number))
 
     def has(self, ahead: int = 0) -> bool:
         """Return whether there is a microbatch after `ahead` more, the same on all ranks."""
+        division, begin, number = self._microbatch(ahead)
         end = self._order.end
-        return end is None or self._consumed(self._taken + ahead + 1) <= end
+        return end is None or begin + division.consumed(number + 1) <= end
 
-    def read(self, samples: range) -> GPTBatch:
+    def read(self, places: Places) -> GPTBatch:
         """Read the microbatch at some places; any thread may."""
+        samples = places.samples
         filler = not samples
         if filler:  # of the last sample's rows: what they hold, the step computes anyway
             samples = range(samples.start - 1, samples.stop)
         numbers = self._order.indices(samples.start, samples.stop)
         ids = torch.arange(samples.start, samples.stop)
         if filler:
-            rows = self._division.largest(self._division.rounds - 1)
-            numbers, ids = numbers.repeat(rows), ids.repeat(rows)
+            numbers, ids = numbers.repeat(places.rows), ids.repeat(places.rows)
         found = self._dataset.read(numbers)
         mask = torch.from_numpy(found.loss_mask)
         return GPTBatch(
@@ -243,7 +261,7 @@ class GPTBatches(Iterator[GPTBatch]):
 
     def skip(self) -> None:
         """Go on to the next microbatch."""
-        self._taken += 1
+        _, self._begin, self._taken = self._microbatch(1)
 
     def __next__(self) -> GPTBatch:
         """Return the next microbatch.

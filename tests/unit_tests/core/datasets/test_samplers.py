@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.division import Division
 from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, SingleOrder
 from megatron.core.datasets.token_rows import SampleRows
@@ -168,7 +169,7 @@ def test_lanes_with_fewer_samples_get_fillers_that_count_for_nothing(kind, micro
                 lanes_size=lanes,
                 consumed_samples=start,
                 order=order_of(kind, size),
-                step_samples=11,
+                batch_sizes=BatchSizes.constant(11),
             )
             for lane in range(lanes)
         ]

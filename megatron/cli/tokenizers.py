@@ -169,20 +169,23 @@ class HuggingFaceTokenizer:
         try:
             content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
             if (beside := merges_of(path)) is not None:
-                merges = read_regular(beside, MAX_TOKENIZER_BYTES, follow_links=named)
+                merges = read_regular(beside, MAX_TOKENIZER_BYTES)  # found, not named
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a tokenizer.json"
             ) from None
+        self._tokenizer: Any
         if merges is not None:
-            found = _byte_level_bpe(
-                path, content, merges, default="GPT2Tokenizer" if named else None
-            )
-            content = found.to_str().encode()
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"tokenizer {path} is no tokenizer.json: {error}") from None
+            default = "GPT2Tokenizer" if named else None
+            self._tokenizer, said = _byte_level_bpe(path, content, merges, default=default)
+            # Of the bytes, not of the library's JSON, which another release may write otherwise.
+            parts = (content, merges, json.dumps(said, sort_keys=True).encode())
+            content = b"".join(hashlib.sha256(part).digest() for part in parts)
+        else:
+            try:
+                self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            except Exception as error:  # the library raises plain Exception
+                raise ValueError(f"tokenizer {path} is no tokenizer.json: {error}") from None
         # What the file says of cutting and filling texts is for other uses than ours.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -227,7 +230,8 @@ class HuggingFaceTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the file."""
+        """Return the SHA-256 of the file, or that of the SHA-256s of what byte-level BPE is of: two
+        files, and what `tokenizer_config.json` says of cutting and of more tokens."""
         return self._fingerprint
 
     @property
@@ -289,8 +293,9 @@ def merge_file_problem(model: str | None, merge_file: str | None) -> str | None:
 
 def _byte_level_bpe(
     path: Path, vocabulary: bytes, merges: bytes, *, default: str | None = None
-) -> Any:
-    """Return the tokenizer of a `vocab.json` and a `merges.txt` (Radford et al. 2019, section 2.2).
+) -> tuple[Any, list[Any]]:
+    """Return the tokenizer of a `vocab.json` and a `merges.txt` (Radford et al. 2019, section 2.2),
+    and what else its ids follow from, as JSON.
 
     Args:
         default: the class where there is no `tokenizer_config.json`.
@@ -329,7 +334,9 @@ def _byte_level_bpe(
     bytes_of = ByteLevel(add_prefix_space=False, use_regex=split is None)
     tokenizer.pre_tokenizer = Sequence([split, bytes_of]) if split is not None else bytes_of
     tokenizer.decoder = decoders.ByteLevel()
-    for number, token in _added_tokens(described):
+    added = _added_tokens(described)
+    said_of = [family, [[number, dict(token)] for number, token in added]]
+    for number, token in added:
         content, options = token.pop("content"), {k: token[k] for k in _TOKEN_FLAGS if k in token}
         tokenizer.add_tokens([AddedToken(content, **options)])
         if tokenizer.token_to_id(content) != number:
@@ -339,7 +346,7 @@ def _byte_level_bpe(
         content = said.get("content") if isinstance(said, dict) else said
         if isinstance(content, str) and tokenizer.token_to_id(content) is not None:
             tokenizer.add_special_tokens([content])
-    return tokenizer
+    return tokenizer, said_of
 
 
 def _added_tokens(described: Path) -> list[tuple[int, dict[str, Any]]]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers give text back unchanged, and a trained one is repeatable."""
 
+import hashlib
 import json
 import time
 
@@ -126,6 +127,42 @@ def test_a_vocabulary_that_is_named_is_gpt2s_unless_its_folder_differs(two_files
     (two_files / "gpt2-merges.txt").unlink()
     with pytest.raises(ValueError, match=r"gpt2-vocab\.json"):
         HuggingFaceTokenizer(two_files / "gpt2-vocab.json")
+
+
+def test_the_fingerprint_of_two_files_is_of_their_bytes(two_files):
+    """A blank that the library does not keep changes it, and nothing that the library writes
+    does."""
+
+    def by_hand() -> str:
+        files = [(two_files / name).read_bytes() for name in ("vocab.json", "merges.txt")]
+        said = json.dumps(["GPT2Tokenizer", []]).encode()
+        parts = [hashlib.sha256(part).digest() for part in (*files, said)]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+    seen = set()
+    for name in (None, "vocab.json", "merges.txt"):
+        if name is not None:
+            path = two_files / name
+            path.write_bytes(path.read_bytes() + b"\n")
+        ours = HuggingFaceTokenizer(two_files / "vocab.json")
+        assert ours.fingerprint == by_hand()
+        seen.add(ours.fingerprint)
+    assert len(seen) == 3
+
+
+def test_merges_are_not_read_through_a_link_that_leads_elsewhere(two_files, tmp_path_factory):
+    """Inside the folder a link is followed, as hub caches have them; the user has named neither."""
+    expected = HuggingFaceTokenizer(two_files / "vocab.json").tokenize(HARD[0])
+    merges, elsewhere = two_files / "merges.txt", tmp_path_factory.mktemp("elsewhere") / "m.txt"
+    merges.rename(two_files / "beside.txt")
+    merges.symlink_to("beside.txt")
+    assert HuggingFaceTokenizer(two_files / "vocab.json").tokenize(HARD[0]) == expected
+    (two_files / "beside.txt").rename(elsewhere)
+    merges.unlink()
+    merges.symlink_to(elsewhere)
+    for path in (two_files, two_files / "vocab.json"):
+        with pytest.raises(ValueError, match="link"):
+            HuggingFaceTokenizer(path)
 
 
 def test_merges_are_those_beside_the_vocabulary():

@@ -95,6 +95,20 @@ def test_a_schedule_is_runs_of_one_size_after_each_other(tmp_path):
     assert digests(folder / "iter_0000008") == digests(tmp_path / "one" / "iter_0000008")
 
 
+@pytest.mark.parametrize("data", ["--mock-data", ""])
+def test_no_samples_to_validate_on_are_no_validation(tmp_path, data):
+    """As in scripts of Megatron-LM, which leave --eval-interval as it is."""
+    metrics = tmp_path / "metrics.jsonl"
+    argv = flags(
+        write_tokens(tmp_path / "tokens"),
+        f"{data} --eval-iters 0 --eval-interval 2 --train-iters 3 --metrics-file {metrics}",
+        without=["--data-path", "--split"] if data else [],
+    )
+    run_on(1, argv)
+    assert {event["kind"] for event in read_metrics(metrics)} & {"validation", "test"} == set()
+    assert list(losses(metrics)) == [1, 2, 3]
+
+
 def by_hand(steps: SessionSteps, samples: int) -> float:
     """Return the mean loss over the first validation samples, one at a time."""
     session = steps._session

@@ -341,11 +341,6 @@ def _length(config: Config, world_size: int) -> Iterator[str]:
             f"--train-samples {training.train_samples} is less than one --global-batch-size "
             f"{batch}: raise it"
         )
-    if config.evaluation.eval_interval and not config.evaluation.eval_iters:
-        yield (
-            "--eval-interval needs --eval-iters above 0: raise it, or turn validation off with "
-            "--eval-interval 0"
-        )
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -281,7 +281,7 @@ class EvaluationConfig:
     eval_interval: int = 1000
     """Iterations between validations; 0 = never."""
     eval_iters: int = 100
-    """Global batches per validation, of --eval-global-batch-size samples."""
+    """Global batches per validation, of --eval-global-batch-size samples; 0 = no validation."""
     eval_global_batch_size: int | None = None
     """Samples per step of a validation over all ranks; derived: --global-batch-size."""
     eval_micro_batch_size: int | None = None

@@ -105,7 +105,6 @@ from tests.unit_tests.training.small_config import small_config
             1,
             "--seq-length 20 is above --max-position-embeddings 19",
         ),
-        ("--eval-iters 0", 1, "--eval-interval needs --eval-iters above 0"),
         (
             "--lr-decay-samples 9",
             1,

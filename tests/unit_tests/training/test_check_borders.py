@@ -145,6 +145,7 @@ def test_one_step_over_the_border_is_one_problem(more, world, named):
         ("--train-samples 12 --global-batch-size 12", 4),
         ("--train-samples 11 --global-batch-size 9", 1),
         ("--eval-interval 0 --eval-iters 0", 1),
+        ("--eval-interval 5 --eval-iters 0", 1),
         (f"{SAMPLES} --lr-decay-samples 20 --lr-warmup-samples 19", 1),
         ("--lr-decay-iters 20 --lr-warmup-iters 12", 1),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 7 --lr-warmup-iters 3", 1),

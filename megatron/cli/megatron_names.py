@@ -101,7 +101,11 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("position-embedding-type", "none there leaves positions out",
      "no-position-embedding"),
     ("swiglu", "without it MLPs have GELU, or the square of relu by --squared-relu",
-     "openai-gelu onnx-safe quick-geglu glu-linear-offset activation-func"),
+     "openai-gelu onnx-safe quick-geglu glu-linear-offset activation-func "
+     "activation-func-clamp-value"),
+    ("", "no flag stands for a whole model: --use-checkpoint-args reads one, --load-hf another",
+     "enable-gpt-oss"),
+    ("position-embedding-type", "rope and yarn are values of it", "rope-type"),
     ("hybrid-layer-pattern", "behind each / in it stand the blocks of one depth",
      "mtp-hybrid-override-pattern"),
     ("hybrid-layer-pattern", "one model class, whose blocks it says",
@@ -119,7 +123,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("num-layers", "there is one decoder", "encoder-num-layers decoder-num-layers"),
     ("seq-length", "there is one decoder", "encoder-seq-length decoder-seq-length"),
     ("transformer-impl", "it names the layers",
-     "export-te-mcore-model transformer-pipeline-model-parallel-size inference-rng-tracker"),
+     "export-te-mcore-model export-force-local-attention "
+     "transformer-pipeline-model-parallel-size inference-rng-tracker"),
     ("mtp-num-layers", "each depth has one layer of its own, like the model's last",
      "mtp-use-repeated-layer"),
     # Layout
@@ -370,6 +375,7 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("moe-router-score-function", "sqrtsoftplus"): "scores are softmax or sigmoid",
         ("tokenizer-type", "TikTokenizer"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "BertWordPieceLowerCase"): "save it as a tokenizer.json and take hf",
+        ("tokenizer-type", "BertWordPieceCase"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "MultimodalTokenizer"): "there is text alone",
     }
 )

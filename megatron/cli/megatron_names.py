@@ -205,8 +205,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "num-layers-at-end-in-bf16 keep-fp8-weight-transpose-cache"),
     ("bf16", "weights, activations and their kernels have one format",
      "params-dtype use-bf16 fp16-lm-cross-entropy disable-bf16-reduced-precision-matmul"),
-    ("weight-gather-format", "weights are stored in bf16 (--bf16); those over gtp may be gathered "
-     "in FP8, MXFP8 or NVFP4, in buffers of their own",
+    ("weight-gather-format", "weights are stored in bf16 (--bf16), and those over gtp may be "
+     "gathered in FP8, MXFP8 or NVFP4, in buffers of their own",
      "fp8-param-gather fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag"),
     ("rerun-mode", "every step is looked at, on every rank: one with a NaN or Inf loss or gradient "
      "norm is computed once more, and changes no weight if it comes out so again",

@@ -74,7 +74,7 @@ def backend(config: Config) -> Backend:
         linear_mode=config.parallel.linear_cp_mode,
         dispatcher=config.parallel.moe_token_dispatcher_type,
         overlap_shared_expert=config.parallel.moe_shared_expert_overlap,
-        gtp_opt_in_modules=config.parallel.gtp_opt_in_modules,
+        gtp_opt_in_modules=config.parallel.gtp_opt_in_modules or (),
     )
     if kernel == "auto":
         return chosen

@@ -111,7 +111,7 @@ def _weight_shards(config: Config, world_size: int) -> Iterator[str]:
         ("mla_down_proj", latent, "--multi-latent-attention"),
         ("position_embeddings", learned, "--position-embedding-type learned_absolute"),
     ):
-        if name in parallel.gtp_opt_in_modules and not (used and parallel.gtp_size > 1):
+        if name in (parallel.gtp_opt_in_modules or ()) and not (used and parallel.gtp_size > 1):
             needs = needs if parallel.gtp_size > 1 else "--tensor-parallel-num-weight-shards"
             yield f"--gtp-opt-in-modules {name} has no effect without {needs}: drop it"
     instances = config.data_parallel.num_distributed_optimizer_instances

@@ -333,7 +333,7 @@ class ParallelConfig:
     parallel size; each tensor parallel rank's part is sharded over that many times fewer ranks,
     which have different samples, and gathered just before use; derived: the tensor parallel
     size."""
-    gtp_opt_in_modules: tuple[str, ...] = ()
+    gtp_opt_in_modules: tuple[str, ...] | None = None
     """With --tensor-parallel-num-weight-shards, modules whose matrices are sharded too, though
     every tensor parallel rank has them whole: mla_down_proj (the down projections of latent
     attention), position_embeddings (learned absolute positions)."""
@@ -380,7 +380,7 @@ class ParallelConfig:
             self, "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"
         )
         positive(self, "distributed_timeout_minutes")
-        unknown = [name for name in self.gtp_opt_in_modules if name not in GTP_OPT_IN_MODULES]
+        unknown = [name for name in self.gtp_opt_in_modules or () if name not in GTP_OPT_IN_MODULES]
         require(
             not unknown,
             f"--gtp-opt-in-modules {' '.join(unknown)}: use {' or '.join(GTP_OPT_IN_MODULES)}",

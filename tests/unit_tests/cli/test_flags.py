@@ -47,6 +47,7 @@ NEEDS = {
     "save-retain-interval": "--save folder",
     "load-fallback": "--load folder",
     "min-lr": "--lr 1.0",
+    "rampup-batch-size": "--global-batch-size 14",
     "exp-avg-sq-dtype": "--adam-beta2 0.5",
     "manual-gc-interval": "--manual-gc",
     "use-checkpoint-args": "--load folder",
@@ -80,10 +81,14 @@ def _other_value(option) -> list[str]:
         value = "7.5"
     if option.name.endswith("-group"):
         value = "norm=0.5"
-    value = {"experiment": "some_name", "experiment-option": "some_name.key=7"}.get(
-        option.name, value
-    )
-    return [f"--{option.name}", value]
+    value = {
+        "experiment": "some_name",
+        "experiment-option": "some_name.key=7",
+        "gtp-opt-in-modules": "mla_down_proj",
+        "step-batch-size-schedule": "0:7",
+        "rampup-batch-size": "7 7 7",
+    }.get(option.name, value)
+    return [f"--{option.name}", *value.split()]
 
 
 @pytest.mark.parametrize("option", options(Config), ids=lambda o: o.name)

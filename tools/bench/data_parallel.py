@@ -40,7 +40,11 @@ from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, format_table
 
 #: ours / theirs, and what the issue of the engine promises of the ratio.
-RACES = {"no_shard/ddp": "<= 1.0", "optim_grads_params/fsdp2": "<= 0.9"}
+RACES = {
+    "no_shard/ddp": "<= 1.0",
+    "optim_grads_params/fsdp2": "<= 0.9",
+    "gtp/fsdp2": "<= 0.95",
+}
 OURS = {
     "no_shard": DataParallelConfig(strategy="no_shard"),
     "optim": DataParallelConfig(strategy="optim", overlap_param_gather=True),
@@ -51,7 +55,10 @@ OURS = {
     "optim_grads_params_on_demand": DataParallelConfig(
         strategy="optim_grads_params", overlap_grad_reduce=False
     ),
+    "gtp": DataParallelConfig(strategy="no_shard"),
 }
+#: Variants whose ranks shard matrices over gtp instead of being replicas.
+OVER_GTP = ("gtp",)
 PEERS = ("ddp", "fsdp2", "local")
 BUCKET_BYTES = 4 << 20  # of 21 MB: DDP's and our buckets
 WARMUP_ROUNDS = 3  # DDP orders its buckets anew after its first step
@@ -75,10 +82,17 @@ def build(names: Sequence[str], shape: Shape, groups: ProcessGroupCollection) ->
         if name in wraps:
             found[name] = TorchStep(shape, source, wrap=wraps[name])
         elif name in OURS:
-            found[name] = OurStep(shape, groups, config=OURS[name], bucket_bytes=BUCKET_BYTES)
+            own = over_gtp(groups) if name in OVER_GTP else groups
+            found[name] = OurStep(shape, own, config=OURS[name], bucket_bytes=BUCKET_BYTES)
         else:
             raise ValueError(f"variant {name!r}: use {', '.join((*OURS, *PEERS))}")
     return found
+
+
+def over_gtp(groups: ProcessGroupCollection) -> ProcessGroupCollection:
+    """Return the groups of the same ranks where all of them are on the gtp axis."""
+    world = groups.grid.world_size
+    return ProcessGroupCollection.create(RankGrid(world_size=world, gtp=world), rank=groups.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,10 +25,9 @@ from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row
 
 #: Nothing but prefetch differs; also what is named in the rows.
-VARIANTS = {
-    "prefetch": DataParallelConfig(strategy="optim_grads_params", overlap_param_gather=True),
-    "none": DataParallelConfig(strategy="optim_grads_params"),
-}
+VARIANTS = ("prefetch", "none")
+#: What the ranks share: layers (ZeRO-3), or matrices over gtp.
+AXES = ("lanes", "gtp")
 #: Of the time that gathers wait for the link.
 TARGET = ">= 0.7"
 WARMUP_STEPS = 3  # the first leaves the trace that the plan is made of
@@ -49,17 +48,29 @@ class ProcessorClock:
         self.slept += seconds
 
 
+def variant_of(
+    name: str, axis: str, shape: Shape, groups: ProcessGroupCollection, clock: ProcessorClock
+) -> OurStep:
+    """Return a variant of either axis; weights over gtp are always gathered ahead, but here."""
+    config = DataParallelConfig(strategy="no_shard")
+    if axis == "lanes":
+        ahead = name == "prefetch"
+        config = DataParallelConfig(strategy="optim_grads_params", overlap_param_gather=ahead)
+    made = OurStep(shape, groups, config=config, bucket_bytes=1, now=clock.now)
+    for gatherer in made.engine.gatherers:
+        gatherer.prefetch = name == "prefetch"
+    return made
+
+
 def steps(
-    rank: int, world: int, shape: Shape, seconds: float, rounds: int
+    rank: int, world: int, axis: str, shape: Shape, seconds: float, rounds: int
 ) -> tuple[dict[str, list[Timing]], float]:
     """Return the timings of both variants as one rank, on links that take `seconds`, and how many
     gathers a step has."""
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    grid = RankGrid(world_size=world, gtp=world if axis == "gtp" else 1)
+    groups = ProcessGroupCollection.create(grid, rank=rank)
     clock = ProcessorClock()
-    variants = {
-        name: OurStep(shape, groups, config=config, bucket_bytes=1, now=clock.now)
-        for name, config in VARIANTS.items()
-    }
+    variants = {name: variant_of(name, axis, shape, groups, clock) for name in VARIANTS}
     links = {
         name: Latency(seconds, shared=False, now=clock.now, sleep=clock.sleep) for name in VARIANTS
     }
@@ -86,9 +97,11 @@ def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
     """Race prefetch against none on links of some milliseconds, with much and with little to
     compute between two gathers."""
     found = []
-    for batch, target in ((4, ""), (1, TARGET)):
+    # Of one row the 29 gathers over gtp take the link for longer than there is to compute.
+    cases = (("lanes", 4, ""), ("lanes", 1, TARGET), ("gtp", 4, TARGET), ("gtp", 1, ""))
+    for axis, batch, target in cases:
         shape = replace(SHAPES["S"], batch=batch)
-        measured = gloo_ranks.run(steps, ranks, shape, milliseconds / 1e3, rounds)
+        measured = gloo_ranks.run(steps, ranks, axis, shape, milliseconds / 1e3, rounds)
         both = []
         for name in VARIANTS:
             of_step = zip(*(timings[name] for timings, _ in measured), strict=True)
@@ -99,7 +112,7 @@ def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
         found.append(
             Row(
                 bench="data_parallel",
-                what=f"{ranks} ranks: ms that prefetch takes off {batch}x256, {step} / "
+                what=f"{ranks} ranks, {axis}: ms that prefetch takes off {batch}x256, {step} / "
                 f"gathers x {milliseconds:g} ms",
                 ours=statistics.median(removed),
                 peer=late,

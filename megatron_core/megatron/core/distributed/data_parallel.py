@@ -20,22 +20,25 @@ microbatches, the caller specifies more:
 A strategy is the placement of weight, gradient and optimizer state on the data axes, nothing else:
 `Gatherer` unshards weights, `GradientBucket` reduces gradients into where they are kept.
 
-All scaling is in the loss, so every reduction is a plain sum. A bucket is reduced as soon as each
-of its weights has had all its gradients accumulated; buckets still open are reduced by `close` or
+All scaling is in the loss, so every reduction is a plain sum. A block is reduced as soon as each of
+its weights has had all its gradients accumulated; blocks still open are reduced by `close` or
 `finish`. `finish` then carries out the remaining sums of the gradient plan over model axes
 (`ModelSums`): of weights that are replicated over an axis, or over a subgroup of it, and saw
 different tokens or heads there, as on tp or in two pipeline stages. All such ranges of all buckets
 go into one all-reduce per group.
 
-`GradientBucket` holds the gradients of one bucket, from accumulation in backward to the optimizer:
+`GradientBucket` holds the gradients of one bucket, from accumulation in backward to the optimizer,
+and a `GradientBlock` those of each of its blocks:
 
-    gradients   backward fills                  reduced                 kept
-    whole       one buffer for the whole step   once, at the end        it, or its own range (optim)
-    sharded     a leased buffer a microbatch    in every microbatch     this rank's shard, fp32
+    gradients            backward fills               reduced             kept
+    StepGradients        a buffer for the whole step  once, at the end    it, its own range (optim),
+                                                                          or a shard (over gtp)
+    MicrobatchGradients  a leased one a microbatch    every microbatch    this rank's shard, fp32
 
-A reduction is a sum over the ranks that share the bucket. Under hybrid sharding a second one
-follows once a step, of this rank's shard over the outer ranks; for a weight sharded over gtp these
-are its data-parallel replicas.
+That reduction is a sum over the ranks that share the block. A second one, of a bucket's shards over
+the outer ranks, follows when all its blocks have been reduced for the last time: under hybrid
+sharding, and over the data-parallel replicas of weights sharded over gtp. Where these shard
+gradients too (optim_grads) it follows in every microbatch.
 """
 
 from __future__ import annotations

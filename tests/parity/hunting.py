@@ -46,7 +46,7 @@ class Hunt:
             except RankFailure as error:
                 return Verdict(mutation, str(error).strip().splitlines()[-1][:200])
             except AssertionError as error:
-                return Verdict(mutation, str(error).strip().splitlines()[0][:200])
+                return Verdict(mutation, (str(error).strip() or repr(error)).splitlines()[0][:200])
         return Verdict(mutation, None)
 
     def spans(self, modules: Sequence[str]) -> Ran:

@@ -316,8 +316,8 @@ FAULTS = {
     "feature off: reduce-scatter of a sharded optimizer": (
         "distributed.data_parallel",
         "GradientBlock._sum",
-        "if not bucket.inner.scatter:",
-        "if True:",
+        "return reduce_scatter_async(whole, group, out=into)",
+        "return Pending(all_reduce_async(whole, group, out=whole).wait() is None or into)",
         {"tp": 1, "dp": 2, "placement": "optim"},
     ),
     **EXPERT_FAULTS,

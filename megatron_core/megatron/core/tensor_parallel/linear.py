@@ -223,7 +223,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x if handle.trainable else None)
         whole = all_gather(x, region.group) if region.scatters else x  # [s, b, h]
         wide = None if bias is None else bias.get()
-        return linear_forward(whole, handle.get(), bias=wide, cpu_dtype=handle.cpu_dtype)
+        return linear_forward(whole, handle.get(), bias=wide, dtype=handle.product_dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -236,9 +236,8 @@ class _ColumnLinear(torch.autograd.Function):
             gathered = all_gather_async(x, region.group)
         reduced = None
         if ctx.needs_input_grad[0]:
-            dx = linear_dgrad(
-                grad, handle.get(), cpu_dtype=handle.cpu_dtype
-            )  # [s, b, h] partial(tp)
+            # [s, b, h] partial(tp)
+            dx = linear_dgrad(grad, handle.get(), dtype=handle.product_dtype)
             if region.scatters:
                 reduced = reduce_scatter_async(dx, region.group)  # [s/tp, b, h]
             else:

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.comm.collectives import all_gather, all_reduce
@@ -31,17 +32,17 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
 )
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import apply_function, matmul_dtype
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
     fused_gradient_,
     tokens_per_chunk,
 )
+from megatron.core.ops.wide_product import add_product_
 from megatron.core.process_groups import Group
 from megatron.core.tensor_parallel.linear import TensorParallelRegion
 from megatron.core.weight_gather import WeightHandle, WeightStore
-from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
 from megatron.core.weight_sharding import Cut, WeightSharding
 
 
@@ -142,13 +143,12 @@ class _CrossEntropy(torch.autograd.Function):
         nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         # Where the device multiplies in a wider dtype: once, not once a chunk, and the logits stay
         # in it, unrounded.
-        matrix = weight.to(matmul_dtype(hidden, handle.cpu_dtype))
+        matrix = weight.to(handle.product_dtype)
         step = tokens_per_chunk(rows, weight.device)
         for start in range(0, targets.shape[0], step):
             part = slice(start, start + step)
             chunk = hidden[part].to(matrix.dtype)  # [t, h]
-            # [t, V/tp], then their gradient
-            logits = linear_forward(chunk, matrix, cpu_dtype=matrix.dtype)
+            logits = F.linear(chunk, matrix)  # [t, V/tp], then their gradient
             nll[part], factor = _chunk_gradient_(
                 logits,
                 targets[part],
@@ -158,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
                 wanted=want_hidden or want_weight,
             )
             if d_hidden is not None:
-                product = linear_dgrad(logits, matrix, cpu_dtype=matrix.dtype)
+                product = logits.matmul(matrix)
                 d_hidden[part] = product if factor is None else product.mul_(factor)
             if d_weight is not None:
                 _add_chunk_(d_weight, chunk, logits, factor, first=start == 0)
@@ -230,7 +230,7 @@ def _add_chunk_(
         factor: [t, 1], which dlogits must be multiplied by; None is 1.
     """
     rows = chunk if factor is None else (chunk * factor).to(chunk.dtype)
-    linear_wgrad_(d_weight, logits, rows, overwrite=first, cpu_dtype=chunk.dtype)
+    add_product_(d_weight, logits.t(), rows, overwrite=first)
 
 
 def vocabulary_sharding(

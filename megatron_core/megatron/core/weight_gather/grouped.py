@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import apply_function, matmul_dtype
+from megatron.core.ops.dispatch import apply_function
 from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_gather.handle import WeightHandle
 
@@ -70,7 +70,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.handle, ctx.runs = handle, runs
         ctx.save_for_backward(x if anchor.requires_grad else None)
         weight = _matrices(handle.get(), runs)  # [runs, o, h]
-        return _products(x, weight.transpose(1, 2), runs, handle.cpu_dtype)
+        return _products(x, weight.transpose(1, 2), runs, handle.product_dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -79,9 +79,9 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _products(grad, _matrices(handle.get(), runs), runs, handle.cpu_dtype)
+            dx = _products(grad, _matrices(handle.get(), runs), runs, handle.product_dtype)
         if x is not None:
-            put = partial(_wgrad_, grad.detach(), x.detach(), runs=runs, cpu_dtype=handle.cpu_dtype)
+            put = partial(_wgrad_, grad.detach(), x.detach(), runs=runs, dtype=handle.product_dtype)
             handle.written_gradient(put)
         return dx, None, None, None
 
@@ -91,12 +91,11 @@ def _matrices(weight: torch.Tensor, runs: RowRuns) -> torch.Tensor:
 
 
 def _products(
-    x: torch.Tensor, matrices: torch.Tensor, runs: RowRuns, cpu_dtype: torch.dtype | None
+    x: torch.Tensor, matrices: torch.Tensor, runs: RowRuns, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return [r, n] from x [r, m] and matrices [runs, m, n]."""
     if _is_one_kernel(x, matrices):
         return F.grouped_mm(x, matrices, offs=runs.ends)
-    dtype = matmul_dtype(x, cpu_dtype)
     out = torch.empty(len(x), matrices.shape[2], dtype=dtype, device=x.device)
     wide = x.to(dtype)
     start = 0
@@ -127,14 +126,13 @@ def _wgrad_(
     *,
     overwrite: bool,
     runs: RowRuns,
-    cpu_dtype: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> None:
     """Put dW into the slot [runs · c, o/c, h] fp32.
 
     A loop on every device: a grouped product rounds its sums to the operands' dtype, and cannot
     write to an output buffer.
     """
-    dtype = matmul_dtype(x, cpu_dtype)
     grad, x = grad.to(dtype), x.to(dtype)
     start = 0
     for matrix, count in zip(_matrices(slot, runs), runs.counts, strict=True):

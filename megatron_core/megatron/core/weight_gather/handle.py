@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.ops.dispatch import apply_function
+from megatron.core.ops.dispatch import apply_function, matmul_dtype
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
 from megatron.core.weight_sharding import WeightSharding
 
@@ -138,7 +139,6 @@ class WeightHandle:
         fresh: the slot holds nothing yet: the next gradient overwrites.
         gradients: opens slots and is notified of gradients; None if it is frozen or not training.
         deferral: whether weight gradients are deferred, shared with the other weights of the store.
-        cpu_dtype: what a CPU multiplies the weight in, see `ops.dispatch.matmul_dtype`.
         keeps_grad: without `gradients`, puts go to the `.grad` of `param`, as autograd's would: in
             one process, until an engine is built.
     """
@@ -163,7 +163,7 @@ class WeightHandle:
         self.fresh = True
         self.gradients: GradientSink | None = None
         self.deferral = deferral or Deferral()
-        self.cpu_dtype = cpu_dtype
+        self._cpu_dtype = cpu_dtype
         self.keeps_grad = False
 
     def __repr__(self) -> str:
@@ -202,11 +202,16 @@ class WeightHandle:
     def trainable(self) -> bool:
         return self.anchor.requires_grad
 
+    @cached_property
+    def product_dtype(self) -> torch.dtype:
+        """What the weight is multiplied in where it is, see `ops.dispatch.matmul_dtype`."""
+        return matmul_dtype(self.anchor, self._cpu_dtype)
+
     def linear(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
         """Return x [..., h] Wᵀ + bias, [..., o]. Saves x only."""
         if not torch.is_grad_enabled():
             added = None if bias is None else bias.get()
-            return linear_forward(x, self.get(), bias=added, cpu_dtype=self.cpu_dtype)
+            return linear_forward(x, self.get(), bias=added, dtype=self.product_dtype)
         if bias is None:
             return _apply_linear(x, self.param, self)
         return _apply_linear(x, self.param, self, bias, bias.param)
@@ -331,7 +336,7 @@ class WeightHandle:
     def _run_linear(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Write or add dyᵀ x; grad mode must be off."""
         slot = self._open()
-        linear_wgrad_(slot, grad, x, overwrite=self.fresh, cpu_dtype=self.cpu_dtype)
+        linear_wgrad_(slot, grad, x, overwrite=self.fresh, dtype=self.product_dtype)
         self._done()
 
     def _run_add(self, grad: torch.Tensor) -> None:
@@ -369,14 +374,14 @@ class _Linear(torch.autograd.Function):
         ctx.handle, ctx.bias = handle, bias
         weight, added = handle.get(), None if bias is None else bias.get()
         ctx.save_for_backward(x if anchor.requires_grad else None)
-        return linear_forward(x, weight, bias=added, cpu_dtype=handle.cpu_dtype)
+        return linear_forward(x, weight, bias=added, dtype=handle.product_dtype)
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         handle, dx = ctx.handle, None
         if ctx.needs_input_grad[0]:
-            dx = linear_dgrad(grad, handle.get(), cpu_dtype=handle.cpu_dtype)
+            dx = linear_dgrad(grad, handle.get(), dtype=handle.product_dtype)
         put_linear_gradients(handle, ctx.bias, grad, x)
         return dx, None, None, None, None
 

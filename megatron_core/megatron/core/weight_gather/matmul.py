@@ -7,8 +7,8 @@
 | dgrad | dx = dy W | dtype of dy |
 | wgrad | dW (+)= dyᵀ x | accumulated in the gradient slot, fp32 |
 
-Where a CPU multiplies bf16 slower than fp32 (`ops.dispatch.matmul_dtype`) the operands are widened,
-which also keeps the whole sum in fp32.
+`dtype` is what the operands are multiplied in: `WeightHandle.product_dtype`. Where a CPU multiplies
+bf16 slower than fp32 they are widened, which also keeps the whole sum in fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.dispatch import matmul_dtype
 from megatron.core.ops.wide_product import add_product_
 
 
@@ -25,24 +24,17 @@ def linear_forward(
     weight: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    cpu_dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype.
-
-    `cpu_dtype` is that of `ops.dispatch.matmul_dtype`, here and below.
-    """
-    dtype = matmul_dtype(x, cpu_dtype)
+    """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype."""
     if dtype is x.dtype:
         return F.linear(x, weight, bias)
     wide = None if bias is None else bias.to(dtype)
     return F.linear(x.to(dtype), weight.to(dtype), wide).to(x.dtype)
 
 
-def linear_dgrad(
-    grad: torch.Tensor, weight: torch.Tensor, *, cpu_dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def linear_dgrad(grad: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return dy [..., o] W [o, h], [..., h] in dy's dtype."""
-    dtype = matmul_dtype(grad, cpu_dtype)
     if dtype is grad.dtype:
         return grad.matmul(weight)
     return grad.to(dtype).matmul(weight.to(dtype)).to(grad.dtype)
@@ -54,7 +46,7 @@ def linear_wgrad_(
     x: torch.Tensor,
     *,
     overwrite: bool,
-    cpu_dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
 ) -> None:
     """Put dyᵀ x into `slot` [o, h] fp32: written if `overwrite`, else added.
 
@@ -64,7 +56,6 @@ def linear_wgrad_(
     """
     if x.ndim != 2:
         grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
-    dtype = matmul_dtype(x, cpu_dtype)
     if grad.dtype is not dtype or x.dtype is not dtype:
         grad, x = grad.to(dtype), x.to(dtype)
     add_product_(slot, grad.t(), x, overwrite=overwrite)

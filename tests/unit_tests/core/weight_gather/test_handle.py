@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.initialize import InitSpec
+from megatron.core.ops.dispatch import matmul_dtype
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightHandle, WeightStore
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
@@ -279,15 +280,17 @@ def test_matrix_products(dtype: torch.dtype):
     x, weight, bias = (values(*s, key=9, dtype=dtype) for s in ((2, 7, 6), (5, 6), (5,)))
     grad = values(2, 7, 5, key=9, dtype=dtype)
     wide = [t.double() for t in (x, weight, bias, grad)]
-    out = linear_forward(x, weight, bias=bias)
+    product_dtype = matmul_dtype(x)
+    out = linear_forward(x, weight, bias=bias, dtype=product_dtype)
     assert out.dtype is dtype
     assert_close_by_metric("y", out, F.linear(*wide[:3]), bound=bound)
-    assert_close_by_metric("dx", linear_dgrad(grad, weight), wide[3] @ wide[1], bound=bound)
+    dx = linear_dgrad(grad, weight, dtype=product_dtype)
+    assert_close_by_metric("dx", dx, wide[3] @ wide[1], bound=bound)
     product = wide[3].flatten(0, 1).t() @ wide[0].flatten(0, 1)
     slot = torch.full((5, 6), torch.nan)
-    linear_wgrad_(slot, grad, x, overwrite=True)
+    linear_wgrad_(slot, grad, x, overwrite=True, dtype=product_dtype)
     assert_close_by_metric("dW", slot, product, bound=1e-6 if dtype is torch.float32 else bound)
-    linear_wgrad_(slot, grad, x, overwrite=False)
+    linear_wgrad_(slot, grad, x, overwrite=False, dtype=product_dtype)
     assert_close_by_metric("2 dW", slot, 2 * product, bound=1e-6 if dtype.itemsize > 2 else bound)
 
 

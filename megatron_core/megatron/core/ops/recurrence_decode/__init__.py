@@ -22,7 +22,7 @@ from megatron.core.ops.dispatch import choose
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.recurrence_decode import reference
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts
+from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, check_features
 
 __all__ = ["DecodeMemory", "OutputNorm", "counts_programs", "recurrence_decode"]
 
@@ -64,7 +64,7 @@ def recurrence_decode(
         ValueError: shapes or dtypes that do not fit, or a forced implementation that cannot take
             them.
     """
-    _check(source, weights, parts, skip)
+    check_features("recurrence_decode", source, weights, parts, skip=skip)
     _check_memory(source, weights, parts, memory)
     if norm is not None:
         _check_norm(source, parts, norm)
@@ -106,30 +106,6 @@ def _chosen(implementation: str | None, source: torch.Tensor, parts: UnitParts) 
             )
         return "reference"
     return name
-
-
-def _check(
-    source: torch.Tensor, weights: PrologueWeights, parts: UnitParts, skip: torch.Tensor | None
-) -> None:
-    """Raise ValueError unless features and weights fit the parts of a unit."""
-    op = "recurrence_decode"
-    if source.ndim != 3 or source.shape[2] != parts.width or not source.is_floating_point():
-        raise ValueError(
-            f"{op}: source {tuple(source.shape)} {source.dtype} must be floats (rows, units, "
-            f"{parts.width})"
-        )
-    units = source.shape[1]
-    channels, heads = (units, parts.convolved), (units * parts.heads,)
-    weight, bias, rates, step_bias = weights
-    if weight.ndim != 3 or weight.shape[:2] != channels or weight.shape[2] == 0:
-        raise ValueError(
-            f"{op}: weight {tuple(weight.shape)} must be ({units}, {parts.convolved}, taps)"
-        )
-    if bias is not None and bias.shape != channels:
-        raise ValueError(f"{op}: bias {tuple(bias.shape)} must be {channels}")
-    for name, value in (("rates", rates), ("step_bias", step_bias), ("skip", skip)):
-        if value is not None and value.shape != heads:
-            raise ValueError(f"{op}: {name} {tuple(value.shape)} must be {heads}")
 
 
 def _check_memory(

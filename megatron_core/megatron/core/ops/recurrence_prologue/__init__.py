@@ -73,7 +73,7 @@ def recurrence_prologue(
     """
     op = "recurrence_prologue"
     require_sequences(op, sequences)
-    _check(source, weights, parts)
+    check_features(op, source, weights, parts)
     if places is None:
         sequences.check(op, source=source)
     elif (len(places.rows), len(places.tokens)) != (sequences.tokens, source.shape[0]):
@@ -114,9 +114,15 @@ def _chosen(implementation: str | None, source: torch.Tensor, width: int, parts:
     return name
 
 
-def _check(source: torch.Tensor, weights: PrologueWeights, parts: UnitParts) -> None:
+def check_features(
+    op: str,
+    source: torch.Tensor,
+    weights: PrologueWeights,
+    parts: UnitParts,
+    *,
+    skip: torch.Tensor | None = None,
+) -> None:
     """Raise ValueError unless features, weights and parts fit together."""
-    op = "recurrence_prologue"
     if source.ndim != 3 or source.shape[2] != parts.width or not source.is_floating_point():
         raise ValueError(
             f"{op}: source {tuple(source.shape)} {source.dtype} must be floats (rows, units, "
@@ -131,6 +137,6 @@ def _check(source: torch.Tensor, weights: PrologueWeights, parts: UnitParts) -> 
         )
     if bias is not None and bias.shape != channels:
         raise ValueError(f"{op}: bias {tuple(bias.shape)} must be {channels}")
-    for name, value in (("rates", rates), ("step_bias", step_bias)):
-        if value.shape != heads:
+    for name, value in (("rates", rates), ("step_bias", step_bias), ("skip", skip)):
+        if value is not None and value.shape != heads:
             raise ValueError(f"{op}: {name} {tuple(value.shape)} must be {heads}")

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.ops.dispatch import apply_function, matmul_dtype
+from megatron.core.ops.dispatch import matmul_dtype
 from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
 from megatron.core.weight_sharding import WeightSharding
 
@@ -219,7 +219,9 @@ class WeightHandle:
     def embedding(self, ids: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows `ids` [...] of the weight, [..., h]; zero where `valid` is False. Saves
         ids only."""
-        return apply_function(_Embedding, ids, valid, self.param, self)
+        if not torch.is_grad_enabled():
+            return _embedding_rows(self.get(), ids, valid)
+        return _Embedding.apply(ids, valid, self.param, self)
 
     def use(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a small weight (norm, bias, router) as a private copy that any op may save.
@@ -411,6 +413,14 @@ def put_linear_gradients(
         bias.add_gradient(grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32))
 
 
+def _embedding_rows(
+    weight: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor | None
+) -> torch.Tensor:
+    """Return rows `ids` [...] of the weight, [..., h], zero where `valid` is False."""
+    rows = F.embedding(ids, weight)
+    return rows if valid is None else rows.mul_(valid.unsqueeze(-1))
+
+
 class _Embedding(torch.autograd.Function):
     """forward rows of W; wgrad adds the gradient rows at ids. Saves ids and the mask."""
 
@@ -418,8 +428,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx, ids, valid, anchor, handle):
         ctx.handle = handle
         ctx.save_for_backward(ids, valid)
-        rows = F.embedding(ids, handle.get())  # [..., h]
-        return rows if valid is None else rows.mul_(valid.unsqueeze(-1))
+        return _embedding_rows(handle.get(), ids, valid)
 
     @staticmethod
     def backward(ctx, grad):

@@ -75,6 +75,20 @@ def test_prefill_and_decode_enter_none(model: GPTModel):
         assert set(found) == {ForwardOnly}
 
 
+def test_generation_by_a_gpt_has_no_context_at_all():
+    shape = GPTConfig(
+        num_layers=2,
+        hidden_size=24,
+        vocab_size=61,
+        attention=CONFIG.attention,
+        mlp=CONFIG.mlp,
+    )
+    model = GPTModel(shape, ProcessGroupCollection.single(), seed=3)
+    prompts = [Request(prompt=(1, 2, 3)), Request(prompt=(4,))]
+    steps = stream(model, prompts, max_new_tokens=3, sampling=SamplingParams(temperature=0))
+    assert [contexts(lambda: next(steps)) for _ in range(2)] == [[], []]
+
+
 def test_logits_without_gradients_are_those_with(model: GPTModel):
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.ops.attention import reference
 from megatron.core.ops.attention.reference import Mask
-from megatron.core.ops.dispatch import apply_function, choose
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.dropout import AttentionDropout
 
 __all__ = ["Mask", "attention"]
@@ -72,16 +72,22 @@ def attention(
         key_start=key_start,
     )
     _check(query, key, value, mask)
-    _check_documents(query, key, mask)
-    _check_options(query, sinks, dropout)
+    if document_ids is not None or query_document_ids is not None:
+        _check_documents(query, key, mask)
+    if sinks is not None or dropout is not None:
+        _check_options(query, sinks, dropout)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    options = {"scale": scale, "mask": mask}
     if choose(implementation, query, "attention", has_triton=dropout is None) == "triton":
         from megatron.core.ops.attention import triton as kernels
 
-        return apply_function(kernels.Attention, query, key, value, sinks, scale, mask)
-    return apply_function(
-        reference.Attention, query, key, value, sinks, scale, mask, dropout, cpu_dtype
-    )
+        forward, backward = kernels.attention_forward, kernels.attention_backward
+    else:
+        forward, backward = reference.attention_forward, reference.attention_backward
+        options |= {"dropout": dropout, "cpu_dtype": cpu_dtype}
+    if torch.is_grad_enabled():
+        return reference.Attention.apply(query, key, value, sinks, forward, backward, options)
+    return forward(query, key, value, sinks, **options)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> None:

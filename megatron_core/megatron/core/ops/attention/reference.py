@@ -53,13 +53,15 @@ class Mask:
         shift = self.shift(queries, keys)
         return self.document_ids[shift : shift + queries]
 
-    def key_range(self, first_row: int, last_row: int, queries: int, keys: int) -> tuple[int, int]:
-        """Bound the keys that query rows first_row .. last_row - 1 can see, as [low, high)."""
-        shift = self.shift(queries, keys)
-        high = min(max(last_row + shift, 0), keys) if self.causal else keys
+    def key_range(self, rows: tuple[int, int], *, shift: int, keys: int) -> tuple[int, int]:
+        """Bound the keys that query rows [first, last) can see, as [low, high).
+
+        `shift` is that of `shift`.
+        """
+        high = min(max(rows[1] + shift, 0), keys) if self.causal else keys
         low = 0
         if self.window is not None:
-            low = min(max(first_row + shift - self.window + 1, 0), keys)
+            low = min(max(rows[0] + shift - self.window + 1, 0), keys)
         return low, high
 
     def hidden(
@@ -84,14 +86,16 @@ class Mask:
             bool [1 or b, 1, q, k], True where hidden, or None where every pair is visible.
         """
         hidden = None
-        positions = torch.arange(*rows, device=device)[:, None] + shift  # [q, 1]
-        keys = torch.arange(*columns, device=device)  # [k]
-        if self.causal and columns[1] - 1 > rows[0] + shift:
-            hidden = keys > positions
-        if self.window is not None and rows[1] - 1 + shift - columns[0] >= self.window:
-            outside = positions - keys >= self.window
-            hidden = outside if hidden is None else hidden | outside
-        if hidden is not None:
+        later = self.causal and columns[1] - 1 > rows[0] + shift
+        earlier = self.window is not None and rows[1] - 1 + shift - columns[0] >= self.window
+        if later or earlier:
+            positions = torch.arange(*rows, device=device)[:, None] + shift  # [q, 1]
+            keys = torch.arange(*columns, device=device)  # [k]
+            if later:
+                hidden = keys > positions
+            if earlier:
+                outside = positions - keys >= self.window
+                hidden = outside if hidden is None else hidden | outside
             hidden = hidden[None, None]  # [1, 1, q, k]
         if self.document_ids is not None and documents is not None:
             mine = documents[slice(*rows)].t()  # [b, q]
@@ -125,7 +129,6 @@ def chunked_forward(
     queries, batch, heads, features = query.shape
     wide = accumulation_dtype(query.dtype)
     keys, values = _by_group(key, wide), _by_group(value, wide)  # [b*g, s_k, d]
-    starts = _starts(mask, queries, key.shape[0])
     out = torch.empty(query.shape, dtype=wide, device=query.device)
     lse = torch.empty((batch, heads, queries), dtype=wide, device=query.device)
     for rows, columns, hidden in _chunks(mask, query, key):
@@ -143,7 +146,7 @@ def chunked_forward(
         total = shaped.sub_(shift).exp_().sum(-1, keepdim=True)  # [b, n, c, 1]
         lse[:, :, slice(*rows)] = (shift + total.log())[..., 0]
         if dropout is not None:
-            _drop_(shaped, dropout, rows, columns, starts)
+            _drop_(shaped, dropout, rows, columns, _starts(mask, queries, key.shape[0]))
         part = torch.bmm(logits, values[:, slice(*columns)]).view(batch, heads, -1, features)
         part.div_(total.masked_fill_(total == 0, 1))
         out[slice(*rows)] = part.permute(2, 0, 1, 3)
@@ -178,7 +181,6 @@ def chunked_backward(
     groups = key.shape[2]
     wide = accumulation_dtype(query.dtype)
     keys, values = _by_group(key, wide), _by_group(value, wide)  # [b*g, s_k, d]
-    starts = _starts(mask, queries, key.shape[0])
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
     for rows, columns, hidden in _chunks(mask, query, key):
@@ -200,6 +202,7 @@ def chunked_backward(
         grad_weights = torch.bmm(grad, values[:, span].transpose(1, 2))
         dropped = weights
         if dropout is not None:
+            starts = _starts(mask, queries, key.shape[0])
             dropped = weights.clone()
             _drop_(dropped.view_as(shaped), dropout, rows, columns, starts)
             _drop_(grad_weights.view_as(shaped), dropout, rows, columns, starts)
@@ -219,7 +222,7 @@ def _chunks(
     shift, documents = mask.shift(queries, keys), mask.documents_of_queries(queries, keys)
     for first in range(0, queries, QUERIES_PER_CHUNK):
         rows = (first, min(first + QUERIES_PER_CHUNK, queries))
-        columns = mask.key_range(*rows, queries, keys)
+        columns = mask.key_range(rows, shift=shift, keys=keys)
         yield (
             rows,
             columns,
@@ -277,25 +280,24 @@ class Attention(torch.autograd.Function):
 
     Forward: as above. dgrad: p = exp(scale q k^T - lse); dv = p^T g; ds = p (g v^T - rowsum(g
     out)); dq = scale ds k; dk = scale ds^T q. wgrad (sinks): -sum of exp(sink - lse) rowsum(g
-    out). Saves q, k, v, out and lse.
+    out). Saves q, k, v, out and lse. `forward_of` and `backward_of` are `attention_forward` and
+    `attention_backward` of this module or of `triton`.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, scale, mask, dropout, cpu_dtype=None):
-        out, lse = attention_forward(
-            query, key, value, sinks, scale, mask, dropout, cpu_dtype=cpu_dtype
-        )
+    def forward(ctx, query, key, value, sinks, forward_of, backward_of, options):
+        out, lse = forward_of(query, key, value, sinks, **options)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.options = {"scale": scale, "mask": mask, "dropout": dropout, "cpu_dtype": cpu_dtype}
+        ctx.backward_of, ctx.options = backward_of, options
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, _):
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        grads = attention_backward(grad_out, query, key, value, out, lse, **ctx.options)
+        grads = ctx.backward_of(grad_out, query, key, value, out, lse, **ctx.options)
         grad_sinks = sink_gradient(grad_out, out, lse, sinks) if sinks is not None else None
-        return *grads, grad_sinks, None, None, None, None
+        return *grads, grad_sinks, None, None, None
 
 
 def attention_forward(
@@ -424,7 +426,8 @@ def _has_flash(
     """
     plain = mask.window is None and mask.document_ids is None and dropout is None
     queries, keys = query.shape[0], key.shape[0]
-    aligned = not mask.causal or (queries == keys and mask.shift(queries, keys) == 0)
+    together = mask.query_start is None or mask.query_start == mask.key_start
+    aligned = not mask.causal or (queries == keys and together)
     filled = query.numel() > 0 and key.numel() > 0
     return plain and aligned and filled and query.device.type == "cpu"
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.attention.reference import Mask, sink_gradient
+from megatron.core.ops.attention.reference import Mask
 
 
 @triton.jit
@@ -413,29 +413,6 @@ MAX_BLOCK, MIN_BLOCK = 64, 16
 TILE_ELEMENTS = 64 * 128
 FORWARD_WARPS = 4
 BACKWARD_WARPS = 8
-
-
-class Attention(torch.autograd.Function):
-    """out = softmax(scale q k^T + mask) v and lse; dgrad and wgrad as in `reference.Attention`.
-
-    Saves q, k, v, out and lse.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, sinks, scale, mask):
-        out, lse = attention_forward(query, key, value, sinks, scale, mask)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.options = (scale, mask)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, _):
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        scale, mask = ctx.options
-        grads = attention_backward(grad_out, query, key, value, out, lse, scale=scale, mask=mask)
-        grad_sinks = sink_gradient(grad_out, out, lse, sinks) if sinks is not None else None
-        return *grads, grad_sinks, None, None
 
 
 def attention_forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import apply_function, choose
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.dropout import reference
 from megatron.core.ops.dropout.reference import AttentionDropout, dropout_key
 
@@ -59,10 +59,13 @@ def dropout(
     if choose(implementation, x, "dropout") == "triton":
         from megatron.core.ops.dropout import triton as kernels
 
-        return apply_function(
-            kernels.Dropout, x, rate, key, sample_ids, position_ids, feature_offset
-        )
-    return apply_function(reference.Dropout, x, rate, key, sample_ids, position_ids, feature_offset)
+        values = kernels.dropout_values
+    else:
+        values = reference.dropout_values
+    site = rate, key, sample_ids, position_ids, feature_offset
+    if torch.is_grad_enabled():
+        return reference.Dropout.apply(x, *site, values)
+    return values(x, *site)
 
 
 def _check_rate(op: str, rate: float) -> None:

@@ -197,20 +197,24 @@ class AttentionDropout:
 
 
 class Dropout(torch.autograd.Function):
-    """y = x * keep / (1 - rate). dgrad: the same function of the gradient. Saves no mask."""
+    """y = x * keep / (1 - rate). dgrad: the same function of the gradient. Saves no mask.
+
+    `values` is `dropout_values` of this module or of `triton`.
+    """
 
     @staticmethod
-    def forward(ctx, x, rate, key, sample_ids, position_ids, feature_offset):
+    def forward(ctx, x, rate, key, sample_ids, position_ids, feature_offset, values):
         ctx.save_for_backward(sample_ids, position_ids)
         ctx.site = (rate, key, feature_offset)
-        return dropout_values(x, rate, key, sample_ids, position_ids, feature_offset)
+        ctx.values = values
+        return values(x, rate, key, sample_ids, position_ids, feature_offset)
 
     @staticmethod
     def backward(ctx, grad):
         sample_ids, position_ids = ctx.saved_tensors
         rate, key, feature_offset = ctx.site
-        values = dropout_values(grad, rate, key, sample_ids, position_ids, feature_offset)
-        return values, None, None, None, None, None
+        d_x = ctx.values(grad, rate, key, sample_ids, position_ids, feature_offset)
+        return d_x, None, None, None, None, None, None
 
 
 def dropout_values(

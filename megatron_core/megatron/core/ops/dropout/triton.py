@@ -70,23 +70,6 @@ def dropout_kernel(
     tl.store(out_ptr + place, y, mask=inside)
 
 
-class Dropout(torch.autograd.Function):
-    """y = x * keep / (1 - rate). dgrad: the same function of the gradient. Saves no mask."""
-
-    @staticmethod
-    def forward(ctx, x, rate, key, sample_ids, position_ids, feature_offset):
-        ctx.save_for_backward(sample_ids, position_ids)
-        ctx.site = (rate, key, feature_offset)
-        return dropout_values(x, rate, key, sample_ids, position_ids, feature_offset)
-
-    @staticmethod
-    def backward(ctx, grad):
-        sample_ids, position_ids = ctx.saved_tensors
-        rate, key, feature_offset = ctx.site
-        values = dropout_values(grad, rate, key, sample_ids, position_ids, feature_offset)
-        return values, None, None, None, None, None
-
-
 def dropout_values(
     x: torch.Tensor,
     rate: float,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import apply_function, choose
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.layernorm import reference
 from megatron.core.ops.rmsnorm import check_norm
 
@@ -49,8 +49,10 @@ def layer_norm(
     if choose(implementation, x, "layer_norm") == "triton":
         from megatron.core.ops.layernorm import triton as kernels
 
-        function = kernels.LayerNorm
+        function, forward = kernels.LayerNorm, kernels.layer_norm_forward
     else:
-        function = reference.LayerNorm
-    y, total = apply_function(function, x, residual, weight, bias, eps, zero_centered)
+        function, forward = reference.LayerNorm, reference.layer_norm_forward
+    if torch.is_grad_enabled():
+        forward = function.apply
+    y, total, *_ = forward(x, residual, weight, bias, eps, zero_centered)
     return y if residual is None else (y, total)

@@ -23,16 +23,10 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, zero_centered):
-        total = x if residual is None else x + residual
-        rows = total.reshape(-1, total.shape[-1]).contiguous()  # [t, h]
-        wide = accumulation_dtype(x.dtype)
-        scale = weight.to(wide) + 1 if zero_centered else weight.to(wide)
-        shift = None if bias is None else bias.to(wide)
-        y, mean, rstd = torch.ops.aten.native_layer_norm(rows, [rows.shape[-1]], scale, shift, eps)
-        ctx.save_for_backward(total, scale, shift, mean, rstd)
+        y, total, *kept = layer_norm_forward(x, residual, weight, bias, eps, zero_centered)
+        ctx.save_for_backward(total, *kept)
         ctx.weight_dtype = weight.dtype
         ctx.set_materialize_grads(False)
-        y = y.view(x.shape)
         if residual is None:
             return y, None
         return y, total
@@ -56,6 +50,24 @@ class LayerNorm(torch.autograd.Function):
             grad_bias = grad_bias.to(ctx.weight_dtype)
         grad_residual = grad if ctx.needs_input_grad[1] else None
         return grad, grad_residual, grad_weight, grad_bias, None, None
+
+
+def layer_norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return (y, x + residual, the factor w [h], the bias [h] or None, mean and rstd [rows])."""
+    total = x if residual is None else x + residual
+    rows = total.reshape(-1, total.shape[-1]).contiguous()  # [t, h]
+    wide = accumulation_dtype(x.dtype)
+    scale = weight.to(wide) + 1 if zero_centered else weight.to(wide)
+    shift = None if bias is None else bias.to(wide)
+    y, mean, rstd = torch.ops.aten.native_layer_norm(rows, [rows.shape[-1]], scale, shift, eps)
+    return y.view(x.shape), total, scale, shift, mean, rstd
 
 
 def _wide_backward(

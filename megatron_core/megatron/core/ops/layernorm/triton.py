@@ -115,6 +115,42 @@ def layer_norm_backward_kernel(
     tl.store(partial_ptr + features + columns, tl.sum(partial_bias, 0), mask=in_row)
 
 
+def layer_norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (y, x + residual, the weight as the kernels read it, (mean, rstd) fp32 [rows, 2])."""
+    features = x.shape[-1]
+    rows = x.numel() // features if features else 0
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    statistics = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
+    if rows:
+        tile = row_tile(FORWARD.pick(x, launch_key(x)), features)
+        layer_norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+            x,
+            x if residual is None else residual.contiguous(),
+            weight,
+            weight if bias is None else bias.contiguous(),
+            y,
+            total,
+            statistics,
+            rows,
+            features,
+            eps,
+            float(zero_centered),
+            HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=bias is not None,
+            **tile,
+        )
+    return y, total, weight, statistics
+
+
 class LayerNorm(torch.autograd.Function):
     """y = (t - mean) * rstd * w + bias; forward, dgrad and wgrad as in `reference.LayerNorm`.
 
@@ -123,30 +159,9 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, zero_centered):
-        features = x.shape[-1]
-        rows = x.numel() // features if features else 0
-        x, weight = x.contiguous(), weight.contiguous()
-        y = torch.empty_like(x)
-        total = x if residual is None else torch.empty_like(x)
-        statistics = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
-        if rows:
-            tile = row_tile(FORWARD.pick(x, launch_key(x)), features)
-            layer_norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
-                x,
-                x if residual is None else residual.contiguous(),
-                weight,
-                weight if bias is None else bias.contiguous(),
-                y,
-                total,
-                statistics,
-                rows,
-                features,
-                eps,
-                float(zero_centered),
-                HAS_RESIDUAL=residual is not None,
-                HAS_BIAS=bias is not None,
-                **tile,
-            )
+        y, total, weight, statistics = layer_norm_forward(
+            x, residual, weight, bias, eps, zero_centered
+        )
         ctx.save_for_backward(total, weight, statistics)
         ctx.zero_centered = zero_centered
         ctx.set_materialize_grads(False)

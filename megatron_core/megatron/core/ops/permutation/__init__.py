@@ -75,8 +75,8 @@ def take_rows(
     if choose(implementation, x, "take_rows") == "triton":
         from megatron.core.ops.permutation import triton as kernels
 
-        return apply_function(kernels.Take, x, places, slots)
-    return apply_function(reference.Take, x, places, slots)
+        return apply_function(reference.Take, x, places, slots, kernels.take, kernels.total)
+    return apply_function(reference.Take, x, places, slots, reference.take, reference.total)
 
 
 def sum_rows(

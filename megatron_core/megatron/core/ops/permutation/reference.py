@@ -79,17 +79,18 @@ def _bags(rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | Non
 
 class Take(torch.autograd.Function):
     """forward y[i] = x[places[i] // k]; dgrad the sum of dy over the slots of each row. Saves
-    slots."""
+    slots. `take` and `total` are those of this module or of `triton`."""
 
     @staticmethod
-    def forward(ctx, x, places, slots):
+    def forward(ctx, x, places, slots, take, total):
         ctx.save_for_backward(slots)
+        ctx.total = total
         return take(x, places, slots.shape[1])
 
     @staticmethod
     def backward(ctx, grad):
         (slots,) = ctx.saved_tensors
-        return total(grad.contiguous(), slots, None), None, None
+        return ctx.total(grad.contiguous(), slots, None), None, None, None, None
 
 
 class Total(torch.autograd.Function):

@@ -164,20 +164,6 @@ def total(y: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) ->
     return out
 
 
-class Take(torch.autograd.Function):
-    """forward and dgrad as in `reference.Take`. Saves slots."""
-
-    @staticmethod
-    def forward(ctx, x, places, slots):
-        ctx.save_for_backward(slots)
-        return take(x, places, slots.shape[1])
-
-    @staticmethod
-    def backward(ctx, grad):
-        (slots,) = ctx.saved_tensors
-        return total(grad, slots, None), None, None
-
-
 class Total(torch.autograd.Function):
     """forward, dgrad and the weights' gradient as in `reference.Total`, both of those in one
     kernel. Saves y where there are weights."""

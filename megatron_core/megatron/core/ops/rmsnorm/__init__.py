@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import apply_function, choose
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.rmsnorm import reference
 
 
@@ -41,10 +41,12 @@ def rms_norm(
     if choose(implementation, x, "rms_norm") == "triton":
         from megatron.core.ops.rmsnorm import triton as kernels
 
-        function = kernels.RmsNorm
+        function, forward = kernels.RmsNorm, kernels.rms_norm_forward
     else:
-        function = reference.RmsNorm
-    y, total = apply_function(function, x, residual, weight, eps, zero_centered)
+        function, forward = reference.RmsNorm, reference.rms_norm_forward
+    if torch.is_grad_enabled():
+        forward = function.apply
+    y, total, *_ = forward(x, residual, weight, eps, zero_centered)
     return y if residual is None else (y, total)
 
 

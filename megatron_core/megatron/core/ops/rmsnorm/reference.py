@@ -17,18 +17,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, zero_centered):
-        total = x if residual is None else x + residual
-        rows = total.reshape(-1, total.shape[-1])  # [t, h]
-        wide = accumulation_dtype(x.dtype)
-        scale = weight.to(wide) + 1 if zero_centered else weight.to(wide)
-        values = rows.to(wide)
-        rstd = torch.linalg.vector_norm(values, dim=-1).square_()  # [t]
-        rstd = rstd.div_(rows.shape[-1]).add_(eps).rsqrt_()
-        if values is rows:  # keep the input: the first product makes the output
-            y = values * rstd[:, None]
-        else:
-            y = values.mul_(rstd[:, None])
-        y = y.mul_(scale).to(x.dtype).view(x.shape)
+        y, total, scale, rstd = rms_norm_forward(x, residual, weight, eps, zero_centered)
         ctx.save_for_backward(total, scale, rstd)
         ctx.weight_dtype = weight.dtype
         ctx.set_materialize_grads(False)
@@ -55,6 +44,28 @@ class RmsNorm(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(ctx.weight_dtype)
         return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_weight, None, None
+
+
+def rms_norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (y, x + residual, the factor w [h], rstd [rows]); see `ops.rmsnorm.rms_norm`."""
+    total = x if residual is None else x + residual
+    rows = total.reshape(-1, total.shape[-1])  # [t, h]
+    wide = accumulation_dtype(x.dtype)
+    scale = weight.to(wide) + 1 if zero_centered else weight.to(wide)
+    values = rows.to(wide)
+    rstd = torch.linalg.vector_norm(values, dim=-1).square_()  # [t]
+    rstd = rstd.div_(rows.shape[-1]).add_(eps).rsqrt_()
+    if values is rows:  # keep the input: the first product makes the output
+        y = values * rstd[:, None]
+    else:
+        y = values.mul_(rstd[:, None])
+    return y.mul_(scale).to(x.dtype).view(x.shape), total, scale, rstd
 
 
 def rms_norm_backward(

@@ -162,6 +162,43 @@ def launch_key(x: torch.Tensor) -> str:
     return f"h{triton.next_power_of_2(x.shape[-1])} {str(x.dtype).removeprefix('torch.')}"
 
 
+def rms_norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (y, x + residual, the weight as the kernels read it, rstd fp32 [rows])."""
+    weight = weight.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(y)
+    rstd = torch.empty(0, dtype=torch.float32, device=x.device)
+    if y.numel():
+        rows = Rows.of(x)
+        tile = row_tile(FORWARD.pick(x, launch_key(x)), x.shape[-1])
+        rstd = torch.empty(rows.count, dtype=torch.float32, device=x.device)
+        total = rows.tensor if residual is None else total
+        rms_norm_forward_kernel[(triton.cdiv(rows.count, tile["ROWS"]),)](
+            rows.tensor,
+            x if residual is None else residual.contiguous(),
+            weight,
+            y,
+            total,
+            rstd,
+            rows.count,
+            rows.inner,
+            rows.outer_stride,
+            rows.stride,
+            x.shape[-1],
+            eps,
+            float(zero_centered),
+            HAS_RESIDUAL=residual is not None,
+            **tile,
+        )
+    return y, total, weight, rstd
+
+
 class RmsNorm(torch.autograd.Function):
     """y = t * rstd * w, t = x + residual; forward, dgrad and wgrad as in `reference.RmsNorm`.
 
@@ -170,32 +207,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, zero_centered):
-        weight = weight.contiguous()
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        total = x if residual is None else torch.empty_like(y)
-        rstd = torch.empty(0, dtype=torch.float32, device=x.device)
-        if y.numel():
-            rows = Rows.of(x)
-            tile = row_tile(FORWARD.pick(x, launch_key(x)), x.shape[-1])
-            rstd = torch.empty(rows.count, dtype=torch.float32, device=x.device)
-            total = rows.tensor if residual is None else total
-            rms_norm_forward_kernel[(triton.cdiv(rows.count, tile["ROWS"]),)](
-                rows.tensor,
-                x if residual is None else residual.contiguous(),
-                weight,
-                y,
-                total,
-                rstd,
-                rows.count,
-                rows.inner,
-                rows.outer_stride,
-                rows.stride,
-                x.shape[-1],
-                eps,
-                float(zero_centered),
-                HAS_RESIDUAL=residual is not None,
-                **tile,
-            )
+        y, total, weight, rstd = rms_norm_forward(x, residual, weight, eps, zero_centered)
         ctx.save_for_backward(total, weight, rstd)
         ctx.zero_centered = zero_centered
         ctx.set_materialize_grads(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import apply_function, choose
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.rope import reference
 from megatron.core.ops.rope.reference import RopeScaling, inverse_frequencies, rotary_table
 
@@ -43,8 +43,12 @@ def apply_rope(
     if choose(implementation, x, "apply_rope") == "triton":
         from megatron.core.ops.rope import triton as kernels
 
-        return apply_function(kernels.Rope, x, cos, sin, interleaved)
-    return apply_function(reference.Rope, x, cos, sin, interleaved)
+        rotate = kernels.rotate
+    else:
+        rotate = reference.rotate
+    if torch.is_grad_enabled():
+        return reference.Rope.apply(x, cos, sin, interleaved, rotate)
+    return rotate(x, cos, sin, interleaved)
 
 
 def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -158,27 +158,28 @@ def rotary_table(
 class Rope(torch.autograd.Function):
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for each feature pair.
 
-    Forward: as above. dgrad: the same with -sin. No weights. Saves the table.
+    Forward: as above. dgrad: the same with -sin. No weights. Saves the table. `rotate` is that of
+    this module or of `triton`.
     """
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved):
+    def forward(ctx, x, cos, sin, interleaved, rotate):
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return rotate(x, cos, sin, interleaved=interleaved)
+        ctx.interleaved, ctx.rotate = interleaved, rotate
+        return rotate(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, sin, interleaved=ctx.interleaved, sign=-1), None, None, None
+        return ctx.rotate(grad, cos, sin, ctx.interleaved, sign=-1), None, None, None, None
 
 
 def rotate(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    interleaved: bool,
     *,
-    interleaved: bool = False,
     sign: int = 1,
 ) -> torch.Tensor:
     """Rotate x [s, b, n, d] by `sign` times the table's angles [s, (b,) r/2]; see `apply_rope`."""

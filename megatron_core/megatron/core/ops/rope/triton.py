@@ -80,24 +80,13 @@ def rope_kernel(
         tl.store(target + rest, tl.load(source + rest, mask=behind, other=0.0), mask=behind)
 
 
-class Rope(torch.autograd.Function):
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); dgrad the same with -sin. Saves the table."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin, interleaved):
-        cos, sin = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return rotate(x, cos, sin, interleaved, 1.0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, sin, ctx.interleaved, -1.0), None, None, None
-
-
 def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, sign: float
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    *,
+    sign: int = 1,
 ) -> torch.Tensor:
     """Rotate x [s, b, n, d], last dimension dense, by `sign` times the table's angles."""
     if x.stride(-1) != 1:
@@ -112,8 +101,8 @@ def rotate(
     tokens = sequence * batch
     rope_kernel[(triton.cdiv(tokens, tile["TOKENS"]),)](
         x,
-        cos,
-        sin,
+        cos.contiguous(),
+        sin.contiguous(),
         out,
         tokens,
         batch,
@@ -123,7 +112,7 @@ def rotate(
         x.stride(0),
         x.stride(1),
         x.stride(2),
-        sign,
+        float(sign),
         PER_SAMPLE=cos.ndim == 3,
         INTERLEAVED=interleaved,
         **tile,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.dispatch import apply_function, choose
+from megatron.core.ops.dispatch import choose
 from megatron.core.ops.swiglu import reference
 from megatron.core.ops.swiglu.reference import ACTIVATIONS, GATES
 
@@ -51,8 +51,12 @@ def gated(
     if choose(implementation, gate_up, "gated") == "triton":
         from megatron.core.ops.swiglu import triton as kernels
 
-        return apply_function(kernels.Gated, gate_up, activation)
-    return apply_function(reference.Gated, gate_up, activation)
+        function, forward = kernels.Gated, kernels.gated_forward
+    else:
+        function, forward = reference.Gated, reference.gated_forward
+    if torch.is_grad_enabled():
+        forward = function.apply
+    return forward(gate_up, activation)
 
 
 def activate(x: torch.Tensor, kind: str) -> torch.Tensor:

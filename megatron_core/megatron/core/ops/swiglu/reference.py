@@ -23,9 +23,7 @@ class Gated(torch.autograd.Function):
     def forward(ctx, gate_up, activation):
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
-        gate, up = gate_up.chunk(2, dim=-1)
-        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        return _activate_into(gate, activation, y).mul_(up)
+        return gated_forward(gate_up, activation)
 
     @staticmethod
     def backward(ctx, grad):
@@ -43,6 +41,13 @@ class Gated(torch.autograd.Function):
             )
         _activate_into(gate, ctx.activation, grad_up).mul_(grad)
         return result, None
+
+
+def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up [..., f] of gate_up [..., 2f]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    return _activate_into(gate, activation, y).mul_(up)
 
 
 def _activate_into(gate: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:

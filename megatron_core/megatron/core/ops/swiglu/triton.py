@@ -84,6 +84,19 @@ def launch_key(y: torch.Tensor) -> str:
     return f"f{triton.next_power_of_2(y.shape[-1])} {str(y.dtype).removeprefix('torch.')}"
 
 
+def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up [..., f] of gate_up [..., 2f]."""
+    width = gate_up.shape[-1] // 2
+    y = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
+    if y.numel():
+        tile = row_blocks(FORWARD.pick(y, launch_key(y)), width)
+        blocks = triton.cdiv(width, tile["BLOCK"])
+        gated_forward_kernel[(y.numel() // width * blocks,)](
+            gate_up.contiguous(), y, width, blocks, GELU=activation == "gelu", **tile
+        )
+    return y
+
+
 class Gated(torch.autograd.Function):
     """y = act(gate) * up; forward and dgrad as in `reference.Gated`. Saves gate_up alone."""
 
@@ -92,16 +105,7 @@ class Gated(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
         ctx.is_gelu = activation == "gelu"
-        width = gate_up.shape[-1] // 2
-        shape = (*gate_up.shape[:-1], width)
-        y = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
-        if y.numel():
-            tile = row_blocks(FORWARD.pick(y, launch_key(y)), width)
-            blocks = triton.cdiv(width, tile["BLOCK"])
-            gated_forward_kernel[(y.numel() // width * blocks,)](
-                gate_up, y, width, blocks, GELU=ctx.is_gelu, **tile
-            )
-        return y
+        return gated_forward(gate_up, activation)
 
     @staticmethod
     def backward(ctx, grad):

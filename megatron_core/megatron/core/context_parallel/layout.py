@@ -136,15 +136,15 @@ def _indices_and_places(runs: Sequence[tuple[int, int, int]]) -> tuple[np.ndarra
 _Map = TypeVar("_Map")
 
 
+@dataclass(eq=False)
 class _Plans:
     """Blocks by what they were made for, and how often any were made; likewise maps of tokens, and
     what layers chose by what they send."""
 
-    def __init__(self) -> None:
-        self.made = 0
-        self.maps: dict[tuple, object] = {}
-        self._found: dict[tuple, Blocks] = {}
-        self._choices: dict[tuple, str] = {}
+    made: int = 0
+    maps: dict[tuple, object] = field(default_factory=dict)
+    _found: dict[tuple, Blocks] = field(default_factory=dict)
+    _choices: dict[tuple, str] = field(default_factory=dict)
 
     def get(self, key: tuple, make: Callable[[], Blocks]) -> Blocks:
         """Return what was made for `key`; make it the first time."""

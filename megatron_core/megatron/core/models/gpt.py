@@ -145,6 +145,7 @@ class GPTModel(StoreModule):
                 f"model has {blocks} blocks, its groups {stages} stages"
             )
         self.config, self.groups, self.split, self.num_chunks = config, groups, split, split.chunks
+        self._context = context.group
         self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
         chosen = {"dtype": dtype, "device": device, "cpu_dtype": backend.cpu_dtype}
         self.store = WeightStore(groups, seed=seed, **chosen)
@@ -332,13 +333,15 @@ class GPTModel(StoreModule):
                 f"tokens {list(tokens.shape)} are no rows [b, s]: give one row as "
                 "tokens.unsqueeze(0)"
             )
-        if layout is None:
-            key = tokens.shape[1], tokens.device
-            if key not in self._layouts:
-                self._layouts[key] = SequenceLayout.of_rows(key[0], device=key[1])
-            layout = self._layouts[key]
-        check_layout(layout, tokens, self.groups["cp"])
-        return layout
+        if layout is not None:
+            check_layout(layout, tokens, self._context)
+            return layout
+        key = tokens.shape[1], tokens.device
+        if key not in self._layouts:
+            layout = SequenceLayout.of_rows(key[0], device=key[1])
+            check_layout(layout, tokens, self._context)
+            self._layouts[key] = layout
+        return self._layouts[key]
 
     def _rope(self, layout: SequenceLayout) -> RopeTable | None:
         if self.config.rope is None:

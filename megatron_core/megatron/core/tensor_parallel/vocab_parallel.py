@@ -72,7 +72,7 @@ def vocab_parallel_cross_entropy(
     return apply_function(
         _CrossEntropy,
         hidden,
-        weight.anchor,
+        weight.param,
         weight,
         targets,
         token_weights,
@@ -337,6 +337,8 @@ class VocabParallelHead(nn.Module):
 
     def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden [s, b, h] whole on every rank; its gradient comes back partial(tp)."""
+        if self.region.group.size == 1:
+            return hidden
         if self.region.scatters:
             return gather_from_group(hidden, self.region.group, partial_gradient=True)
         return copy_to_group(hidden, self.region.group)
@@ -379,7 +381,7 @@ class VocabParallelHead(nn.Module):
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding
         columns."""
-        group = self.region.group
-        parts = all_gather(logits.unsqueeze(0), group)  # [tp, s, b, V/tp]
-        whole = parts.permute(1, 2, 0, 3).flatten(2)  # [s, b, V + padding]
-        return whole[..., : self.vocab_size].float()
+        if self.region.group.size > 1:
+            parts = all_gather(logits.unsqueeze(0), self.region.group)  # [tp, s, b, V/tp]
+            logits = parts.permute(1, 2, 0, 3).flatten(2)  # [s, b, V + padding]
+        return logits[..., : self.vocab_size].float()

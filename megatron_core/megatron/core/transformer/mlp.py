@@ -63,6 +63,7 @@ class MLP(nn.Module):
         if problems:
             raise ValueError("; ".join(problems))
         self.config, self.remakes = config, False
+        self._activate = gated if config.gated else activate
         f = config.ffn_hidden_size
         parts = ["gate", "up"] if config.gated else ["up"]
         shared = {"store": build.store, "region": build.region, "bias": config.bias}
@@ -84,14 +85,9 @@ class MLP(nn.Module):
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout, **_: object) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
-        active = self._activate(inner)  # [s, b, f/tp]
+        active = self._activate(inner, self.config.activation)  # [s, b, f/tp]
         if not (self.remakes and torch.is_grad_enabled()):
             return self.down(active)
         source = inner.detach()
-        with remade(active, lambda: self._activate(source)):
+        with remade(active, lambda: self._activate(source, self.config.activation)):
             return self.down(active)
-
-    def _activate(self, inner: torch.Tensor) -> torch.Tensor:
-        """Return [s, b, f/tp] from the input projection's [s, b, 2f/tp] or [s, b, f/tp]."""
-        apply = gated if self.config.gated else activate
-        return apply(inner, self.config.activation)

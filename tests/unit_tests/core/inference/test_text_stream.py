@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streamed text: pieces add up to the whole text, at a cost that does not grow, up to a stop."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.cli.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    train_bpe,
+)
+from megatron.core.inference.text_stream import REPLACEMENT, TextStream
+from tests.support.continuation import continuation
+
+TEXTS = ["the theory of the thing", "a def is a def of a thing", "naïve 漢字 café"] * 20
+# ASCII with blanks, combining marks, CJK, emoji with joiners and flags, what decoding replaces by.
+ALPHABET = [
+    *"the of ad  \n",
+    "é",
+    "e\u0301",
+    "漢",
+    "字",
+    "한",
+    "😀",
+    "👩\u200d🚀",
+    "🇩🇪",
+    REPLACEMENT,
+]
+# More tokens at once than any decoder needs to see.
+FEW = 64
+
+
+def make_sentencepiece(folder: Path, name: str, **options: object) -> Tokenizer:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=str(folder / name), vocab_size=320,
+        hard_vocab_limit=False, byte_fallback=True, minloglevel=2, **options,
+    )  # fmt: skip
+    return SentencePieceTokenizer(folder / f"{name}.model")
+
+
+def make_byte_fallback(folder: Path) -> Tokenizer:
+    """Return a `tokenizer.json` as Llama 2 has: blanks as U+2581, unknown characters as bytes."""
+    letters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *"▁theofad", "▁t"]
+    model = tokenizers.models.BPE(
+        {letter: n for n, letter in enumerate(letters)}, [("▁", "t")],
+        unk_token="<unk>", byte_fallback=True, fuse_unk=True,
+    )  # fmt: skip
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    decoders = tokenizers.decoders
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    tokenizer.save(str(folder / "fallback.json"))
+    return HuggingFaceTokenizer(folder / "fallback.json")
+
+
+KINDS = ("byte", "byte_bpe", "sentencepiece", "plain_sentencepiece", "byte_fallback")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "byte": ByteTokenizer(),
+        "byte_bpe": train_bpe(TEXTS, 300, folder / "bpe.json"),
+        "sentencepiece": make_sentencepiece(folder, "normal"),
+        "plain_sentencepiece": make_sentencepiece(
+            folder, "plain", normalization_rule_name="identity", remove_extra_whitespaces=False
+        ),
+        "byte_fallback": make_byte_fallback(folder),
+    }
+
+
+def chunks(tokens: Sequence[int], source: random.Random) -> list[list[int]]:
+    """Cut tokens into calls, empty ones too."""
+    found, start = [], 0
+    while start < len(tokens):
+        size = source.choice([0, 1, 1, 1, 2, 3, 9])
+        found.append(list(tokens[start : start + size]))
+        start += size
+    return found
+
+
+def stream_all(stream: TextStream, calls: Sequence[Sequence[int]]) -> list[str]:
+    """Push all calls, then finish."""
+    return [*(stream.push(call) for call in calls), stream.push([], finished=True)]
+
+
+def random_text(source: random.Random, count: int) -> str:
+    return "".join(source.choices(ALPHABET, k=count))
+
+
+class Counted:
+    """A decode function that notes how many tokens each of its calls gets."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self.decode = decode
+        self.counts: list[int] = []
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        self.counts.append(len(tokens))
+        return self.decode(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_add_up_to_the_whole_text(kind: str, made: dict[str, Tokenizer]) -> None:
+    tokenizer, source = made[kind], random.Random(kind)
+    for _ in range(60):
+        prompt = tokenizer.tokenize(random_text(source, source.choice([0, 1, 30])))
+        tokens = tokenizer.tokenize(random_text(source, source.choice([1, 8, 90])))
+        pieces = stream_all(TextStream(tokenizer.detokenize, prompt), chunks(tokens, source))
+        assert "".join(pieces) == continuation(tokenizer, prompt)(tokens)
+
+
+@pytest.mark.parametrize("kind", ["byte", "byte_bpe", "sentencepiece", "plain_sentencepiece"])
+def test_random_tokens_add_up_too(kind: str, made: dict[str, Tokenizer]) -> None:
+    """Bytes that are no text, special tokens, ids beyond the vocabulary, blanks, of any order."""
+    tokenizer, source = made[kind], random.Random(kind)
+    some = {*tokenizer.tokenize("  the 漢😀\ufffd "), *([tokenizer.eod] * (tokenizer.eod or 0))}
+    rare = sorted(source.sample(range(tokenizer.vocab_size), 5))
+    for _ in range(150):
+        prompt = tokenizer.tokenize(source.choice(["", "the", "of\n", "漢"]))
+        tokens = source.choices([*sorted(some), *rare], k=source.choice([3, 12, 70]))
+        pieces = stream_all(TextStream(tokenizer.detokenize, prompt), chunks(tokens, source))
+        assert "".join(pieces) == continuation(tokenizer, prompt)(tokens)
+
+
+def test_numbers_add_up() -> None:
+    tokenizer = NullTokenizer(50)
+    tokens = [*range(30), 50, 50, *range(9)]
+    for prompt in ([], [4, 7]):
+        pieces = stream_all(TextStream(tokenizer.detokenize, prompt), [[t] for t in tokens])
+        assert "".join(pieces) == continuation(tokenizer, prompt)(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_piece_holds_part_of_a_character(kind: str, made: dict[str, Tokenizer]) -> None:
+    tokenizer, text = made[kind], "the 漢字 😀😀 naïve 👩\u200d🚀👩\u200d🚀 thing"
+    tokens = tokenizer.tokenize(text)
+    pieces = stream_all(TextStream(tokenizer.detokenize), [[token] for token in tokens])
+    assert "".join(pieces) == tokenizer.detokenize(tokens)
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    # Text comes as soon as it is whole: all but the last piece of a character show something.
+    assert sum(map(bool, pieces)) >= len(tokens) - 3 * sum(c > "\x7f" for c in text)
+
+
+def test_ascii_is_not_held_back() -> None:
+    stream = TextStream(ByteTokenizer().detokenize)
+    assert [stream.push([byte]) for byte in b"abc"] == ["a", "b", "c"]
+
+
+def test_an_unfinished_character_is_shown_at_the_end() -> None:
+    stream = TextStream(ByteTokenizer().detokenize)
+    assert stream.push("x€".encode()[:-1]) == "x"
+    assert stream.push([], finished=True) == REPLACEMENT
+    assert stream.push(b"x", finished=True) == ""
+
+
+def test_bytes_replaced_as_a_run_leave_shown_text_alone(made: dict[str, Tokenizer]) -> None:
+    tokenizer = made["byte_fallback"]
+    tokens = tokenizer.tokenize("😀😀")[1:]  # without the blank
+    stream = TextStream(tokenizer.detokenize, tokenizer.tokenize("the"))
+    assert "".join(stream.push([token]) for token in tokens[:-1]) == "😀"
+    assert tokenizer.detokenize(tokens[:-1]) == 7 * REPLACEMENT
+    assert stream.push(tokenizer.tokenize("the")) == 3 * REPLACEMENT + " the"
+    endless = TextStream(tokenizer.detokenize)
+    text = "".join(endless.push([token]) for token in [*tokens, *tokens[:1] * 100])
+    assert text == "😀😀" + 97 * REPLACEMENT
+    assert endless.push(tokens, finished=True) == 11 * REPLACEMENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_context_may_begin_inside_a_character(kind: str, made: dict[str, Tokenizer]) -> None:
+    tokenizer = made[kind]
+    tokens = tokenizer.tokenize("한" * 20)[-24:]  # bytes of the same three
+    # A run of bytes that begins inside a character stays broken where runs are replaced whole.
+    ends = (9, 18, 21) if kind == "byte_fallback" else (8, 9, 10, 20, 21, 22, 23)
+    for prompt in ends:
+        context = tokens[prompt % 3 : prompt]
+        pieces = stream_all(
+            TextStream(tokenizer.detokenize, context), [[t] for t in tokens[prompt:]]
+        )
+        whole = "".join(pieces)
+        assert whole.strip(REPLACEMENT) == "한" * len(whole.strip(REPLACEMENT))
+        assert len(whole.strip(REPLACEMENT)) == (24 - prompt) // 3
+
+
+TROUBLE = {
+    "text": lambda t: t.tokenize(random_text(random.Random(1), 3000)),
+    "cjk": lambda t: t.tokenize("漢字한" * 400),
+    "joined": lambda t: t.tokenize("👩\u200d🚀" * 200),
+    "blanks": lambda t: t.tokenize(" 漢")[:1] * 2000,
+    "replaced": lambda t: t.tokenize(REPLACEMENT * 700),
+    "special": lambda t: [*t.tokenize("a 漢")[:-1], *[t.eod] * 2000, *t.tokenize("漢 b")],
+    "broken": lambda t: t.tokenize("漢")[-3:-2] * 2000,
+    "all": lambda t: random.Random(2).choices(range(t.vocab_size), k=2000),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_push_decodes_few_tokens(kind: str, trouble: str, made: dict[str, Tokenizer]) -> None:
+    tokenizer = made[kind]
+    decode = Counted(tokenizer.detokenize)
+    tokens = [*TROUBLE[trouble](tokenizer), *tokenizer.tokenize(" the thing")]
+    tokens = [token for token in tokens if token is not None]
+    prompt = tokenizer.tokenize("the thing " * 50)
+    stream = TextStream(decode, prompt, stop=["never"])
+    text = ""
+    for token in tokens:
+        decode.counts.clear()
+        text += stream.push([token])
+        assert 0 < sum(decode.counts) <= 4 * FEW
+        assert max(decode.counts) <= FEW
+    decode.counts.clear()
+    text += stream.push([], finished=True)
+    assert sum(decode.counts) <= 2 * FEW
+    if kind != "byte_fallback" or trouble not in ("replaced", "special", "broken", "all"):
+        assert text == continuation(tokenizer, prompt)(tokens)
+
+
+def test_an_ordinary_token_is_decoded_with_a_few_others() -> None:
+    decode = Counted(ByteTokenizer().detokenize)
+    stream = TextStream(decode)
+    for _ in range(1000):
+        stream.push(b"a")
+    assert sum(decode.counts) < 8 * 1000
+
+
+def test_characters_that_never_end_with_a_token_add_up() -> None:
+    text = "€漢字한" * 60
+    data = b"x" + text.encode()
+    pairs = [data[n : n + 3] for n in range(0, len(data), 3)]  # each ends inside a character
+
+    def decode(tokens: Sequence[int]) -> str:
+        assert len(tokens) <= FEW
+        return b"".join(pairs[token] for token in tokens).decode(errors="replace")
+
+    pieces = stream_all(TextStream(decode), [[token] for token in range(len(pairs))])
+    assert "".join(pieces) == "x" + text
+
+
+# Stop strings.
+
+
+def visible(data: bytes, cuts: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text shown of some bytes, as tokens that end at some places, and what ended it."""
+    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+    parts = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    stream = TextStream(
+        lambda ids: b"".join(parts[n] for n in ids).decode(errors="replace"), stop=stop
+    )
+    text = "".join(stream_all(stream, [[n] for n in range(len(parts))]))
+    return text, stream.stopped
+
+
+def first_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Return what is shown of a text, by the definition: look at each of its beginnings."""
+    for end in range(len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+_LETTERS = st.sampled_from(["a", "b", "é", "😀"])
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    st.lists(_LETTERS, max_size=24).map("".join),
+    st.lists(st.integers(0, 60), max_size=24),
+    st.lists(st.lists(_LETTERS, min_size=1, max_size=4).map("".join), max_size=3),
+)
+def test_any_split_shows_the_same_text(text: str, cuts: list[int], stop: list[str]) -> None:
+    assert visible(text.encode(), cuts, stop) == first_stop(text, stop)
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown", "stopped"),
+    [
+        (["nine"], "one two three", None),
+        (["two"], "one ", "two"),
+        (["three", "two"], "one ", "two"),
+        (["one two", "two", "wo"], "", "one two"),
+        (["n", "one"], "o", "n"),
+        (["two three", "two th"], "one ", "two th"),
+        (["three four"], "one two three", None),
+    ],
+)
+def test_the_first_complete_stop_string_ends_the_text(
+    stop: list[str], shown: str, stopped: str | None
+) -> None:
+    for cuts in ((), (5,), range(20)):
+        assert visible(b"one two three", cuts, stop) == (shown, stopped)
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    stream = TextStream(ByteTokenizer().detokenize, stop=["</s>", "<b>"])
+    assert [stream.push([byte]) for byte in b"a</x<"] == ["a", "", "", "</x", ""]
+    assert stream.push(b"/s>more") == ""
+    assert stream.stopped == "</s>"
+    assert stream.push(b"more", finished=True) == ""
+
+
+def test_stop_strings_are_not_looked_for_in_the_prompt() -> None:
+    tokenizer = ByteTokenizer()
+    stream = TextStream(tokenizer.detokenize, tokenizer.tokenize("stop st"), stop=["stop"])
+    assert stream.push(b"op st", finished=True) == "op st"
+    assert stream.stopped is None
+
+
+@pytest.mark.parametrize("stop", [[""], ["a", ""], "ab"])
+def test_stop_must_be_strings_with_characters(stop: Sequence[str]) -> None:
+    with pytest.raises(ValueError, match="stop is"):
+        TextStream(ByteTokenizer().detokenize, stop=stop)

@@ -202,7 +202,8 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
     import torch
 
     import megatron.core
-    from megatron.core.inference.engine import Request, stream
+    from megatron.core.inference.cache import CacheShapes
+    from megatron.core.inference.engine import Engine, EngineConfig, Request
     from megatron.core.inference.sampling import SamplingParams
     from megatron.core.models.gpt import GPTConfig, GPTModel
     from megatron.core.process_groups import ProcessGroupCollection
@@ -227,15 +228,19 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
     tokens = torch.arange(16).view(2, 8)
     weights = torch.full(tokens.shape, 1 / tokens.numel())
     model.loss(tokens, tokens, weights)  # what is made once
-    steps = stream(
-        model, [Request(prompt=(1, 2, 3))], max_new_tokens=5, sampling=SamplingParams(temperature=0)
+    engine = Engine(
+        model,
+        EngineConfig(num_blocks=4),
+        shapes=CacheShapes.of(model.modules(), torch.float32),
+        vocab_size=64,
     )
+    engine.add(Request(prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(temperature=0)))
     for _ in range(3):
-        next(steps)
+        engine.step()
     return {
         "build": build,
         "forward": lambda: model.loss(tokens, tokens, weights),
-        "decode step": lambda: next(steps),
+        "decode step": engine.step,
     }
 
 

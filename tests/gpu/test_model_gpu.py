@@ -220,7 +220,6 @@ def test_greedy_tokens_are_the_cpus(device):
                 requests,
                 max_new_tokens=32,
                 sampling=SamplingParams(temperature=0),
-                device=where,
             )
         ]
         for where in (device, CPU)

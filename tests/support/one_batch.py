@@ -1,25 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation of one batch in one call."""
+"""Generation for a few requests in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from megatron.core.inference.engine import Completion, LanguageModel, Request, stream
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request
+from megatron.core.inference.engine import generate as generate_all
 from megatron.core.inference.sampling import SamplingParams
+from megatron.core.models.gpt import GPTModel
 
 
-def generate(
-    model: LanguageModel,
+def engine_of(model: GPTModel, **config: Any) -> Engine:
+    """Return an engine around a model with room for 64 blocks; `config` is of `EngineConfig`."""
+    return Engine(
+        model,
+        EngineConfig(**{"num_blocks": 64} | config),
+        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        vocab_size=model.config.vocab_size,
+        device=model.store.device,
+    )
+
+
+def asked(
     requests: Sequence[Request],
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
-    **options: Any,
+    stop_tokens: Collection[int] = (),
+) -> list[Request]:
+    """Return the requests with the same parameters for all."""
+    shared = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "stop_tokens": frozenset(stop_tokens),
+    }
+    return [dataclasses.replace(request, **shared) for request in requests]
+
+
+def generate(
+    model: GPTModel,
+    requests: Sequence[Request],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    stop_tokens: Collection[int] = (),
+    **config: Any,
 ) -> list[Completion]:
-    """Generate for one batch and return the finished completions; arguments as for `stream`."""
-    *_, completions = stream(
-        model, requests, max_new_tokens=max_new_tokens, sampling=sampling, **options
+    """Return the finished completions of requests that are added at once.
+
+    Args:
+        model, requests: what to generate from.
+        max_new_tokens, sampling, stop_tokens: of every request.
+        config: of `EngineConfig`.
+    """
+    wanted = asked(
+        requests, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens
     )
-    return completions
+    return [outputs[0] for outputs in generate_all(engine_of(model, **config), wanted)]

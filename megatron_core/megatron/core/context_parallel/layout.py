@@ -35,6 +35,7 @@ from megatron.core.context_parallel.blockwise import Blocks, attention_blocks
 from megatron.core.context_parallel.comm_type import ALL_TO_ALL, AUTO, ENGINES, head_problem
 from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
 from megatron.core.device import pin
+from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.places import Places
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
@@ -170,18 +171,39 @@ class _Plans:
         return sum(blocks.visits_made for blocks in self._found.values())
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PagedRows:
+    """Rows with a past, of one step of generation: their new tokens are packed, row after row.
+
+    Rows that have one new token come first; recurrent mixers take these on in place.
+
+    Args:
+        batch: where the keys and values of each row lie, for attention.
+        slot_mapping: int64 [t], the slot of the cache that each new token takes.
+        state_slots: int64 [b], where the states of each row are.
+        decode_rows: how many rows have one new token.
+        prefill: the new tokens of the others, one sequence a row; None if there are none.
+    """
+
+    batch: PagedBatch
+    slot_mapping: torch.Tensor
+    state_slots: torch.Tensor
+    decode_rows: int
+    prefill: Sequences | None
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
     """What layers need to know of the tokens apart from their values; the one description of rows.
 
-    Without a split a rank has whole rows; s/cp is then s. Rows with a past, whose keys and values
-    or states a cache has, have positions that continue it and the document ids of cached tokens.
+    Without a split a rank has whole rows; s/cp is then s. Of rows with a past, whose keys and
+    values or states a cache has, the new tokens are packed: b is 1, s the new tokens of all rows,
+    and `paged` says which are whose.
 
     Args:
         positions: int64 [s/cp] or [s/cp, b], each token's position in its sequence; 0 for padding.
-        document_ids: int [s_k, b], or None if nothing is masked by ids: every token sees all
-            earlier ones, or `blocks` know the documents. With a key-value cache s_k counts the
-            cached tokens too.
+        document_ids: int [s, b], or None if nothing is masked by ids: every token sees all
+            earlier ones, or `blocks` know the documents.
         sample_ids: int64 [samples], the global number of each, or None outside training: dropout is
             a function of it and of the place in the sample. Each row is one but for
             `sample_length`.
@@ -198,6 +220,7 @@ class SequenceLayout:
         filler: whether none of the tokens counts for anything; experts take none of them then.
         sample_length: tokens of each sample, where the one row holds several, one after another;
             None where each row is a sample.
+        paged: the rows of a step of generation; None while training.
     """
 
     positions: torch.Tensor
@@ -212,6 +235,7 @@ class SequenceLayout:
     inverse: torch.Tensor | None = None
     filler: bool = False
     sample_length: int | None = None
+    paged: PagedRows | None = None
     _plans: _Plans = field(default_factory=_Plans, init=False, repr=False)
 
     @staticmethod
@@ -345,6 +369,16 @@ class SequenceLayout:
         found = replace(self, **changes)
         object.__setattr__(found, "_plans", self._plans)
         return found
+
+    @property
+    def rows_with_past(self) -> PagedRows:
+        """Return `paged`. Raises ValueError for a layout without."""
+        if self.paged is None:
+            raise ValueError(
+                "a cache needs a layout that says where it keeps each row: give `paged`, see "
+                "`inference.engine`"
+            )
+        return self.paged
 
     @property
     def sample_numbers(self) -> torch.Tensor | None:

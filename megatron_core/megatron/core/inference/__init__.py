@@ -1,2 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text generation on a trained model: sampling, key/value cache, decode loop; no HTTP, no files."""
+"""Text generation on a trained model: continuous batching over a paged cache; no HTTP, no files."""
+
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request, generate
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference.text_stream import TextStream
+
+__all__ = [
+    "CacheShapes",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "Request",
+    "SamplingParams",
+    "TextStream",
+    "generate",
+]

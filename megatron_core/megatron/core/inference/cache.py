@@ -1,24 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of generation: keys and values of attention layers, states of recurrent mixers.
+"""What generation keeps of tokens: pages of keys and values or latents, and states of mixers.
 
-The key/value cache holds keys and values of the tokens so far, one buffer pair per attention layer.
-The state cache holds the states of recurrent mixers, one slot a sequence. A sequence takes a slot
-when it begins and frees it when it ends; the next one that takes the slot starts from zeros. The
-size of a slot does not grow with the sequence, so slots, unlike keys and values, are allocated once
-and reused by batch after batch. The batch cache is what a model gets while it generates for one
-batch: keys, values and states.
+`CacheShapes` says what a model keeps of each token and of each row. `PagedCache` is that memory:
+for every attention layer pages [blocks, block_size, ...], given out block by block as rows grow
+(Kwon et al. 2023, arXiv 2309.06180), and for every recurrent mixer slots of constant size, one a
+row. Who has which block and slot is decided elsewhere (`scheduler`); here is only the memory, and
+the attention to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core.context_parallel.layout import PackedTokens
+from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.device import pin
+from megatron.core.ops.paged_attention import (
+    paged_attention,
+    paged_latent_attention,
+    write_latents_to_pages,
+    write_to_pages,
+)
+from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.core.transformer import LatentAttention, SelfAttention
+from megatron.core.transformer.attention import CoreAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShapes:
+    """What a rank's part of a model keeps while generating.
+
+    Args:
+        attention: of each attention layer, what a token leaves: (g, d) for keys and for values, or
+            (c,) for one latent.
+        states: of each recurrent mixer by name, shape and dtype of what a row leaves.
+        dtype: of keys, values and latents.
+        window: how many tokens the attention layer that sees most sees; None if one sees all.
+        cpu_dtype: what a CPU multiplies 16-bit operands of attention in.
+    """
+
+    attention: tuple[tuple[int, ...], ...] = ()
+    states: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    cpu_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(layers: Iterable[nn.Module], dtype: torch.dtype) -> CacheShapes:
+        """Return those of the mixers among `layers`, in the order of their blocks.
+
+        Args:
+            layers: for example all modules of a decoder.
+            dtype: of activations.
+        """
+        attention: list[tuple[int, ...]] = []
+        states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        windows: list[int | None] = []
+        cpu_dtype = None
+        for layer in layers:
+            if isinstance(layer, (SelfAttention, LatentAttention)):
+                attention.append(layer.kept_shape)
+                windows.append(layer.core.window)
+                cpu_dtype = layer.core.context.cpu_dtype
+            elif isinstance(layer, RecurrentMixer):
+                states |= layer.kept_shapes(dtype)
+        known = [window for window in windows if window is not None]
+        window = max(known) if known and len(known) == len(windows) else None
+        return CacheShapes(
+            attention=tuple(attention),
+            states=states,
+            dtype=dtype,
+            window=window,
+            cpu_dtype=cpu_dtype,
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in pages of all layers."""
+        numbers = sum(math.prod(s) * (2 if len(s) == 2 else 1) for s in self.attention)
+        return numbers * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a row takes in a slot of all mixers."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states.values())
 
 
 class StateCache:
@@ -81,6 +150,11 @@ class StateCache:
                 raise ValueError(f"slot {slot} of {self.num_slots} is not taken: release it once")
             self._free.append(slot)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy what slot `source` holds to slot `target`."""
+        for buffer in self._buffers.values():
+            buffer[target].copy_(buffer[source])
+
     def buffer(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -105,175 +179,98 @@ class StateCache:
         return found
 
 
-class KVCache:
-    """Hold [capacity, b, g/tp, d] keys and values for every attention layer.
-
-    A layer's buffers are made at its first `extend`, for the full capacity, from the shape, dtype
-    and device of what arrives: so the cache needs to know nothing of the model's layout, and
-    nothing grows or is copied during decoding. Each layer counts its own length.
+class PagedCache:
+    """The memory of one engine: a `KeyValueCache` for attention, a `RecurrentCache` for mixers.
 
     Args:
-        capacity: how many tokens per sequence the cache can hold.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"cache capacity is {capacity}: use a positive number of tokens")
-        self.capacity = capacity
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-        self._lengths: dict[int, int] = {}
-
-    def length(self, layer: int) -> int:
-        """Return how many tokens `layer` holds."""
-        return self._lengths.get(layer, 0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers on this rank."""
-        buffers = (*self._keys.values(), *self._values.values())
-        return sum(b.numel() * b.element_size() for b in buffers)
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens; return those of all tokens so far.
-
-        Args:
-            layer: index of the attention layer, counted from 0 over attention layers.
-            key: [s, b, g/tp, d].
-            value: [s, b, g/tp, d_v].
-
-        Returns:
-            (keys [s_k, b, g/tp, d], values [s_k, b, g/tp, d_v]): views into the cache, s_k counts
-            the new tokens in; they stay valid until the cache is dropped.
-
-        Raises:
-            ValueError: the new tokens do not fit, or their shape is not that of the layer's earlier
-                ones.
-        """
-        if layer not in self._keys:
-            self._keys[layer] = key.new_empty((self.capacity, *key.shape[1:]))
-            self._values[layer] = value.new_empty((self.capacity, *value.shape[1:]))
-        keys, values = self._keys[layer], self._values[layer]
-        start = self.length(layer)
-        end = start + key.shape[0]
-        if end > self.capacity:
-            raise ValueError(
-                f"layer {layer}: {start} cached + {key.shape[0]} new tokens exceed the cache's "
-                f"capacity of {self.capacity}: make the cache larger"
-            )
-        if key.shape[1:] != keys.shape[1:] or value.shape[1:] != values.shape[1:]:
-            raise ValueError(
-                f"layer {layer}: keys {list(key.shape)} and values {list(value.shape)} do not "
-                f"continue a cache of {list(keys.shape)} and {list(values.shape)}: use one cache "
-                "per batch"
-            )
-        with torch.no_grad():
-            keys[start:end].copy_(key)
-            values[start:end].copy_(value)
-        self._lengths[layer] = end
-        return keys[:end], values[:end]
-
-
-class BatchCache(KVCache):
-    """Keys and values of a batch for attention, and its states for recurrent mixers.
-
-    Attention keeps every token, left padding too, which its document mask hides. Recurrent mixers
-    take real tokens only: the last ones of each row, so many as the caller gives before a call.
-
-        cache = BatchCache(capacity, rows=2, device=device)
-        cache.begin([5, 3])  # the first row has 5 new tokens, the second 3 after padding
-        model(tokens, layout=layout, cache=cache)
-        cache.end(1)  # the second row takes no more tokens: its slot is free
-        cache.begin([1, 0])
-        ...
-        cache.close()
-
-    Args:
-        capacity: how many tokens a row may have, padding included.
-        rows: b.
-        states: where rows take their slots; None makes as many as there are rows.
+        shapes: what the model keeps.
+        num_blocks: pages of each layer.
+        block_size: tokens of a page.
+        num_slots: rows that have states at a time, snapshots of states included.
         device: where the model is.
-
-    Attributes:
-        slots: int64 [b], where each row's state is, -1 for a row without a token in this call; the
-            same memory in every call, so that a CUDA graph may hold it.
     """
 
     def __init__(
         self,
-        capacity: int,
+        shapes: CacheShapes,
         *,
-        rows: int,
-        states: StateCache | None = None,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(capacity)
-        self.states = StateCache(rows) if states is None else states
-        self._device = torch.device(device)
-        self._taken: list[int | None] = list(self.states.take(rows))
-        self._counts: tuple[int, ...] = ()
-        self._told = (-1,) * rows
-        self.slots = torch.full((rows,), -1, dtype=torch.int64, device=self._device)
-        self._new: dict[int, PackedTokens] = {}
-        self.begin([0] * rows)
+        self.shapes, self.num_blocks, self.block_size = shapes, num_blocks, block_size
+        place = {"dtype": shapes.dtype, "device": device}
+        self._pages = [
+            tuple(
+                torch.empty((num_blocks, block_size, *shape), **place)
+                for _ in range(2 if len(shape) == 2 else 1)
+            )
+            for shape in shapes.attention
+        ]
+        self.states = StateCache(num_slots)
+        for name, (shape, dtype) in shapes.states.items():
+            self.states.buffer(name, shape, dtype=dtype, device=torch.device(device))
 
-    def begin(self, counts: Sequence[int]) -> None:
-        """Say how many tokens of the next call are real, the last ones of each row.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages and slots on this rank."""
+        pages = sum(x.numel() * x.element_size() for layer in self._pages for x in layer)
+        return pages + self.states.num_bytes
 
-        Raises:
-            ValueError: not one count a row, or tokens of a row that has ended.
-        """
-        if len(counts) != len(self._taken):
-            raise ValueError(f"{len(counts)} counts of tokens for {len(self._taken)} rows")
-        told = []
-        for row, (count, slot) in enumerate(zip(counts, self._taken, strict=True)):
-            if count and slot is None:
-                raise ValueError(f"row {row} has ended: it takes no more tokens")
-            told.append(-1 if slot is None or count == 0 else slot)
-        self._counts, self._new = tuple(counts), {}
-        if tuple(told) != self._told:  # or nothing is to be copied: so it is while decoding
-            self._told = tuple(told)
-            tensor = torch.tensor(told, dtype=torch.int64)
-            self.slots.copy_(pin(tensor, self._device), non_blocking=True)
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: PagedRows,
+        core: CoreAttention,
+        *,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Keep keys and values, then attend; see `KeyValueCache`."""
+        key_cache, value_cache = self._pages[layer]
+        write_to_pages(
+            key,
+            value,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            slot_mapping=rows.slot_mapping,
+        )
+        return paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            batch=rows.batch,
+            scale=core.scale,
+            window=core.window,
+            sinks=sinks,
+        )[0]
 
-    def end(self, row: int) -> None:
-        """Free the slot of a row that takes no more tokens; again does nothing."""
-        slot = self._taken[row]
-        if slot is not None:
-            self._taken[row] = None
-            self.states.release([slot])
-
-    def close(self) -> None:
-        """Free the slots of all rows."""
-        for row in range(len(self._taken)):
-            self.end(row)
-
-    def new_tokens(self, length: int) -> PackedTokens:
-        """Return the real ones of the [length, b] tokens of this call, made once.
-
-        Raises:
-            ValueError: a row was to have more.
-        """
-        if length not in self._new:
-            if max(self._counts) > length:
-                raise ValueError(
-                    f"a row has {max(self._counts)} new tokens, the call {length}: begin the call "
-                    "with the counts of its own tokens"
-                )
-            self._new[length] = last_tokens(length, self._counts, device=self._device)
-        return self._new[length]
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        latent: Tensor,
+        rows: PagedRows,
+        core: CoreAttention,
+        *,
+        value_features: int,
+    ) -> Tensor:
+        """Keep latents, then attend to them; see `KeyValueCache`."""
+        (cache,) = self._pages[layer]
+        write_latents_to_pages(latent, latent_cache=cache, slot_mapping=rows.slot_mapping)
+        return paged_latent_attention(
+            query,
+            cache,
+            batch=rows.batch,
+            scale=core.scale,
+            value_features=value_features,
+        )
 
     def buffer(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return what is kept by this name, [slots + 1, *shape]; see `StateCache.buffer`."""
         return self.states.buffer(name, shape, dtype=dtype, device=device)
-
-
-def last_tokens(length: int, counts: Sequence[int], *, device: torch.device) -> PackedTokens:
-    """Return the last tokens of each row of [length, b], as many as `counts` gives; host work."""
-    batch = len(counts)
-    columns = [np.arange(length - count, length) for count in counts]
-    places = [column * batch + row for row, column in enumerate(columns)]
-    bounds = [0, *np.cumsum(counts).tolist()]
-    return PackedTokens(np.concatenate(places), bounds, length=length, batch=batch, device=device)

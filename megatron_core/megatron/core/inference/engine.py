@@ -1,33 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate continuations for a batch of prompts: prefill, then one decode step a token.
+"""The inference engine: continuous batching over a paged cache (Yu et al. 2022, "Orca").
 
-Prompts of different lengths share a batch (`padded_batch`), padded on the left. The newest token of
-every sequence is the last row, so one decode step advances them all:
+Requests may be added and aborted at any time; every `step` computes the next tokens of all that
+run. A step is planned by the scheduler on the host, its numbers go to the device in one copy, the
+model computes the new tokens of all rows packed, [t, 1, h], and one token is chosen for each row
+that has caught up:
 
-    pad pad  A   B   C  |  D
-     P   Q   R   S   T  |  U
+    engine = Engine(model, EngineConfig(max_rows=16), shapes=CacheShapes.of(model.modules(), dtype))
+    engine.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
+    while engine.unfinished:
+        for output in engine.step():
+            ...
 
-Padding counts for nothing: its document id is -1, which no real token attends to, and every real
-token carries its own position, counted from 0 at the first real token. Recurrent mixers never see
-padding: the cache specifies which tokens are real.
-
-A sequence's output is a function of its own prompt, seed and identity, up to the rounding of matrix
-products of another batch size.
+What a request yields is a function of its own prompt, parameters, seed and identity, up to the
+rounding of matrix products of another batch size: neither its neighbours nor chunks, preemption or
+the prefix cache change it. With tensor parallelism every rank runs an engine of its own, is told
+the same requests, sees the same logits and so chooses the same tokens; no token is communicated.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.cache import BatchCache, StateCache
-from megatron.core.inference.sampling import SamplingParams, sample
+from megatron.core.context_parallel.layout import PagedRows
+from megatron.core.device import pin
+from megatron.core.inference.cache import CacheShapes, PagedCache
+from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
+from megatron.core.inference.scheduler import BatchPlan, CacheStats, Row, Scheduler
+from megatron.core.ops.paged_attention import PagedBatch
+from megatron.core.ops.sequences import Sequences
+
+#: Rows of logits that are made at a time where those of a whole prompt are wanted.
+LOGIT_ROWS = 256
 
 
 class Head(Protocol):
@@ -47,234 +58,461 @@ class LanguageModel(Protocol):
 
     head: Head
 
-    def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: BatchCache) -> Tensor:
-        """Map tokens [b, s], which follow those in the cache, to hidden states [s, b, h].
+    def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: PagedCache) -> Tensor:
+        """Map new tokens [1, t] of several rows to hidden states [t, 1, h].
 
-        `layout` has positions [s, b] and document ids [s_k, b], those of the cached tokens too.
+        `layout.paged` says whose they are, and where the cache keeps what was before them.
         """
         ...
 
 
-PADDING_DOCUMENT = -1
-
-
-class PaddedBatch:
-    """The rows of one batch on their way through a model: `prefill` once, then `decode`.
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine is sized.
 
     Args:
-        prompts: token ids of each row.
-        new_tokens: that will be fed after each prompt at most.
-        states: slots for the states of recurrent mixers; None makes one for each row.
-        device: where the model is.
+        max_rows: rows that run at a time.
+        max_step_tokens: new tokens of a step: longer prompts are computed in several.
+        block_size: tokens of a block of the cache, a power of two from 16 on.
+        num_blocks: blocks of the cache; None takes `memory_bytes`.
+        memory_bytes: of pages and states together. Slots for the states of `max_rows` rows come
+            first, then snapshots of states for the prefix cache, at most a quarter of what is left,
+            then pages.
+        prefix_caching: reuse what was computed for requests that begin alike.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        new_tokens: int,
-        states: StateCache | None,
-        device: torch.device,
-    ) -> None:
-        self._pads = [max(len(p) for p in prompts) - len(p) for p in prompts]
-        rows = [[0] * pad + list(p) for pad, p in zip(self._pads, prompts, strict=True)]
-        self._tokens = torch.tensor(rows, device=device)  # [b, s]
-        length = self._tokens.shape[1]
-        pads = torch.tensor(self._pads, device=device)  # [b]
-        from_start = torch.arange(length, device=device).unsqueeze(1) - pads  # [s, b]
-        self._positions = from_start.clamp(min=0)
-        self._documents: Tensor | None = None  # [s, b]
-        if any(self._pads):
-            self._documents = torch.where(from_start < 0, PADDING_DOCUMENT, 0)
-        rows_and_states = {"rows": len(rows), "states": states}
-        self.cache = BatchCache(length + new_tokens, **rows_and_states, device=device)
+    max_rows: int = 16
+    max_step_tokens: int = 2048
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    prefix_caching: bool = True
 
-    def prefill(self, model: LanguageModel, *, chunk: int | None = None) -> Tensor:
-        """Feed the prompts, at most `chunk` columns at once; return the last hidden states.
+    def sizes(self, shapes: CacheShapes) -> tuple[int, int]:
+        """Return the blocks and the state slots of the cache of a model.
 
-        Returns:
-            [1, b, h].
+        Raises:
+            ValueError: the memory does not hold the states of the rows and one block.
         """
-        length = self._tokens.shape[1]
-        chunk = chunk or length
-        for first in range(0, length, chunk):
-            last = min(first + chunk, length)
-            documents = None if self._documents is None else self._documents[:last]
-            self.cache.begin([max(0, last - max(first, pad)) for pad in self._pads])
-            hidden = model(
-                self._tokens[:, first:last],
-                layout=SequenceLayout(self._positions[first:last], documents),
-                cache=self.cache,
-            )  # [s, b, h]
-        self._positions = self._positions[-1:]  # [1, b]
-        return hidden[-1:]
-
-    def decode(self, model: LanguageModel, tokens: Tensor, *, ended: Collection[int]) -> Tensor:
-        """Feed the next token of each row; return the hidden states.
-
-        Args:
-            model: the same.
-            tokens: [b].
-            ended: rows that want no more. They are carried along, without a state; what they
-                compute reaches no other row.
-
-        Returns:
-            [1, b, h].
-        """
-        for row in ended:
-            self.cache.end(row)
-        self.cache.begin([int(row not in ended) for row in range(len(self._pads))])
-        self._positions = self._positions + 1
-        if self._documents is not None:
-            new = self._documents.new_zeros(1, len(self._pads))
-            self._documents = torch.cat((self._documents, new))  # [s_k, b]
-        layout = SequenceLayout(self._positions, self._documents)
-        return model(tokens.unsqueeze(1), layout=layout, cache=self.cache)
+        block = max(1, shapes.token_bytes * self.block_size)
+        # A row that goes on from a snapshot needs the snapshot and a slot of its own.
+        slots = self.max_rows + (1 if self.prefix_caching else 0) if shapes.states else 1
+        if self.num_blocks is not None:
+            snapshots = 2 * self.max_rows if self.prefix_caching and shapes.states else 0
+            return self.num_blocks, slots + snapshots
+        if self.memory_bytes is None:
+            raise ValueError("an engine needs num_blocks or memory_bytes: give one of them")
+        # One more slot than can be taken: nobody's.
+        left = self.memory_bytes - (slots + 1) * shapes.state_bytes
+        if left < block:
+            least = (slots + 1) * shapes.state_bytes + block
+            raise ValueError(
+                f"{self.memory_bytes / 1e9:.3f} GB do not hold the states of {self.max_rows} rows "
+                f"and one block of {self.block_size} tokens: give at least {least / 1e9:.3f} GB"
+            )
+        if shapes.states and self.prefix_caching:
+            snapshots = min(left // 4 // shapes.state_bytes, 16 * self.max_rows)
+            slots, left = slots + snapshots, left - snapshots * shapes.state_bytes
+        return left // block, slots
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Ask to continue `prompt` (token ids); `sequence` is its identity in every random draw."""
+    """Ask to continue `prompt`.
+
+    Args:
+        prompt: token ids, at least one.
+        max_new_tokens: tokens to generate at most.
+        sampling: how tokens are chosen.
+        stop_tokens: ids that end the text; each is the last token of what it ends.
+        sequence: identity in every random draw; output i of several has identity sequence + i.
+        n: how many outputs.
+        prompt_logprobs: report the log-probability of each token of the prompt.
+        mask: returns which tokens may come next, bool [V], from the tokens generated so far; None
+            allows all. For grammars.
+    """
 
     prompt: tuple[int, ...]
+    max_new_tokens: int = 64
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_tokens: Collection[int] = ()
     sequence: int = 0
+    n: int = 1
+    prompt_logprobs: bool = False
+    mask: Callable[[Sequence[int]], Tensor | None] | None = None
 
 
 @dataclass(kw_only=True)
 class Completion:
-    """What was generated for one request.
+    """One output of a request.
 
-    `tokens` and `logprobs` have one entry per generated token, the end-of-document token included
-    when it ended the text. `finish_reason` is "stop" (end of document), "length" (token limit) or
-    "" (not finished).
+    Args:
+        request_id: as `add` returned it.
+        index: of the outputs of the request, from 0.
+        tokens: generated so far, a stop token included.
+        logprobs: the model's own log-probability of each.
+        top_logprobs: of each token the most probable alternatives, (id, log-probability), as many
+            as the request asks for.
+        prompt_logprobs: of each token of the prompt but the first; None if they were not asked for.
+        epochs: of each token, how often the weights had been replaced when it was chosen.
+        finish_reason: "stop" (a stop token), "length" (token limit), "abort", "error" (the logits
+            are not finite, or the mask allows nothing) or "" (not finished).
     """
 
+    request_id: int = 0
+    index: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[float] | None = None
+    epochs: list[int] = field(default_factory=list)
     finish_reason: str = ""
 
 
-def check_requests(
-    requests: Sequence[Request], *, max_new_tokens: int, max_length: int | None, vocab_size: int
-) -> None:
-    """Reject requests that the model cannot serve.
+@dataclass(eq=False)
+class _Output:
+    """A row and what it is for."""
+
+    row: Row
+    request: Request
+    completion: Completion
+
+
+def check_request(request: Request, *, max_length: int | None, vocab_size: int) -> None:
+    """Reject a request that no engine of a model can serve.
 
     Args:
-        requests: what was asked.
-        max_new_tokens: tokens to generate for each.
+        request: what was asked.
         max_length: longest sequence, prompt and new tokens together; None means no limit.
         vocab_size: token ids must be below it.
 
     Raises:
-        ValueError: naming the request by its place, the values and the fix.
+        ValueError: naming the value and the fix.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max-new-tokens is {max_new_tokens}: use a positive number")
-    for place, request in enumerate(requests, 1):
-        which = f"prompt {place} of {len(requests)}"
-        length = len(request.prompt)
-        if length == 0:
-            raise ValueError(f"{which} has no tokens: give at least one")
-        if max_length is not None and length + max_new_tokens > max_length:
-            raise ValueError(
-                f"{which} is too long: {length} tokens + {max_new_tokens} new ones exceed the "
-                f"model's limit of {max_length}: shorten the prompt or lower max-new-tokens"
-            )
-        wrong = [t for t in request.prompt if not 0 <= t < vocab_size]
-        if wrong:
-            raise ValueError(
-                f"{which} has token id {wrong[0]}, outside the vocabulary of {vocab_size}: use "
-                "the tokenizer that the model was trained with"
-            )
+    length = len(request.prompt)
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max-new-tokens is {request.max_new_tokens}: use a positive number")
+    if request.n < 1:
+        raise ValueError(f"n is {request.n}: ask for at least one output")
+    if length == 0:
+        raise ValueError("the prompt has no tokens: give at least one")
+    if max_length is not None and length + request.max_new_tokens > max_length:
+        raise ValueError(
+            f"the prompt is too long: {length} tokens + {request.max_new_tokens} new ones exceed "
+            f"the model's limit of {max_length}: shorten the prompt or lower max-new-tokens"
+        )
+    wrong = [t for t in request.prompt if not 0 <= t < vocab_size]
+    if wrong:
+        raise ValueError(
+            f"the prompt has token id {wrong[0]}, outside the vocabulary of {vocab_size}: use the "
+            "tokenizer that the model was trained with"
+        )
+    request.sampling.check_vocabulary(vocab_size)
 
 
-def _record(
-    completions: Sequence[Completion],
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    *,
-    stop_tokens: Collection[int],
-    last: bool,
-) -> None:
-    """Append a step's tokens to the unfinished completions and finish those that end with it."""
-    for place, completion in enumerate(completions):
-        if completion.finish_reason:
-            continue
-        if not math.isfinite(logprobs[place]):
-            raise ValueError(
-                f"the model's logits are not finite at token {len(completion.tokens) + 1} of "
-                f"sequence {place + 1} of the batch: its weights are damaged or its training has "
-                "diverged; take an earlier checkpoint"
-            )
-        completion.tokens.append(tokens[place])
-        completion.logprobs.append(logprobs[place])
-        if tokens[place] in stop_tokens:
-            completion.finish_reason = "stop"
-        elif last:
-            completion.finish_reason = "length"
-
-
-def stream(
-    model: LanguageModel,
-    requests: Sequence[Request],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    stop_tokens: Collection[int] = (),
-    prefill_chunk_tokens: int | None = None,
-    states: StateCache | None = None,
-    device: torch.device | str = "cpu",
-) -> Iterator[list[Completion]]:
-    """Generate for one batch, yielding the growing completions after every token.
-
-    With tensor parallelism every rank runs this with the same arguments, sees the same logits and
-    hence chooses the same tokens; no token is communicated. Call `check_requests` first.
+class Engine:
+    """Generate for requests that come and go.
 
     Args:
-        model: built without sequence parallelism.
-        requests: the batch; any mix of prompt lengths.
-        max_new_tokens: tokens to generate for each at most.
-        sampling: how tokens are chosen.
-        stop_tokens: ids that end a sequence.
-        prefill_chunk_tokens: of a prompt that are fed at once, which bounds the memory of their
-            activations; None is all.
-        states: slots for the states of recurrent mixers, at least one free for each request; they
-            are free again at the end. None makes some for this batch.
+        model: built without sequence parallelism; its weights may be those that are trained.
+        config: its sizes.
+        shapes: what the model keeps of tokens.
+        max_length: longest sequence that the model takes; None means no limit.
+        vocab_size: of the model, without padding.
         device: where the model is.
 
-    Yields:
-        The same list of completions, in request order, one or no token longer each time; the last
-        time all have a `finish_reason`.
+    Attributes:
+        cache: pages and states.
+        scheduler: which rows run.
+        epoch: how often the weights have been replaced.
+        paused: whether steps compute nothing.
     """
-    lengths = [len(r.prompt) for r in requests]
-    sequences = [r.sequence for r in requests]
-    completions = [Completion() for _ in requests]
-    # The last token is chosen and never fed.
-    batch = PaddedBatch(
-        [r.prompt for r in requests],
-        new_tokens=max_new_tokens - 1,
-        states=states,
-        device=torch.device(device),
-    )
-    try:
-        with torch.no_grad():
-            hidden = batch.prefill(model, chunk=prefill_chunk_tokens)  # [1, b, h]
-        head = model.head
-        for step in range(max_new_tokens):
-            with torch.no_grad():
-                # Only the last row is projected: a prompt's other logits are not needed, and large.
-                logits = head.whole(head(hidden))[0]  # [b, V]
-                chosen, logprobs = sample(
-                    logits, sampling, sequences=sequences, positions=[n + step for n in lengths]
-                )
-            last = step == max_new_tokens - 1
-            drawn = (chosen.tolist(), logprobs.tolist())
-            _record(completions, *drawn, stop_tokens=stop_tokens, last=last)
-            yield completions
-            ended = {row for row, done in enumerate(completions) if done.finish_reason}
-            if len(ended) == len(completions):
-                return
-            with torch.no_grad():
-                hidden = batch.decode(model, chosen, ended=ended)  # [1, b, h]
-    finally:
-        batch.cache.close()
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        *,
+        shapes: CacheShapes,
+        vocab_size: int,
+        max_length: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        num_blocks, num_slots = config.sizes(shapes)
+        self.model, self.config, self.device = model, config, torch.device(device)
+        self.max_length, self.vocab_size = max_length, vocab_size
+        self.cache = PagedCache(
+            shapes,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            num_slots=num_slots,
+            device=device,
+        )
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_rows=config.max_rows,
+            max_step_tokens=config.max_step_tokens,
+            prefix_caching=config.prefix_caching,
+            states=self.cache.states if shapes.states else None,
+            window=None if shapes.states else shapes.window,
+        )
+        self.epoch, self.paused = 0, False
+        self._outputs: dict[Row, _Output] = {}
+        self._next_id = 0
+
+    @property
+    def unfinished(self) -> int:
+        """Outputs that have not ended."""
+        return len(self._outputs)
+
+    @property
+    def stats(self) -> CacheStats:
+        """What the scheduler and the prefix cache did so far."""
+        return self.scheduler.stats
+
+    def add(self, request: Request) -> int:
+        """Take a request in and return its id.
+
+        Raises:
+            ValueError: the model cannot serve it, or the cache is too small for it.
+        """
+        check_request(request, max_length=self.max_length, vocab_size=self.vocab_size)
+        outputs = []
+        for index in range(request.n):
+            row = Row(
+                tokens=list(request.prompt),
+                prompt_length=len(request.prompt),
+                max_tokens=len(request.prompt) + request.max_new_tokens,
+                needs_prompt_logits=request.prompt_logprobs and index == 0,
+            )
+            completion = Completion(request_id=self._next_id, index=index)
+            if request.prompt_logprobs:
+                completion.prompt_logprobs = []
+            outputs.append(_Output(row, request, completion))
+        for output in outputs:
+            self.scheduler.add(output.row)
+            self._outputs[output.row] = output
+        self._next_id += 1
+        return self._next_id - 1
+
+    def abort(self, request_id: int) -> list[Completion]:
+        """End all outputs of a request now; return them. An id that has ended does nothing."""
+        mine = [o for o in self._outputs.values() if o.completion.request_id == request_id]
+        for output in mine:
+            self._end(output, "abort")
+        return [output.completion for output in mine]
+
+    def finish(self, request_id: int, index: int) -> None:
+        """End one output now, with the reason "stop": the caller saw its end in the text."""
+        for output in list(self._outputs.values()):
+            if (output.completion.request_id, output.completion.index) == (request_id, index):
+                self._end(output, "stop")
+
+    def pause(self, *, keep_cache: bool = True) -> None:
+        """Compute nothing until `resume`.
+
+        Args:
+            keep_cache: rows go on where they are; else what they have is given up, and computed
+                again after `resume`.
+        """
+        self.paused = True
+        if not keep_cache:
+            self.scheduler.preempt_all()
+            self.scheduler.forget_cached()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.paused = False
+
+    def weights_replaced(self) -> None:
+        """Take note that the model's weights are others now, between two steps.
+
+        Running rows go on with what they have; nothing computed before is reused for others. Tokens
+        from here on carry the new epoch.
+        """
+        self.epoch += 1
+        self.scheduler.forget_cached()
+
+    def step(self) -> list[Completion]:
+        """Compute one step; return the outputs that have a new token or ended, in no order.
+
+        An output is the same object in every step, until it has a `finish_reason`.
+        """
+        plan = None if self.paused else self.scheduler.schedule()
+        if plan is None:
+            return []
+        with torch.inference_mode():
+            hidden = self._computed(plan)  # [t, 1, h]
+            self.scheduler.commit(plan)
+            self._note_prompt_logprobs(plan, hidden)
+            if not plan.sampled:
+                return []
+            rows = [plan.rows[n] for n in plan.sampled]
+            last = plan.query_bounds[1:][list(plan.sampled)] - 1
+            chosen = self._chosen(rows, self._logits(self._taken(hidden, last)))
+        return self._record(rows, *chosen)
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _computed(self, plan: BatchPlan) -> Tensor:
+        """Return the hidden states [t, 1, h] of the new tokens of a step."""
+        arrays = (
+            plan.tokens,
+            plan.positions,
+            plan.slot_mapping,
+            plan.state_slots,
+            plan.query_bounds,
+            plan.context_lengths,
+            plan.block_table,
+        )
+        tokens, positions, slots, states, bounds, contexts, table = self._moved(arrays)
+        decode = plan.decode_rows
+        prefill = None
+        if decode < len(plan.rows):
+            ends = (plan.query_bounds[decode:] - decode).tolist()
+            prefill = Sequences(ends, device=self.device)
+        paged = PagedRows(
+            batch=PagedBatch(
+                block_table=table,
+                query_bounds=bounds,
+                context_lengths=contexts,
+                max_query=max(plan.counts),
+                max_context=int(plan.context_lengths.max()),
+                cpu_dtype=self.cache.shapes.cpu_dtype,
+            ),
+            slot_mapping=slots.long(),
+            state_slots=states.long(),
+            decode_rows=decode,
+            prefill=prefill,
+        )
+        layout = SequenceLayout(positions.long(), paged=paged)
+        return self.model(tokens.long().unsqueeze(0), layout=layout, cache=self.cache)
+
+    def _moved(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Return int32 arrays on the device, brought there in one copy."""
+        flat = np.concatenate([array.reshape(-1) for array in arrays])
+        there = pin(torch.from_numpy(flat), self.device).to(self.device, non_blocking=True)
+        parts = there.split([array.size for array in arrays])
+        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+    def _taken(self, hidden: Tensor, places: np.ndarray) -> Tensor:
+        """Return [n, 1, h], the hidden states of some tokens."""
+        if len(places) == hidden.shape[0]:
+            return hidden
+        index = torch.from_numpy(places.astype(np.int64))
+        return hidden.index_select(0, pin(index, self.device).to(self.device, non_blocking=True))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits [n, V] of hidden states [n, 1, h]."""
+        return self.model.head.whole(self.model.head(hidden))[:, 0]
+
+    def _chosen(self, rows: Sequence[Row], logits: Tensor) -> tuple:
+        """Choose a token for each row; return what `_record` takes, on the host."""
+        asked = [
+            SampleRow(
+                params=output.request.sampling,
+                sequence=output.request.sequence + output.completion.index,
+                position=len(row.tokens),
+                prompt=output.request.prompt,
+                output=output.completion.tokens,
+                mask=None
+                if output.request.mask is None
+                else output.request.mask(output.completion.tokens),
+            )
+            for row, output in ((row, self._outputs[row]) for row in rows)
+        ]
+        found = sample(logits, asked)
+        tops = None
+        if found.top_ids is not None and found.top_logprobs is not None:
+            tops = (found.top_ids.tolist(), found.top_logprobs.tolist())
+        return found.tokens.tolist(), found.logprobs.tolist(), found.finite.tolist(), tops
+
+    def _record(
+        self,
+        rows: Sequence[Row],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        finite: Sequence[bool],
+        tops: tuple[list[list[int]], list[list[float]]] | None,
+    ) -> list[Completion]:
+        """Append a step's tokens to their outputs, and end those that are at their end."""
+        found = []
+        for n, row in enumerate(rows):
+            output = self._outputs[row]
+            request, completion = output.request, output.completion
+            found.append(completion)
+            if not finite[n]:
+                self._end(output, "error")
+                continue
+            token = tokens[n]
+            row.tokens.append(token)
+            completion.tokens.append(token)
+            completion.logprobs.append(logprobs[n])
+            completion.epochs.append(self.epoch)
+            if tops is not None and request.sampling.logprobs:
+                count = request.sampling.logprobs
+                pairs = zip(tops[0][n][:count], tops[1][n][:count], strict=True)
+                completion.top_logprobs.append(list(pairs))
+            if token in request.stop_tokens:
+                self._end(output, "stop")
+            elif len(row.tokens) == row.max_tokens:
+                self._end(output, "length")
+        return found
+
+    def _note_prompt_logprobs(self, plan: BatchPlan, hidden: Tensor) -> None:
+        """Add the log-probabilities of prompt tokens that follow the new tokens of some rows."""
+        for n, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True)):
+            if not row.needs_prompt_logits:
+                continue
+            output = self._outputs[row]
+            known = output.completion.prompt_logprobs
+            assert known is not None
+            start = row.computed - count  # the first new token's place, which predicts the next
+            first = int(plan.query_bounds[n])
+            # A row that is computed again has them from the first time.
+            for place in range(start + len(known) - start, row.prompt_length - 1, LOGIT_ROWS):
+                end = min(place + LOGIT_ROWS, row.prompt_length - 1, row.computed)
+                if end <= place:
+                    break
+                part = hidden[first + place - start : first + end - start]
+                wide = self._logits(part).log_softmax(-1)  # [c, V]
+                following = torch.tensor(row.tokens[place + 1 : end + 1], device=wide.device)
+                known += wide.gather(1, following[:, None])[:, 0].tolist()
+            if len(known) == row.prompt_length - 1:
+                row.needs_prompt_logits = False
+                self._share_prompt_logprobs(output)
+
+    def _share_prompt_logprobs(self, output: _Output) -> None:
+        """Give the other outputs of a request what the first found of the prompt they share."""
+        mine = output.completion
+        for other in self._outputs.values():
+            theirs = other.completion
+            if theirs.request_id == mine.request_id and theirs is not mine:
+                theirs.prompt_logprobs = mine.prompt_logprobs
+
+    def _end(self, output: _Output, reason: str) -> None:
+        """Finish an output and free what it has."""
+        output.completion.finish_reason = reason
+        self.scheduler.remove(output.row)
+        del self._outputs[output.row]
+
+
+def generate(engine: Engine, requests: Iterable[Request]) -> list[list[Completion]]:
+    """Generate for requests until all have ended; return the outputs of each.
+
+    Raises:
+        ValueError: one that the engine cannot serve; none is added then.
+    """
+    requests = list(requests)
+    for place, request in enumerate(requests, 1):
+        try:
+            check_request(request, max_length=engine.max_length, vocab_size=engine.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"request {place} of {len(requests)}: {error}") from None
+    ids = [engine.add(request) for request in requests]
+    done: dict[int, dict[int, Completion]] = {n: {} for n in ids}
+    while engine.unfinished:
+        for completion in engine.step():
+            done[completion.request_id][completion.index] = completion
+    return [[done[n][i] for i in range(r.n)] for n, r in zip(ids, requests, strict=True)]

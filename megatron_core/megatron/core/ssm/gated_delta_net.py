@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.all_to_all import Placed
+from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
@@ -121,14 +123,15 @@ class GatedDeltaNet(RecurrentMixer):
         **_: object,
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
-        config = self.config
-        units = self.units_of(self.input(hidden), cache)  # [s, b, u, w + rV]
-        values = self.ratio * config.value_channels
+        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + rV]
+        values = self.ratio * self.config.value_channels
         travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
-        if cache is not None and len(units) == 1:
-            norm = OutputNorm(gate[0], self.norm_weight.get(), self.epsilon)
-            return self.output(self.decoded(travels[0], cache, norm).flatten(1)[None])
-        out = self.over_tokens(travels, layout, cache)
+        if cache is not None:
+            return self.output(self.generated(travels, gate, layout.rows_with_past, cache))
+        return self.output(self.gated(self.over_tokens(travels, layout), gate))
+
+    def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, H V], see `RecurrentMixer.gated`."""
         normed = gated_rms_norm(
             out.rows,
             out.beside(gate).unflatten(-1, (self.ratio, -1)),
@@ -137,7 +140,14 @@ class GatedDeltaNet(RecurrentMixer):
             order=NORM_FIRST,
             places=out.order,
         )  # [s · b · parts, u/parts, r, V]
-        return self.output(normed.reshape(*gate.shape[:2], -1))
+        return normed.reshape(*gate.shape[:2], -1)
+
+    def decoded(
+        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
+    ) -> torch.Tensor:
+        """Return [b, H V], see `RecurrentMixer.decoded`."""
+        norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon)
+        return self.decode(units, rows, cache, norm).flatten(1)
 
     def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight [u, c, W] and no bias, for a share of the units."""

@@ -20,6 +20,8 @@ from torch.nn import functional
 
 from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.context_parallel.all_to_all import Placed
+from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
@@ -118,14 +120,17 @@ class Mamba2(RecurrentMixer):
         **_: object,
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
-        units = self.units_of(self.input(hidden), cache)  # [s, b, u, w + hP]
+        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + hP]
         values = self.heads * self.config.head_channels
         travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
-        if cache is not None and len(units) == 1:
-            return self.output(self._decoded(travels[0], gate[0], cache)[None])
-        out = self.over_tokens(travels, layout, cache)
+        if cache is not None:
+            return self.output(self.generated(travels, gate, layout.rows_with_past, cache))
+        return self.output(self.gated(self.over_tokens(travels, layout), gate))
+
+    def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, H P], see `RecurrentMixer.gated`."""
         size = self._group_size
-        if size is None or out.parts > 1 or values % size:
+        if size is None or out.parts > 1 or gate.shape[-1] % size:
             joined = gate.flatten(2).flatten(0, 1)
             normed = self._normed(out.joined().flatten(1), joined)
         else:
@@ -138,17 +143,18 @@ class Mamba2(RecurrentMixer):
                 group_size=size,
                 places=out.order,
             )  # [s · b, u, hP]
-        return self.output(normed.reshape(*gate.shape[:2], -1))
+        return normed.reshape(*gate.shape[:2], -1)
 
-    def _decoded(
-        self, units: torch.Tensor, gate: torch.Tensor, cache: RecurrentCache
+    def decoded(
+        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
     ) -> torch.Tensor:
-        """Return what is projected out [b, d] of one new token a row, units [b, u, w]."""
+        """Return [b, H P], see `RecurrentMixer.decoded`."""
         if (size := self._group_size) is None:
-            gate = gate.masked_fill((cache.slots < 0)[:, None, None], 0)  # whatever it holds
-            return self._normed(self.decoded(units, cache, None).flatten(1), gate.flatten(1))
+            absent = rows.state_slots[: len(units)] < 0
+            gate = gate.masked_fill(absent[:, None, None], 0)  # whatever it holds
+            return self._normed(self.decode(units, rows, cache, None).flatten(1), gate.flatten(1))
         norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon, GATE_FIRST, size)
-        return self.decoded(units, cache, norm).flatten(1)
+        return self.decode(units, rows, cache, norm).flatten(1)
 
     @property
     def _group_size(self) -> int | None:

@@ -15,22 +15,10 @@ its token; the other features of a unit depend on earlier tokens, in one of four
 | segments | those of this rank | all of the rank's | a state, its transition, a halo |
 | generation | the new ones, after those in the cache | all of the rank's | nothing |
 
-A cache for generation holds the state of each mixer by name, one slot a sequence: the last rows
-before its convolution, and the state of its recurrence. A call with many new tokens returns new
-states; a call with one new token a row updates them in place:
-
-    conv = cache.buffer(f"{name}.conv", (W - 1, *c), dtype=x.dtype, device=x.device)
-    state = cache.buffer(f"{name}.state", (H, K, V), dtype=torch.float32, device=x.device)
-    if x.shape[0] == 1:  # [1, b, ...]: every row has one new token, or slot -1
-        return recurrence_decode(x[0], ..., memory=DecodeMemory(conv, state, cache.slots))[None]
-    rows = cache.new_tokens(x.shape[0])
-    y, last = causal_conv1d(
-        rows.pack(x), ..., sequences=rows.sequences, initial=carried(conv, cache.slots)
-    )
-    keep(conv, cache.slots, last)
-    out, last = gated_delta_rule(..., initial=carried(state, cache.slots))
-    keep(state, cache.slots, last)
-    return rows.unpack(out)
+A cache for generation holds the state of each mixer by name, one slot a row: the last tokens
+before its convolution, and the state of its recurrence. A row with many new tokens gets new
+states; a call with one new token a row updates them in place. The new tokens of a step are packed
+(`PagedRows`), those of rows with one token first: these are decoded, the rest swept.
 
 Generation is not differentiable: it has no backward pass.
 """
@@ -45,7 +33,7 @@ from torch import nn
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.all_to_all import Placed, gather_heads, scatter_heads
-from megatron.core.context_parallel.layout import PackedTokens
+from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.places import Places
@@ -63,26 +51,14 @@ from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 
 
 class RecurrentCache(Protocol):
-    """What recurrent mixers need of a cache while generating.
-
-    Attributes:
-        slots: int64 [b], where each row's state is; -1 for a row without a new token in this call,
-            whose output is zero and which changes no state.
-    """
-
-    slots: torch.Tensor
-
-    def new_tokens(self, length: int) -> PackedTokens:
-        """Return which of the [length, b] tokens of this call are real: one sequence a row, empty
-        where it has none. Left padding is not real."""
-        ...
+    """What recurrent mixers need of a cache while generating."""
 
     def buffer(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return what is kept by this name, [slots + 1, *shape], the same storage in every call.
 
-        It is zero for a sequence that begins. The last row is nobody's: what rows of slot -1 write
+        It is zero for a row that begins. The last slot is nobody's: what rows of slot -1 write
         goes there, and nothing that counts is read from it.
         """
         ...
@@ -93,7 +69,7 @@ def carried(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
     Args:
         buffer: [slots + 1, ...] of a `RecurrentCache`.
-        slots: int64 [b].
+        slots: int64 [b], of a `PagedRows`.
     """
     found = buffer[slots]  # -1 is the last row
     absent = (slots < 0).view(-1, *[1] * (found.ndim - 1))
@@ -219,24 +195,10 @@ class RecurrentMixer(nn.Module, ABC):
         bound = width**-0.5  # of torch's convolutions with one channel in a group
         return self._store.declare(sharding, InitSpec.uniform(-bound, bound))
 
-    def units_of(self, features: torch.Tensor, cache: RecurrentCache | None) -> torch.Tensor:
-        """Return features [s, b, u · w] as units [s, b, u, w].
-
-        Of several new tokens zero in rows of slot -1, whatever they hold; `decoded` sees to one.
-        """
-        units = features.unflatten(-1, (self.units, -1))
-        if cache is None or units.shape[0] == 1:
-            return units
-        return units.masked_fill((cache.slots < 0)[:, None, None], 0)
-
     # --- over the tokens --------------------------------------------------------------------------
 
-    def over_tokens(
-        self, units: torch.Tensor, layout: SequenceLayout, cache: RecurrentCache | None
-    ) -> Placed:
+    def over_tokens(self, units: torch.Tensor, layout: SequenceLayout) -> Placed:
         """Return what comes out of the recurrence, of u units of r heads, from [s, b, u, w]."""
-        if cache is not None:
-            return self._generated(units, cache)
         group = self.context.group
         if group.size > 1 and self._mode(units, layout) == SEGMENTS:
             return self._in_segments(units, layout)
@@ -306,14 +268,52 @@ class RecurrentMixer(nn.Module, ABC):
         out = self.added(out, inputs, part).unflatten(1, (self.units, -1))
         return Placed(out, places)
 
+    # --- generation -------------------------------------------------------------------------------
+
+    def generated(
+        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
+    ) -> torch.Tensor:
+        """Return what is projected out [t, 1, H V] of the new tokens of a step.
+
+        Args:
+            units: [t, 1, u, w].
+            gate: [t, 1, u, r V].
+            rows: whose tokens they are.
+            cache: where states are.
+        """
+        first, found = rows.decode_rows, []
+        if first:
+            found.append(self.decoded(units[:first, 0], gate[:first, 0], rows, cache))
+        if rows.prefill is not None:
+            out = self._swept(units[first:, 0], rows.prefill, rows.state_slots[first:], cache)
+            found.append(self.gated(Placed(out), gate[first:]).flatten(0, 1))
+        return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(1)
+
+    @abstractmethod
+    def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
+        """Return what is projected out [s, b, H V] of what came out of the recurrence, behind norm
+        and gate [s, b, u, r V]."""
+
+    @abstractmethod
     def decoded(
-        self, units: torch.Tensor, cache: RecurrentCache, norm: OutputNorm | None
+        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
+    ) -> torch.Tensor:
+        """Return what is projected out [b, H V] of one new token a row, [b, u, w], gate [b, u,
+        r V]."""
+
+    def decode(
+        self,
+        units: torch.Tensor,
+        rows: PagedRows,
+        cache: RecurrentCache,
+        norm: OutputNorm | None,
     ) -> torch.Tensor:
         """Return what comes out of the recurrence, norm and gate for one new token a row.
 
         Args:
             units: [b, u, w].
-            cache: whose slot -1 is a row without a token; it puts out zeros, whatever it holds.
+            rows: whose slot -1 is a row without a token; it puts out zeros, whatever it holds.
+            cache: where states are.
             norm: and the gate; None leaves them to the caller.
 
         Returns:
@@ -336,40 +336,55 @@ class RecurrentMixer(nn.Module, ABC):
                 self.bias.get(),
             ),
             parts=self.parts,
-            memory=DecodeMemory(conv, state, cache.slots, arrived),
+            memory=DecodeMemory(conv, state, rows.state_slots[: len(units)], arrived),
             skip=None if self.skip is None else self.skip.get(),
             norm=norm,
         )
 
+    def kept_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of what a cache keeps of a row, by name: the tokens before the
+        convolution, and the states.
+
+        Args:
+            dtype: of activations.
+        """
+        shape, parts = self.shape, self.parts
+        before = (shape.conv_width - 1, self.units, parts.convolved)
+        states = (shape.heads, shape.key_channels, shape.value_channels)
+        return {
+            f"{self.name}.conv": (before, dtype),
+            f"{self.name}.state": (states, accumulation_dtype(dtype)),
+        }
+
     def _kept(
         self, cache: RecurrentCache, units: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a cache keeps: the rows before the convolution, and states."""
-        shape, parts = self.shape, self.parts
-        before = (self.shape.conv_width - 1, self.units, parts.convolved)
-        states = (shape.heads, shape.key_channels, shape.value_channels)
-        wide = accumulation_dtype(units.dtype)
-        return (
-            cache.buffer(f"{self.name}.conv", before, dtype=units.dtype, device=units.device),
-            cache.buffer(f"{self.name}.state", states, dtype=wide, device=units.device),
+        """Return the buffers of `kept_shapes`."""
+        conv, state = (
+            cache.buffer(name, shape, dtype=dtype, device=units.device)
+            for name, (shape, dtype) in self.kept_shapes(units.dtype).items()
         )
+        return conv, state
 
-    def _generated(self, units: torch.Tensor, cache: RecurrentCache) -> Placed:
-        """Return what comes out of the recurrence for several new tokens a row."""
-        part, slots = Part(), cache.slots
+    def _swept(
+        self,
+        units: torch.Tensor,
+        sequences: Sequences,
+        slots: torch.Tensor,
+        cache: RecurrentCache,
+    ) -> torch.Tensor:
+        """Return what comes out of the recurrence [t, u, r, V] for several new tokens a row."""
+        part = Part()
         conv, state = self._kept(cache, units)
-        rows = cache.new_tokens(units.shape[0])
         inputs, last = self._read(
-            units.flatten(0, 1),
+            units,
             part,
-            sequences=rows.sequences,
-            places=rows.places,
+            sequences=sequences,
+            places=None,
             initial=carried(conv, slots),
             keeps_last=True,
         )
         keep(conv, slots, last)
-        out, states = self.recur(
-            self.recurrence, inputs, rows.sequences, initial=carried(state, slots)
-        )
+        out, states = self.recur(self.recurrence, inputs, sequences, initial=carried(state, slots))
         keep(state, slots, states)
-        return Placed(self.added(out, inputs, part).unflatten(1, (self.units, -1)), rows.places)
+        return self.added(out, inputs, part).unflatten(1, (self.units, -1))

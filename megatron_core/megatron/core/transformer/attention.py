@@ -27,7 +27,7 @@ from torch import nn
 from megatron.core.backend import Backend
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.attention import Attend, context_attention
-from megatron.core.context_parallel.layout import ContextParallel, context_problems
+from megatron.core.context_parallel.layout import ContextParallel, PagedRows, context_problems
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.ops.rope import RopeScaling, apply_rope, rotary_table
@@ -96,16 +96,13 @@ class CoreAttention:
         layout: SequenceLayout,
         *,
         sinks: torch.Tensor | None = None,
-        implementation: str | None = None,
     ) -> torch.Tensor:
-        """Return [s, b, n/tp, d]; with a cache there are more keys than queries.
+        """Return [s, b, n/tp, d].
 
         Args:
             query: [s, b, n/tp, d].
-            key, value: [s_k, b, g/tp, d].
+            key, value: [s, b, g/tp, d].
             sinks: [n/tp], learned logits.
-            implementation: of the op, "reference", "triton" or None (by device); not for tokens
-                that are sharded over ranks.
         """
         dropout = None
         if self.rate and layout.sample_ids is not None:
@@ -133,7 +130,6 @@ class CoreAttention:
             sinks=sinks,
             document_ids=layout.document_ids,
             dropout=dropout,
-            implementation=implementation,
         )[0]
 
     def _dropout(self, layout: SequenceLayout) -> AttentionDropout:
@@ -270,13 +266,40 @@ class AttentionConfig:
 
 
 class KeyValueCache(Protocol):
-    """What attention needs of a cache while generating."""
+    """What attention needs of a cache while generating: it keeps new tokens, then attends.
 
-    def extend(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [s, b, g/tp, d] keys and values of a layer; return all so far, [s_k, b, g/tp,
-        d]. Keys and values may differ in d, and it may be 0."""
+    `t` new tokens of all rows are packed; `rows` says whose they are.
+    """
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: PagedRows,
+        core: CoreAttention,
+        *,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Keep key and value [t, g/tp, d] of a layer; return attention [t, n/tp, d] of the queries
+        [t, n/tp, d] to all that their rows have kept, themselves included."""
+        ...
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rows: PagedRows,
+        core: CoreAttention,
+        *,
+        value_features: int,
+    ) -> torch.Tensor:
+        """Keep latents [t, c] of a layer, one for all heads; return attention [t, n/tp,
+        value_features] of queries [t, n/tp, c] to those of their rows, whose first features are
+        the values."""
+        ...
 
 
 class SelfAttention(nn.Module):
@@ -347,6 +370,11 @@ class SelfAttention(nn.Module):
             window=config.window,
         )
 
+    @property
+    def kept_shape(self) -> tuple[int, int]:
+        """What a cache keeps of a token, once for keys and once for values: (g/tp, d)."""
+        return self.kv_heads, self.config.kv_channels
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -374,11 +402,14 @@ class SelfAttention(nn.Module):
             if rope is not None:
                 both = rope.rotate(both)
             query, key = both.split([heads, self.kv_heads], dim=2)
-        if cache is not None:
-            key, value = cache.extend(self.layer, key, value)  # [s_k, b, g/tp, d]
         # fp32, so that their gradient arrives unrounded.
         sinks = None if self.sinks is None else self.sinks.use(torch.float32)  # [n/tp]
-        out = self.core(query, key, value, layout, sinks=sinks)  # [s, b, n/tp, d]
+        if cache is None:
+            out = self.core(query, key, value, layout, sinks=sinks)  # [s, b, n/tp, d]
+        else:
+            new = (query[:, 0], key[:, 0], value[:, 0])
+            out = cache.attend(self.layer, *new, layout.rows_with_past, self.core, sinks=sinks)
+            out = out.unsqueeze(1)  # [t, 1, n/tp, d]
         for gate in gates:
             out = out * gate.sigmoid()
         return self.output(out.reshape(*out.shape[:2], -1))

@@ -184,6 +184,11 @@ class LatentAttention(nn.Module):
             **shared | {"init": build.output_init},
         )
 
+    @property
+    def kept_shape(self) -> tuple[int]:
+        """What a cache keeps of a token, for all heads: (kv_lora + rope,)."""
+        return (self.config.kv_lora_rank + self.config.rope_channels,)
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -201,9 +206,10 @@ class LatentAttention(nn.Module):
         if rope is not None:
             rotated, key_rope = rope.rotate(rotated), rope.rotate(key_rope)
         if cache is not None:
-            known = self._extended(cache, latent, key_rope)  # [s_k, b, 1, kv_lora + rope]
-            if known.shape[0] > query.shape[0]:
-                return self.output(self._absorbed(nope, rotated, known, layout=layout))
+            if self.region.scatters:
+                latent = gather_from_group(latent, self.region.group)  # [s, b, kv_lora]
+            kept = torch.cat([latent, key_rope[:, :, 0]], dim=-1)  # [t, 1, kv_lora + rope]
+            return self.output(self._absorbed(nope, rotated, kept, layout=layout, cache=cache))
         query = self._joined(nope, rotated)  # [s, b, n/tp, d], d the width
         sizes = [self.heads * config.nope_channels, self.heads * config.value_channels]
         nope, value = self.kv_up(latent).split(sizes, dim=-1)  # [s, b, n/tp · nope or v]
@@ -248,46 +254,35 @@ class LatentAttention(nn.Module):
             parts.append(nope.new_zeros(1).expand(*heads[:3], zeros))
         return torch.cat(parts, dim=-1)
 
-    def _extended(
-        self, cache: KeyValueCache, latent: torch.Tensor, key_rope: torch.Tensor
-    ) -> torch.Tensor:
-        """Append to the cache what it keeps of tokens; return that of all, [s_k, b, 1, kv_lora +
-        rope].
-
-        Args:
-            latent: [s, b, kv_lora] ([s/tp, b, kv_lora] under sequence parallelism), normalised.
-            key_rope: [s, b, 1, rope], rotated.
-        """
-        if self.region.scatters:
-            latent = gather_from_group(latent, self.region.group)  # [s, b, kv_lora]
-        kept = torch.cat([latent.unsqueeze(2), key_rope], dim=-1)
-        # Values are features of the same latent: the cache has none in addition to the keys.
-        return cache.extend(self.layer, kept, kept[..., :0])[0]
-
     def _absorbed(
         self,
         nope: torch.Tensor,
         rotated: torch.Tensor,
-        known: torch.Tensor,
+        kept: torch.Tensor,
         *,
         layout: SequenceLayout,
+        cache: KeyValueCache,
     ) -> torch.Tensor:
-        """Return attention to cached tokens, [s, b, n·v/tp]; see the module.
+        """Return attention of new tokens to all that the cache keeps, [t, 1, n·v/tp]; see the
+        module.
 
         Args:
-            nope: [s, b, n/tp, nope], of queries.
-            rotated: [s, b, n/tp, rope], of queries.
-            known: [s_k, b, 1, kv_lora + rope].
+            nope: [t, 1, n/tp, nope], of queries.
+            rotated: [t, 1, n/tp, rope], of queries.
+            kept: [t, 1, kv_lora + rope], what the cache is to keep of these tokens.
         """
         rank, rows = self.config.kv_lora_rank, self.heads * self.config.nope_channels
         key_up = self.kv_up.weight.get()[:rows].view(self.heads, -1, rank)  # [n/tp, nope, kv_lora]
-        inner = torch.bmm(nope.flatten(0, 1).transpose(0, 1), key_up)  # [n/tp, s·b, kv_lora]
-        inner = inner.transpose(0, 1).unflatten(0, nope.shape[:2])  # [s, b, n/tp, kv_lora]
-        query = torch.cat([inner, rotated], dim=-1)
-        # A few rows of many features: products of matrices fit them, and not the kernels' tiles.
-        # What probabilities make of the rotated features is left.
-        out = self.core(query, known, known, layout, implementation="reference")[..., :rank]
+        inner = torch.bmm(nope[:, 0].transpose(0, 1), key_up).transpose(0, 1)  # [t, n/tp, kv_lora]
+        query = torch.cat([inner, rotated[:, 0]], dim=-1)
+        out = cache.attend_latent(
+            self.layer,
+            query,
+            kept[:, 0],
+            layout.rows_with_past,
+            self.core,
+            value_features=rank,
+        )  # [t, n/tp, kv_lora]
         value_up = self.kv_up.weight.get()[rows:].view(self.heads, -1, rank)  # [n/tp, v, kv_lora]
-        value = torch.bmm(out.flatten(0, 1).transpose(0, 1), value_up.transpose(1, 2))
-        value = value.transpose(0, 1).unflatten(0, nope.shape[:2])  # [s, b, n/tp, v]
-        return value.flatten(2)
+        value = torch.bmm(out.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+        return value.flatten(1).unsqueeze(1)

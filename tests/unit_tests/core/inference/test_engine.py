@@ -1,149 +1,319 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode loop around a scripted model: padding, positions, stopping, what is counted."""
+"""The engine against running every sequence anew: families, layouts of memory, what is reported."""
 
+from __future__ import annotations
+
+import functools
 import math
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.cache import KVCache
-from megatron.core.inference.engine import Request, check_requests, stream
-from megatron.core.inference.sampling import SamplingParams
-from tests.support.one_batch import generate
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import Engine, EngineConfig, Request, check_request, generate
+from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.transformer import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    MLPConfig,
+    RopeConfig,
+)
+from tests.support.covering_array import covering_array
+from tests.support.inputs import generator, one_thread
+from tests.support.nan_memory import nan_memory
+from tests.support.ranks import run_ranks
 
+VOCABULARY, NEW = 61, 17
 GREEDY = SamplingParams(temperature=0)
-VOCABULARY = 11
+HEADS = AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=10)
 
 
-class NextNumber:
-    """Find the token after the last one most probable; record what it was called with."""
+def gpt(layers: int = 2, **fields) -> GPTConfig:
+    """Return a small model."""
+    return GPTConfig(
+        **{
+            "num_layers": layers,
+            "hidden_size": 24,
+            "vocab_size": VOCABULARY,
+            "attention": HEADS,
+            "mlp": MLPConfig(ffn_hidden_size=40),
+            "init_std": 0.5,
+        }
+        | fields
+    )
+
+
+LATENT = LatentAttentionConfig(
+    num_attention_heads=4,
+    q_lora_rank=14,
+    kv_lora_rank=23,
+    nope_channels=15,
+    rope_channels=6,
+    value_channels=17,
+)
+FAMILIES = {
+    "gqa": gpt(attention=replace(HEADS, qk_norm=True)),
+    "window and sinks": gpt(attention=replace(HEADS, window=20, sinks=True)),
+    "experts": gpt(
+        4,
+        pattern="*E*-",
+        moe=MoEConfig(router=RouterConfig(topk=2), num_experts=4, ffn_hidden_size=16),
+    ),
+    "latent": gpt(attention=LATENT, rope=RopeConfig(base=200.0)),
+    "hybrid": gpt(
+        6,
+        pattern="G-*-M-",
+        delta_net=GatedDeltaNetConfig(
+            num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
+        ),
+        mamba=Mamba2Config(num_heads=4, head_channels=6, state_channels=4, num_groups=2),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread():
+    with one_thread():
+        yield
+
+
+def model_of(family: str, groups: ProcessGroupCollection | None = None) -> GPTModel:
+    groups = groups or ProcessGroupCollection.single()
+    dtype = torch.float32 if family == "experts" else torch.float64  # routers weigh in fp32
+    return GPTModel(FAMILIES[family], groups, dtype=dtype, seed=3)
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Return prompts of many lengths, three of which begin with the same 35 tokens."""
+    made = [
+        tuple(torch.randint(0, VOCABULARY, (n,), generator=generator(1, n)).tolist())
+        for n in (1, 7, 40, 33)
+    ]
+    shared = made[2][:35]
+    return [*made, (*shared, 1, 2, 3), (*shared, 4)]
+
+
+def requests(params: SamplingParams = GREEDY, **more) -> list[Request]:
+    return [
+        Request(prompt=p, max_new_tokens=NEW, sampling=params, sequence=100 + i, **more)
+        for i, p in enumerate(prompts())
+    ]
+
+
+@functools.cache
+def anew(family: str, sampling: str, prompt: tuple[int, ...], sequence: int) -> tuple[list, list]:
+    """Return the tokens and log-probabilities of one prompt by running the whole sequence for every
+    token."""
+    model, tokens, logprobs = model_of(family), [], []
+    for _ in range(NEW):
+        with torch.no_grad():
+            logits = model.full_logits(torch.tensor([[*prompt, *tokens]]))[-1]
+        row = SampleRow(
+            params=SAMPLING[sampling],
+            sequence=sequence,
+            position=len(prompt) + len(tokens),
+            prompt=prompt,
+            output=tokens,
+            mask=ODD if sampling == "mask" else None,
+        )
+        found = sample(logits, [row])
+        tokens.append(found.tokens.item())
+        logprobs.append(found.logprobs.item())
+    return tokens, logprobs
+
+
+def engine_of(model: GPTModel, **config) -> Engine:
+    return Engine(
+        model,
+        EngineConfig(**{"num_blocks": 64, "max_rows": 6} | config),
+        shapes=CacheShapes.of(model.modules(), model.store.dtype),
+        vocab_size=VOCABULARY,
+    )
+
+
+#: What can go together: each pair of values is in some row.
+FACTORS = {
+    "family": tuple(FAMILIES),
+    "block_size": (16, 64),
+    "max_step_tokens": (7, 500),
+    "memory": ("plenty", "scarce"),
+    "prefix_caching": (True, False),
+    "sampling": ("greedy", "drawn", "penalties", "mask"),
+    "n": (1, 2),
+    "abort": (False, True),
+}
+DRAWN = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=9)
+SAMPLING = {
+    "greedy": replace(GREEDY, logprobs=2),
+    "drawn": DRAWN,
+    "penalties": replace(
+        DRAWN, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
+    ),
+    "mask": GREEDY,
+}
+ODD = torch.arange(VOCABULARY) % 2 == 1
+
+
+def odd_tokens(_: object) -> torch.Tensor:
+    return ODD
+
+
+@pytest.mark.parametrize("row", covering_array(FACTORS, seed=4), ids=lambda row: row["family"])
+def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
+    model, params = model_of(row["family"]), SAMPLING[row["sampling"]]
+    longest = 40 + NEW
+    blocks = -(-longest // row["block_size"]) + 1 if row["memory"] == "scarce" else 64
+    engine = engine_of(
+        model,
+        num_blocks=blocks,
+        block_size=row["block_size"],
+        max_step_tokens=row["max_step_tokens"],
+        prefix_caching=row["prefix_caching"],
+    )
+    mask = odd_tokens if row["sampling"] == "mask" else None
+    asked = requests(params, n=row["n"], mask=mask)
+    with nan_memory():
+        if row["abort"]:
+            gone = engine.add(asked[2])
+            for _ in range(3):
+                engine.step()
+            assert {c.finish_reason for c in engine.abort(gone)} == {"abort"}
+        found = generate(engine, asked)
+    for request, outputs in zip(asked, found, strict=True):
+        for index, got in enumerate(outputs):
+            sequence = 0 if params.greedy else request.sequence + index
+            tokens, logprobs = anew(row["family"], row["sampling"], request.prompt, sequence)
+            assert got.tokens == tokens
+            assert got.logprobs == pytest.approx(logprobs, rel=1e-4, abs=1e-5)
+            assert len(got.top_logprobs) == (NEW if params.logprobs else 0)
+    stats = engine.stats
+    assert (stats.hit > 0) == (row["prefix_caching"] and row["block_size"] == 16)
+    scarce = row["memory"] == "scarce" and row["block_size"] == 16
+    assert stats.preempted > 0 if scarce else stats.preempted == 0
+    assert engine.scheduler.pool.references == engine.unfinished == 0
+
+
+def tokens_on_a_rank(rank: int, world: int, family: str) -> tuple[list[list[int]], int]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    with one_thread():
+        engine = engine_of(model_of(family, groups), max_step_tokens=30, num_blocks=9)
+        found = generate(engine, requests(DRAWN))
+    return [c.tokens for (c,) in found], engine.stats.computed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_parallel_ranks_say_what_one_process_does(family: str) -> None:
+    engine = engine_of(model_of(family), max_step_tokens=30, num_blocks=9)
+    wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
+    for tokens, computed in run_ranks(tokens_on_a_rank, 2, family):
+        assert tokens == wanted
+        assert computed == engine.stats.computed
+
+
+@pytest.mark.parametrize("budget", [5, 500])
+def test_prompt_logprobs_are_those_of_the_whole_prompt(budget: int) -> None:
+    model = model_of("gqa")
+    engine = engine_of(model, max_step_tokens=budget)
+    for _ in range(2):  # the second time the prefix cache knows the prompts
+        found = generate(engine, requests(prompt_logprobs=True, n=2))
+        for outputs, prompt in zip(found, prompts(), strict=True):
+            ids = torch.tensor(prompt)
+            with torch.no_grad():
+                wide = model.full_logits(ids[None])[:, 0].log_softmax(-1)
+            wanted = wide[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+            for got in outputs:
+                assert got.prompt_logprobs == pytest.approx(wanted, rel=1e-6)
+
+
+class Diverging(torch.nn.Module):
+    """A model whose logits are NaN for the row that holds token 60."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[torch.Tensor, SequenceLayout]] = []
-        self.head = IdentityHead()
-
-    def __call__(
-        self, tokens: torch.Tensor, *, layout: SequenceLayout, cache: KVCache
-    ) -> torch.Tensor:
-        self.calls.append((tokens, layout))
-        state = tokens.t()[:, :, None, None].float()  # [s, b, 1, 1]
-        cache.extend(0, state, state)
-        following = (tokens.t() + 1) % VOCABULARY
-        return torch.nn.functional.one_hot(following, VOCABULARY).float()
-
-
-class IdentityHead:
-    """Take hidden states for logits; count the rows."""
-
-    rows = 0
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.rows += hidden.shape[0]
-        return hidden
+        super().__init__()
+        self.head = self
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
-
-def requests(*prompts: tuple[int, ...]) -> list[Request]:
-    return [Request(prompt=p, sequence=i) for i, p in enumerate(prompts)]
-
-
-def test_prompts_are_padded_on_the_left_and_positions_start_at_their_first_token() -> None:
-    model = NextNumber()
-    done = generate(model, requests((5, 6, 7), (2,)), max_new_tokens=3, sampling=GREEDY)
-    assert [c.tokens for c in done] == [[8, 9, 10], [3, 4, 5]]
-    assert [c.finish_reason for c in done] == ["length", "length"]
-    layouts = [layout for _, layout in model.calls]
-    assert [t.tolist() for t, _ in model.calls] == [[[5, 6, 7], [0, 0, 2]], [[8], [3]], [[9], [4]]]
-    assert [x.positions.tolist() for x in layouts] == [[[0, 0], [1, 0], [2, 0]], [[3, 1]], [[4, 2]]]
-    for step, layout in enumerate(layouts):
-        assert layout.document_ids.tolist() == [[0, -1], [0, -1], [0, 0]] + [[0, 0]] * step
+    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
+        if not context:
+            return x
+        logits = torch.nn.functional.one_hot((x.t() + 1) % VOCABULARY, VOCABULARY).float()
+        logits[x[0] == 60] = math.nan
+        return logits
 
 
-def test_only_the_last_token_of_a_prompt_is_projected_to_the_vocabulary() -> None:
-    model = NextNumber()
-    generate(model, requests((5, 6, 7), (2,)), max_new_tokens=4, sampling=GREEDY)
-    assert model.head.rows == 4
-
-
-def test_prompts_of_one_length_need_no_document_ids() -> None:
-    model = NextNumber()
-    generate(model, requests((5, 6), (2, 3)), max_new_tokens=2, sampling=GREEDY)
-    assert [layout.document_ids for _, layout in model.calls] == [None, None]
-
-
-def test_a_sequence_stops_at_the_stop_token_alone() -> None:
-    model = NextNumber()
-    done = generate(
-        model, requests((1,), (6,), (3,)), max_new_tokens=6, sampling=GREEDY, stop_tokens=(8,)
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    engine = Engine(
+        Diverging(), EngineConfig(num_blocks=9), shapes=CacheShapes(), vocab_size=VOCABULARY
     )
-    assert [c.tokens for c in done] == [[2, 3, 4, 5, 6, 7], [7, 8], [4, 5, 6, 7, 8]]
-    assert [c.finish_reason for c in done] == ["length", "stop", "stop"]
-    assert [len(c.logprobs) for c in done] == [6, 2, 5]
+    asked = [Request(prompt=(first,), max_new_tokens=6, sampling=GREEDY) for first in (58, 3)]
+    (bad,), (good,) = generate(engine, asked)
+    assert (bad.tokens, bad.finish_reason) == ([59, 60], "error")
+    assert (good.tokens, good.finish_reason) == ([4, 5, 6, 7, 8, 9], "length")
 
 
-def test_the_loop_ends_when_all_have_stopped() -> None:
-    model = NextNumber()
-    steps = list(
-        stream(model, requests((6,), (7,)), max_new_tokens=50, sampling=GREEDY, stop_tokens=(8,))
-    )
-    assert len(steps) == len(model.calls) == 2
-
-
-def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
-    (done,) = generate(
-        NextNumber(), requests((6,)), max_new_tokens=2, sampling=GREEDY, stop_tokens=(8,)
-    )
-    assert (done.tokens, done.finish_reason) == ([7, 8], "stop")
-
-
-def test_one_new_token_takes_one_pass() -> None:
-    model = NextNumber()
-    (done,) = generate(model, requests((4, 5)), max_new_tokens=1, sampling=GREEDY)
-    assert (done.tokens, done.finish_reason, len(model.calls)) == ([6], "length", 1)
-
-
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_k=3)], ids=["greedy", "random"])
-def test_a_diverged_model_is_an_error_and_not_text(params: SamplingParams) -> None:
-    class Diverged(NextNumber):
-        def __call__(self, tokens: torch.Tensor, **context: Any) -> torch.Tensor:
-            logits = super().__call__(tokens, **context)
-            if len(self.calls) == 3:
-                logits[:, 1] = math.nan
-            return logits
-
-    with pytest.raises(ValueError, match="not finite at token 3 of sequence 2 of the batch"):
-        generate(Diverged(), requests((1,), (5,)), max_new_tokens=5, sampling=params)
-
-
-def test_generating_on_from_the_longer_prompt_draws_the_same_tokens() -> None:
-    flat = SamplingParams(temperature=50.0, seed=3)
-    (whole,) = generate(NextNumber(), requests((4, 5)), max_new_tokens=12, sampling=flat)
-    (first,) = generate(NextNumber(), requests((4, 5)), max_new_tokens=5, sampling=flat)
-    longer = requests((4, 5, *first.tokens))
-    (rest,) = generate(NextNumber(), longer, max_new_tokens=7, sampling=flat)
-    assert first.tokens + rest.tokens == whole.tokens
-    assert len(set(whole.tokens)) > 4
+def test_a_mask_that_allows_nothing_ends_its_request_alone() -> None:
+    engine = engine_of(model_of("gqa"))
+    nothing = torch.zeros(VOCABULARY, dtype=torch.bool)
+    first, second = requests()[:2]
+    found = generate(engine, [replace(first, mask=lambda _: nothing), second])
+    assert [c.finish_reason for (c,) in found] == ["error", "length"]
 
 
 @pytest.mark.parametrize(
-    ("prompts", "new", "words"),
+    ("changes", "words"),
     [
-        ([(1,)], 0, "max-new-tokens is 0"),
-        ([(1,), ()], 5, "prompt 2 of 2 has no tokens"),
-        ([(1,), (1, 2, 3)], 6, r"prompt 2 of 2 is too long: 3 tokens \+ 6 new .* limit of 8"),
-        ([(1, 11)], 2, "prompt 1 of 1 has token id 11, outside the vocabulary of 11"),
-        ([(-1,)], 2, "prompt 1 of 1 has token id -1"),
+        ({"max_new_tokens": 0}, "max-new-tokens is 0"),
+        ({"prompt": ()}, "the prompt has no tokens"),
+        ({"n": 0}, "n is 0"),
+        ({"max_new_tokens": 6}, r"too long: 3 tokens \+ 6 new .* limit of 8"),
+        ({"max_new_tokens": 10**12}, "too long"),
+        ({"prompt": (1, 61)}, "token id 61, outside the vocabulary of 61"),
+        ({"prompt": (-1,)}, "token id -1"),
+        ({"sampling": SamplingParams(logit_bias={61: 1.0})}, "logit-bias names token 61"),
     ],
 )
-def test_impossible_requests_are_named(prompts: list, new: int, words: str) -> None:
+def test_impossible_requests_are_named(changes: dict, words: str) -> None:
+    request = Request(**{"prompt": (1, 2, 3), "max_new_tokens": 2} | changes)
     with pytest.raises(ValueError, match=words):
-        check_requests(requests(*prompts), max_new_tokens=new, max_length=8, vocab_size=VOCABULARY)
+        check_request(request, max_length=8, vocab_size=VOCABULARY)
 
 
-def test_requests_at_the_limit_pass() -> None:
-    check_requests(requests((1, 10, 0)), max_new_tokens=5, max_length=8, vocab_size=VOCABULARY)
-    check_requests(requests((1,)), max_new_tokens=500, max_length=None, vocab_size=VOCABULARY)
+def test_a_request_that_cannot_be_served_leaves_the_others() -> None:
+    engine = engine_of(model_of("gqa"), num_blocks=3)
+    good, *_ = requests()
+    engine.add(good)
+    with pytest.raises(ValueError, match="60 tokens take 4 blocks of 16"):
+        engine.add(replace(requests()[2], max_new_tokens=20))
+    found = []
+    while engine.unfinished:
+        found = engine.step()
+    assert found[0].finish_reason == "length"
+
+
+def test_a_window_gives_back_the_blocks_that_it_no_longer_sees() -> None:
+    model = model_of("window and sinks")
+    engine = engine_of(model, num_blocks=8, max_rows=1, prefix_caching=False)
+    engine.add(Request(prompt=(5,) * 10, max_new_tokens=100, sampling=GREEDY))
+    held = []
+    while engine.unfinished:
+        engine.step()
+        held.append(engine.scheduler.pool.references)
+    assert max(held) <= 3  # 20 tokens are seen, in two or three blocks of 16
+    assert len(held) == 100
+
+
+def test_memory_holds_what_it_says() -> None:
+    model = model_of("hybrid")
+    shapes = CacheShapes.of(model.modules(), torch.float64)
+    for size in (300_000, 2_000_000):
+        engine = engine_of(model, num_blocks=None, memory_bytes=size)
+        assert 0.9 * size < engine.cache.num_bytes <= size
+    with pytest.raises(ValueError, match="do not hold the states of 6 rows"):
+        engine_of(model, num_blocks=None, memory_bytes=shapes.state_bytes * 6)

@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 import torch
 
-from megatron.core.inference.engine import Request, stream
+from megatron.core.inference.engine import Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -18,6 +18,7 @@ from megatron.core.ops.dispatch import ForwardOnly
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig
+from tests.support.one_batch import engine_of
 
 CONFIG = GPTConfig(
     num_layers=5,
@@ -32,6 +33,13 @@ CONFIG = GPTConfig(
     ),
     mamba=Mamba2Config(num_heads=4, head_channels=7, state_channels=3),
 )
+
+
+GREEDY = SamplingParams(temperature=0)
+PROMPTS = [
+    Request(prompt=(1, 2, 3), max_new_tokens=4, sampling=GREEDY),
+    Request(prompt=(4,), max_new_tokens=4, sampling=GREEDY),
+]
 
 
 def contexts(run: Callable[[], object]) -> list[type]:
@@ -63,14 +71,11 @@ def test_training_enters_autograd_functions(model: GPTModel):
 
 
 def test_prefill_and_decode_enter_none(model: GPTModel):
-    steps = stream(
-        model,
-        [Request(prompt=(1, 2, 3)), Request(prompt=(4,))],
-        max_new_tokens=3,
-        sampling=SamplingParams(temperature=0),
-    )
-    prefill, decode = (contexts(lambda: next(steps)) for _ in range(2))
-    for found in (prefill, decode):
+    engine = engine_of(model)
+    for request in PROMPTS:
+        engine.add(request)
+    prefill, mixed, decode = (contexts(engine.step) for _ in range(3))
+    for found in (prefill, mixed, decode):
         assert found
         assert set(found) == {ForwardOnly}
 
@@ -84,9 +89,11 @@ def test_generation_by_a_gpt_has_no_context_at_all():
         mlp=CONFIG.mlp,
     )
     model = GPTModel(shape, ProcessGroupCollection.single(), seed=3)
-    prompts = [Request(prompt=(1, 2, 3)), Request(prompt=(4,))]
-    steps = stream(model, prompts, max_new_tokens=3, sampling=SamplingParams(temperature=0))
-    assert [contexts(lambda: next(steps)) for _ in range(2)] == [[], []]
+    engine = engine_of(model)
+    for request in PROMPTS:
+        engine.add(request)
+    assert [contexts(engine.step) for _ in range(2)] == [[], []]
+    assert engine.unfinished == 2
 
 
 def test_logits_without_gradients_are_those_with(model: GPTModel):

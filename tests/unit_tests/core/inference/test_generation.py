@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.inference.engine import Completion, Request
-from megatron.core.inference.sampling import SamplingParams, sample
+from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
@@ -88,12 +88,17 @@ def without_cache(model: GPTModel, request: Request, new: int, params: SamplingP
     for _ in range(new):
         with torch.no_grad():
             logits = model.full_logits(torch.tensor([tokens]))[-1]
-        token, logprob = sample(
-            logits, params, sequences=[request.sequence], positions=[len(tokens)]
+        row = SampleRow(
+            params=params,
+            sequence=request.sequence,
+            position=len(tokens),
+            prompt=request.prompt,
+            output=done.tokens,
         )
-        tokens.append(token.item())
-        done.tokens.append(token.item())
-        done.logprobs.append(logprob.item())
+        found = sample(logits, [row])
+        tokens.append(found.tokens.item())
+        done.tokens.append(found.tokens.item())
+        done.logprobs.append(found.logprobs.item())
     return done
 
 
@@ -107,7 +112,7 @@ def assert_same(got: Completion, expected: Completion) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_padded_batch_with_a_cache_equals_each_prompt_alone_without(
+def test_prompts_together_equal_each_prompt_alone_without_a_cache(
     name: str, params: SamplingParams
 ) -> None:
     model, reference = make_model(name, ProcessGroupCollection.single()), make_model(name)
@@ -125,7 +130,8 @@ def test_prompts_that_are_fed_in_parts_yield_the_same(name: str) -> None:
     model, batch = make_model(name), requests(PROMPTS)
     whole = generate(model, batch, max_new_tokens=6, sampling=GREEDY)
     for chunk in (1, 3):
-        options = {"max_new_tokens": 6, "sampling": GREEDY, "prefill_chunk_tokens": chunk}
+        options = {"max_new_tokens": 6, "sampling": GREEDY, "max_rows": 1}
+        options["max_step_tokens"] = chunk
         with nan_memory():
             parts = generate(model, batch, **options)
         for completion, expected in zip(parts, whole, strict=True):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.cache import BatchCache, StateCache
+from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Completion, Request
+from megatron.core.inference.engine import generate as generate_all
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.ops.gated_delta_rule import delta_recurrence
@@ -27,7 +27,8 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
-from tests.support.one_batch import generate
+from tests.support.one_batch import asked, engine_of, generate
+from tests.support.paged_steps import PagedSteps
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_generation import assert_same, without_cache
 
@@ -100,37 +101,29 @@ def requests(prompts: list[tuple[int, ...]] = PROMPTS) -> list[Request]:
     return [Request(prompt=p, sequence=100 + i) for i, p in enumerate(prompts)]
 
 
-def addresses(states: StateCache) -> list[int]:
-    """Return where buffers of both kinds of mixers lie."""
-    found = [b.data_ptr() for b in states._buffers.values()]
-    assert len(found) == 4
-    return found
-
-
-def fed(
-    model: GPTModel, rows: list[torch.Tensor], steps: list[int]
-) -> tuple[torch.Tensor, BatchCache]:
-    """Return logits [s, b, V] of rows of tokens, padded on the left, so many columns at a time."""
+def fed(model: GPTModel, rows: list[torch.Tensor], steps: list[int]) -> torch.Tensor:
+    """Return logits [s, b, V] of rows of tokens, the last row's first ones so many at a time; the
+    others start with what is left when they do. Zero behind the end of a row."""
     length = max(len(row) for row in rows)
-    pads = torch.tensor([length - len(row) for row in rows])
-    tokens = torch.stack([torch.nn.functional.pad(r, (length - len(r), 0)) for r in rows])
-    places = torch.arange(length)[:, None] - pads  # [s, b]
-    documents = torch.where(places < 0, -1, 0)
-    cache, logits, first = BatchCache(length, rows=len(rows)), [], 0
-    decoding: list[int] = []
+    fed = PagedSteps(
+        CacheShapes.of(model.modules(), model.store.dtype), rows=len(rows), length=length
+    )
+    tokens = torch.stack([torch.nn.functional.pad(r, (0, length - len(r))) for r in rows], 1)
+    logits = torch.zeros(length, len(rows), 61, dtype=torch.float64)
+    first = 0
     for count in steps:
-        last = first + count
-        cache.begin([int(n) for n in (last - pads.clamp(min=first)).clamp(min=0)])
-        layout = SequenceLayout(places[first:last].clamp(min=0), documents[:last])
+        # A shorter row begins later, so that a step has rows at different places.
+        counts = [
+            max(0, min(count, len(row) - fed.done[n], first + count - (length - len(row))))
+            for n, row in enumerate(rows)
+        ]
+        layout = fed.layout(counts)
         with torch.no_grad():
-            hidden = model(tokens[:, first:last], layout=layout, cache=cache)
-            logits.append(model.head(hidden))
-        where = addresses(cache.states)
-        assert where == (decoding or where)
-        decoding = where
-        first = last
-    assert first == length
-    return torch.cat(logits), cache
+            hidden = model(fed.packed(tokens)[None], layout=layout, cache=fed.cache)
+            fed.unpacked(model.head(hidden)[:, 0].double(), logits)
+        first += count
+    assert fed.done == [len(row) for row in rows]
+    return logits
 
 
 def text(length: int, *key: int) -> torch.Tensor:
@@ -144,9 +137,9 @@ def assert_fed_as_whole(
     with nan_memory(), torch.no_grad():
         whole = [model.logits(tokens[None])[:, 0] for tokens in rows]
         for steps in ways:
-            got, _ = fed(model, rows, steps)
+            got = fed(model, rows, steps)
             for row, expected in enumerate(whole):
-                error = relative_error(got[-len(expected) :, row], expected)
+                error = relative_error(got[: len(expected), row], expected)
                 assert error < 1e-10, (steps, row, error)
 
 
@@ -178,106 +171,85 @@ def test_a_prompt_cut_anywhere_below_two_chunks_of_the_usual_size() -> None:
 
 
 def test_what_is_kept_is_of_the_layers_that_need_it(model: GPTModel) -> None:
-    rows = [text(LENGTH), text(LENGTH - 7, 1)]
-    _, cache = fed(model, rows, [LENGTH - 1, 1])
-    assert cache.num_bytes == LENGTH * 2 * (10 + 10) * 2 * 8  # one layer of attention of three
-    assert [cache.length(layer) for layer in (0, 1)] == [LENGTH, 0]
-    numbers = sum(DELTA.values()) + sum(MAMBA.values())
-    assert cache.states.num_bytes == (2 + 1) * numbers * 8
+    shapes = CacheShapes.of(model.modules(), torch.float64)
+    assert shapes.token_bytes == 2 * (10 + 10) * 8  # one layer of attention of three
+    assert shapes.state_bytes == (sum(DELTA.values()) + sum(MAMBA.values())) * 8
+    cache = engine_of(model, num_blocks=5, max_rows=2, prefix_caching=False).cache
+    assert cache.num_bytes == 5 * 16 * shapes.token_bytes + (2 + 1) * shapes.state_bytes
 
 
 def test_states_of_bf16_models_are_fp32_and_their_rows_bf16() -> None:
-    _, cache = fed(make_model(torch.bfloat16), [text(9)], [5, 3, 1])
-    kept = cache.states._buffers
-    wide = {name.rsplit(".", 1)[1]: buffer.dtype for name, buffer in kept.items()}
+    shapes = CacheShapes.of(make_model(torch.bfloat16).modules(), torch.bfloat16)
+    wide = {name.rsplit(".", 1)[1]: dtype for name, (_, dtype) in shapes.states.items()}
     assert wide == {"conv": torch.bfloat16, "state": torch.float32}
     narrow, states = DELTA["conv"] + MAMBA["conv"], DELTA["state"] + MAMBA["state"]
-    assert cache.states.num_bytes == 2 * (2 * narrow + 4 * states)
+    assert shapes.state_bytes == 2 * narrow + 4 * states
 
 
-@pytest.mark.parametrize("length", [1, 5])
-def test_a_row_without_a_slot_is_inert_whatever_it_holds(model: GPTModel, length: int) -> None:
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 5, 3)])
+def test_a_row_without_tokens_keeps_its_states_and_reads_no_others(
+    model: GPTModel, counts: tuple[int, ...]
+) -> None:
     for mixer in recurrent(model):
-        x = torch.randn(length, 3, 22, generator=generator(7), dtype=torch.float64)
-        layout = SequenceLayout.of_rows(length)
-        # All three rows have states; then row 0 has no new token.
-        cache = BatchCache(9, rows=3)
+        x = torch.randn(12, 3, 22, generator=generator(7), dtype=torch.float64)
+        shapes = CacheShapes.of([mixer], torch.float64)
+        steps = PagedSteps(shapes, rows=3, length=12)
+        buffers = list(steps.cache.states._buffers.values())
         with torch.no_grad():
-            cache.begin([length] * 3)
-            mixer(-x, layout, cache=cache)
-            before = {name: b.clone() for name, b in cache.states._buffers.items()}
-            cache.begin([0, length, length])
-            (absent,) = set(range(3)) - {int(s) for s in cache.slots}
-            expected = mixer(x, layout, cache=cache)
-            after = {name: b[:3].clone() for name, b in cache.states._buffers.items()}
-            for name, buffer in cache.states._buffers.items():
-                assert torch.equal(buffer[absent], before[name][absent])
-                assert not torch.equal(buffer[:3], before[name][:3])
-                buffer.copy_(before[name])
-                buffer[-1] = math.nan  # nobody's
-            poisoned = x.clone()
-            poisoned[:, 0] = math.nan
-            got = mixer(poisoned, layout, cache=cache)
-        assert not expected[:, 0].any()
-        assert torch.equal(got[:, 1:], expected[:, 1:])
-        for name, buffer in cache.states._buffers.items():
-            assert torch.equal(buffer[:3], after[name])
-
-
-def test_padding_that_is_no_number_reaches_no_token(model: GPTModel) -> None:
-    for mixer in recurrent(model):
-        x = torch.randn(6, 2, 22, generator=generator(7), dtype=torch.float64)
-        found = []
-        for poison in (1.0, math.nan):
-            x[:4, 1] = poison
-            cache = BatchCache(9, rows=2)
-            cache.begin([6, 2])
-            with torch.no_grad():
-                out = mixer(x, SequenceLayout.of_rows(6), cache=cache)
-            found.append((out[:, 0], out[4:, 1], *cache.states._buffers.values()))
-            assert poison != 1.0 or not out[:4, 1].any()
-        for clean, other in zip(*found, strict=True):
-            assert torch.equal(clean[:2], other[:2])
+            layout = steps.layout((4, 4, 4))
+            mixer(steps.packed(x)[:, None], layout, cache=steps.cache)
+            before = [b.clone() for b in buffers]
+            layout = steps.layout((0, *counts[1:]))
+            absent = steps.slots[0]
+            for buffer in buffers:
+                buffer[absent] = math.nan
+            out = mixer(steps.packed(x)[:, None], layout, cache=steps.cache)
+        assert out.isfinite().all()
+        for buffer, old in zip(buffers, before, strict=True):
+            assert buffer[absent].isnan().all()
+            assert not torch.equal(buffer[steps.slots[1]], old[steps.slots[1]])
 
 
 def test_prompts_in_parts_need_the_activations_of_a_part(model: GPTModel) -> None:
     (request,) = requests([tuple(text(60).tolist())])
     found = {}
-    for chunk in (None, 4):
+    for chunk in (60, 4):
         made: list[int] = []
 
         def watch(_, __, out: object, made: list[int] = made) -> None:
             made += [one.numel() for one in (out if isinstance(out, tuple) else (out,))]
 
-        options = {"sampling": GREEDY, "max_new_tokens": 1, "prefill_chunk_tokens": chunk}
+        options = {"sampling": GREEDY, "max_new_tokens": 1, "max_rows": 1}
         hook = register_module_forward_hook(watch)
         try:
-            generate(model, [request], **options)
+            generate(model, [request], max_step_tokens=chunk, prefix_caching=False, **options)
         finally:
             hook.remove()
         found[chunk] = max(made)
-    assert found[None] == 60 * 2 * 40  # up and gate of an MLP
+    assert found[60] == 60 * 2 * 40  # up and gate of an MLP
     assert found[4] == 4 * 2 * 40
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("chunk", [2048, 5])
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_a_padded_batch_equals_each_prompt_alone(
-    model: GPTModel, params: SamplingParams, chunk: int | None
+def test_prompts_together_equal_each_prompt_alone(
+    model: GPTModel, params: SamplingParams, chunk: int
 ) -> None:
-    # Slots that other sequences have had, two more than there are rows.
-    states = StateCache(len(PROMPTS) + 2)
-    first = {"max_new_tokens": 2, "sampling": RANDOM, "states": states}
     with nan_memory():
-        generate(model, requests([text(9, i) for i in range(5)]), **first)
-        for buffer in states._buffers.values():
-            buffer.fill_(math.nan)  # what ended sequences leave counts for nothing
-        options = first | {"max_new_tokens": 9, "sampling": params, "prefill_chunk_tokens": chunk}
-        got = generate(model, requests(), **options)
+        # Slots that other rows have had: what these leave counts for nothing.
+        engine = engine_of(model, max_rows=5, max_step_tokens=chunk, prefix_caching=False)
+        first = {"max_new_tokens": 2, "sampling": RANDOM}
+        generate_all(
+            engine, asked(requests([tuple(text(9, i).tolist()) for i in range(5)]), **first)
+        )
+        for buffer in engine.cache.states._buffers.values():
+            buffer.fill_(math.nan)
+        found = generate_all(engine, asked(requests(), max_new_tokens=9, sampling=params))
+        got = [outputs[0] for outputs in found]
         for request, completion in zip(requests(), got, strict=True):
             assert_same(completion, without_cache(model, request, 9, params))
     assert len({t for c in got for t in c.tokens}) > 8  # the model says more than one thing
-    assert states.free_slots == len(PROMPTS) + 2
+    assert engine.cache.states.free_slots == 5
 
 
 def test_a_sequence_that_ends_early_leaves_the_others_alone(model: GPTModel) -> None:
@@ -300,21 +272,21 @@ def test_a_sequence_that_ends_early_leaves_the_others_alone(model: GPTModel) -> 
     assert 0 < ended < len(PROMPTS)
 
 
-def generate_on_a_rank(rank: int, world: int) -> tuple[list[list[Completion]], int]:
+def generate_on_a_rank(rank: int, world: int) -> tuple[list[list[list[int]]], int]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    model, states = make_model(groups=groups), StateCache(len(PROMPTS))
-    options = {"max_new_tokens": 9, "stop_tokens": (STOP,), "states": states}
+    model = make_model(groups=groups)
+    options = {"max_new_tokens": 9, "stop_tokens": (STOP,)}
     found = [
-        generate(model, requests(), sampling=params, prefill_chunk_tokens=chunk, **options)
-        for params, chunk in ((GREEDY, None), (RANDOM, 3))
+        generate(model, requests(), sampling=params, max_step_tokens=chunk, max_rows=3, **options)
+        for params, chunk in ((GREEDY, 2048), (RANDOM, 3))
     ]
-    return found, states.num_bytes
+    return found, CacheShapes.of(model.modules(), torch.float64).state_bytes
 
 
 def test_tensor_parallel_ranks_generate_what_one_process_does(model: GPTModel) -> None:
     ranks = run_ranks(generate_on_a_rank, 2)
     numbers = sum(DELTA.values()) + sum(MAMBA.values())
-    half = (len(PROMPTS) + 1) * ((numbers - SHARED) // 2 + SHARED) * 8
+    half = ((numbers - SHARED) // 2 + SHARED) * 8
     for found, num_bytes in ranks:
         assert found == ranks[0][0]
         assert num_bytes == half  # heads are cut, and their states with them

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How prompts reach recurrent mixers, in parts and padded: a model whose state is an exact hash."""
+"""The engine's bookkeeping by a model whose state is an exact hash of all tokens so far.
 
+A token that is computed twice, left out, or given another row's state or place changes the text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.cache import BatchCache, StateCache
-from megatron.core.inference.engine import Request, stream
+from megatron.core.inference.cache import CacheShapes, PagedCache
+from megatron.core.inference.engine import Engine, EngineConfig, Request, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.ssm.mixer import carried, keep
-from tests.support.one_batch import generate
 
 GREEDY = SamplingParams(temperature=0)
 VOCABULARY, MODULUS = 53, 10_007
@@ -24,11 +30,11 @@ def step(state, token):
     return (37 * state + token + 1) % MODULUS
 
 
-def expected(prompt: tuple[int, ...], stop: int | None = None) -> list[int]:
+def expected(prompt: Sequence[int], new: int = NEW, stop: int | None = None) -> list[int]:
     state, said = 0, []
     for token in prompt:
         state = step(state, token)
-    for _ in range(NEW):
+    for _ in range(new):
         said.append(state % VOCABULARY)
         state = step(state, said[-1])
         if said[-1] == stop:
@@ -37,10 +43,16 @@ def expected(prompt: tuple[int, ...], stop: int | None = None) -> list[int]:
 
 
 class Hashing:
-    """Find that token most probable which the hash of all tokens so far names; kept by slot."""
+    """Find that token most probable which the hash of all tokens so far names.
 
-    def __init__(self) -> None:
-        self.head, self.calls, self.addresses = self, [], set()
+    The hash is kept by state slot, or of every token in a page, and read from there.
+    """
+
+    def __init__(self, *, paged: bool = False) -> None:
+        self.head, self.paged = self, paged
+        self.pages: dict[int, int] = {}  # slot of the cache -> hash up to its token
+        self.tokens = 0
+        self.shapes = CacheShapes() if paged else CacheShapes(states={"hash": ((), torch.int64)})
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -50,88 +62,246 @@ class Hashing:
         tokens: torch.Tensor,
         *,
         layout: SequenceLayout | None = None,
-        cache: BatchCache | None = None,
+        cache: PagedCache | None = None,
     ) -> torch.Tensor:
         if layout is None:  # as its own head
             return tokens
-        x = tokens.t()  # [s, b]
-        state = cache.buffer("hash", (), dtype=torch.int64, device=x.device)
-        self.addresses.add(state.data_ptr())
-        self.calls.append((len(x), cache.slots.tolist()))
-        assert (layout.document_ids is None) or len(layout.document_ids) >= len(x)
-        hashes = carried(state, cache.slots)
-        if len(x) == 1:  # every row has a new token, or none at all
-            hashes = step(hashes, x[0])
-            keep(state, cache.slots, hashes)
-            found = hashes[None]
-        else:
-            rows = cache.new_tokens(len(x))
-            packed, bounds = rows.pack(x), rows.sequences.bounds
-            out = torch.zeros_like(packed)
-            for row, (first, last) in enumerate(pairwise(bounds)):
-                for place in range(first, last):
-                    hashes[row] = step(hashes[row], packed[place])
-                    out[place] = hashes[row]
-            keep(state, cache.slots, hashes)
-            found = rows.unpack(out)
+        rows, x = layout.rows_with_past, tokens[0].tolist()
+        self.tokens += len(x)
+        bounds = rows.batch.query_bounds.tolist()
+        contexts = rows.batch.context_lengths.tolist()
+        kept = None
+        if not self.paged:
+            kept = cache.buffer("hash", (), dtype=torch.int64, device=torch.device("cpu"))
+            hashes = carried(kept, rows.state_slots)
+        found = torch.zeros(len(x), 1, dtype=torch.int64)
+        for row, (first, last) in enumerate(pairwise(bounds)):
+            assert layout.positions[first:last].tolist() == list(
+                range(contexts[row] - (last - first), contexts[row])
+            )
+            state = int(hashes[row]) if kept is not None else self._before(rows, row, first, last)
+            for place in range(first, last):
+                state = step(state, x[place])
+                self.pages[int(rows.slot_mapping[place])] = state
+                found[place] = state
+            if kept is not None:
+                hashes[row] = state
+        if kept is not None:
+            keep(kept, rows.state_slots, hashes)
         return torch.nn.functional.one_hot(found % VOCABULARY, VOCABULARY).float()
 
-
-def requests(prompts: list[tuple[int, ...]] = PROMPTS) -> list[Request]:
-    return [Request(prompt=p, sequence=i) for i, p in enumerate(prompts)]
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 6, 7, 100])
-def test_text_depends_on_the_prompt_alone(chunk: int | None) -> None:
-    model = Hashing()
-    done = generate(
-        model, requests(), max_new_tokens=NEW, sampling=GREEDY, prefill_chunk_tokens=chunk
-    )
-    assert [c.tokens for c in done] == [expected(p) for p in PROMPTS]
-    assert len(model.addresses) == 1
-    parts = [length for length, _ in model.calls[: -NEW + 1]]
-    assert sum(parts) == 7
-    assert max(parts) == min(chunk or 7, 7)
-    assert len(parts) == -(-7 // (chunk or 7))
+    def _before(self, rows, row: int, first: int, last: int) -> int:
+        place = int(rows.batch.context_lengths[row]) - (last - first) - 1
+        if place < 0:
+            return 0
+        page = int(rows.batch.block_table[row, place // 16])
+        return self.pages[page * 16 + place % 16]
 
 
-def test_rows_have_no_slot_in_a_part_of_padding_alone() -> None:
-    model = Hashing()
-    done = generate(model, requests(), max_new_tokens=2, sampling=GREEDY, prefill_chunk_tokens=1)
-    assert [c.tokens for c in done] == [expected(p)[:2] for p in PROMPTS]
-    has_slot = [[slot >= 0 for slot in slots] for _, slots in model.calls]
-    for column in range(7):  # of padded prompts
-        assert has_slot[column] == [column >= 7 - len(p) for p in PROMPTS]
+def engine_of(model: Hashing, **config) -> Engine:
+    config = EngineConfig(**{"num_blocks": 64, "max_rows": 5} | config)
+    return Engine(model, config, shapes=model.shapes, vocab_size=VOCABULARY)
 
 
-def test_a_sequence_that_has_ended_has_no_slot_and_the_others_go_on() -> None:
+def requests(prompts: Sequence[Sequence[int]] = PROMPTS, new: int = NEW, **more) -> list[Request]:
+    return [
+        Request(prompt=tuple(p), sequence=i, max_new_tokens=new, sampling=GREEDY, **more)
+        for i, p in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("budget", [1, 3, 7, 100])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_text_depends_on_the_prompt_alone(rows: int, budget: int, paged: bool) -> None:
+    model = Hashing(paged=paged)
+    engine = engine_of(model, max_rows=rows, max_step_tokens=budget)
+    done = generate(engine, requests())
+    assert [c.tokens for (c,) in done] == [expected(p) for p in PROMPTS]
+    # Each token is computed once, but the last ones, which are never fed.
+    assert model.tokens == engine.stats.computed == sum(len(p) + NEW - 1 for p in PROMPTS)
+
+
+def test_rows_end_and_others_take_their_place() -> None:
     stop = expected(PROMPTS[0])[2]
-    states, model = StateCache(len(PROMPTS)), Hashing()
-    options = {"max_new_tokens": NEW, "sampling": GREEDY, "stop_tokens": (stop,), "states": states}
-    steps = stream(model, requests(), **options)
-    for number, done in enumerate(steps, 1):
-        if number == 5:
-            assert model.calls[-1][1][0] == -1
-            assert states.free_slots == sum(bool(c.finish_reason) for c in done) == 1
-    assert [c.tokens for c in done] == [expected(p, stop) for p in PROMPTS]
-    assert states.free_slots == len(PROMPTS)
+    engine = engine_of(Hashing(), max_rows=2)
+    done = generate(engine, requests(stop_tokens=frozenset({stop})))
+    assert [c.tokens for (c,) in done] == [expected(p, stop=stop) for p in PROMPTS]
+    assert done[0][0].finish_reason == "stop"
+    assert engine.scheduler.pool.references == 0
 
 
-def test_slots_serve_batch_after_batch() -> None:
-    states, model = StateCache(2), Hashing()
-    for first in range(0, len(PROMPTS), 2):
-        batch = requests(PROMPTS)[first : first + 2]
-        done = generate(model, batch, max_new_tokens=NEW, sampling=GREEDY, states=states)
-        assert [c.tokens for c in done] == [expected(r.prompt) for r in batch]
-    assert len(model.addresses) == 1
-    with pytest.raises(ValueError, match="5 sequences, but 2 of 2 slots are free"):
-        generate(model, requests(), max_new_tokens=1, sampling=GREEDY, states=states)
+LONG = [tuple(random.Random(3).choices(range(VOCABULARY), k=70))]
 
 
-def test_a_stream_that_is_left_early_frees_its_slots() -> None:
-    states = StateCache(len(PROMPTS))
-    steps = stream(Hashing(), requests(), max_new_tokens=NEW, sampling=GREEDY, states=states)
-    next(steps)
-    assert states.free_slots == 0
-    steps.close()
-    assert states.free_slots == len(PROMPTS)
+def sharing(prefix: int, unique: int, count: int) -> list[tuple[int, ...]]:
+    """Return prompts that begin with the same tokens and go on differently."""
+    source = random.Random(prefix)
+    start = tuple(source.choices(range(VOCABULARY), k=prefix))
+    tails = [tuple(source.choices(range(VOCABULARY), k=unique)) for _ in range(count)]
+    return [start + (n % VOCABULARY,) + tail[1:] for n, tail in enumerate(tails)]
+
+
+@pytest.mark.parametrize("chunk", [64, 2048])
+@pytest.mark.parametrize(
+    ("prefix", "unique", "count"), [(100, 20, 4), (96, 5, 6), (15, 40, 3), (17, 1, 8)]
+)
+def test_a_shared_prefix_is_computed_once(prefix: int, unique: int, count: int, chunk: int) -> None:
+    model = Hashing(paged=True)
+    engine = engine_of(model, num_blocks=200, max_rows=8, max_step_tokens=chunk)
+    prompts = sharing(prefix, unique, count)
+    done = generate(engine, requests(prompts, new=1))
+    assert [c.tokens for (c,) in done] == [expected(p, 1) for p in prompts]
+    saved = 16 * (prefix // 16)
+    assert model.tokens == (prefix + unique) + (count - 1) * (prefix + unique - saved)
+    assert engine.stats.hit == (count - 1) * saved
+    assert engine.stats.queried == count * (prefix + unique)
+
+
+@pytest.mark.parametrize(("prefix", "unique"), [(1600, 600), (1500, 700)])
+def test_hybrids_go_on_from_states_inside_a_prompt(prefix: int, unique: int) -> None:
+    """Requests that come one after the other, so where they part is not known before."""
+    model = Hashing()
+    engine = engine_of(model, num_blocks=1000, max_rows=2)
+    prompts, hits = sharing(prefix, unique, 4), []
+    for prompt in prompts:
+        before = engine.stats.hit
+        ((done,),) = generate(engine, requests([prompt], new=20))
+        assert done.tokens == expected(prompt, 20)
+        hits.append(engine.stats.hit - before)
+    assert hits[0] == 0
+    assert hits[1] >= 0.8 * prefix  # a border spread over the first prompt
+    assert hits[2:] == [16 * (prefix // 16)] * 2  # where the second parted from it
+    assert engine.stats.restored == 3
+
+
+def test_hybrids_that_come_together_part_where_they_do() -> None:
+    model = Hashing()
+    engine = engine_of(model, num_blocks=1000, max_rows=4)
+    prompts = sharing(500, 60, 4)
+    done = generate(engine, requests(prompts))
+    assert [c.tokens for (c,) in done] == [expected(p) for p in prompts]
+    assert engine.stats.hit == 3 * 16 * (500 // 16)
+
+
+def test_generated_tokens_are_found_by_the_next_turn() -> None:
+    for model in (Hashing(), Hashing(paged=True)):
+        engine = engine_of(model)
+        ((first,),) = generate(engine, requests(LONG, new=40))
+        # The last token was chosen and never computed.
+        known = (len(LONG[0]) + 40 - 1) // 16 * 16
+        turn = (*LONG[0], *first.tokens, 9, 8, 7)
+        ((second,),) = generate(engine, requests([turn]))
+        assert second.tokens == expected(turn)
+        assert engine.stats.hit == known
+
+
+def test_rows_that_give_up_their_blocks_come_to_the_same_end() -> None:
+    for model in (Hashing(), Hashing(paged=True)):
+        engine = engine_of(model, num_blocks=7, max_rows=5)
+        prompts = sharing(20, 20, 5)
+        done = generate(engine, requests(prompts, new=60))
+        assert [c.tokens for (c,) in done] == [expected(p, 60) for p in prompts]
+        assert engine.stats.preempted > 0
+        assert engine.scheduler.pool.references == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_come_and_go_at_any_time(seed: int) -> None:
+    """Random arrivals, aborts, pauses and new weights: whoever ends has the right text."""
+    source, paged = random.Random(seed), seed % 2 == 0
+    model = Hashing(paged=paged)
+    engine = engine_of(
+        model,
+        num_blocks=source.choice((9, 20, 60)),
+        max_rows=source.choice((1, 3, 8)),
+        max_step_tokens=source.choice((8, 16, 50)),
+        prefix_caching=seed != 5,
+    )
+    start = source.choices(range(VOCABULARY), k=60)
+    wanted: dict[int, list[int]] = {}
+    ended: dict[int, str] = {}
+    for _ in range(400):
+        event = source.random()
+        if event < 0.25 and len(wanted) < 60:
+            prompt = (*start[: source.randrange(60)], *source.choices(range(9), k=3))
+            (request,) = requests([prompt], new=source.randint(1, 40))
+            wanted[engine.add(request)] = expected(prompt, request.max_new_tokens)
+        elif event < 0.29 and wanted:
+            for completion in engine.abort(source.choice(list(wanted))):
+                ended[completion.request_id] = completion.finish_reason
+        elif event < 0.31:
+            engine.pause(keep_cache=source.random() < 0.5)
+            assert engine.step() == []
+            engine.resume()
+        elif event < 0.33:
+            engine.weights_replaced()
+        else:
+            finish(engine.step(), wanted, ended)
+        check_books(engine)
+    while engine.unfinished:
+        finish(engine.step(), wanted, ended)
+    assert set(ended) == set(wanted)
+    assert {"abort", "length"} == set(ended.values())
+    assert engine.scheduler.pool.references == 0
+    engine.weights_replaced()  # what was kept for others goes as well
+    assert engine.scheduler.pool.available == engine.config.num_blocks
+    if not paged:
+        assert engine.cache.states.free_slots == engine.cache.states.num_slots
+
+
+def finish(found, wanted: dict[int, list[int]], ended: dict[int, str]) -> None:
+    for completion in found:
+        said = wanted[completion.request_id]
+        assert completion.tokens == said[: len(completion.tokens)]
+        if completion.finish_reason:
+            assert completion.tokens == said
+            ended[completion.request_id] = completion.finish_reason
+
+
+def check_books(engine: Engine) -> None:
+    """Every reference to a block is one of a running row, and every running row has a slot."""
+    scheduler = engine.scheduler
+    held = [block for row in scheduler.running for block in row.blocks if block >= 0]
+    assert scheduler.pool.references == len(held)
+    unused = scheduler.pool.num_blocks - len(set(held))
+    assert scheduler.pool.available == unused
+    slots = [row.slot for row in scheduler.running]
+    assert len(set(slots)) == len(slots) <= scheduler.max_rows
+    assert all(row.slot < 0 and not row.blocks for row in scheduler.waiting)
+
+
+def test_several_outputs_share_a_prompt() -> None:
+    engine = engine_of(Hashing(paged=True))
+    (request,) = requests(LONG, n=3)
+    (done,) = generate(engine, [request])
+    assert [c.index for c in done] == [0, 1, 2]
+    assert [c.tokens for c in done] == [expected(LONG[0])] * 3
+    assert engine.stats.hit == 2 * 64
+
+
+def test_abort_frees_what_a_request_has_within_a_step() -> None:
+    engine = engine_of(Hashing())
+    first, second = (engine.add(request) for request in requests(LONG * 2))
+    engine.step()
+    assert engine.scheduler.pool.references > 0
+    (ended,) = engine.abort(first)
+    assert ended.finish_reason == "abort"
+    engine.abort(second)
+    assert engine.scheduler.pool.references == engine.unfinished == 0
+    assert engine.abort(first) == []
+    assert engine.step() == []
+
+
+def test_tokens_say_which_weights_chose_them() -> None:
+    engine = engine_of(Hashing(paged=True))
+    engine.add(requests(LONG)[0])
+    found = []
+    for number in range(NEW):
+        if number == 4:
+            engine.weights_replaced()
+        found = engine.step()
+    assert found[0].epochs == [0] * 4 + [1] * 5
+    generate(engine, requests(LONG))
+    # Nothing that the old weights computed is found; what the new ones did is.
+    assert engine.stats.hit == 0

@@ -1,74 +1,288 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling: kept sets against transformers, distribution by chi-square, no random state."""
+"""Sampling: every row by its own parameters, against plain Python and transformers."""
 
+import itertools
 import math
+import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from megatron.core.inference.sampling import (
+    Sampled,
+    SampleRow,
     SamplingParams,
-    filter_logits,
+    adjust_logits,
+    draw_weights,
     invert,
+    nucleus_by_search,
+    nucleus_by_sort,
     sample,
     uniform,
 )
 
 VOCABULARY = 211
 
+TEMPERATURES = (0.3, 1.0, 1.7)
+TOP_KS = (0, 1, 7, VOCABULARY, 10 * VOCABULARY)
+TOP_PS = (1e-9, 0.2, 0.9, 1.0)
+MIN_PS = (0.0, 0.05, 1.0)
 
-def random_logits(rows: int = 5, *, seed: int = 0) -> torch.Tensor:
+
+def random_logits(rows: int = 5, *, seed: int = 0, vocabulary: int = VOCABULARY) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return 3 * torch.randn(rows, VOCABULARY, generator=generator)
+    return 3 * torch.randn(rows, vocabulary, generator=generator)
 
 
-def draw_many(logits_row: torch.Tensor, params: SamplingParams, count: int) -> torch.Tensor:
-    """Draw `count` tokens for one row of logits, each at its own position."""
-    tokens, _ = sample(
-        logits_row.expand(count, -1), params, sequences=[0] * count, positions=range(count)
-    )
-    return tokens
+def make_row(
+    n: int = 0,
+    *,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    mask: torch.Tensor | None = None,
+    **params: Any,
+) -> SampleRow:
+    """Return a row of sequence n at position 10 n."""
+    return SampleRow(
+        params=SamplingParams(**params), sequence=n, position=10 * n, prompt=prompt, output=output,
+        mask=mask,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("top_k", [0, 1, 7, VOCABULARY, 10 * VOCABULARY])
-@pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.9, 1.0])
-def test_filters_keep_what_transformers_keeps(temperature: float, top_k: int, top_p: float) -> None:
-    logits = random_logits()
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p < 1:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    got = filter_logits(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
-    assert torch.equal(got.isfinite(), expected.isfinite())
-    torch.testing.assert_close(got.softmax(-1), expected.softmax(-1), rtol=1e-5, atol=1e-7)
+def make_rows(count: int, **params: Any) -> list[SampleRow]:
+    return [make_row(n, **params) for n in range(count)]
 
 
-def test_top_p_set_is_the_smallest_that_reaches_p() -> None:
-    probabilities = torch.tensor([[0.10, 0.40, 0.05, 0.30, 0.15]])
-    for top_p, kept in ((0.39, {1}), (0.41, {1, 3}), (0.72, {1, 3, 4}), (0.96, {0, 1, 2, 3, 4})):
-        scores = filter_logits(probabilities.log(), SamplingParams(top_p=top_p))
-        assert set(scores[0].isfinite().nonzero().flatten().tolist()) == kept
+def weights_of(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Return the distribution of drawn rows before it is normalised."""
+    return draw_weights(adjust_logits(logits, rows), rows)
 
 
-@pytest.mark.parametrize("kept", [1, 2, 3])
-def test_top_p_stops_at_the_token_that_reaches_p_exactly(kept: int) -> None:
-    logits = torch.zeros(1, 4)  # each 1/4, without rounding
-    scores = filter_logits(logits, SamplingParams(top_p=kept / 4))
-    assert scores[0].isfinite().tolist() == [i < kept for i in range(4)]
-    # Of tokens that tie, transformers keeps the last.
-    assert TopPLogitsWarper(kept / 4)(None, logits).isfinite().sum() == kept
+def naive_scores(logits: torch.Tensor, row: SampleRow) -> list[float]:
+    """Return the logits [V] of a row after bias, penalties and mask."""
+    p, scores = row.params, logits.double().tolist()
+    for token, bias in dict(p.logit_bias).items():
+        scores[token] += bias
+    for token in range(len(scores)):
+        if token in row.prompt or token in row.output:
+            r = p.repetition_penalty
+            scores[token] = scores[token] / r if scores[token] > 0 else scores[token] * r
+        count = list(row.output).count(token)
+        scores[token] -= p.frequency_penalty * count
+        scores[token] -= p.presence_penalty if count else 0
+        if row.mask is not None and not row.mask[token]:
+            scores[token] = -math.inf
+    return scores
 
 
-def test_of_equal_logits_the_lowest_ids_stay() -> None:
-    scores = filter_logits(torch.zeros(1, 1000), SamplingParams(top_p=0.0351))
-    assert scores[0].isfinite().nonzero().flatten().tolist() == list(range(36))
+def naive_probabilities(logits: torch.Tensor, row: SampleRow) -> list[float]:
+    """Return the distribution [V] that the token of a row is drawn from."""
+    p, scores = row.params, naive_scores(logits, row)
+    best = max(scores)
+    scores = [(score - best) / p.temperature for score in scores]
+    if p.top_k:
+        kth = sorted(scores, reverse=True)[: p.top_k][-1]
+        scores = [score if score >= kth else -math.inf for score in scores]
+    odds = [math.exp(score) for score in scores]
+    kept, before, limit = set(), 0.0, p.top_p * math.fsum(odds)
+    for token in sorted(range(len(scores)), key=lambda t: (-scores[t], t)):
+        if p.top_p == 1 or before < limit:
+            kept.add(token)
+        before += odds[token]
+    odds = [o if n in kept and o >= p.min_p else 0.0 for n, o in enumerate(odds)]
+    total = math.fsum(odds)
+    return [o / total for o in odds]
+
+
+def assert_same_distribution(weights: torch.Tensor, probabilities: torch.Tensor) -> None:
+    """Compare weights with probabilities, both [b, V] fp64."""
+    assert not weights[probabilities == 0].any()
+    # Weights are rounded down to multiples of 2^-52.
+    assert weights[probabilities > 2**-40].all()
+    got = weights / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(got, probabilities, rtol=1e-5, atol=1e-12)
+
+
+def test_filters_match_plain_python() -> None:
+    grid = list(itertools.product(TEMPERATURES, TOP_KS, TOP_PS, MIN_PS))[::7]
+    rows = [make_row(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in grid]
+    logits = random_logits(len(rows))
+    expected = [naive_probabilities(*pair) for pair in zip(logits, rows, strict=True)]
+    weights = weights_of(logits, rows)
+    assert_same_distribution(weights, torch.tensor(expected).double())
+    # Whole numbers of at most 53 bits: their sums are exact in any order.
+    assert torch.equal(weights, weights.floor())
+    assert weights.sum(-1).max() <= 2**52 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_filters_keep_what_transformers_keeps(temperature: float) -> None:
+    rows, expected = [], []
+    logits = random_logits(len(TOP_KS) * len(TOP_PS) * len(MIN_PS))
+    for row, (k, p, m) in zip(logits, itertools.product(TOP_KS, TOP_PS, MIN_PS), strict=True):
+        rows.append(make_row(temperature=temperature, top_k=k, top_p=p, min_p=m))
+        scores = TemperatureLogitsWarper(temperature)(None, row[None])
+        scores = TopKLogitsWarper(k)(None, scores) if k else scores
+        scores = TopPLogitsWarper(p)(None, scores) if p < 1 else scores
+        scores = MinPLogitsWarper(m)(None, scores) if m else scores
+        expected.append(scores.double().softmax(-1)[0])
+    assert_same_distribution(weights_of(logits, rows), torch.stack(expected))
+
+
+def test_adjustments_match_plain_python() -> None:
+    source = random.Random(0)
+    rows = []
+    for n in range(40):
+        some = {
+            "repetition_penalty": source.choice([0.4, 1.3, 5.0]),
+            "presence_penalty": source.choice([-2.0, 0.7]),
+            "frequency_penalty": source.choice([-0.3, 2.0]),
+            "logit_bias": {t: source.uniform(-100, 100) for t in source.sample(range(99), k=3)},
+        }
+        asked = {name: some[name] for name in source.sample(sorted(some), k=n % 5)}
+        tokens = source.choices(range(30), k=40)  # repeated, in both, and at the ends
+        mask = torch.rand(VOCABULARY) < 0.9 if n % 3 == 0 else None
+        rows.append(make_row(n, prompt=tokens[:20], output=tokens[15:], mask=mask, **asked))
+    logits = random_logits(len(rows))
+    before = logits.clone()
+    got = adjust_logits(logits, rows)
+    expected = [naive_scores(*pair) for pair in zip(logits, rows, strict=True)]
+    torch.testing.assert_close(got.double(), torch.tensor(expected).double(), rtol=1e-6, atol=1e-5)
+    assert torch.equal(logits, before)
+    plain = [n for n, row in enumerate(rows) if n % 5 == 0 and row.mask is None]
+    assert len(plain) > 4
+    assert torch.equal(got[plain], logits[plain])
+    assert adjust_logits(logits[plain], [rows[n] for n in plain]).shape == (len(plain), VOCABULARY)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    logits = random_logits(3)
+    ids = torch.randint(VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(1))
+    rows = [
+        make_row(prompt=i[:20].tolist(), output=i[20:].tolist(), repetition_penalty=penalty)
+        for i in ids
+    ]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits)
+    torch.testing.assert_close(adjust_logits(logits, rows), expected, rtol=1e-6, atol=0)
+
+
+def test_penalties_by_hand() -> None:
+    logits = torch.tensor([[4.0, -4.0, 4.0, 4.0, -4.0, 0.0]])
+    tokens = {"prompt": [0, 1, 1, 2], "output": [2, 3, 3, 3]}
+    for params, expected in (
+        ({"repetition_penalty": 2.0}, [2, -8, 2, 2, -4, 0]),
+        ({"presence_penalty": 1.5}, [4, -4, 2.5, 2.5, -4, 0]),
+        ({"frequency_penalty": 0.5}, [4, -4, 3.5, 2.5, -4, 0]),
+        ({"logit_bias": {5: 3.0, 1: -1.0}}, [4, -5, 4, 4, -4, 3]),
+        (
+            {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": -0.5,
+             "logit_bias": {1: 10.0, 3: -6.0}},
+            [2, 3, 1.5, -3.5, -4, 0],
+        ),
+    ):  # fmt: skip
+        assert adjust_logits(logits, [make_row(**tokens, **params)]).tolist() == [expected]
+
+
+def test_a_tiny_repetition_penalty_leaves_logits_finite() -> None:
+    rows = [make_row(prompt=range(VOCABULARY), temperature=t, repetition_penalty=1e-300 ** (1 / 8))
+            for t in (0.0, 1.0)]  # fmt: skip
+    assert sample(1e3 * random_logits(2), rows).finite.all()
+
+
+def test_bias_of_a_token_beyond_the_vocabulary_touches_no_row() -> None:
+    params = SamplingParams(logit_bias={VOCABULARY: 5.0, 3: 2.0})
+    logits = random_logits(1)
+    row = SampleRow(params=params, sequence=0, position=0)
+    assert adjust_logits(logits, [row])[0, 3] == logits[0, 3] + 2
+    params.check_vocabulary(VOCABULARY + 1)
+    with pytest.raises(ValueError, match=f"token {VOCABULARY}"):
+        params.check_vocabulary(VOCABULARY)
+
+
+def test_masked_tokens_are_never_chosen() -> None:
+    logits = random_logits(60)
+    allowed = torch.zeros(VOCABULARY, dtype=torch.bool)
+    allowed[[5, 9, 100]] = True
+    kinds = ({"temperature": 0}, {"temperature": 2.0}, {"top_k": 3, "top_p": 0.9}, {"min_p": 0.5})
+    rows = [
+        make_row(n, mask=allowed if n % 5 else None, logit_bias={7: 100.0}, **kinds[n % 4])
+        for n in range(60)
+    ]
+    result = sample(logits, rows)
+    for n, token in enumerate(result.tokens.tolist()):
+        assert token in (5, 9, 100) if n % 5 else token == 7
+        if n % 5 and n % 4 == 0:
+            assert token == max((5, 9, 100), key=lambda t: float(logits[n, t]))
+    assert result.finite.all()
+    assert len(result.tokens.unique()) == 4
+    # Log-probabilities are those without mask and bias.
+    expected = logits.double().log_softmax(-1).gather(1, result.tokens[:, None])[:, 0]
+    torch.testing.assert_close(result.logprobs, expected.float(), rtol=0, atol=1e-5)
+
+
+# The top-p set.
+
+
+def naive_nucleus(scores: torch.Tensor, weights: torch.Tensor, limits: torch.Tensor) -> list:
+    """Return the top-p set of each row, as nested lists of bool."""
+    sets = []
+    for score, weight, limit in zip(
+        scores.tolist(), weights.tolist(), limits.flatten().tolist(), strict=True
+    ):
+        kept, before = [False] * len(score), 0.0
+        for token in sorted(range(len(score)), key=lambda t: (-score[t], t)):
+            kept[token] = before < limit
+            before += weight[token]
+        sets.append(kept)
+    return sets
+
+
+@pytest.mark.parametrize("steps", [None, 4, 1], ids=["distinct", "ties", "many-ties"])
+@pytest.mark.parametrize("nucleus", [nucleus_by_sort, nucleus_by_search])
+def test_the_nucleus_is_the_first_tokens_that_reach_p(nucleus: Any, steps: int | None) -> None:
+    scores = random_logits(48, seed=2, vocabulary=97)
+    if steps:
+        scores = (scores * steps).round() / steps / 2
+    scores -= scores.amax(-1, keepdim=True)
+    scores[::3, 40:60] = -math.inf
+    scores[1::3, :90] -= 60  # of weight 0, not -inf
+    scores -= scores.amax(-1, keepdim=True)
+    weights = scores.softmax(-1).double().mul(2.0**52).floor()
+    total = weights.sum(-1, keepdim=True)
+    exact = weights.sort(-1, descending=True).values.cumsum(-1)[:, 4:5]  # reached, not passed
+    for limits in (exact, *(p * total for p in (1e-9, 0.3, 0.9, 1 - 2**-30))):
+        limits = limits.minimum(total - 1)
+        assert nucleus(scores, weights, limits).tolist() == naive_nucleus(scores, weights, limits)
+
+
+@pytest.mark.parametrize("nucleus", [nucleus_by_sort, nucleus_by_search])
+def test_the_edge_of_the_nucleus(nucleus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.inference.sampling.nucleus_by_sort", nucleus)
+
+    def kept(logits: torch.Tensor, top_p: float) -> list[int]:
+        return weights_of(logits[None], [make_row(top_p=top_p)])[0].nonzero().flatten().tolist()
+
+    odds = torch.tensor([0.10, 0.40, 0.05, 0.30, 0.15])
+    for top_p, tokens in ((0.39, [1]), (0.41, [1, 3]), (0.72, [1, 3, 4]), (0.96, [0, 1, 2, 3, 4])):
+        assert kept(odds.log(), top_p) == tokens
+    for count in (1, 2, 3):  # each 1/4, without rounding
+        assert kept(torch.zeros(4), count / 4) == list(range(count))
+        # Of tokens that tie, transformers keeps the last.
+        assert TopPLogitsWarper(count / 4)(None, torch.zeros(1, 4)).isfinite().sum() == count
+    assert kept(torch.zeros(1000), 0.0351) == list(range(36))
+
+
+# One draw per row.
 
 
 def test_the_ends_of_the_distribution_are_tokens_that_can_be_drawn() -> None:
@@ -80,15 +294,24 @@ def test_the_ends_of_the_distribution_are_tokens_that_can_be_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.6, 0, 0.8), (1.5, 12, 1.0), (1.0, 20, 0.7)],
+    "params",
+    [
+        {},
+        {"temperature": 0.6, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": 12},
+        {"top_k": 20, "top_p": 0.7},
+        {"temperature": 1.2, "min_p": 0.1},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": {3: 2.0}},
+    ],
 )
-def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
-    count = 8_000
+def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
+    count = 3_000
     logits = random_logits(1, seed=3) / 2
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=11)
-    expected = filter_logits(logits, params)[0].double().softmax(-1) * count
-    counts = torch.bincount(draw_many(logits, params, count), minlength=VOCABULARY).double()
+    tokens = {"prompt": [*range(50)], "output": [*range(40, 90)], "seed": 11}
+    rows = make_rows(count, **tokens, **params)
+    expected = torch.tensor(naive_probabilities(logits[0], rows[0])).double() * count
+    drawn = sample(logits.expand(count, -1), rows).tokens
+    counts = torch.bincount(drawn, minlength=VOCABULARY).double()
     assert counts[expected == 0].sum() == 0
     usual = expected >= 5
     # Rare tokens share one cell: chi-square needs at least about five expected draws per cell.
@@ -101,39 +324,6 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
     bound = degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
     assert degrees > 3
     assert chi_square < bound
-
-
-def test_greedy_takes_the_first_maximum_and_its_log_probability() -> None:
-    logits = random_logits()
-    logits[2, 17] = logits[2, 5] = 100.0
-    tokens, logprobs = sample(
-        logits, SamplingParams(temperature=0), sequences=range(5), positions=range(5)
-    )
-    assert tokens[2] == 5
-    assert torch.equal(tokens, logits.argmax(-1))
-    expected = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs, expected.float(), rtol=0, atol=1e-5)
-
-
-def test_log_probabilities_are_the_models_own() -> None:
-    logits = random_logits()
-    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
-    tokens, logprobs = sample(logits, params, sequences=range(5), positions=range(5))
-    expected = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(logprobs, expected.float(), rtol=0, atol=1e-5)
-
-
-def test_a_draw_does_not_depend_on_the_batch() -> None:
-    logits = random_logits(6)
-    params = SamplingParams(seed=5)
-    sequences, positions = [3, 1, 4, 1, 5, 9], [10, 20, 30, 40, 50, 60]
-    whole, _ = sample(logits, params, sequences=sequences, positions=positions)
-    for row in reversed(range(6)):
-        alone, _ = sample(
-            logits[row : row + 1], params, sequences=[sequences[row]], positions=[positions[row]]
-        )
-        assert alone.item() == whole[row]
 
 
 def test_uniform_depends_on_all_of_its_key() -> None:
@@ -151,32 +341,183 @@ def test_uniform_depends_on_all_of_its_key() -> None:
     assert uniform(0, 1, 23) != uniform(0, 12, 3)
 
 
+def test_seed_sequence_and_position_of_a_row_choose_its_draw() -> None:
+    logits = torch.zeros(1, 10_000)
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2, 3, 4)]
+    rows = [
+        SampleRow(params=SamplingParams(seed=seed), sequence=sequence, position=position)
+        for seed, sequence, position in keys
+    ]
+    tokens = sample(logits.expand(5, -1), rows).tokens.tolist()
+    assert tokens == [int(uniform(*key) * 10_000) for key in keys]
+
+
+# Every row alone.
+
+
+def mixture(vocabulary: int) -> list[SampleRow]:
+    """Return rows that ask for different work, two of each kind."""
+    mask = torch.arange(vocabulary) % 3 > 0
+    history = {"prompt": range(0, 60, 2), "output": [1, 1, 5, 60]}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_k": 9},
+        {"top_k": 40, "logprobs": 2},
+        {"top_p": 0.6, "temperature": 1.3},
+        {"min_p": 0.02, "logprobs": 5},
+        {"temperature": 0.0, "logit_bias": {4: 9.0}},
+        {"repetition_penalty": 1.4, **history},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.3, "top_p": 0.95, **history},
+        {"mask": mask, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"mask": mask, "temperature": 0.0, "logprobs": 1},
+        {"temperature": 1e-40},
+    ]
+    return [make_row(n, seed=n, **kind) for n, kind in enumerate([*kinds, *kinds])]
+
+
+def facts(result: Sampled, n: int, row: SampleRow) -> tuple:
+    """Return what a result says of its row n."""
+    asked = row.params.logprobs or 0
+    ids = result.top_ids[n, :asked].tolist() if asked else []
+    values = result.top_logprobs[n, :asked].tolist() if asked else []
+    return result.tokens[n].item(), result.logprobs[n].item(), bool(result.finite[n]), ids, values
+
+
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 4_001])
+def test_a_row_is_the_same_alone_and_among_others(vocabulary: int) -> None:
+    rows = mixture(vocabulary)
+    logits = random_logits(len(rows), seed=4, vocabulary=vocabulary)
+    drawn = [n for n, row in enumerate(rows) if not row.params.greedy]
+    together = weights_of(logits[drawn], [rows[n] for n in drawn])
+    alone = []
+    for n, row in enumerate(rows):
+        alone.append(facts(sample(logits[n : n + 1], [row]), 0, row))
+        if n in drawn:
+            assert torch.equal(weights_of(logits[n : n + 1], [row])[0], together[drawn.index(n)])
+    source = random.Random(5)
+    orders = [list(range(len(rows))), *(source.sample(range(len(rows)), k) for k in (24, 11, 2))]
+    for order in orders:
+        result = sample(logits[order], [rows[n] for n in order])
+        assert [facts(result, at, rows[n]) for at, n in enumerate(order)] == [
+            alone[n] for n in order
+        ]
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "empty", "masked"])
+def test_a_row_without_a_choice_is_marked_and_touches_no_other(bad: str) -> None:
+    rows = mixture(VOCABULARY)
+    logits = random_logits(len(rows), seed=6)
+    expected = sample(logits, rows)
+    for hurt in range(12):
+        broken, changed = logits.clone(), list(rows)
+        if bad == "masked":
+            old = rows[hurt]
+            changed[hurt] = SampleRow(
+                params=old.params, sequence=old.sequence, position=old.position,
+                mask=torch.zeros(VOCABULARY, dtype=torch.bool),
+            )  # fmt: skip
+        elif bad == "empty":
+            broken[hurt] = -math.inf
+        else:
+            broken[hurt, 17] = float(bad)
+        result = sample(broken, changed)
+        assert not result.finite[hurt]
+        assert result.tokens[hurt] == 0
+        assert result.logprobs[hurt].isnan()
+        for n, row in enumerate(rows):
+            assert n == hurt or facts(result, n, row) == facts(expected, n, row)
+
+
+def test_a_row_that_excludes_some_tokens_is_finite() -> None:
+    logits = random_logits(2)
+    logits[:, 1:] = -math.inf
+    result = sample(logits, [make_row(temperature=0), make_row(top_p=0.5)])
+    assert result.tokens.tolist() == [0, 0]
+    assert result.finite.all()
+    assert result.logprobs.tolist() == [0.0, 0.0]
+
+
+# Greedy, temperatures, log-probabilities.
+
+
+def test_greedy_takes_the_first_maximum_and_its_log_probability() -> None:
+    logits = random_logits()
+    logits[2, 17] = logits[2, 5] = 100.0
+    before = logits.clone()
+    result = sample(logits, make_rows(5, temperature=0))
+    assert result.tokens[2] == 5
+    assert torch.equal(result.tokens, logits.argmax(-1))
+    expected = logits.double().log_softmax(-1).gather(1, result.tokens[:, None])[:, 0]
+    assert result.logprobs.dtype == torch.float32
+    torch.testing.assert_close(result.logprobs, expected.float(), rtol=0, atol=1e-5)
+    assert torch.equal(logits, before)
+    assert (result.top_ids, result.top_logprobs) == (None, None)
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = random_logits()
+    rows = make_rows(
+        5, temperature=0.5, top_k=3, top_p=0.9, logit_bias={9: 50.0}, prompt=[9],
+        repetition_penalty=2.0,
+    )  # fmt: skip
+    result = sample(logits, rows)
+    assert (result.tokens == 9).all()
+    torch.testing.assert_close(
+        result.logprobs, logits.double().log_softmax(-1)[:, 9].float(), rtol=0, atol=1e-5
+    )
+
+
+def test_most_probable_tokens_are_ordered_and_of_equals_the_first_comes_first() -> None:
+    logits = (random_logits(4, seed=7) / 2).round()  # many ties
+    logits[3] = 0.0
+    logits[3, ::2] = -0.0
+    counts = (3, 20, None, 7)
+    rows = [make_row(n, logprobs=count, temperature=n % 2) for n, count in enumerate(counts)]
+    result = sample(logits, rows)
+    assert result.top_ids is not None
+    assert result.top_logprobs is not None
+    assert result.top_ids.shape == result.top_logprobs.shape == (4, 20)
+    for n, count in enumerate(counts):
+        if count is None:
+            assert (result.top_logprobs[n] == -math.inf).all()
+            continue
+        values = logits[n].tolist()
+        order = sorted(range(VOCABULARY), key=lambda t: (-values[t], t))[:count]
+        assert result.top_ids[n, :count].tolist() == order
+        expected = logits[n].double().log_softmax(-1)[order].float()
+        torch.testing.assert_close(result.top_logprobs[n, :count], expected, rtol=0, atol=1e-5)
+    few = sample(torch.zeros(1, 6), [make_row(logprobs=20)])
+    assert few.top_ids is not None
+    assert few.top_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_logits_of_less_precision_are_sampled_as_fp32() -> None:
+    logits, rows = random_logits(24).bfloat16(), mixture(VOCABULARY)
+    got, expected = sample(logits, rows), sample(logits.float(), rows)
+    assert torch.equal(got.tokens, expected.tokens)
+    assert torch.equal(got.logprobs, expected.logprobs)
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-30, 1e-3])
 def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     logits = random_logits()
-    tokens, logprobs = sample(
-        logits, SamplingParams(temperature=temperature), sequences=range(5), positions=range(5)
-    )
-    assert torch.equal(tokens, logits.argmax(-1))
-    assert logprobs.isfinite().all()
+    result = sample(logits, make_rows(5, temperature=temperature))
+    assert torch.equal(result.tokens, logits.argmax(-1))
+    assert result.finite.all()
 
 
-def test_huge_temperatures_are_uniform() -> None:
-    scores = filter_logits(random_logits(), SamplingParams(temperature=1e30))
-    torch.testing.assert_close(scores.softmax(-1), torch.full_like(scores, 1 / VOCABULARY))
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_huge_temperatures_are_uniform(temperature: float) -> None:
+    logits = random_logits(1)
+    logits[:, :11] = -math.inf
+    weights = weights_of(logits, [make_row(temperature=temperature)])
+    expected = torch.full_like(weights, 1 / (VOCABULARY - 11))
+    expected[:, :11] = 0
+    assert_same_distribution(weights, expected)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_show_in_the_log_probability(temperature: float) -> None:
-    logits = random_logits(4)
-    logits[0, 3] = math.nan
-    logits[1, 3] = math.inf
-    logits[2] = -math.inf
-    tokens, logprobs = sample(
-        logits, SamplingParams(temperature=temperature), sequences=range(4), positions=range(4)
-    )
-    assert logprobs.isfinite().tolist() == [False, False, False, True]
-    assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
+# Parameters.
 
 
 @pytest.mark.parametrize(
@@ -184,13 +525,34 @@ def test_logits_that_are_no_numbers_show_in_the_log_probability(temperature: flo
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
         ({"top_k": -1}, "top-k is -1"),
+        ({"top_k": 1.5}, "top-k is 1.5"),
         ({"top_p": 0.0}, "top-p is 0.0"),
         ({"top_p": 1.5}, "top-p is 1.5"),
         ({"top_p": math.nan}, "top-p is nan"),
-        ({"top_p": 2.0, "top_k": -3}, "top-k is -3.*; top-p is 2.0"),
+        ({"min_p": -0.1}, "min-p is -0.1"),
+        ({"min_p": 1.1}, "min-p is 1.1"),
+        ({"repetition_penalty": 0.0}, "repetition-penalty is 0.0"),
+        ({"presence_penalty": 2.1}, "presence-penalty is 2.1"),
+        ({"frequency_penalty": math.nan}, "frequency-penalty is nan"),
+        ({"logit_bias": {-1: 0.0}}, "logit-bias names token -1"),
+        ({"logit_bias": {3: 101.0}}, "logit-bias of token 3 is 101.0"),
+        ({"logprobs": 21}, "logprobs is 21"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        (
+            {"top_p": 2.0, "top_k": -3, "min_p": 7, "logit_bias": {9: math.nan}, "logprobs": 99},
+            "top-k is -3.*; top-p is 2.0.*; min-p is 7.*; .*token 9 is nan.*; logprobs is 99",
+        ),
     ],
 )
-def test_bad_parameters_are_named(arguments: dict, words: str) -> None:
+def test_bad_parameters_are_all_named(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SamplingParams(**arguments)
+
+
+def test_equal_parameters_are_equal_keys() -> None:
+    first = SamplingParams(logit_bias={5: 1.0, 2: -1.0})
+    second = SamplingParams(logit_bias=((2, -1.0), (5, 1.0)))
+    assert len({first, second}) == 1
+    assert first.logit_bias == ((2, -1.0), (5, 1.0))

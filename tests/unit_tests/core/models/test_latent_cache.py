@@ -10,8 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.cache import KVCache
+from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -21,6 +20,7 @@ from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
 from tests.support.one_batch import generate
+from tests.support.paged_steps import PagedSteps
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_generation import assert_same, without_cache
 
@@ -64,19 +64,20 @@ def model_of(
     return model
 
 
-def in_steps(model: GPTModel, tokens: torch.Tensor, steps, documents=None):
+def in_steps(model: GPTModel, tokens: torch.Tensor, steps) -> tuple[torch.Tensor, PagedSteps]:
     """Return logits [s, b, V] of tokens [b, s] given to a cache so many at a time, and the
     cache."""
-    cache, logits, start = KVCache(tokens.shape[1]), [], 0
+    rows, length = tokens.shape
+    shapes = CacheShapes.of(model.modules(), model.store.dtype)
+    fed = PagedSteps(shapes, rows=rows, length=length)
+    logits = torch.zeros(length, rows, 61)
     with torch.no_grad(), nan_memory():
         for count in steps:
-            stop = start + count
-            known = None if documents is None else documents[:stop]
-            layout = SequenceLayout(torch.arange(start, stop), known)
-            logits.append(model.full_logits(tokens[:, start:stop], cache=cache, layout=layout))
-            start = stop
-    assert start == tokens.shape[1]
-    return torch.cat(logits), cache
+            layout = fed.layout([count] * rows)
+            new = fed.packed(tokens.t())[None]
+            fed.unpacked(model.full_logits(new, cache=fed.cache, layout=layout)[:, 0], logits)
+    assert fed.done == [length] * rows
+    return logits, fed
 
 
 CONFIGS = {
@@ -88,38 +89,26 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_every_position_is_that_of_the_whole_sequence(name: str, packed: bool):
+def test_every_position_is_that_of_the_whole_sequence(name: str):
     tokens = torch.randint(0, 61, (3, 13), generator=generator(1))
-    documents = None
-    if packed:
-        documents = (torch.arange(13)[:, None] >= torch.tensor([4, 9, 13])).int()  # [s, b]
     with one_thread():
         model = model_of(CONFIGS[name])
+        with torch.no_grad():
+            whole = model.full_logits(tokens)
         calls = []
         for block in model.decoder.blocks[::2]:
             block.mixer.kv_up.register_forward_pre_hook(lambda *_: calls.append(0))
-        with torch.no_grad():
-            whole = model.full_logits(tokens, layout=SequenceLayout(torch.arange(13), documents))
-            plain = model.full_logits(tokens)
-        assert ((whole - plain).abs().max() > 0.1) == packed
         for steps in ([5] + [1] * 8, [1, 1, 3, 1, 5, 2]):
-            calls.clear()
-            got, cache = in_steps(model, tokens, steps, documents)
+            got, _ = in_steps(model, tokens, steps)
             assert_close_by_metric(f"{steps}", got, whole)
-            # Keys and values of heads are made for the empty cache alone.
-            assert len(calls) == CONFIG.num_layers
-            assert cache.num_bytes == CONFIG.num_layers * 13 * 3 * KEPT * 4
+        assert not calls  # keys and values of heads are never made
 
 
 def test_a_cache_keeps_the_same_whatever_the_heads():
-    tokens = torch.randint(0, 61, (2, 7), generator=generator(1))
-    sizes = set()
     for heads in (1, 4, 12):
-        sizes.add(
-            in_steps(model_of(changed(num_attention_heads=heads)), tokens, [6, 1])[1].num_bytes
-        )
-    assert sizes == {CONFIG.num_layers * 7 * 2 * KEPT * 4}
+        model = model_of(changed(num_attention_heads=heads))
+        shapes = CacheShapes.of(model.modules(), torch.float32)
+        assert shapes.token_bytes == CONFIG.num_layers * KEPT * 4
 
 
 class _Largest(TorchDispatchMode):
@@ -148,17 +137,19 @@ def test_a_step_copies_no_weight():
     config = changed(num_attention_heads=8)
     with one_thread(), torch.no_grad():
         model = model_of(config)
-        tokens = torch.randint(0, 61, (2, 5), generator=generator(1))
-        cache = KVCache(6)
-        model.full_logits(tokens, cache=cache)
-        with _Largest() as largest:
-            model.full_logits(tokens[:, :1], cache=cache, layout=SequenceLayout(torch.tensor([5])))
+        tokens = torch.randint(0, 61, (2, 6), generator=generator(1))
+        fed = PagedSteps(CacheShapes.of(model.modules(), torch.float32), rows=2, length=6)
+        for count in (5, 1):
+            layout = fed.layout([count] * 2)
+            new = fed.packed(tokens.t())[None]
+            with _Largest() as largest:
+                model.full_logits(new, cache=fed.cache, layout=layout)
     attention = config.attention
     smallest = 8 * attention.nope_channels * attention.kv_lora_rank
     assert 8 * 2 * KEPT <= largest.found[0] < smallest / 4, largest.found
 
 
-def test_a_padded_batch_equals_each_prompt_alone_without_a_cache():
+def test_prompts_together_equal_each_prompt_alone_without_a_cache():
     batch = [Request(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
     with one_thread():
         model = model_of(CONFIG)
@@ -175,12 +166,12 @@ def on_rank(rank: int, world: int) -> tuple:
     model = model_of(CONFIG, groups)
     batch = [Request(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
     tokens = torch.randint(0, 61, (3, 13), generator=generator(1))
-    logits, cache = in_steps(model, tokens, [4, 1, 3, 1, 4])
+    logits, _ = in_steps(model, tokens, [4, 1, 3, 1, 4])
     # With the sequence cut between blocks, steps must divide over the ranks.
     cut = model_of(CONFIG, groups, sequence_parallel=True)
-    even, _ = in_steps(cut, tokens[:, :12], [4, 2, 6])
+    even, _ = in_steps(cut, tokens[:2, :12], [4, 2, 6])
     completions = generate(model, batch, max_new_tokens=6, sampling=RANDOM)
-    return logits, even, cache.num_bytes, completions
+    return logits, even, completions
 
 
 def test_tensor_parallel_ranks_decode_what_one_process_does():
@@ -192,9 +183,8 @@ def test_tensor_parallel_ranks_decode_what_one_process_does():
         wanted = generate(model, batch, max_new_tokens=6, sampling=RANDOM)
         with torch.no_grad():
             whole = model.full_logits(tokens)
-    for logits, even, num_bytes, completions in ranks:
+    for logits, even, completions in ranks:
         assert_close_by_metric("logits", logits, whole)
-        assert_close_by_metric("sequence parallel", even, whole[:12])
-        assert num_bytes == CONFIG.num_layers * 13 * 3 * KEPT * 4
+        assert_close_by_metric("sequence parallel", even, whole[:12, :2])
         for completion, reference in zip(completions, wanted, strict=True):
             assert_same(completion, reference)

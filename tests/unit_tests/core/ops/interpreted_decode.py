@@ -7,6 +7,7 @@ import of Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,7 +17,7 @@ from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.inference.cache import BatchCache, StateCache
+from megatron.core.inference.cache import CacheShapes
 from megatron.core.initialize import InitSpec
 from megatron.core.ops import recurrence_decode as recurrence_decode_op
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
@@ -37,6 +38,7 @@ from tests.support.closeness import relative_error
 from tests.support.inputs import generator
 from tests.support.launch_kernels import assert_launches
 from tests.support.nan_memory import nan_memory
+from tests.support.paged_steps import PagedSteps
 
 ROWS, SLOTS, UNITS = 3, 5, 2
 #: Of a permuted batch, with rows without a token.
@@ -278,14 +280,15 @@ def test_prompts_and_tokens_through_a_layer_are_the_whole_sequence(kind, monkeyp
     layer, count = layer_of(kind), PROMPT + len(STEPS)
     hidden = torch.randn(count, 3, HIDDEN, generator=generator(4))
     whole = layer(hidden, SequenceLayout.of_rows(count))
-    states = StateCache(5)
-    states.take(5)
-    states.release([2, 4, 0])  # the slots of the rows, in this order from behind
-    cache = BatchCache(count, rows=3, states=states)
-    cache.begin([PROMPT] * 3)
-    assert cache.slots.tolist() == [0, 4, 2]
-    prompt = layer(hidden[:PROMPT], SequenceLayout.of_rows(PROMPT), cache=cache)
-    assert relative_error(prompt, whole[:PROMPT]) < 1e-5
+    fed = PagedSteps(CacheShapes.of([layer], torch.float32), rows=3, length=count)
+    out = torch.zeros(count, 3, HIDDEN)
+
+    def feed(counts: Sequence[int]) -> None:
+        layout = fed.layout(counts)
+        packed = fed.packed(hidden)[:, None]
+        fed.unpacked(layer(packed, layout, cache=fed.cache)[:, 0], out)
+
+    feed([PROMPT] * 3)
     calls = []
 
     def chosen(*_):
@@ -293,44 +296,25 @@ def test_prompts_and_tokens_through_a_layer_are_the_whole_sequence(kind, monkeyp
         return "triton"
 
     monkeypatch.setattr(recurrence_decode_op, "_chosen", chosen)
-    done = [PROMPT] * 3
     for step in STEPS:
-        cache.begin(step)
-        tokens = torch.full((1, 3, HIDDEN), torch.nan)
-        for row in range(3):
-            if step[row]:
-                tokens[0, row] = hidden[done[row], row]
-        out = layer(tokens, SequenceLayout.of_rows(1), cache=cache)
-        for row in range(3):
-            if step[row]:
-                assert relative_error(out[0, row], whole[done[row], row]) < 1e-5
-                done[row] += 1
-            elif kind != "mamba in one norm":  # whose projection has a bias
-                assert not out[0, row].any()
-        assert out.isfinite().all()
-    assert done == [PROMPT + 2, PROMPT + 2, PROMPT + 2]
+        feed([int(one) for one in step])
+    assert fed.done == [PROMPT + 2] * 3
+    assert relative_error(out[: PROMPT + 2], whole[: PROMPT + 2]) < 1e-5
     assert len(calls) >= len(STEPS)
-    kept = states.buffer("m.state", layer_states(layer), dtype=torch.float32, device="cpu")
-    assert not kept[[1, 3]].any()
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 @torch.no_grad()
 def test_between_projections_there_is_one_kernel(kind, monkeypatch):
     monkeypatch.setattr(recurrence_decode_op, "_chosen", lambda *_: "triton")
-    layer, cache = layer_of(kind), BatchCache(9, rows=2)
-    cache.begin([1, 0])
-    hidden = torch.randn(1, 2, HIDDEN, generator=generator(5))
+    layer = layer_of(kind)
+    fed = PagedSteps(CacheShapes.of([layer], torch.float32), rows=2, length=9)
+    layout = fed.layout([1, 1])
+    hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
     projections = {"input": layer.input(hidden), "output": hidden}
     for name, found in projections.items():
         monkeypatch.setattr(getattr(layer, name), "forward", lambda _, found=found: found)
-    layout = SequenceLayout.of_rows(1)
-    assert_launches(lambda: layer(hidden, layout, cache=cache), {"recurrence_decode_kernel": 1})
-
-
-def layer_states(layer: RecurrentMixer) -> tuple[int, int, int]:
-    shape = layer.shape
-    return shape.heads, shape.key_channels, shape.value_channels
+    assert_launches(lambda: layer(hidden, layout, cache=fed.cache), {"recurrence_decode_kernel": 1})
 
 
 def programs_of(monkeypatch, heads: int) -> None:

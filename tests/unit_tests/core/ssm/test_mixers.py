@@ -14,9 +14,10 @@ import torch
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.layout import ContextParallel
+from megatron.core.context_parallel.layout import ContextParallel, PagedRows
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
+from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -195,24 +196,40 @@ def test_a_rank_without_tokens_takes_part(kind: str) -> None:
     assert not without.any()
 
 
-class _Slots:
+class _OneToken:
     """A cache of one token a row for two rows, of which the second has none."""
 
     def __init__(self) -> None:
-        self.slots = torch.tensor([0, -1])
         self._kept: dict[str, torch.Tensor] = {}
 
     def buffer(self, name: str, shape: tuple[int, ...], **kind: Any) -> torch.Tensor:
         return self._kept.setdefault(name, torch.zeros(2, *shape, **kind))
 
+    @staticmethod
+    def layout() -> SequenceLayout:
+        rows = PagedRows(
+            batch=PagedBatch(
+                block_table=torch.zeros(2, 1).int(),
+                query_bounds=torch.tensor([0, 1, 2]).int(),
+                context_lengths=torch.tensor([1, 0]).int(),
+                max_query=1,
+                max_context=1,
+            ),
+            slot_mapping=torch.tensor([0, -1]),
+            state_slots=torch.tensor([0, -1]),
+            decode_rows=2,
+            prefill=None,
+        )
+        return SequenceLayout(torch.zeros(2, dtype=torch.int64), paged=rows)
+
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_a_row_without_a_token_puts_out_zeros_whatever_it_holds(kind: str) -> None:
     layer, _ = made(kind)
-    hidden = torch.randn(1, 2, HIDDEN, generator=generator(5))
-    wanted = layer(hidden[:, :1], SequenceLayout.of_rows(1)).detach()
-    hidden[:, 1] = torch.nan
+    hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
+    wanted = layer(hidden[:1], SequenceLayout.of_rows(1)).detach()
+    hidden[1] = torch.nan
     with torch.no_grad():
-        out = layer(hidden, SequenceLayout.of_rows(1), cache=_Slots())
-    assert_close_by_metric("the row with a token", out[:, :1], wanted)
-    assert not out[:, 1].any()
+        out = layer(hidden, _OneToken.layout(), cache=_OneToken())
+    assert_close_by_metric("the row with a token", out[:1], wanted)
+    assert not out[1].any()

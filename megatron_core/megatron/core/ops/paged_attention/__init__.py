@@ -17,7 +17,13 @@ from megatron.core.ops.dispatch import choose
 from megatron.core.ops.paged_attention import reference
 from megatron.core.ops.paged_attention.reference import PagedBatch
 
-__all__ = ["PagedBatch", "paged_attention", "write_to_pages"]
+__all__ = [
+    "PagedBatch",
+    "paged_attention",
+    "paged_latent_attention",
+    "write_latents_to_pages",
+    "write_to_pages",
+]
 
 SMALLEST_BLOCK = 16
 MOST_FEATURES = 256
@@ -63,13 +69,54 @@ def paged_attention(
     _check_batch(query, key_cache, batch)
     _check_options(query, window, sinks)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    function = reference.paged_attention
-    if choose(implementation, query, "paged_attention") == "triton":
-        from megatron.core.ops.paged_attention import triton as kernels
-
-        function = kernels.paged_attention
+    arguments = (query, key_cache, value_cache, batch, scale, window, sinks)
     with torch.no_grad():
-        return function(query, key_cache, value_cache, batch, scale, window, sinks)
+        if choose(implementation, query, "paged_attention") == "triton":
+            from megatron.core.ops.paged_attention import triton as kernels
+
+            return kernels.paged_attention(*arguments)
+        return reference.paged_attention(*arguments)
+
+
+def paged_latent_attention(
+    query: torch.Tensor,
+    latent_cache: torch.Tensor,
+    *,
+    batch: PagedBatch,
+    scale: float,
+    value_features: int,
+) -> torch.Tensor:
+    """Compute softmax(scale q c^T + mask) c_v: attention of all heads to one latent a token.
+
+    Multi-head latent attention with its up projections absorbed (DeepSeek-AI 2024, section 2.1.1):
+    keys are the latents with the rotated features behind them, values their first features. Plain
+    torch on every device: as many features as latents have fit no tile of the kernel.
+
+    Args:
+        query: [t, n, c], the new tokens of all rows one after the other.
+        latent_cache: [blocks, block_size, c].
+        batch: which tokens and which pages belong to each row.
+        scale: factor on the logits.
+        value_features: features of a latent that are values.
+
+    Returns:
+        [t, n, value_features] in query's dtype; 0 for padding.
+
+    Raises:
+        ValueError: shapes, dtypes or bounds that do not fit.
+    """
+    fits = latent_cache.ndim == 3 and query.ndim == 3 and query.shape[2] == latent_cache.shape[2]
+    if not fits or query.dtype != latent_cache.dtype:
+        raise ValueError(
+            f"paged_latent_attention: query {tuple(query.shape)} {query.dtype} and latents "
+            f"{tuple(latent_cache.shape)} {latent_cache.dtype} must be [t, n, c] and [blocks, "
+            "block_size, c] of one dtype"
+        )
+    caches = latent_cache.unsqueeze(2)  # one head
+    _check_batch(query, caches, batch)
+    with torch.no_grad():
+        out, _ = reference.paged_attention(query, caches, caches, batch, scale, None, None)
+    return out[..., :value_features]
 
 
 def write_to_pages(
@@ -118,6 +165,28 @@ def write_to_pages(
         function = kernels.write_to_pages
     with torch.no_grad():
         function(key, value, key_cache, value_cache, slot_mapping)
+
+
+def write_latents_to_pages(
+    latent: torch.Tensor, *, latent_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Write the latents of new tokens into their pages, in place; slots as of `write_to_pages`.
+
+    Args:
+        latent: [t, c].
+        latent_cache: [blocks, block_size, c], written.
+        slot_mapping: int64 [t]; -1 writes nothing.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    if latent.shape[1:] != latent_cache.shape[2:] or latent.dtype != latent_cache.dtype:
+        raise ValueError(
+            f"write_latents_to_pages: {tuple(latent.shape)} {latent.dtype} does not fit a cache of "
+            f"{tuple(latent_cache.shape)} {latent_cache.dtype}"
+        )
+    with torch.no_grad():
+        reference.write_rows(latent, latent_cache, slot_mapping)
 
 
 def _check_caches(

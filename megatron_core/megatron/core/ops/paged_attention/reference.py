@@ -1,20 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in plain torch: row by row, the row's keys gathered from their pages.
+"""Paged attention in plain torch: keys are gathered from their pages, then attended to.
 
-Reads lengths on the host, so on a GPU it waits for the device; the kernel does not.
-
-Which pages hold the keys of each row of a batch, and which tokens of the batch are new.
+The first rows, as far as they have one new token each, are attended to in one call; the others one
+after another. Reads lengths on the host, so on a GPU it waits for the device; the kernel does not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from megatron.core.ops.attention.reference import Mask, attention_forward
-from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.attention.reference import Mask, add_sinks, attention_forward
+from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
+
+
+class Gather(NamedTuple):
+    """What the reference reads of a batch, worked out once for each window and block size.
+
+    Args:
+        bounds: where each row's new tokens begin and end, [0, ...].
+        contexts: tokens of each row in the cache.
+        decoding: how many of the first rows have one new token, and are attended to together.
+        slots: int64 [decoding, k], the slot of each key that these see; some key that the row sees
+            where it sees fewer than k.
+        hidden: [decoding, 1, 1, k], -inf there and else 0, or None if all see k.
+    """
+
+    bounds: list[int]
+    contexts: list[int]
+    decoding: int
+    slots: torch.Tensor | None
+    hidden: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +56,9 @@ class PagedBatch:
         context_lengths: int32 [b], tokens of each row in the cache, the new ones too.
         max_query: no row has more new tokens.
         max_context: no row has a longer context.
+        cpu_dtype: what a CPU multiplies 16-bit operands in, see `dispatch.matmul_dtype`.
+
+    The reference works out what it gathers once for all layers: make a new batch for each step.
 
     Raises:
         ValueError: shapes, dtypes or bounds that do not fit.
@@ -47,6 +69,10 @@ class PagedBatch:
     context_lengths: torch.Tensor
     max_query: int
     max_context: int
+    cpu_dtype: torch.dtype | None = None
+    _gathers: dict[tuple[int, int | None], Gather] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         rows = self.context_lengths.numel()
@@ -87,6 +113,36 @@ def _is_dense(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
+def gather_of(batch: PagedBatch, size: int, window: int | None, tokens: int) -> Gather:
+    """Return what is read of pages of `size` places, for `tokens` new tokens; made once."""
+    found = batch._gathers.get((size, window))
+    if found is not None:
+        return found
+    bounds, contexts = batch.query_bounds.tolist(), batch.context_lengths.tolist()
+    _check_lengths(bounds, contexts, batch, tokens)
+    decoding = 0
+    while (
+        decoding < len(contexts) and bounds[decoding + 1] == decoding + 1 and contexts[decoding] > 0
+    ):
+        decoding += 1
+    slots = hidden = None
+    if decoding:
+        device = batch.device
+        ends = batch.context_lengths[:decoding, None].long()  # [d, 1]
+        starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
+        widths = ends - starts
+        most = max(contexts[:decoding]) if window is None else min(max(contexts[:decoding]), window)
+        columns = torch.arange(most, device=device)  # [k]
+        places = torch.minimum(starts + columns, ends - 1)  # [d, k]
+        pages = batch.block_table[:decoding].gather(1, places // size).long()
+        slots = pages * size + places % size
+        if min(contexts[:decoding]) < most:
+            hidden = (columns >= widths)[:, None, None]  # [d, 1, 1, k]
+    found = Gather(bounds, contexts, decoding, slots, hidden)
+    batch._gathers[size, window] = found
+    return found
+
+
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -97,6 +153,22 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out [t, n, d], lse [t, n]); see `ops.paged_attention.paged_attention`."""
+    what = gather_of(batch, key_cache.shape[1], window, query.shape[0])
+    caches = (key_cache,) if value_cache is key_cache else (key_cache, value_cache)
+    decoding = what.decoding
+    if decoding:
+        keys, *values = (_at_slots(cache, what.slots) for cache in caches)  # [d, k, g, d]
+        step = _decode(
+            query[:decoding],
+            keys,
+            values[0] if values else keys,
+            what,
+            scale,
+            sinks,
+            batch.cpu_dtype,
+        )
+        if decoding == query.shape[0]:
+            return step
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(
         query.shape[:2],
@@ -104,25 +176,72 @@ def paged_attention(
         dtype=accumulation_dtype(query.dtype),
         device=query.device,
     )
-    bounds, contexts = batch.query_bounds.tolist(), batch.context_lengths.tolist()
-    _check_lengths(bounds, contexts, batch, query.shape[0])
-    for row, context in enumerate(contexts):
-        tokens = slice(bounds[row], bounds[row + 1])
+    if decoding:
+        out[:decoding], lse[:decoding] = step
+    for row in range(decoding, len(what.contexts)):
+        context, tokens = what.contexts[row], slice(what.bounds[row], what.bounds[row + 1])
         queries = tokens.stop - tokens.start
         if queries == 0 or context == 0:
             continue
         # What a window hides from all queries may lie in pages that others have by now.
         low = 0 if window is None else max(context - queries - window + 1, 0)
-        key, value = (
+        keys, *values = (
             _gather(cache, batch.block_table[row], low, context)[:, None]  # [s_k, 1, g, d]
-            for cache in (key_cache, value_cache)
+            for cache in caches
         )
         mine, mine_lse = attention_forward(
-            query[tokens, None], key, value, sinks, scale, Mask(window=window)
+            query[tokens, None],
+            keys,
+            values[0] if values else keys,
+            sinks,
+            scale,
+            Mask(window=window),
+            cpu_dtype=batch.cpu_dtype,
         )
         out[tokens] = mine[:, 0]  # [s_q, n, d]
         lse[tokens] = mine_lse[0].t().to(lse.dtype)  # [s_q, n]
     return out, lse
+
+
+def _decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    what: Gather,
+    scale: float,
+    sinks: torch.Tensor | None,
+    cpu_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with one query of each row, [b, n, d], to keys and values [b, k, g, d].
+
+    Heads that share keys are the queries of one head.
+    """
+    rows, heads, features = query.shape
+    groups = keys.shape[2]
+    shape = (rows, groups, heads // groups, features)
+    wide = accumulation_dtype(query.dtype)
+    on_cpu = query.device.type == "cpu"
+    fast = matmul_dtype(query, cpu_dtype) if on_cpu else wide
+    grouped = query.reshape(shape).to(fast)
+    keys, values = (x.to(fast).transpose(1, 2) for x in (keys, values))  # [b, g, k, d]
+    if on_cpu:
+        hidden = what.hidden
+        if hidden is not None:
+            hidden = torch.zeros(hidden.shape, dtype=fast).masked_fill_(hidden, float("-inf"))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped, keys, values, 0.0, False, attn_mask=hidden, scale=scale
+        )
+    else:
+        logits = (grouped * scale) @ keys.mT  # [b, g, n/g, k]
+        if what.hidden is not None:
+            logits = logits.masked_fill(what.hidden, float("-inf"))
+        lse = logits.logsumexp(-1)
+        out = (logits - lse[..., None]).exp() @ values
+    out, lse = out.reshape(query.shape), lse.reshape(rows, heads).to(wide)
+    if sinks is not None:
+        both = add_sinks(out[None].to(wide), lse[..., None], sinks)
+        out, lse = both[0][0], both[1][..., 0]
+    return out.to(query.dtype), lse
 
 
 def write_to_pages(
@@ -133,11 +252,29 @@ def write_to_pages(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Write tokens to their slots in place; see `ops.paged_attention.write_to_pages`."""
+    write_rows(key, key_cache, slot_mapping)
+    write_rows(value, value_cache, slot_mapping)
+
+
+def write_rows(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write [t, ...] to slots of a cache [blocks, size, ...] in place; slot -1 writes nothing."""
     kept = slot_mapping >= 0
-    slots = slot_mapping[kept]
-    size = key_cache.shape[1]
-    for new, cache in ((key, key_cache), (value, value_cache)):
-        cache[slots // size, slots % size] = new[kept]
+    if not kept.all():
+        slot_mapping, new = slot_mapping[kept], new[kept]
+    if cache.is_contiguous():
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
+    else:
+        size = cache.shape[1]
+        cache[slot_mapping // size, slot_mapping % size] = new
+
+
+def _at_slots(cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+    """Copy [b, k, g, d] out of the slots [b, k] of a cache [blocks, size, g, d]."""
+    assert slots is not None
+    size, shape = cache.shape[1], (*slots.shape, *cache.shape[2:])
+    if cache.is_contiguous():
+        return cache.flatten(0, 1).index_select(0, slots.flatten()).view(shape)
+    return cache[slots // size, slots % size]
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor, low: int, high: int) -> torch.Tensor:

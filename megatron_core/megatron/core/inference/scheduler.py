@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of which requests the next step computes, and where it keeps them.
+
+The scheduler knows no tensor and no model: requests go in, `schedule` returns a `BatchPlan`,
+`commit` takes what the step found. So it can be tested by itself, and ranks that are told the same
+requests plan the same steps.
+
+A step serves the rows that run, the oldest first, then admits waiting ones. A row computes all of
+its tokens that are not in the cache yet, as far as the step's token budget goes (chunked prefill,
+Agrawal et al. 2023, arXiv 2308.16369); a row that has caught up computes its newest token and gets
+the next. Blocks are allocated as rows grow. Where none is left, the youngest row gives up all of
+its blocks and waits to be computed again (recomputation, Kwon et al. 2023, section 4.5); the oldest
+one therefore always goes on, and every request that fits the cache alone comes to its end.
+
+Rows find the blocks of earlier rows that began alike (`blocks`). Recurrent mixers need the state at
+the border as well, so states are copied to slots of their own (snapshots) at several borders of a
+prompt: spread evenly, at its last block, and where a waiting request parts from it; and at the last
+border of what is generated. The least recently used snapshot makes room. A request whose next block
+is about to be computed for another one waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron.core.inference.blocks import BlockPool, block_digests
+from megatron.core.inference.cache import StateCache
+
+#: Snapshots of states that are spread over one prompt.
+SNAPSHOTS_PER_PROMPT = 10
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence on its way: waiting, or running in a slot.
+
+    Args:
+        tokens: of the prompt, and those generated so far.
+        prompt_length: how many are the prompt's.
+        max_tokens: tokens it may have at the end.
+        needs_prompt_logits: the logits of all prompt tokens are wanted: none is taken from the
+            prefix cache.
+
+    Attributes:
+        computed: tokens whose keys, values and states are in the cache.
+        cached: tokens of the prompt that were found in the prefix cache when it first ran.
+        slot: of the block table while it runs, else -1.
+        state_slot: of the states while it runs, -1 for a model without any.
+        blocks: its blocks by place; -1 where a sliding window no longer sees one.
+        digests: of its full blocks.
+        borders: tokens after which states are to be copied.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    max_tokens: int
+    needs_prompt_logits: bool = False
+    computed: int = 0
+    cached: int | None = None
+    slot: int = -1
+    state_slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    borders: set[int] = field(default_factory=set)
+    _latest_snapshot: bytes | None = None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are not in the cache yet."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchPlan:
+    """One step of an engine: b rows with t new tokens, packed; those with one token come first.
+
+    Args:
+        rows: whose tokens they are.
+        counts: new tokens of each row.
+        decode_rows: how many rows have one.
+        tokens, positions: int32 [t].
+        query_bounds: int32 [b + 1], where each row's new tokens begin.
+        context_lengths: int32 [b], tokens of each row in the cache after this step.
+        block_table: int32 [b, w]; 0 where a row has no block, which nothing reads.
+        slot_mapping: int32 [t], the place in the cache that each new token takes.
+        state_slots: int32 [b].
+        sampled: which rows have all of their tokens computed by this step and so get a new one.
+    """
+
+    rows: tuple[Row, ...]
+    counts: tuple[int, ...]
+    decode_rows: int
+    tokens: np.ndarray
+    positions: np.ndarray
+    query_bounds: np.ndarray
+    context_lengths: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
+    state_slots: np.ndarray
+    sampled: tuple[int, ...]
+
+
+@dataclass
+class CacheStats:
+    """What the prefix cache and the scheduler did, in tokens and events since the start.
+
+    Args:
+        steps: planned.
+        computed: tokens computed.
+        queried: tokens of prompts that were looked up in the prefix cache.
+        hit: of those, found there.
+        waits: how often a request waited for blocks that another was computing.
+        preempted: how often a row gave up its blocks.
+        snapshots: copies of states that were made.
+        restored: rows that went on from such a copy.
+    """
+
+    steps: int = 0
+    computed: int = 0
+    queried: int = 0
+    hit: int = 0
+    waits: int = 0
+    preempted: int = 0
+    snapshots: int = 0
+    restored: int = 0
+
+
+class Scheduler:
+    """Plan the steps of an engine.
+
+    Args:
+        num_blocks, block_size: of the cache.
+        max_rows: rows that run at a time.
+        max_step_tokens: new tokens of a step; with fewer than rows the youngest rows wait.
+        prefix_caching: reuse blocks of rows that began alike.
+        states: the slots of recurrent mixers; None for a model without any.
+        window: tokens that the attention layer sees that sees most; None if one sees all.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_step_tokens: int,
+        prefix_caching: bool = True,
+        states: StateCache | None = None,
+        window: int | None = None,
+    ) -> None:
+        if max_rows < 1 or max_step_tokens < 1:
+            raise ValueError(
+                f"{max_rows} rows and {max_step_tokens} tokens a step: use at least one of each"
+            )
+        self.block_size, self.max_rows, self.max_step_tokens = block_size, max_rows, max_step_tokens
+        self.prefix_caching, self.window = prefix_caching, window
+        self.pool = BlockPool(num_blocks)
+        self.stats = CacheStats()
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []  # the oldest first
+        self._states = states
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, oldest first
+        self._computing: dict[bytes, Row] = {}  # blocks of prompts, by whom they will be computed
+        self._slots = list(range(max_rows - 1, -1, -1))
+        self._table = np.zeros((max_rows, 0), dtype=np.int32)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks that a row of so many tokens takes."""
+        return -(-tokens // self.block_size)
+
+    def add(self, row: Row) -> None:
+        """Take a row in.
+
+        Raises:
+            ValueError: it does not fit the cache even alone.
+        """
+        # The last token is chosen and never computed.
+        wanted = self.blocks_for(row.max_tokens - 1)
+        if wanted > self.pool.num_blocks:
+            raise ValueError(
+                f"{row.max_tokens} tokens take {wanted} blocks of {self.block_size} tokens, the "
+                f"cache has {self.pool.num_blocks}: make it {wanted} or ask for fewer tokens"
+            )
+        self.waiting.append(row)
+
+    def remove(self, row: Row) -> None:
+        """Let go of a row and of all that it has: it has ended, or is not wanted any more."""
+        if row.slot >= 0:
+            self.running.remove(row)
+            self._let_go(row)
+        elif row in self.waiting:
+            self.waiting.remove(row)
+
+    def preempt_all(self) -> None:
+        """Make all running rows wait to be computed again."""
+        for row in reversed(self.running.copy()):
+            self._preempt(row)
+
+    def forget_cached(self) -> None:
+        """Give up what the prefix cache holds: the weights have changed."""
+        self.pool.forget_all()
+        if self._states is not None:
+            self._states.release(self._snapshots.values())
+        self._snapshots.clear()
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def schedule(self) -> BatchPlan | None:
+        """Plan a step; None if no row can be served, which is only if there is none."""
+        budget = self.max_step_tokens
+        planned: list[tuple[Row, int]] = []
+        for row in self.running.copy():
+            if row.slot < 0:  # preempted for an older one
+                continue
+            count = self._within_borders(row, min(row.remaining, budget))
+            if count and self._grow(row, row.computed + count):
+                planned.append((row, count))
+                budget -= count
+        for row in list(self.waiting):
+            if len(self.running) == self.max_rows or not budget:
+                break
+            admitted = self._admit(row, budget)
+            if admitted is None:
+                break
+            if admitted:
+                planned.append((row, admitted))
+                budget -= admitted
+        if not planned:
+            return None
+        planned.sort(key=lambda one: one[1] > 1)  # stable: single tokens first
+        return self._plan(planned)
+
+    def commit(self, plan: BatchPlan) -> None:
+        """Take note that a step has been computed; before its new tokens are appended."""
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            before, row.computed = row.computed, row.computed + count
+            self._publish(row, before)
+            if self.window is not None:
+                self._free_unseen(row)
+
+    def _plan(self, planned: Sequence[tuple[Row, int]]) -> BatchPlan:
+        rows = tuple(row for row, _ in planned)
+        counts = tuple(count for _, count in planned)
+        bounds = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(counts, out=bounds[1:])
+        starts = np.fromiter((row.computed for row in rows), np.int32, len(rows))
+        contexts = starts + np.asarray(counts, dtype=np.int32)
+        width = self.blocks_for(int(contexts.max()))
+        table = self._table[[row.slot for row in rows], :width]
+        numbers = np.repeat(np.arange(len(rows)), counts)  # the row of each token
+        positions = np.arange(bounds[-1], dtype=np.int32) + np.repeat(starts - bounds[:-1], counts)
+        pages = table[numbers, positions // self.block_size]
+        decode_rows = sum(count == 1 for count in counts)
+        tokens: list[int] = []
+        for row, count in planned:
+            tokens += row.tokens[row.computed : row.computed + count]
+        self.stats.steps += 1
+        self.stats.computed += int(bounds[-1])
+        return BatchPlan(
+            rows=rows,
+            counts=counts,
+            decode_rows=decode_rows,
+            tokens=np.asarray(tokens, dtype=np.int32),
+            positions=positions,
+            query_bounds=bounds,
+            context_lengths=contexts,
+            block_table=table,
+            slot_mapping=pages * self.block_size + positions % self.block_size,
+            state_slots=np.fromiter((row.state_slot for row in rows), np.int32, len(rows)),
+            sampled=tuple(n for n, (row, count) in enumerate(planned) if row.remaining == count),
+        )
+
+    def _grow(self, row: Row, tokens: int) -> bool:
+        """Give a running row blocks for so many tokens; False if it had to give up its own."""
+        missing = self.blocks_for(tokens) - len(row.blocks)
+        while missing > 0:
+            found = self.pool.allocate(missing)
+            if found is not None:
+                self._set_blocks(row, found)
+                return True
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is row:
+                return False
+        return True
+
+    def _set_blocks(self, row: Row, found: Sequence[int]) -> None:
+        """Append blocks to those of a running row."""
+        first = len(row.blocks)
+        row.blocks += found
+        if len(row.blocks) > self._table.shape[1]:
+            width = max(2 * self._table.shape[1], len(row.blocks), 8)
+            grown = np.zeros((self.max_rows, width), dtype=np.int32)
+            grown[:, : self._table.shape[1]] = self._table
+            self._table = grown
+        self._table[row.slot, first : len(row.blocks)] = found
+
+    def _preempt(self, row: Row) -> None:
+        """Take a running row's blocks; it waits before all others, to be computed again."""
+        self.stats.preempted += 1
+        self.running.remove(row)
+        self._let_go(row)
+        row.computed = 0
+        self.waiting.appendleft(row)
+
+    def _let_go(self, row: Row) -> None:
+        """Take blocks and slots of a row that does not run any more."""
+        held = [block for block in row.blocks if block >= 0]
+        self.pool.release(held)
+        row.blocks = []
+        self._slots.append(row.slot)
+        row.slot = -1
+        if self._states is not None and row.state_slot >= 0:
+            self._states.release([row.state_slot])
+        row.state_slot, row.borders = -1, set()
+        for digest in row.digests:
+            if self._computing.get(digest) is row:
+                del self._computing[digest]
+
+    # --- admission and the prefix cache -----------------------------------------------------------
+
+    def _admit(self, row: Row, budget: int) -> int | None:
+        """Let a waiting row run; return the tokens that it computes in this step, 0 if it has to
+        wait for blocks of another, None if there is no room."""
+        found: list[int] = []
+        snapshot: bytes | None = None
+        parted = 0
+        if self.prefix_caching:
+            row.digests = block_digests(row.tokens, self.block_size, known=row.digests)
+        if self.prefix_caching and not row.needs_prompt_logits:
+            # The newest token is always computed: its logits are wanted.
+            most = (len(row.tokens) - 1) // self.block_size
+            for digest in row.digests[:most]:
+                block = self.pool.find(digest)
+                if block is None:
+                    break
+                found.append(block)
+            if len(found) < most and (other := self._computing.get(row.digests[len(found)])):
+                self._part(other, row)
+                self.stats.waits += 1
+                return 0
+            parted = len(found)
+            if self._states is not None:
+                while found and row.digests[len(found) - 1] not in self._snapshots:
+                    found.pop()
+                snapshot = row.digests[len(found) - 1] if found else None
+        self.pool.share(found)
+        # Room for all that is known of it, lest it be preempted at once.
+        if self.blocks_for(len(row.tokens)) - len(found) > self.pool.available and self.running:
+            self.pool.release(found)
+            return None
+        self.waiting.remove(row)
+        self.running.append(row)
+        row.slot = self._slots.pop()
+        row.computed = len(found) * self.block_size
+        self._set_blocks(row, found)
+        if self._states is not None:
+            self._begin_states(row, snapshot, parted)
+        self._count_lookup(row)
+        if self.prefix_caching:
+            for digest in row.digests[len(found) :]:
+                self._computing.setdefault(digest, row)
+        count = self._within_borders(row, min(row.remaining, budget))
+        grown = self.pool.allocate(self.blocks_for(row.computed + count) - len(row.blocks))
+        assert grown is not None
+        self._set_blocks(row, grown)
+        return count
+
+    def _count_lookup(self, row: Row) -> None:
+        """Count what the prefix cache had of a row's prompt when it first ran."""
+        if row.cached is None:
+            row.cached = min(row.computed, row.prompt_length)
+            if self.prefix_caching and not row.needs_prompt_logits:
+                self.stats.queried += row.prompt_length
+                self.stats.hit += row.cached
+
+    def _begin_states(self, row: Row, snapshot: bytes | None, parted: int) -> None:
+        """Give a row a slot for its states, with those of a snapshot if there is one."""
+        assert self._states is not None
+        if not self._states.free_slots:
+            self._drop_snapshot(keep=snapshot)
+        (row.state_slot,) = self._states.take(1)
+        if snapshot is not None:
+            self._snapshots.move_to_end(snapshot)
+            self._states.copy(self._snapshots[snapshot], row.state_slot)
+            self.stats.restored += 1
+        if not self.prefix_caching:
+            return
+        # Where it parts from what is known, its last block, and evenly between.
+        size, length = self.block_size, len(row.tokens) - 1
+        step = size * max(1, -(-length // (SNAPSHOTS_PER_PROMPT * size)))
+        borders = {parted * size, length // size * size, *range(step, length, step)}
+        row.borders = {border for border in borders if border > row.computed}
+
+    def _part(self, other: Row, row: Row) -> None:
+        """Have states copied where a waiting row will part from the one it waits for."""
+        if self._states is None:
+            return
+        common = 0
+        for mine, its in zip(row.digests, other.digests, strict=False):
+            if mine != its:
+                break
+            common += 1
+        common = min(common, (len(row.tokens) - 1) // self.block_size)
+        if common * self.block_size > other.computed:
+            other.borders.add(common * self.block_size)
+
+    def _within_borders(self, row: Row, count: int) -> int:
+        """Return how many of `count` tokens come before the next border of a row."""
+        ahead = [border - row.computed for border in row.borders if border > row.computed]
+        return min([count, *ahead])
+
+    def _publish(self, row: Row, before: int) -> None:
+        """Let others find what a row has computed since it had `before` tokens in the cache."""
+        if not self.prefix_caching:
+            return
+        size = self.block_size
+        first, last = before // size, row.computed // size
+        if last == first:
+            return
+        row.digests = block_digests(row.tokens[: last * size], size, known=row.digests)
+        for block in range(first, last):
+            digest = row.digests[block]
+            if row.blocks[block] >= 0:
+                self.pool.publish(row.blocks[block], digest)
+            if self._computing.get(digest) is row:
+                del self._computing[digest]
+        generated = row.computed > row.prompt_length
+        is_border = row.computed % size == 0 and (generated or row.computed in row.borders)
+        if self._states is not None and is_border:
+            self._take_snapshot(row, row.digests[last - 1], generated=generated)
+
+    def _take_snapshot(self, row: Row, digest: bytes, *, generated: bool) -> None:
+        """Copy a row's states to a slot that the prefix cache keeps."""
+        assert self._states is not None
+        if digest in self._snapshots:
+            self._snapshots.move_to_end(digest)
+            return
+        # Of what a row generates only the latest border is kept.
+        old, row._latest_snapshot = row._latest_snapshot, digest if generated else None
+        if generated and old is not None and old in self._snapshots:
+            slot = self._snapshots.pop(old)
+        else:
+            if not self._states.free_slots:
+                self._drop_snapshot(keep=None)
+            if not self._states.free_slots:
+                return
+            (slot,) = self._states.take(1)
+        self._states.copy(row.state_slot, slot)
+        self._snapshots[digest] = slot
+        self.stats.snapshots += 1
+
+    def _drop_snapshot(self, *, keep: bytes | None) -> None:
+        """Give up the snapshot that was not used for longest, if there is one but `keep`."""
+        assert self._states is not None
+        for digest in self._snapshots:
+            if digest != keep:
+                self._states.release([self._snapshots.pop(digest)])
+                return
+
+    def _free_unseen(self, row: Row) -> None:
+        """Release the blocks that no window sees any more."""
+        assert self.window is not None
+        first = max(0, row.computed + 1 - self.window) // self.block_size
+        gone = [n for n in range(min(first, len(row.blocks))) if row.blocks[n] >= 0]
+        if gone:
+            self.pool.release([row.blocks[n] for n in gone])
+            for n in gone:
+                row.blocks[n] = -1

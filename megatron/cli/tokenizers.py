@@ -13,7 +13,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -38,8 +38,6 @@ _QWEN2_WORDS = (
 _TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 _SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 
-# Tokens of a prompt that the text of what follows can depend on.
-_CONTEXT_TOKENS = 16
 
 # A text to see what is added around it.
 _PROBE = "a"
@@ -496,26 +494,6 @@ def build_tokenizer(
     if vocab_size is None:
         raise ValueError("--tokenizer-type null needs --vocab-size: how many ids the data uses")
     return NullTokenizer(vocab_size)
-
-
-def continuation(tokenizer: Tokenizer, prompt: Sequence[int]) -> Callable[[Sequence[int]], str]:
-    """Return the function from the ids that follow a prompt to the text that follows it.
-
-    Alone, a text's first token may lose what stands before it: SentencePiece drops the blank that
-    begins a word at the beginning of a text.
-
-    Args:
-        tokenizer: turns ids into text.
-        prompt: ids that come first.
-    """
-    prompt = prompt[-_CONTEXT_TOKENS:]
-    before = tokenizer.detokenize(prompt)
-
-    def detokenize(ids: Sequence[int]) -> str:
-        whole = tokenizer.detokenize([*prompt, *ids])
-        return whole[len(before) :] if whole.startswith(before) else tokenizer.detokenize(ids)
-
-    return detokenize
 
 
 def train_bpe(

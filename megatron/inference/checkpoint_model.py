@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing import (
     load_checkpoint,
     weight_chunks,
 )
+from megatron.core.inference.cache import CacheShapes
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
@@ -51,6 +52,7 @@ class CheckpointModel:
         device: where it is.
         folder: the `iter_` or Hugging Face folder it came from.
         stop_tokens: ids that end a text.
+        chat_folder: where a chat template may be, beside the tokenizer; None if that is not a file.
     """
 
     model: GPTModel
@@ -60,6 +62,12 @@ class CheckpointModel:
     device: torch.device
     folder: Path
     stop_tokens: frozenset[int]
+    chat_folder: str | Path | None = None
+
+    @property
+    def cache_shapes(self) -> CacheShapes:
+        """What this rank keeps of tokens while generating."""
+        return CacheShapes.of(self.model.modules(), self.model.store.dtype)
 
 
 @contextlib.contextmanager
@@ -130,6 +138,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         device=place.device,
         folder=folder.path,
         stop_tokens=frozenset(ends),
+        chat_folder=folder.path if source.tokenizer_model is None else source.tokenizer_model,
     )
 
 
@@ -179,6 +188,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         device=place.device,
         folder=folder,
         stop_tokens=frozenset(ends),
+        chat_folder=source.tokenizer_model or origin or recorded.get("model"),
     )
 
 

@@ -50,25 +50,57 @@ class Prompts:
     """Text to continue; repeat the flag for several. An empty text starts a new document."""
     prompt_file: str | None = None
     """UTF-8 file with one prompt per line, after those of --prompt; blank lines are skipped."""
-    batch_size: int = 16
-    """Prompts that are generated together; does not change what they yield, to rounding."""
-    prefill_chunk_tokens: int | None = None
-    """Tokens of a prompt that are fed to the model at once, which bounds the memory that long
-    prompts need; derived: all. Does not change what they yield, to rounding."""
+    chat: bool = False
+    """Talk with the model in the terminal, a line a turn, until the end of the input. Texts that
+    are given by --prompt or --prompt-file are the first turns."""
+    chat_template: str | None = None
+    """How a conversation becomes a text: a file of Jinja text, or chatml, llama3 or plain; derived:
+    the template of the tokenizer's folder."""
+    num_outputs: int = 1
+    """Continuations of each prompt, each of other random draws."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inference:
+    """How the inference engine is sized. None of it changes what a prompt yields, to rounding."""
+
+    inference_max_requests: int = 16
+    """Texts that are generated at a time; as one ends, the next begins."""
+    inference_max_tokens: int = 2048
+    """Tokens that are computed in a step: longer prompts take several, which bounds the memory of
+    their activations."""
+    inference_block_size: int = 16
+    """Tokens of a block of the cache, a power of two from 16 on."""
+    inference_memory_gb: float | None = None
+    """Memory of the cache on each rank, keys, values and states together; where it does not hold
+    all texts, the newest wait; derived: what --inference-max-requests of the texts need."""
+    no_prefix_caching: bool = False
+    """Compute prompts that begin alike each by itself, instead of reusing what one has computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen; temperature, top-k and top-p apply in this order."""
+    """How tokens are chosen: penalties, then temperature, top-k, top-p and min-p together."""
 
     max_new_tokens: int = 64
     """Tokens to generate for each prompt, unless the document ends before."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a continuation, which does not hold them; they may begin and end anywhere."""
     temperature: float = 1.0
     """Divides the logits; 0 = always the most probable token."""
     top_k: int = 0
     """Keep only the k most probable tokens; 0 = all."""
     top_p: float = 1.0
     """Keep the most probable tokens that together reach this probability; 1 = all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as probable as the most probable one; 0 = all."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the continuation;
+    1 = none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the continuation; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the continuation, once for each time; -2 to 2."""
     seed: int = 1234
     """Seed of the choices; the same seed repeats them, whatever the layout or batch size."""
 
@@ -78,8 +110,15 @@ class Output:
     """Where results go besides the terminal."""
 
     output_json: str | None = None
-    """File for a JSON list with one object per prompt: prompt, prompt_ids, text, ids, logprobs
-    (of ids, natural logarithm, before temperature and filters), finish_reason."""
+    """File for a JSON list with one object per continuation, in the order of the prompts: prompt,
+    prompt_ids, index, text, ids, logprobs (of ids, natural logarithm, before temperature and
+    filters), finish_reason; with the options below also top_logprobs and prompt_logprobs."""
+    output_jsonl: str | None = None
+    """File for the same objects as JSON lines, each as soon as it has ended."""
+    logprobs: int = 0
+    """Most probable tokens to report beside each generated one, at most 20."""
+    prompt_logprobs: bool = False
+    """Report the log-probability of each token of a prompt but the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +128,26 @@ class GenerateConfig:
     source: ModelSource
     prompts: Prompts
     sampling: Sampling
+    inference: Inference
     output: Output
 
     def __post_init__(self) -> None:
         for name, value in (
             ("tensor-model-parallel-size", self.source.tensor_model_parallel_size),
             ("distributed-timeout-minutes", self.source.distributed_timeout_minutes),
-            ("batch-size", self.prompts.batch_size),
+            ("num-outputs", self.prompts.num_outputs),
             ("max-new-tokens", self.sampling.max_new_tokens),
-            ("prefill-chunk-tokens", self.prompts.prefill_chunk_tokens),
+            ("inference-max-requests", self.inference.inference_max_requests),
+            ("inference-max-tokens", self.inference.inference_max_tokens),
+            ("inference-memory-gb", self.inference.inference_memory_gb),
         ):
             if value is not None and value <= 0:
                 raise ValueError(f"--{name} is {value}: it must be above 0")
+        size = self.inference.inference_block_size
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"--inference-block-size is {size}: use a power of two from 16 on")
+        if self.prompts.chat and self.output.output_json is not None:
+            raise ValueError("--output-json cannot be written of a --chat: give --output-jsonl")
 
 
 def take_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
@@ -171,6 +218,8 @@ def read_prompts(prompts: Prompts) -> list[str]:
                 f"--prompt-file {prompts.prompt_file} cannot be read: {error}"
             ) from None
         texts += [line for line in lines if line.strip()]
-    if not texts:
-        raise ValueError("no prompt: give --prompt TEXT or a --prompt-file with a line of text")
+    if not texts and not prompts.chat:
+        raise ValueError(
+            "no prompt: give --prompt TEXT, a --prompt-file with a line of text, or --chat"
+        )
     return texts

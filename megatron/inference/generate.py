@@ -3,59 +3,40 @@ r"""Continue prompts with a trained model: `python -m megatron.inference.generat
 
     python -m megatron.inference.generate --load runs/quickstart/checkpoints \
         --prompt "The list type" --max-new-tokens 64 --temperature 0.7 --top-p 0.95
+    python -m megatron.inference.generate --load Qwen3-0.6B --chat
 
 One process loads a checkpoint of any layout; `torchrun --nproc-per-node N` with
 `--tensor-model-parallel-size N` shards it. Both write the same text.
 
-Generated text is shown while its list of tokens grows, without splitting a character and with
-prompts in order. One JSON file can hold what was generated for all prompts.
+Generated text is shown as it comes, without splitting a character and with prompts in order. Files
+can hold what was generated for all prompts: one JSON list, or JSON lines as outputs end. `--chat`
+reads turns from the terminal and answers them; what was computed for earlier turns is reused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from megatron.cli.errors import run_entry_point
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
-from megatron.cli.tokenizers import continuation
-from megatron.core.untrusted_files import replace_file
-from megatron.inference.config import GenerateConfig, Sampling, parse_arguments, read_prompts
+from megatron.core.untrusted_files import replace_file, write_to
+from megatron.inference.config import GenerateConfig, parse_arguments, read_prompts
 
 if TYPE_CHECKING:
-    from megatron.core.inference.engine import Completion, Request
-    from megatron.core.inference.sampling import SamplingParams
+    from megatron.core.inference.scheduler import CacheStats
     from megatron.inference.checkpoint_model import CheckpointModel
+    from megatron.inference.llm import LLM, Piece, Result, TextParams
 
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One prompt and its continuation.
-
-    Args:
-        prompt: the text that was given.
-        prompt_ids: the tokens it became.
-        text: the continuation, without the end-of-document token.
-        ids: the generated tokens, the end-of-document token included.
-        logprobs: the model's own log-probability of each of `ids` (natural logarithm, before
-            temperature and filters).
-        finish_reason: "stop" at the end of the document, "length" at the token limit.
-    """
-
-    prompt: str
-    prompt_ids: tuple[int, ...]
-    text: str
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
+PROG = "python -m megatron.inference.generate"
 
 
 def write_json(path: str | Path, results: Sequence[Result]) -> None:
@@ -64,223 +45,266 @@ def write_json(path: str | Path, results: Sequence[Result]) -> None:
     Raises:
         ValueError: the file cannot be written.
     """
-    path = Path(path)
-    lines = (json.dumps(dataclasses.asdict(r), ensure_ascii=False) for r in results)
+    lines = (json.dumps(r.to_json(), ensure_ascii=False) for r in results)
     text = "[\n" + ",\n".join(lines) + "\n]"
     try:
-        replace_file(path, text + "\n")
+        replace_file(Path(path), text + "\n")
     except OSError as error:
         raise ValueError(f"--output-json {path} cannot be written: {error.strerror}") from None
 
 
-def check_json_path(path: str | Path) -> None:
-    """Make the folder of a JSON file to be written, so that a bad path is known before the work.
+def check_json_path(path: str | Path, flag: str = "--output-json") -> None:
+    """Make the folder of a file to be written, so that a bad path is known before the work.
 
     Raises:
         ValueError: the folder cannot be made or written to, or `path` is a folder.
     """
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"--output-json {path} is a folder: name a file in it")
+        raise ValueError(f"{flag} {path} is a folder: name a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"--output-json {path}: cannot make the folder {path.parent}: {error.strerror}"
+            f"{flag} {path}: cannot make the folder {path.parent}: {error.strerror}"
         ) from None
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--output-json {path}: no permission to write in {path.parent}")
-
-
-#: What decoding puts in place of bytes that are no whole character (yet).
-REPLACEMENT = "�"
-
-
-class TextStream:
-    """Turn tokens, as they come, into pieces of text whose concatenation is the whole text.
-
-    A byte-level token may end in the middle of a UTF-8 character; its text is held back until the
-    character is whole or the stream is finished.
-
-    Args:
-        detokenize: the tokenizer's function from token ids to text.
-    """
-
-    def __init__(self, detokenize: Callable[[Sequence[int]], str]) -> None:
-        self._detokenize = detokenize
-        self._shown_chars = 0
-
-    def push(self, tokens: Sequence[int], *, finished: bool = False) -> str:
-        """Return the text that `tokens` (all so far) add to what was returned before."""
-        text = self._detokenize(tokens)
-        if not finished:
-            # A character has at most four bytes; whatever was invalid before them stays so.
-            text = text[: len(text) - _incomplete(text)]
-        piece = text[self._shown_chars :]
-        self._shown_chars += len(piece)
-        return piece
-
-
-def _incomplete(text: str) -> int:
-    """Return how many replacement characters at the end may still become part of a character."""
-    return min(3, len(text) - len(text.rstrip(REPLACEMENT)))
+        raise ValueError(f"{flag} {path}: no permission to write in {path.parent}")
 
 
 class Display:
     """Print prompts and their continuations in order, each as soon as its turn has come.
 
-    The first unfinished prompt of a batch is printed token by token; the others follow with what
-    they have by then.
+    The first unfinished output is printed token by token; the others follow with what they have by
+    then.
 
     Args:
         texts: the prompts.
-        detokenizers: for each prompt, the function from the token ids that follow it to text.
+        outputs: continuations of each.
         out: where to print.
     """
 
-    def __init__(
-        self,
-        texts: Sequence[str],
-        detokenizers: Sequence[Callable[[Sequence[int]], str]],
-        out: TextIO,
-    ) -> None:
-        self._texts = texts
-        self._detokenizers = detokenizers
-        self._out = out
+    def __init__(self, texts: Sequence[str], outputs: int, out: TextIO) -> None:
+        self._texts, self._count, self._out = texts, outputs, out
         self._current = 0
-        self._stream: TextStream | None = None
-        self._latest: dict[int, tuple[Sequence[int], bool]] = {}
+        self._begun = False
+        self._held: dict[int, str] = {}
+        self._ended: set[int] = set()
 
-    def update(self, index: int, tokens: Sequence[int], *, finished: bool) -> None:
-        """Take the generated tokens so far of prompt `index` and print what can be printed."""
-        self._latest[index] = (tokens, finished)
-        if index > self._current:
-            return
-        while self._current in self._latest:
-            tokens, finished = self._latest[self._current]
-            if self._stream is None:
+    def update(self, piece: Piece) -> None:
+        """Take what a step added to an output and print what can be printed."""
+        place = piece.prompt * self._count + piece.index
+        self._held[place] = self._held.get(place, "") + piece.text
+        if piece.result is not None:
+            self._ended.add(place)
+        while self._current in self._held:
+            if not self._begun:
                 self._begin()
-                self._stream = TextStream(self._detokenizers[self._current])
-            print(self._stream.push(tokens, finished=finished), end="", file=self._out, flush=True)
-            if not finished:
+            print(self._held.pop(self._current), end="", file=self._out, flush=True)
+            if self._current not in self._ended:
                 return
             print(file=self._out, flush=True)
-            del self._latest[self._current]
             self._current += 1
-            self._stream = None
+            self._begun = False
 
     def _begin(self) -> None:
-        if len(self._texts) > 1:
-            print(f"--- prompt {self._current + 1} of {len(self._texts)}", file=self._out)
-        print(self._texts[self._current], end="", file=self._out)
+        self._begun = True
+        prompt, index = divmod(self._current, self._count)
+        title = f"prompt {prompt + 1} of {len(self._texts)}"
+        if self._count > 1:
+            title += f", output {index + 1} of {self._count}"
+        if len(self._texts) * self._count > 1:
+            print(f"--- {title}", file=self._out)
+        print(self._texts[prompt], end="", file=self._out)
 
 
-PROG = "python -m megatron.inference.generate"
-
-
-class OnToken(Protocol):
-    """Called after every token with the generated tokens so far of prompt `index`."""
-
-    def __call__(self, index: int, tokens: Sequence[int], *, finished: bool) -> None: ...
-
-
-def sampling_params(options: Sampling) -> SamplingParams:
-    """Return the engine's sampling parameters. Raises ValueError for one out of range."""
+def text_params(config: GenerateConfig) -> TextParams:
+    """Return what the options ask for. Raises ValueError for a value out of range."""
     from megatron.core.inference.sampling import SamplingParams
+    from megatron.inference.llm import TextParams
 
-    return SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
+    chosen = config.sampling
+    return TextParams(
+        max_new_tokens=chosen.max_new_tokens,
+        sampling=SamplingParams(
+            temperature=chosen.temperature,
+            top_k=chosen.top_k,
+            top_p=chosen.top_p,
+            min_p=chosen.min_p,
+            repetition_penalty=chosen.repetition_penalty,
+            presence_penalty=chosen.presence_penalty,
+            frequency_penalty=chosen.frequency_penalty,
+            seed=chosen.seed,
+            logprobs=config.output.logprobs or None,
+        ),
+        stop=chosen.stop or (),
+        num_outputs=config.prompts.num_outputs,
+        prompt_logprobs=config.output.prompt_logprobs,
     )
 
 
-def make_requests(
-    loaded: CheckpointModel, texts: Sequence[str], max_new_tokens: int
-) -> list[Request]:
-    """Turn texts into requests and check all of them before anything is generated.
+def blocks_of(lengths: Sequence[int], rows: int, block_size: int) -> int:
+    """Return the blocks that any `rows` texts of so many tokens take at once."""
+    return sum(sorted((-(-n // block_size) for n in lengths), reverse=True)[:rows])
 
-    An empty text becomes the end-of-document token, which stands before every document in
-    training.
+
+def open_llm(loaded: CheckpointModel, config: GenerateConfig, texts: Sequence[str]) -> LLM:
+    """Return the model with an engine that fits the prompts, or conversations.
 
     Raises:
-        ValueError: a prompt that the model cannot take.
+        ValueError: a prompt that the model cannot take, or too little memory.
     """
-    from megatron.core.inference.engine import Request, check_requests
+    from megatron.inference.llm import LLM, text_requests
 
-    requests = []
-    for index, text in enumerate(texts):
-        ids = loaded.tokenizer.tokenize(text)
-        if not ids and loaded.tokenizer.eod is not None:
-            ids = [loaded.tokenizer.eod]
-        requests.append(Request(prompt=tuple(ids), sequence=index))
-    check_requests(
-        requests,
-        max_new_tokens=max_new_tokens,
-        max_length=loaded.max_length,
-        vocab_size=loaded.vocab_size,
-    )
-    return requests
+    blocks = None
+    if config.inference.inference_memory_gb is None and not config.prompts.chat:
+        requests = text_requests(loaded, texts, text_params(config))
+        lengths = [len(r.prompt) + r.max_new_tokens for r in requests for _ in range(r.n)]
+        rows, size = config.inference.inference_max_requests, config.inference.inference_block_size
+        blocks = blocks_of(lengths, rows, size)
+    return LLM(loaded, config.inference, num_blocks=blocks)
 
 
-def generate_texts(
-    loaded: CheckpointModel,
-    texts: Sequence[str],
-    *,
-    params: SamplingParams,
-    max_new_tokens: int,
-    batch_size: int,
-    prefill_chunk_tokens: int | None = None,
-    on_token: OnToken | None = None,
-) -> list[Result]:
-    """Continue texts, `batch_size` at a time; its size changes results by rounding alone.
+class JsonLines:
+    """Results as JSON lines, each written as soon as it is there.
 
     Args:
-        loaded: model and tokenizer.
-        texts: the prompts.
-        params: how tokens are chosen.
-        max_new_tokens: tokens to generate for each at most.
-        batch_size: prompts that are generated together.
-        prefill_chunk_tokens: of a prompt that are fed to the model at once; None is all.
-        on_token: follows the generation.
+        path: of the file; None writes nothing.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._file: IO[str] | None = None
+        if path is not None:
+            check_json_path(path, "--output-jsonl")
+            try:
+                self._file = write_to(path, "w")
+            except OSError as error:
+                raise ValueError(
+                    f"--output-jsonl {path} cannot be written: {error.strerror}"
+                ) from None
+
+    def write(self, result: Result) -> None:
+        """Add a line."""
+        if self._file is not None:
+            self._file.write(json.dumps(result.to_json(), ensure_ascii=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def check_finite(result: Result, prompt: int) -> None:
+    """Raise ValueError for an output that ended because logits were not finite."""
+    if result.finish_reason == "error":
+        raise ValueError(
+            f"the model's logits are not finite at token {len(result.ids) + 1} of prompt "
+            f"{prompt + 1}: its weights are damaged or its training has diverged; take an earlier "
+            "checkpoint"
+        )
+
+
+def continue_prompts(llm: LLM, texts: Sequence[str], config: GenerateConfig, *, leads: bool) -> int:
+    """Continue all prompts; rank 0 prints and writes. Return how many tokens were generated.
 
     Raises:
-        ValueError: a prompt that the model cannot take.
+        ValueError: a prompt that the model cannot take, logits that are not finite, or a file that
+            cannot be written.
     """
-    from megatron.core.inference.cache import StateCache
-    from megatron.core.inference.engine import stream
+    params = text_params(config)
+    display = Display(texts, params.num_outputs, sys.stdout) if leads else None
+    found: dict[tuple[int, int], Result] = {}
+    with contextlib.closing(JsonLines(config.output.output_jsonl if leads else None)) as lines:
+        for piece in llm.stream(texts, params):
+            if piece.result is not None:
+                check_finite(piece.result, piece.prompt)
+                found[piece.prompt, piece.index] = piece.result
+                lines.write(piece.result)
+            if display is not None:
+                display.update(piece)
+    if leads and config.output.output_json is not None:
+        write_json(config.output.output_json, [found[key] for key in sorted(found)])
+    return sum(len(result.ids) for result in found.values())
 
-    requests = make_requests(loaded, texts, max_new_tokens)
-    states = StateCache(min(batch_size, max(1, len(requests))))  # of batch after batch
-    completions: list[Completion] = []
-    for start in range(0, len(requests), batch_size):
-        done: list[Completion] = []
-        for done in stream(
-            loaded.model,
-            requests[start : start + batch_size],
-            max_new_tokens=max_new_tokens,
-            sampling=params,
-            stop_tokens=loaded.stop_tokens,
-            prefill_chunk_tokens=prefill_chunk_tokens,
-            states=states,
-            device=loaded.device,
-        ):
-            for index, completion in enumerate(done, start):
-                if on_token is not None:
-                    on_token(index, completion.tokens, finished=bool(completion.finish_reason))
-        completions += done
-    return [
-        Result(
-            prompt=text,
-            prompt_ids=request.prompt,
-            text=continuation(loaded.tokenizer, request.prompt)(completion.tokens),
-            ids=tuple(completion.tokens),
-            logprobs=tuple(completion.logprobs),
-            finish_reason=completion.finish_reason,
-        )
-        for text, request, completion in zip(texts, requests, completions, strict=True)
-    ]
+
+def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: TextIO | None) -> int:
+    """Answer turn after turn of one conversation; return how many tokens were generated.
+
+    Args:
+        llm: model and engine; what it computed for earlier turns is reused.
+        turns: what the user says.
+        config: how to sample, and which template.
+        out: where to print answers; None prints nothing.
+
+    Raises:
+        ValueError: no template, a conversation that it refuses or that is too long.
+    """
+    from megatron.training.data.chat import TemplateRefusal, read_chat_template
+
+    loaded = llm.loaded
+    template = read_chat_template(config.prompts.chat_template, tokenizer_model=loaded.chat_folder)
+    params = text_params(config)
+    messages: list[dict[str, Any]] = []
+    generated = 0
+    with (
+        contextlib.closing(template),
+        contextlib.closing(JsonLines(config.output.output_jsonl if out else None)) as lines,
+    ):
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            try:
+                text = template.render(messages, add_generation_prompt=True)
+            except TemplateRefusal as error:
+                raise ValueError(f"the chat template refuses the conversation: {error}") from None
+            answer = ""
+            pieces = llm.stream([text], params, first_sequence=len(messages))
+            for piece in pieces:
+                answer += piece.text
+                if out is not None:
+                    print(piece.text, end="", file=out, flush=True)
+                if piece.result is not None:
+                    check_finite(piece.result, len(messages) // 2)
+                    generated += len(piece.result.ids)
+                    lines.write(piece.result)
+            if out is not None:
+                print(file=out, flush=True)
+            messages.append({"role": "assistant", "content": answer})
+    return generated
+
+
+def read_turns(first: Sequence[str], source: TextIO, prompt: TextIO | None) -> Iterator[str]:
+    """Yield the turns that were given, then lines of `source` to its end; blank ones are skipped.
+
+    Args:
+        first: turns from the command line, echoed.
+        source: where further ones are typed.
+        prompt: where to print a mark before each; None prints none.
+    """
+    for turn in first:
+        if prompt is not None:
+            print(f"> {turn}", file=prompt, flush=True)
+        yield turn
+    while True:
+        if prompt is not None:
+            print("> ", end="", file=prompt, flush=True)
+        line = source.readline()
+        if not line:
+            if prompt is not None:
+                print(file=prompt, flush=True)
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def describe(stats: CacheStats) -> str:
+    """Return what the engine did in a few words, as for the last line of a run."""
+    parts = [f"{stats.steps:,} steps", f"{stats.computed:,} tokens computed"]
+    if stats.queried:
+        parts.append(f"prefix cache {stats.hit:,} of {stats.queried:,} prompt tokens")
+    if stats.preempted:
+        parts.append(f"{stats.preempted:,} preempted for want of memory")
+    return ", ".join(parts)
 
 
 def run(config: GenerateConfig, launch: Launch) -> None:
@@ -290,38 +314,39 @@ def run(config: GenerateConfig, launch: Launch) -> None:
         ValueError: anything the user can fix.
     """
     texts = read_prompts(config.prompts)
-    path = config.output.output_json if launch.rank == 0 else None
-    if path is not None:
-        check_json_path(path)
-    params = sampling_params(config.sampling)
+    if config.prompts.chat and launch.world_size > 1:
+        raise ValueError(
+            f"--chat reads the terminal of one process, and {launch.world_size} were started: "
+            "start it without torchrun"
+        )
+    leads = launch.rank == 0
+    if leads and config.output.output_json is not None:
+        check_json_path(config.output.output_json)
+    text_params(config)  # bad values are known before the model is loaded
     from megatron.inference.checkpoint_model import load_checkpoint_model
 
-    with load_checkpoint_model(config.source, launch) as loaded:
-        display = None
-        if launch.rank == 0:
-            tokenizer = loaded.tokenizer
-            follow = [continuation(tokenizer, tokenizer.tokenize(text)) for text in texts]
-            display = Display(texts, follow, sys.stdout)
+    source = config.source
+    if config.prompts.chat and source.tokenizer_hf_no_include_special_tokens is None:
+        # A rendered template holds its special tokens itself.
+        source = dataclasses.replace(source, tokenizer_hf_no_include_special_tokens=True)
+    with load_checkpoint_model(source, launch) as loaded:
+        llm = open_llm(loaded, config, texts)
         start = time.perf_counter()
-        results = generate_texts(
-            loaded,
-            texts,
-            params=params,
-            max_new_tokens=config.sampling.max_new_tokens,
-            batch_size=config.prompts.batch_size,
-            prefill_chunk_tokens=config.prompts.prefill_chunk_tokens,
-            on_token=display.update if display else None,
-        )
+        if config.prompts.chat:
+            shown = sys.stdout if sys.stdin.isatty() else None
+            turns = read_turns(texts, sys.stdin, shown)
+            tokens = converse(llm, turns, config, out=sys.stdout)
+        else:
+            tokens = continue_prompts(llm, texts, config, leads=leads)
         seconds = time.perf_counter() - start
-    if path is not None:
-        write_json(path, results)
-    if launch.rank == 0:
-        tokens = sum(len(r.ids) for r in results)
+    if leads:
+        what = "a conversation" if config.prompts.chat else f"{len(texts)} prompt(s)"
         print(
-            f"generated {tokens:,} tokens from {len(results)} prompt(s) in {seconds:.1f} s "
+            f"generated {tokens:,} tokens from {what} in {seconds:.1f} s "
             f"({tokens / seconds:,.0f} tokens/s) with {loaded.folder}",
             file=sys.stderr,
         )
+        print(describe(llm.engine.stats), file=sys.stderr)
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -16,12 +16,12 @@ from megatron.cli.tokenizers import (
     NullTokenizer,
     SentencePieceTokenizer,
     build_tokenizer,
-    continuation,
     guess_type,
     merge_file_problem,
     train_bpe,
 )
-from megatron.inference.generate import TextStream
+from megatron.core.inference.text_stream import TextStream
+from tests.support.continuation import continuation
 
 TEXTS = ["def f(x):\n    return x  # ünïcödé\n", "the theory of the thing", "\t日本 🙂\r\n\x00"] * 3
 
@@ -327,12 +327,11 @@ def test_a_continuation_streams_exactly_the_text_that_follows(kind, bpe, pieces)
     prompt, rest = ("3 4", " 5 6") if kind == "null" else ("the theory of", " the 日本 🙂 thing")
     before, ids = tokenizer.tokenize(prompt), tokenizer.tokenize(prompt + rest)
     assert ids[: len(before)] == before
-    follow = continuation(tokenizer, before)
     after = ids[len(before) :]
-    assert follow(after) == rest
-    stream = TextStream(follow)
-    shown = [stream.push(after[:end]) for end in range(1, len(after))]
-    assert "".join([*shown, stream.push(after, finished=True)]) == rest
+    assert continuation(tokenizer, before)(after) == rest
+    stream = TextStream(tokenizer.detokenize, before)
+    shown = [stream.push([token]) for token in after]
+    assert "".join([*shown, stream.push([], finished=True)]) == rest
     assert "\ufffd" not in "".join(shown)
 
 

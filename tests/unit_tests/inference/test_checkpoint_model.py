@@ -177,7 +177,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words", "text"),
     [
-        (changed(), ["--max-new-tokens", "30"], "prompt 3 of 3 is too long: 12 tokens"),
+        (changed(), ["--max-new-tokens", "30"], "prompt 3 of 3: the prompt is too long: 12 tokens"),
         (changed(), ["--top-p", "0"], "top-p is 0.0: use more than 0"),
         (changed(), ["--tensor-model-parallel-size", "2"], "does not fit 1 process"),
         (changed(), ["--tokenizer-model", "none.json"], "tokenizer none.json: No such file"),

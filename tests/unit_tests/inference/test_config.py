@@ -47,8 +47,10 @@ def test_prompts_of_a_config_file_stay_unless_the_command_line_has_some(tmp_path
         (["--load", "x", "--top-pp", "1"], "did you mean --top-p"),
         (["--load", "x", "--top-k", "many"], "--top-k is 'many': expected an integer"),
         (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
-        (["--load", "x", "--batch-size", "-1"], "--batch-size is -1"),
-        (["--load", "x", "--prefill-chunk-tokens", "0"], "--prefill-chunk-tokens is 0"),
+        (["--load", "x", "--inference-max-requests", "-1"], "--inference-max-requests is -1"),
+        (["--load", "x", "--inference-max-tokens", "0"], "--inference-max-tokens is 0"),
+        (["--load", "x", "--inference-block-size", "24"], "a power of two from 16 on"),
+        (["--load", "x", "--chat", "--output-json", "y"], "give --output-jsonl"),
         (["--load", "x", "--tensor-model-parallel-size", "0"], "parallel-size is 0"),
     ],
 )

@@ -214,8 +214,7 @@ def test_two_ranks_generate_what_one_process_does(generated: Generated, tmp_path
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    # Of three rows of a batch the ranks route two each, one of them padding; then one of one.
-    more = ("--tensor-model-parallel-size", "2", "--batch-size", "3")
+    more = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3")
     words = arguments(generated.folder, tmp_path / "two.json", *more)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)

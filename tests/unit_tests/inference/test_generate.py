@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts to results: tokens, batches, empty prompts, the end of a document, refused prompts."""
+"""Texts to results: tokens, rows, empty prompts, the end of a document, stop strings, refusals."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, field
 
@@ -7,8 +9,10 @@ import pytest
 import torch
 
 from megatron.cli.tokenizers import ByteTokenizer, Tokenizer
+from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.sampling import SamplingParams
-from megatron.inference.generate import generate_texts, make_requests
+from megatron.inference.config import Inference
+from megatron.inference.llm import LLM, TextParams, text_requests
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -39,23 +43,17 @@ class Loaded:
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     model: NextByte = field(default_factory=NextByte)
     stop_tokens: frozenset[int] = frozenset({256})
+    cache_shapes: CacheShapes = field(default_factory=CacheShapes)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 16])
-def test_results_come_in_order_whatever_the_batch_size(batch_size: int) -> None:
-    calls: list[tuple[int, str, bool]] = []
-    results = generate_texts(
-        Loaded(),
-        ["ab", "xy", "m"],
-        params=GREEDY,
-        max_new_tokens=3,
-        batch_size=batch_size,
-        on_token=lambda i, ids, *, finished: (
-            calls.append((i, bytes(ids[:4]).decode(), finished))
-            if 256 not in ids
-            else calls.append((i, "end", finished))
-        ),
-    )
+def params(new: int, **more) -> TextParams:
+    return TextParams(max_new_tokens=new, sampling=GREEDY, **more)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_results_come_in_order_however_many_rows_run(rows: int) -> None:
+    llm = LLM(Loaded(), Inference(inference_max_requests=rows))
+    results = llm.generate(["ab", "xy", "m"], params(3))
     assert [(r.prompt, r.text, r.finish_reason) for r in results] == [
         ("ab", "cde", "length"),
         ("xy", "z", "stop"),
@@ -64,29 +62,74 @@ def test_results_come_in_order_whatever_the_batch_size(batch_size: int) -> None:
     assert results[0].prompt_ids == (97, 98)
     assert results[1].ids == (122, 256)
     assert [len(r.logprobs) for r in results] == [3, 2, 3]
-    assert [c for c in calls if c[0] == 0] == [(0, "c", False), (0, "cd", False), (0, "cde", True)]
-    assert (1, "end", True) in calls
+    assert llm.engine.unfinished == 0
+
+
+def test_pieces_add_up_to_the_results() -> None:
+    llm = LLM(Loaded())
+    shown: dict[int, str] = {}
+    for piece in llm.stream(["ab", "m"], params(4)):
+        shown[piece.prompt] = shown.get(piece.prompt, "") + piece.text
+        if piece.result is not None:
+            assert piece.result.text == shown[piece.prompt]
+    assert shown == {0: "cdef", 1: "nopq"}
+
+
+def test_a_stream_that_is_left_early_frees_what_it_has() -> None:
+    llm = LLM(Loaded())
+    pieces = llm.stream(["ab", "m"], params(9))
+    next(pieces)
+    assert llm.engine.unfinished == 2
+    pieces.close()
+    assert llm.engine.unfinished == llm.engine.scheduler.pool.references == 0
+
+
+def test_a_stop_string_ends_an_output_and_is_not_in_its_text() -> None:
+    llm = LLM(Loaded())
+    first, second = llm.generate(["ab", "d"], params(9, stop=("fg",)))
+    assert (first.text, first.finish_reason) == ("cde", "stop")
+    assert bytes(first.ids) == b"cdefg"
+    assert (second.text, second.finish_reason) == ("e", "stop")
+    (cut,) = llm.generate(["ab"], params(4, stop=("fg",)))
+    assert (cut.text, cut.finish_reason) == ("cdef", "length")  # what was held back is shown
+
+
+def test_what_was_asked_for_is_reported() -> None:
+    chosen = SamplingParams(temperature=0, logprobs=2)
+    asked = TextParams(max_new_tokens=2, sampling=chosen, num_outputs=2, prompt_logprobs=True)
+    first, second = LLM(Loaded()).generate(["abc"], asked)
+    assert (first.index, second.index) == (0, 1)
+    assert [t[0][0] for t in first.top_logprobs] == [100, 101]
+    assert first.top_logprobs[0][0][1] == first.logprobs[0]
+    assert len(first.top_logprobs[0]) == 2
+    one = torch.nn.functional.one_hot(torch.tensor(0), 257) * 5.0
+    likely = one.log_softmax(0)[0].item()
+    assert first.prompt_logprobs == second.prompt_logprobs == pytest.approx((likely, likely))
 
 
 def test_an_empty_prompt_starts_a_new_document() -> None:
-    (request,) = make_requests(Loaded(), [""], 1)
+    (request,) = text_requests(Loaded(), [""], params(1))
     assert request.prompt == (256,)
 
 
-def test_every_prompt_is_its_own_sequence() -> None:
-    requests = make_requests(Loaded(), ["a", "a"], 1)
-    assert [r.sequence for r in requests] == [0, 1]
+def test_every_output_is_its_own_sequence() -> None:
+    requests = text_requests(Loaded(), ["a", "a"], params(1, num_outputs=3))
+    assert [r.sequence for r in requests] == [0, 3]
 
 
 def test_prompts_are_refused_before_anything_is_generated() -> None:
-    with pytest.raises(ValueError, match="prompt 2 of 2 is too long: 14 tokens"):
-        generate_texts(
-            Loaded(),
-            ["a", "b" * 14],
-            params=GREEDY,
-            max_new_tokens=3,
-            batch_size=1,
-            on_token=lambda *_, finished: pytest.fail("generated a token"),
-        )
+    llm = LLM(Loaded())
+    with pytest.raises(ValueError, match="prompt 2 of 2: the prompt is too long: 14 tokens"):
+        next(llm.stream(["a", "b" * 14], params(3)))
+    assert llm.engine.unfinished == llm.engine.stats.steps == 0
     with pytest.raises(ValueError, match="token id 195, outside the vocabulary of 128"):
-        make_requests(Loaded(vocab_size=128), ["é"], 1)
+        text_requests(Loaded(vocab_size=128), ["é"], params(1))
+
+
+def test_a_cache_too_small_for_a_prompt_says_what_would_do() -> None:
+    loaded = Loaded(max_length=100, cache_shapes=CacheShapes(attention=((1, 4),)))
+    llm = LLM(loaded, num_blocks=2)
+    with pytest.raises(ValueError, match="40 tokens take 3 blocks of 16 tokens, the cache has 2"):
+        llm.generate(["a" * 20], params(20))
+    with pytest.raises(ValueError, match="do not hold the states of 16 rows and one block"):
+        LLM(loaded, Inference(inference_memory_gb=1e-9))

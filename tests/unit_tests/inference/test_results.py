@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.inference.generate import Result, check_json_path, write_json
+from megatron.inference.generate import check_json_path, write_json
+from megatron.inference.llm import Result
 
 RESULT = Result(
     prompt='say "ü"\n',
@@ -29,6 +30,7 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
     assert first == {
         "prompt": 'say "ü"\n',
         "prompt_ids": [5, 6],
+        "index": 0,
         "text": "ß\u2028",
         "ids": [7, 8, 0],
         "logprobs": [-0.1, -2.5, -1e-9],

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LLM`: a checkpoint or a Hugging Face folder that continues texts, from Python.
+
+    from megatron.inference.llm import LLM, TextParams
+
+    with LLM.open("runs/quickstart/checkpoints") as llm:
+        for result in llm.generate(["The list type", "A"], TextParams(max_new_tokens=20)):
+            print(result.text)
+        for piece in llm.stream(["Once upon a time"]):
+            print(piece.text, end="", flush=True)
+
+It joins a tokenizer and the engine of `megatron.core.inference`: texts become requests, new tokens
+become pieces of text, and a stop string ends its output in the step that completes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.cli.launch import Launch
+from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request, check_request
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference.text_stream import TextStream
+from megatron.inference.config import Inference, ModelSource
+
+if TYPE_CHECKING:
+    from megatron.inference.checkpoint_model import CheckpointModel
+
+#: Tokens of a text that memory is planned for where neither the model nor the texts say more.
+USUAL_LENGTH = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextParams:
+    """What to make of a text.
+
+    Args:
+        max_new_tokens: tokens to generate at most.
+        sampling: how tokens are chosen.
+        stop: texts that end an output, which does not hold them.
+        stop_tokens: ids that end it; None is what the model's tokenizer says.
+        num_outputs: outputs of each text.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens.
+    """
+
+    max_new_tokens: int = 64
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    stop_tokens: frozenset[int] | None = None
+    num_outputs: int = 1
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One text and one of its continuations.
+
+    Args:
+        prompt: the text that was given.
+        prompt_ids: the tokens it became.
+        index: of the outputs of this prompt, from 0.
+        text: the continuation, without an end-of-document token or a stop string.
+        ids: the generated tokens, those of what ended it included.
+        logprobs: the model's own log-probability of each of `ids` (natural logarithm, before
+            temperature and filters).
+        finish_reason: "stop" at the end of the document or at a stop string, "length" at the token
+            limit, "abort", "error" where logits are not finite.
+        top_logprobs: of each of `ids` the most probable tokens, (id, log-probability); None if they
+            were not asked for.
+        prompt_logprobs: of each of `prompt_ids` but the first; None if they were not asked for.
+    """
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    index: int = 0
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, without those that were not asked for."""
+        optional = ("top_logprobs", "prompt_logprobs")
+        fields = dataclasses.asdict(self)
+        return {k: v for k, v in fields.items() if v is not None or k not in optional}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What a step adds to one output.
+
+    Args:
+        prompt: number of the text among those that were given.
+        index: of the outputs of this text.
+        text: new text; a piece never ends within a character, nor within what may be a stop string.
+        result: the whole, once the output has ended.
+    """
+
+    prompt: int
+    index: int
+    text: str
+    result: Result | None
+
+
+@dataclass
+class _Text:
+    """An output on its way to text."""
+
+    prompt: str
+    number: int
+    request: Request
+    stream: TextStream
+    asks_tops: bool
+    text: str = ""
+    pushed: int = 0
+
+
+class LLM:
+    """A loaded model that continues texts.
+
+    Args:
+        loaded: model and tokenizer.
+        options: how the engine is sized.
+        num_blocks: of the cache, instead of `options.inference_memory_gb`.
+    """
+
+    def __init__(
+        self,
+        loaded: CheckpointModel,
+        options: Inference | None = None,
+        *,
+        num_blocks: int | None = None,
+    ) -> None:
+        options = options or Inference()
+        rows, size, memory = (
+            options.inference_max_requests,
+            options.inference_block_size,
+            options.inference_memory_gb,
+        )
+        if memory is None and num_blocks is None:
+            num_blocks = rows * -(-min(loaded.max_length or USUAL_LENGTH, USUAL_LENGTH) // size)
+        self.loaded = loaded
+        self.engine = Engine(
+            loaded.model,
+            EngineConfig(
+                max_rows=rows,
+                max_step_tokens=options.inference_max_tokens,
+                block_size=size,
+                num_blocks=None if memory is not None else num_blocks,
+                memory_bytes=None if memory is None else int(memory * 1e9),
+                prefix_caching=not options.no_prefix_caching,
+            ),
+            shapes=loaded.cache_shapes,
+            vocab_size=loaded.vocab_size,
+            max_length=loaded.max_length,
+            device=loaded.device,
+        )
+
+    @staticmethod
+    @contextlib.contextmanager
+    def open(load: str, *, inference: Inference | None = None, **source: Any) -> Iterator[LLM]:
+        """Load a model for the time of a `with` block; under torchrun, on all of its processes.
+
+        Args:
+            load: a folder of checkpoints, one `iter_` folder, or a Hugging Face folder.
+            inference: how the engine is sized.
+            source: fields of `ModelSource`, such as tensor_model_parallel_size.
+        """
+        from megatron.inference.checkpoint_model import load_checkpoint_model
+
+        launch = Launch.from_environment(os.environ)
+        with load_checkpoint_model(ModelSource(load=load, **source), launch) as loaded:
+            yield LLM(loaded, inference)
+
+    def request(self, text: str, params: TextParams, *, sequence: int = 0) -> Request:
+        """Turn a text into a request.
+
+        An empty text becomes the end-of-document token, which stands before every document in
+        training.
+
+        Args:
+            text: to continue.
+            params: how.
+            sequence: identity of its first output in every random draw.
+        """
+        return text_request(self.loaded, text, params, sequence=sequence)
+
+    def stream(
+        self, texts: Sequence[str], params: TextParams | None = None, *, first_sequence: int = 0
+    ) -> Iterator[Piece]:
+        """Continue texts; yield every output's new text as it comes.
+
+        Closing the iterator ends what is unfinished.
+
+        Args:
+            texts: to continue.
+            params: how; None is the defaults.
+            first_sequence: identity of the first output in random draws.
+
+        Raises:
+            ValueError: a text that the model cannot take; nothing is generated then.
+        """
+        params = params or TextParams()
+        n = params.num_outputs
+        requests = text_requests(self.loaded, texts, params, first_sequence=first_sequence)
+        stops = params.stop
+        waiting: dict[tuple[int, int], _Text] = {}
+        asks = bool(params.sampling.logprobs)
+        try:
+            for number, (text, request) in enumerate(zip(texts, requests, strict=True)):
+                identity = self.engine.add(request)
+                for index in range(n):
+                    stream = TextStream(
+                        self.loaded.tokenizer.detokenize, context=request.prompt, stop=stops
+                    )
+                    waiting[identity, index] = _Text(text, number, request, stream, asks)
+            while waiting:
+                for completion in self.engine.step():
+                    key = completion.request_id, completion.index
+                    if key in waiting:
+                        piece = self._piece(waiting[key], completion)
+                        if piece.result is not None:
+                            del waiting[key]
+                        yield piece
+        finally:
+            for identity in {identity for identity, _ in waiting}:
+                self.engine.abort(identity)
+
+    def generate(
+        self, texts: Sequence[str], params: TextParams | None = None, *, first_sequence: int = 0
+    ) -> list[Result]:
+        """Continue texts; return the outputs of each, in their order. Arguments as for `stream`."""
+        pieces = self.stream(texts, params, first_sequence=first_sequence)
+        ended = [(p.prompt, p.index, p.result) for p in pieces if p.result is not None]
+        return [result for _, _, result in sorted(ended, key=lambda one: one[:2])]
+
+    def _piece(self, known: _Text, completion: Completion) -> Piece:
+        """Return the text that new tokens of an output add, and the result if it has ended."""
+        ends = completion.finish_reason
+        # The token that ends a document is no text.
+        count = len(completion.tokens) - (ends == "stop")
+        new = completion.tokens[known.pushed : count]
+        known.pushed = max(count, known.pushed)
+        added = known.stream.push(new, finished=bool(ends))
+        known.text += added
+        if known.stream.stopped is not None and not ends:
+            self.engine.finish(completion.request_id, completion.index)
+        return Piece(
+            prompt=known.number,
+            index=completion.index,
+            text=added,
+            result=self._result(known, completion) if completion.finish_reason else None,
+        )
+
+    def _result(self, known: _Text, completion: Completion) -> Result:
+        tops = tuple(tuple(found) for found in completion.top_logprobs)
+        prompt = completion.prompt_logprobs
+        stopped = known.stream.stopped is not None
+        return Result(
+            prompt=known.prompt,
+            prompt_ids=known.request.prompt,
+            index=completion.index,
+            text=known.text,
+            ids=tuple(completion.tokens),
+            logprobs=tuple(completion.logprobs),
+            finish_reason="stop" if stopped else completion.finish_reason,
+            top_logprobs=tops if known.asks_tops else None,
+            prompt_logprobs=None if prompt is None else tuple(prompt),
+        )
+
+
+def text_request(
+    loaded: CheckpointModel, text: str, params: TextParams, *, sequence: int = 0
+) -> Request:
+    """Turn a text into a request, see `LLM.request`."""
+    ids = loaded.tokenizer.tokenize(text)
+    if not ids and loaded.tokenizer.eod is not None:
+        ids = [loaded.tokenizer.eod]
+    ends = loaded.stop_tokens if params.stop_tokens is None else params.stop_tokens
+    return Request(
+        prompt=tuple(ids),
+        max_new_tokens=params.max_new_tokens,
+        sampling=params.sampling,
+        stop_tokens=ends,
+        sequence=sequence,
+        n=params.num_outputs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def text_requests(
+    loaded: CheckpointModel, texts: Iterable[str], params: TextParams, *, first_sequence: int = 0
+) -> list[Request]:
+    """Turn texts into requests and check all of them before anything is generated.
+
+    Raises:
+        ValueError: a text that the model cannot take.
+    """
+    texts = list(texts)
+    found = []
+    for number, text in enumerate(texts):
+        sequence = first_sequence + number * params.num_outputs
+        request = text_request(loaded, text, params, sequence=sequence)
+        limits = {"max_length": loaded.max_length, "vocab_size": loaded.vocab_size}
+        try:
+            check_request(request, **limits)
+        except ValueError as error:
+            raise ValueError(f"prompt {number + 1} of {len(texts)}: {error}") from None
+        found.append(request)
+    return found

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each option of generation changes what it says it changes, from the command line on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.arguments import last_wins
+from tests.unit_tests.inference.test_checkpoint_model import make_model, run, save
+
+PROMPTS = ["ab", "a tale of two", "a tale of tea"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save(folder, make_model(), config={"bf16": False, "max-position-embeddings": 400})
+    return folder
+
+
+def generated(root: Path, *words: str) -> tuple[list[dict[str, Any]], str, str]:
+    """Return the results, what was shown and what was said at the end."""
+    path = root / "out.json"
+    usual = [
+        *("--load", str(root), "--device", "cpu", "--max-new-tokens", "16"),
+        *("--temperature", "0.8", "--seed", "5", "--output-json", str(path)),
+    ]
+    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
+    code, out, err = run(*prompts, *last_wins([*usual, *words]))
+    assert code == 0, err
+    return json.loads(path.read_text(encoding="utf-8")), out, err
+
+
+def ids(results: list[dict[str, Any]]) -> list[list[int]]:
+    return [result["ids"] for result in results]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--min-p 0.2",
+        "--repetition-penalty 3",
+        "--presence-penalty 2",
+        "--frequency-penalty 2",
+        "--seed 6",
+        "--top-k 2",
+        "--top-p 0.2",
+        "--temperature 3",
+        "--stop e",
+    ],
+)
+def test_sampling_options_change_tokens(root: Path, words: str) -> None:
+    plain, _, _ = generated(root)
+    changed, _, _ = generated(root, *words.split())
+    if words == "--stop e":
+        words_of = [result["text"] for result in plain]
+        assert [r["text"] for r in changed] == [text.split("e")[0] for text in words_of]
+    else:
+        assert ids(changed) != ids(plain)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--inference-max-requests 1",
+        "--inference-max-tokens 3",
+        "--inference-block-size 64",
+        "--inference-memory-gb 0.00002",
+        "--no-prefix-caching",
+    ],
+)
+def test_the_sizes_of_the_engine_change_no_token(root: Path, words: str) -> None:
+    plain, _, said = generated(root)
+    changed, _, changed_said = generated(root, *words.split())
+    assert ids(changed) == ids(plain)
+    assert said.splitlines()[-1] != changed_said.splitlines()[-1] or "block" in words
+
+
+def test_several_outputs_differ_and_follow_their_prompt(root: Path) -> None:
+    results, out, _ = generated(root, "--num-outputs", "3")
+    assert [(r["prompt"], r["index"]) for r in results] == [
+        (text, index) for text in PROMPTS for index in range(3)
+    ]
+    assert len({tuple(found) for found in ids(results)}) == 9
+    assert "--- prompt 2 of 3, output 3 of 3" in out
+
+
+def test_json_lines_hold_what_the_list_does(root: Path, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.jsonl"
+    more = ("--logprobs", "3", "--prompt-logprobs", "--output-jsonl", str(path))
+    results, _, _ = generated(root, *more)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert sorted(lines, key=lambda r: PROMPTS.index(r["prompt"])) == results
+    for result in results:
+        assert [len(tops) for tops in result["top_logprobs"]] == [3] * len(result["ids"])
+        for tops in result["top_logprobs"]:
+            assert sum(math.exp(value) for _, value in tops) <= 1 + 1e-6
+        assert len(result["prompt_logprobs"]) == len(result["prompt_ids"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--top-p", "0"], "top-p is 0.0"),
+        (["--min-p", "2"], "min-p is 2.0"),
+        (["--repetition-penalty", "0"], "repetition-penalty is 0.0"),
+        (["--logprobs", "21"], "logprobs is 21"),
+        (["--stop", ""], "stop"),
+        (["--inference-memory-gb", "1e-6"], "do not hold"),
+        (["--output-jsonl", "."], "is a folder"),
+    ],
+)
+def test_bad_values_are_one_line(root: Path, words: list[str], text: str) -> None:
+    code, out, err = run("--prompt", "a", "--load", str(root), "--device", "cpu", *words)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_a_chat_answers_turn_after_turn(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chat.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO("and then?\n\nwhy\n"))
+    code, out, err = run(
+        *("--load", str(root), "--device", "cpu", "--chat", "--chat-template", "plain"),
+        *("--prompt", "hi", "--max-new-tokens", "4", "--temperature", "0"),
+        *("--output-jsonl", str(path), "--inference-block-size", "16"),
+    )
+    assert code == 0, err
+    turns = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [turn["text"] in out for turn in turns] == [True] * 3
+    for before, after in pairwise(turns):
+        assert after["prompt"].startswith(before["prompt"])
+        assert before["text"] in after["prompt"]
+    assert "why" in turns[-1]["prompt"]
+    assert "from a conversation" in err
+    assert "prefix cache" in err

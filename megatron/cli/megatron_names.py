@@ -42,7 +42,7 @@ _FUSION = "each kernel has one implementation per device, chosen by --attention-
 _GRAPHS = "one CUDA graph holds forward and backward of a whole step"
 _FP8 = "weights and activations are fp32, bf16 or fp16"
 _FAMILY = "only GPT is trained here"
-_TOKENIZER = "a tokenizer is one file: tokenizer.json for hf, a .model for sentencepiece"
+_TOKENIZER = "a tokenizer is one file: of Hugging Face, SentencePiece or tiktoken"
 _JOB = "the loop has no such mode"
 
 #: (nearest flag or "", reason, flags).
@@ -228,8 +228,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
      "decrease-batch-size-if-needed"),
     # Data
     ("tokenizer-model", _TOKENIZER,
-     "tiktoken-pattern tiktoken-num-special-tokens "
-     "tiktoken-special-tokens tokenizer-metadata special-tokens null-tokenizer-eod-id "
+     "tokenizer-metadata special-tokens null-tokenizer-eod-id "
      "tokenizer-prompt-format vocab-extra-ids tokenizer-special-tokens"),
     ("tokenizer-hf-no-include-special-tokens", "special tokens are included without it",
      "tokenizer-hf-include-special-tokens"),
@@ -330,6 +329,7 @@ VALUE_NAMES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
                 "SentencePieceTokenizer": "sentencepiece",
                 "GPTSentencePieceTokenizer": "sentencepiece",
                 "Llama2Tokenizer": "sentencepiece",
+                "TikTokenizer": "tiktoken",
                 "ByteLevelTokenizer": "byte",
                 "NullTokenizer": "null",
             }
@@ -373,7 +373,6 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("moe-router-load-balancing-type", "sinkhorn"): "a loss or a bias balances the load",
         ("moe-router-load-balancing-type", "global_aux_loss"): _SETS,
         ("moe-router-score-function", "sqrtsoftplus"): "scores are softmax or sigmoid",
-        ("tokenizer-type", "TikTokenizer"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "BertWordPieceLowerCase"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "BertWordPieceCase"): "save it as a tokenizer.json and take hf",
         ("tokenizer-type", "MultimodalTokenizer"): "there is text alone",

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers by one protocol: Hugging Face `tokenizer.json`, SentencePiece, bytes, and numbers.
+"""Tokenizers by one protocol: `tokenizer.json`, SentencePiece, tiktoken, bytes, and numbers.
 
 This is the one module that imports the library `tokenizers`.
 
 SentencePiece `.model` files; the one module that imports the library `sentencepiece`.
+
+Vocabularies of tiktoken; the one module that imports the library `tiktoken`.
 """
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,6 +19,7 @@ import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -42,7 +47,28 @@ _SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 # A text to see what is added around it.
 _PROBE = "a"
 
-TokenizerType = Literal["hf", "sentencepiece", "byte", "null"]
+TokenizerType = Literal["hf", "sentencepiece", "tiktoken", "byte", "null"]
+
+# Where tiktoken cuts texts before it merges bytes: Megatron's v1 and v2, and Llama 3 as GPT-4.
+TiktokenPattern = Literal["v1", "v2", "llama3"]
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_PATTERNS: Mapping[TiktokenPattern, str] = {
+    "v1": (r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"),
+    "v2": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "llama3": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+# Of a vocabulary JSON: its special tokens, how many ids they have, and all ids.
+_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_NUM_SPECIALS, _MAX_SPECIALS = 1000, 100_000
+_TIKTOKEN_VOCABULARY = 1 << 17
+# Longest run of blanks, or without one, that the library is given: its regex engine has a limit.
+_LONGEST_RUN = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +209,8 @@ class HuggingFaceTokenizer:
             try:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             except Exception as error:  # the library raises plain Exception
-                raise ValueError(f"tokenizer {path} is no tokenizer.json: {error}") from None
+                fix = "--tokenizer-type tiktoken reads it" if is_tiktoken(content) else error
+                raise ValueError(f"tokenizer {path} is no tokenizer.json: {fix}") from None
         # What the file says of cutting and filling texts is for other uses than ours.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -456,8 +483,9 @@ class NullTokenizer:
 
 
 def guess_type(model: str | Path | None) -> TokenizerType:
-    """Return the kind of tokenizer that a file is, by its name; hf unless it is a `.model`."""
-    return "sentencepiece" if model is not None and Path(model).suffix == ".model" else "hf"
+    """Return the kind of tokenizer that a file is, by the end of its name; hf for all but two."""
+    kinds: dict[str, TokenizerType] = {".model": "sentencepiece", ".tiktoken": "tiktoken"}
+    return "hf" if model is None else kinds.get(Path(model).suffix, "hf")
 
 
 def build_tokenizer(
@@ -466,14 +494,16 @@ def build_tokenizer(
     model: str | Path | None = None,
     vocab_size: int | None = None,
     add_special_tokens: bool = True,
+    tiktoken: TiktokenOptions | None = None,
 ) -> Tokenizer:
     """Make the tokenizer that some flags describe.
 
     Args:
         kind: `--tokenizer-type`.
-        model: `--tokenizer-model`, for hf and sentencepiece.
-        vocab_size: `--vocab-size`, for null.
+        model: `--tokenizer-model`, for hf, sentencepiece and tiktoken.
+        vocab_size: `--vocab-size`, for null; for tiktoken where its options do not say it.
         add_special_tokens: False for `--tokenizer-hf-no-include-special-tokens`.
+        tiktoken: the options of that kind; None for those that are left out.
 
     Raises:
         ValueError: what the kind needs is missing.
@@ -486,6 +516,13 @@ def build_tokenizer(
         if model is None:
             raise ValueError("--tokenizer-type sentencepiece needs --tokenizer-model PATH.model")
         return SentencePieceTokenizer(model, add_special_tokens=add_special_tokens)
+    if kind == "tiktoken":
+        if model is None:
+            raise ValueError("--tokenizer-type tiktoken needs --tokenizer-model PATH of its file")
+        options = tiktoken or TiktokenOptions()
+        if options.vocab_size is None:
+            options = dataclasses.replace(options, vocab_size=vocab_size)
+        return TiktokenTokenizer(model, options)
     if kind == "byte":
         return ByteTokenizer()
     if kind != "null":
@@ -583,7 +620,8 @@ class SentencePieceTokenizer:
         except RuntimeError:
             self._size = 0
         if self._size == 0:
-            raise ValueError(f"tokenizer {path} is no SentencePiece model")
+            fix = ": --tokenizer-type tiktoken reads it" if is_tiktoken(content) else ""
+            raise ValueError(f"tokenizer {path} is no SentencePiece model{fix}")
         self._fingerprint = hashlib.sha256(content).hexdigest()
         self._special = self._asked_for(path) if add_special_tokens else SpecialTokens()
 
@@ -645,3 +683,258 @@ class SentencePieceTokenizer:
             return found
         before, after = (np.array(ids, np.int32) for ids in self._special.to_json().values())
         return [np.concatenate([before, ids, after], dtype=np.int32) for ids in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiktokenOptions:
+    """What a vocabulary of tiktoken does not say itself.
+
+    Args:
+        pattern: `--tiktoken-pattern`; None = v2 for a vocabulary JSON, llama3 for ranks by line.
+        num_special_tokens: `--tiktoken-num-special-tokens`; None = 1000 for a vocabulary JSON, as
+            many as are named for ranks by line.
+        special_tokens: `--tiktoken-special-tokens`; None = those of Megatron for a vocabulary
+            JSON, none for ranks by line.
+        vocab_size: ids at most, special tokens counted: a vocabulary JSON has the ranks that are
+            left; None = 131072.
+
+    Raises:
+        ValueError: they are impossible.
+    """
+
+    pattern: TiktokenPattern | None = None
+    num_special_tokens: int | None = None
+    special_tokens: tuple[str, ...] | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the file."""
+        names, number = self.special_tokens or (), self.num_special_tokens
+        if self.pattern is not None and self.pattern not in _PATTERNS:
+            known = ", ".join(_PATTERNS)
+            raise ValueError(f"--tiktoken-pattern {self.pattern!r:.40}: use one of {known}")
+        if number is not None and not 0 <= number <= _MAX_SPECIALS:
+            raise ValueError(
+                f"--tiktoken-num-special-tokens {number}: must be from 0 to {_MAX_SPECIALS}"
+            )
+        if "" in names or len(set(names)) < len(names):
+            raise ValueError("--tiktoken-special-tokens: a token is empty or named twice")
+        if number is not None and len(names) > number:
+            raise ValueError(
+                f"--tiktoken-special-tokens names {len(names)}, --tiktoken-num-special-tokens is "
+                f"{number}: raise it"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what token files and checkpoints record."""
+        found = dataclasses.asdict(self)
+        names = self.special_tokens
+        return {**found, "special_tokens": None if names is None else list(names)}
+
+    @classmethod
+    def from_json(cls, recorded: Mapping[str, Any] | None) -> TiktokenOptions:
+        """Return what is recorded; None where there is no record.
+
+        Raises:
+            ValueError: it is no such record.
+        """
+        found = {} if recorded is None else recorded
+        numbers = ("num_special_tokens", "vocab_size")
+        try:
+            known = {field.name: found.get(field.name) for field in dataclasses.fields(cls)}
+            names = known["special_tokens"]
+            known["special_tokens"] = None if names is None else tuple(names)
+        except (AttributeError, TypeError):
+            raise ValueError(f"{recorded!r:.80} are no options of tiktoken") from None
+        words = (known["pattern"] or "", *(known["special_tokens"] or ()))
+        if not all(isinstance(word, str) for word in words) or not all(
+            known[name] is None or type(known[name]) is int for name in numbers
+        ):
+            raise ValueError(f"{recorded!r:.80} are no options of tiktoken")
+        return cls(**known)
+
+
+class TiktokenTokenizer:
+    """A vocabulary of byte pairs, run by the library `tiktoken`.
+
+    Two kinds of files. A vocabulary JSON of Megatron, a list of objects with `rank`, `token_bytes`
+    (base64) and `token_str`: special tokens have the first ids, and the ranks follow them. Ranks
+    by line as OpenAI and Llama 3 publish them, base64 and rank: special tokens have the ids that
+    follow. Ids that are kept for special tokens and have no name are called `<SPECIAL_id>`.
+
+    A text gets no special tokens, and one that spells them has none, unless it says that it holds
+    them itself.
+
+    Args:
+        path: the file.
+        options: what it does not say itself.
+
+    Raises:
+        ValueError: the library is not installed, there is no such file, or it is none, or the
+            options do not fit it.
+    """
+
+    special_tokens = SpecialTokens()
+
+    def __init__(self, path: str | Path, options: TiktokenOptions) -> None:
+        try:
+            import tiktoken
+        except ImportError:
+            raise ValueError(
+                f"tokenizer {path}: vocabularies of tiktoken need tiktoken: pip install tiktoken"
+            ) from None
+        try:
+            content = read_regular(Path(path), MAX_TOKENIZER_BYTES, follow_links=True)
+        except OSError as error:
+            raise ValueError(
+                f"tokenizer {path}: {error.strerror}; give --tokenizer-model a file of tiktoken"
+            ) from None
+        is_json = content.lstrip()[:1] == b"["
+        try:
+            tokens = _json_tokens(content) if is_json else _line_tokens(content)
+            missing = 256 - len({token for token in tokens if len(token) == 1})
+            if missing:
+                raise ValueError(f"{missing} of the 256 bytes are no tokens")
+        except ValueError as error:
+            raise ValueError(f"tokenizer {path} is no vocabulary of tiktoken: {error}") from None
+        options = _derived(options, is_json=is_json, num_ranks=len(tokens))
+        assert options.num_special_tokens is not None
+        assert options.special_tokens is not None
+        assert options.pattern is not None
+        number, names = options.num_special_tokens, options.special_tokens
+        if is_json:
+            assert options.vocab_size is not None
+            tokens = tokens[: options.vocab_size - number]
+        first = 0 if is_json else len(tokens)
+        fill = [f"<SPECIAL_{i}>" for i in range(len(names), number)]
+        special = {name: first + i for i, name in enumerate((*names, *fill))}
+        self._first = number if is_json else 0
+        self._end = self._first + len(tokens)
+        self._encoding: Any = tiktoken.Encoding(
+            name=Path(path).name,
+            pat_str=_PATTERNS[options.pattern],
+            mergeable_ranks={token: self._first + i for i, token in enumerate(tokens)},
+            special_tokens=special,
+        )
+        ends = ("</s>", *_END_NAMES) if is_json else _END_NAMES
+        self.eod: int | None = next((special[name] for name in ends if name in special), None)
+        self.vocab_size = len(tokens) + number
+        self.options = dataclasses.replace(options, vocab_size=self.vocab_size)
+        parts = (content, json.dumps(self.options.to_json(), sort_keys=True).encode())
+        whole = b"".join(hashlib.sha256(part).digest() for part in parts)
+        self.fingerprint = hashlib.sha256(whole).hexdigest()
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        A run of more than 100,000 characters without a blank, or of blanks, is cut after so many.
+        """
+        encode = self._encoding.encode_ordinary
+        if not add_special_tokens:
+            encode = partial(self._encoding.encode, allowed_special="all", disallowed_special=())
+        if len(text) <= _LONGEST_RUN:
+            return encode(text)
+        return [number for part in _cut(text) for number in encode(part)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of some ids; special tokens and ids beyond the last are left out."""
+        known = [number for number in ids if self._first <= number < self._end]
+        return self._encoding.decode(known)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts."""
+        return [self.tokenize(text) for text in texts]
+
+
+def tiktoken_record(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what the record of a tokenizer has beside the rest if it is one of tiktoken."""
+    if not isinstance(tokenizer, TiktokenTokenizer):
+        return {}
+    return {"tiktoken": tokenizer.options.to_json()}
+
+
+def is_tiktoken(content: bytes) -> bool:
+    """Return whether a file looks like a vocabulary of tiktoken."""
+    start = content[:4096].lstrip()
+    is_json = start[:1] == b"[" and b'"token_bytes"' in start
+    return is_json or re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", start) is not None
+
+
+def is_tiktoken_file(path: str | Path) -> bool:
+    """Return whether there is a file that looks like a vocabulary of tiktoken."""
+    try:
+        return is_tiktoken(read_regular(Path(path), MAX_TOKENIZER_BYTES, follow_links=True))
+    except (OSError, ValueError):
+        return False
+
+
+def _derived(options: TiktokenOptions, *, is_json: bool, num_ranks: int) -> TiktokenOptions:
+    """Return the options with what follows from the kind of the file. Raises ValueError."""
+    names = options.special_tokens
+    if names is None:
+        names = _SPECIALS if is_json else ()
+    number = options.num_special_tokens
+    if number is None:
+        number = _NUM_SPECIALS if is_json else len(names)
+    size = (options.vocab_size or _TIKTOKEN_VOCABULARY) if is_json else num_ranks + number
+    pattern = options.pattern or ("v2" if is_json else "llama3")
+    if is_json and size < number + 256:
+        raise ValueError(
+            f"--vocab-size {size} is too small: --tiktoken-num-special-tokens is {number}, and 256 "
+            "bytes are tokens"
+        )
+    return TiktokenOptions(
+        pattern=pattern, num_special_tokens=number, special_tokens=names, vocab_size=size
+    )
+
+
+def _json_tokens(content: bytes) -> list[bytes]:
+    """Return the tokens of a vocabulary JSON in the order of their ranks. Raises ValueError."""
+    found = parse_json(content)
+    for index, entry in enumerate(found):
+        text = entry.get("token_bytes") if isinstance(entry, dict) else None
+        if not isinstance(text, str) or entry.get("rank") != index:
+            raise ValueError(f"entry {index} needs rank {index} and token_bytes")
+    return _distinct([_from_base64(entry["token_bytes"]) for entry in found])
+
+
+def _line_tokens(content: bytes) -> list[bytes]:
+    """Return the tokens of a file of ranks by line. Raises ValueError."""
+    tokens: dict[int, bytes] = {}
+    for line in content.split(b"\n"):
+        if not line.strip():
+            continue
+        words = line.split()
+        if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 9:
+            raise ValueError(f"{line[:40]!r} is no line of a token in base64 and its rank")
+        tokens[int(words[1])] = _from_base64(words[0])
+    lines = sum(1 for line in content.split(b"\n") if line.strip())
+    if len(tokens) < lines or set(tokens) != set(range(len(tokens))):
+        raise ValueError(f"its {lines} ranks are not 0 to {lines - 1}")
+    return _distinct([tokens[rank] for rank in range(len(tokens))])
+
+
+def _from_base64(text: str | bytes) -> bytes:
+    """Return the bytes of a token. Raises ValueError."""
+    try:
+        found = base64.b64decode(text, validate=True)
+    except ValueError:
+        found = b""
+    if not found:
+        raise ValueError(f"{text[:40]!r} is no token in base64")
+    return found
+
+
+def _distinct(tokens: list[bytes]) -> list[bytes]:
+    """Return tokens that differ from each other. Raises ValueError."""
+    if len(set(tokens)) < len(tokens):
+        raise ValueError("a token has two ranks")
+    return tokens
+
+
+def _cut(text: str) -> list[str]:
+    """Cut a text into parts that have no run longer than the library takes."""
+    cuts = [0]
+    for run in re.finditer(r"\S+|\s+", text):
+        cuts += range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN)
+    return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.cli.launch import Launch
-from megatron.cli.tokenizers import SpecialTokens, Tokenizer, build_tokenizer, guess_type
+from megatron.cli.tokenizers import (
+    SpecialTokens,
+    TiktokenOptions,
+    Tokenizer,
+    build_tokenizer,
+    guess_type,
+    is_tiktoken_file,
+)
 from megatron.core.backend import LOCAL, Backend, with_cpu_dtype
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
@@ -255,8 +262,8 @@ def choose_tokenizer(
     Args:
         recorded: type, model (path), vocab_size, fingerprint and special_tokens, as training saves
             them.
-        model: path of a tokenizer.json, its folder or a SentencePiece .model to use instead; None
-            for the recorded one. One line warns if it is not the same.
+        model: path of a tokenizer.json, its folder, a SentencePiece .model or a vocabulary of
+            tiktoken to use instead; None for the recorded one. One line warns if it is another.
         add_special_tokens: whether it adds special tokens to a text; None does as recorded.
 
     Raises:
@@ -271,6 +278,8 @@ def choose_tokenizer(
     def build(*, add_special_tokens: bool) -> Tokenizer:
         if model is not None:
             kind, size = guess_type(model), None
+            if recorded.get("type") == "tiktoken" and is_tiktoken_file(model):
+                kind = "tiktoken"
         else:
             kind, size = recorded["type"], recorded.get("vocab_size")
         return build_tokenizer(
@@ -278,6 +287,7 @@ def choose_tokenizer(
             model=model or recorded.get("model"),
             vocab_size=size,
             add_special_tokens=add_special_tokens,
+            tiktoken=TiktokenOptions.from_json(recorded.get("tiktoken")),
         )
 
     special = _recorded_special_tokens(recorded)

@@ -28,8 +28,8 @@ class ModelSource:
     """What to sample from: a folder of checkpoints (its latest is taken), one iter_ folder, or a
     Hugging Face folder; any training layout."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of its folder, or of a SentencePiece .model; derived: what the
-    checkpoint was trained with."""
+    """Path of a tokenizer.json, of its folder, of a SentencePiece .model, or, for a model that was
+    trained with one, of a vocabulary of tiktoken; derived: what the checkpoint was trained with."""
     tokenizer_hf_no_include_special_tokens: bool | None = None
     """Encode prompts without the special tokens that the tokenizer adds around a text, such as BOS;
     derived: as the texts were that the model was trained on; those of a Hugging Face folder as in

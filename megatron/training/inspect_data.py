@@ -20,6 +20,7 @@ from megatron.cli.flags import parse_command_line
 from megatron.cli.standard_streams import run_command
 from megatron.cli.tokenizers import (
     SpecialTokens,
+    TiktokenOptions,
     Tokenizer,
     TokenizerType,
     build_tokenizer,
@@ -45,7 +46,8 @@ class InspectConfig:
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer; derived: the one that wrote the files, if they say."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of its folder, or of a SentencePiece .model."""
+    """Path of a tokenizer.json, of its folder, of a SentencePiece .model, or of a vocabulary of
+    tiktoken."""
     vocab_size: int | None = None
     """Number of ids, for --tokenizer-type null."""
 
@@ -123,14 +125,17 @@ def _document(
 
 def _tokenizer(written: dict[str, Any], config: InspectConfig) -> Tokenizer | None:
     """Return the tokenizer that was asked for, or that wrote the files, if it is still there."""
+    tiktoken = TiktokenOptions.from_json(written.get("tiktoken"))
     if config.tokenizer_type or config.tokenizer_model:
         kind = config.tokenizer_type or guess_type(config.tokenizer_model)
-        return build_tokenizer(kind, model=config.tokenizer_model, vocab_size=config.vocab_size)
+        return build_tokenizer(
+            kind, model=config.tokenizer_model, vocab_size=config.vocab_size, tiktoken=tiktoken
+        )
     kind, model = written.get("type"), written.get("model")
     if kind is None or (model is not None and not Path(model).exists()):
         return None
     size = written["vocab_size"] - 1 if kind == "null" else None
-    tokenizer = build_tokenizer(kind, model=model, vocab_size=size)
+    tokenizer = build_tokenizer(kind, model=model, vocab_size=size, tiktoken=tiktoken)
     return tokenizer if tokenizer.fingerprint == written.get("fingerprint") else None
 
 

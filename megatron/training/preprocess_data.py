@@ -22,7 +22,7 @@ from typing import Any
 from megatron.cli.errors import run_entry_point
 from megatron.cli.flags import parse_command_line
 from megatron.cli.standard_streams import run_command
-from megatron.cli.tokenizers import Tokenizer
+from megatron.cli.tokenizers import Tokenizer, tiktoken_record
 from megatron.core.datasets.indexed_dataset import Written
 from megatron.training.data.documents import (
     BLOCK_BYTES,
@@ -50,6 +50,7 @@ _WITHOUT_EFFECT = (
     "tokenizer_model",
     "merge_file",
     "tokenizer_hf_no_include_special_tokens",  # what it adds counts, not what was asked for
+    "tiktoken",  # part of the fingerprint
 )
 
 
@@ -209,6 +210,7 @@ def _descriptions(encoder: Encoder, output: Output) -> list[dict[str, Any] | Non
                     "vocab_size": tokenizer.vocab_size,
                     "eod": tokenizer.eod,
                     "special_tokens": tokenizer.special_tokens.to_json(),
+                    **tiktoken_record(tokenizer),
                 },
                 dtype=dtype,
                 append_eod=config.append_eod,

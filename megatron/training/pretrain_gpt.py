@@ -92,16 +92,19 @@ def read_run(argv: Sequence[str], launch: Launch, *, program: Program = PRETRAIN
         replaced=program.replaced,
         no_effect=MEGATRON_FLAGS,
     )
-    from megatron.training.config.check import check
+    from megatron.training.config.check import check, without_effect
 
     config, overridden = with_checkpoint_schedule(line.config, launch.world_size)
     problems = list(program.problems(config)) or check(config, launch.world_size)
     problems = problems or check_experiments(config.experiments)
     if problems:
         raise ValueError("; ".join(problems))
-    for note in (*line.notes, *overridden) if launch.rank == 0 else ():
-        print(f"{program.name}: {note}", file=sys.stderr, flush=True)
     run = resolve(config, launch.world_size)
+    unused = without_effect(run.config)
+    if unused and line.invocation.strict_flags:
+        raise ValueError(f"--strict-flags: {'; '.join(unused)}")
+    for note in (*line.notes, *unused, *overridden) if launch.rank == 0 else ():
+        print(f"{program.name}: {note}", file=sys.stderr, flush=True)
     notes = {
         "processes": f"{run.world_size}, data parallel size {run.data_parallel_size}",
         "microbatches per step": str(run.num_microbatches),

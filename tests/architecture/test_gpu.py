@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 #: What such a machine does not have.
 ABSENT = (
     "xxhash tyro rich yaml hypothesis xdist pytest_timeout tensorboard matplotlib pyarrow "
-    "sentencepiece wandb mlflow"
+    "sentencepiece tiktoken wandb mlflow"
 )
 HIDE = """
 import sys

@@ -41,6 +41,7 @@ EXTRAS = (
     "matplotlib",
     "pyarrow",
     "sentencepiece",
+    "tiktoken",
     "jinja2",
 )
 IMPORT_ALL = f"""

@@ -41,6 +41,7 @@ from tests.support.hostile_files import (
     spoiled_words,
     spoiled_yaml,
 )
+from tests.support.tiktoken_files import write_ranks, write_vocabulary
 
 #: A reader takes the folder and returns an exit code.
 Reader = Callable[[Path], int]
@@ -284,6 +285,23 @@ KINDS: dict[str, Kind] = {
         ),
         text=spoiled_words,
     ),
+    **{
+        f"tiktoken {name}": Kind(
+            base="text",
+            file=file,
+            readers=(
+                prepare(
+                    *("--input", "@/text.jsonl", "--tokenizer-type", "tiktoken"),
+                    *("--tokenizer-model", f"@/{file}"),
+                ),
+            ),
+            text=change,
+        )
+        for name, file, change in (
+            ("vocabulary", "tiktoken.json", spoiled_json),
+            ("ranks", "ranks.tiktoken", spoiled_lines),
+        )
+    },
     "token index": Kind(
         base="data",
         file="data.idx",
@@ -535,6 +553,8 @@ def _make_text(folder: Path) -> None:
         minloglevel=2,
     )
     (folder / "sentencepiece.model").write_bytes(model.getvalue())
+    write_vocabulary(folder / "tiktoken.json")
+    write_ranks(folder / "ranks.tiktoken")
 
 
 def _make_interrupted(folder: Path, *, at: str) -> None:

@@ -66,6 +66,7 @@ _MAMBA = (
     "--mamba-num-groups 2"
 )
 _AVERAGE = "--experiment weight_average"
+_TIKTOKEN = "--tokenizer-type tiktoken --tokenizer-model {ranks}"
 _GROUPED = "--group-query-attention --num-query-groups"
 
 EFFECTS: dict[str, Effect] = {
@@ -172,6 +173,9 @@ EFFECTS: dict[str, Effect] = {
     "tokenizer-hf-no-include-special-tokens": Effect(
         "parts", base="--tokenizer-model {bos}", without="--vocab-size"
     ),
+    "tiktoken-pattern": Effect("parts", "v1", "v2", _TIKTOKEN, "--vocab-size"),
+    "tiktoken-num-special-tokens": Effect("parts", "", "5", _TIKTOKEN, "--vocab-size"),
+    "tiktoken-special-tokens": Effect("parts", "a b", "b </s>", _TIKTOKEN, "--vocab-size"),
     "merge-file": Effect("refusal", "", "{tokenizer}"),
     "tokenizer-model": Effect("parts", "{tokenizer}", "{tokenizer2}", without="--vocab-size"),
     "vocab-size": Effect("plan", "61", "62"),

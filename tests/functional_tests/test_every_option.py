@@ -23,6 +23,7 @@ from tests.functional_tests.option_effects import EFFECTS, Effect
 from tests.functional_tests.small_run import flags, run_here, write_tokens
 from tests.support.arguments import last_wins
 from tests.support.llama_tokenizer import write_llama_tokenizer
+from tests.support.tiktoken_files import write_ranks
 
 OPTIONS = {option.name: option for option in options(Config)}
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
@@ -70,6 +71,7 @@ def places(tmp_path_factory) -> dict[str, str]:
         found[f"tokenizer{end}"] = str(model)
     write_llama_tokenizer(root / "bos")
     found["bos"] = str(root / "bos")
+    found["ranks"] = str(write_ranks(root / "ranks.tiktoken"))
     found["hf"] = str(write_hugging_face(root / "hf"))
     assert run_here(flags(Path(found["data"]), f"{SHORT} --save {root / 'saved'}")) == 0
     shutil.copytree(root / "saved", root / "damaged")

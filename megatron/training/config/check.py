@@ -396,7 +396,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 def _vocabulary(config: Config) -> Iterator[str]:
     tokenizer = config.tokenizer
-    files = {"hf": "a tokenizer.json", "sentencepiece": "a .model"}
+    files = {"hf": "a tokenizer.json", "sentencepiece": "a .model", "tiktoken": "a .tiktoken"}
     if tokenizer.tokenizer_type in files and tokenizer.tokenizer_model is None:
         yield (
             f"--tokenizer-type {tokenizer.tokenizer_type} needs --tokenizer-model: name "
@@ -407,6 +407,37 @@ def _vocabulary(config: Config) -> Iterator[str]:
 
         if problem := merge_file_problem(tokenizer.tokenizer_model, tokenizer.merge_file):
             yield problem
+    if _tiktoken_flags(config):
+        from megatron.cli.tokenizers import TiktokenOptions
+
+        try:
+            TiktokenOptions(
+                pattern=tokenizer.tiktoken_pattern,
+                num_special_tokens=tokenizer.tiktoken_num_special_tokens,
+                special_tokens=tokenizer.tiktoken_special_tokens,
+            )
+        except ValueError as error:
+            yield str(error)
+
+
+def _tiktoken_flags(config: Config) -> list[str]:
+    """Return the flags of tiktoken that are given."""
+    names = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
+    given = vars(config.tokenizer)
+    return [f"--{name.replace('_', '-')}" for name in names if given[name] is not None]
+
+
+def without_effect(config: Config) -> list[str]:
+    """Return a line for each group of options that is given and, as others are, does nothing.
+
+    Args:
+        config: resolved.
+    """
+    kind, unused = config.tokenizer.tokenizer_type, _tiktoken_flags(config)
+    if not unused or kind == "tiktoken":
+        return []
+    said = "no tokenizer is given" if kind is None else f"--tokenizer-type is {kind}"
+    return [f"no effect here: {' '.join(unused)} ({said}, not tiktoken)"]
 
 
 def _weight_decay(config: Config) -> Iterator[str]:

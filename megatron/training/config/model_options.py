@@ -324,17 +324,26 @@ class PositionConfig:
 class TokenizerConfig:
     """Tokenizer and vocabulary."""
 
-    tokenizer_type: Literal["hf", "sentencepiece", "byte", "null"] | None = None
-    """Kind of tokenizer; derived: when --tokenizer-model is given, sentencepiece for a .model, else
-    hf."""
+    tokenizer_type: Literal["hf", "sentencepiece", "tiktoken", "byte", "null"] | None = None
+    """Kind of tokenizer; derived: when --tokenizer-model is given, sentencepiece for a .model,
+    tiktoken for a .tiktoken, else hf."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, or of a SentencePiece
-    .model."""
+    """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, of a SentencePiece
+    .model, or of a vocabulary of tiktoken: Megatron's JSON, or ranks by line."""
     merge_file: str | None = None
     """Merges of a vocab.json, which must be beside it: gpt2-merges.txt beside gpt2-vocab.json."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """The token files hold no special tokens that the tokenizer adds around a text, such as BOS,
     and prompts get none."""
+    tiktoken_pattern: Literal["v1", "v2", "llama3"] | None = None
+    """Where --tokenizer-type tiktoken cuts texts before it merges; derived: v2 for Megatron's JSON,
+    llama3, which is GPT-4's too, for ranks by line."""
+    tiktoken_num_special_tokens: int | None = None
+    """Ids that --tokenizer-type tiktoken keeps for special tokens, in front of the ranks of
+    Megatron's JSON, after ranks by line; derived: 1000, or as many as are named."""
+    tiktoken_special_tokens: tuple[str, ...] | None = None
+    """Names of the first of these ids; derived: unk, s, /s, mask, pad, cls and sep in <> for
+    Megatron's JSON, none for ranks by line."""
     vocab_size: int | None = None
     """Size of the vocabulary, in tokens, before padding; derived: the tokenizer's."""
     make_vocab_size_divisible_by: int = 128

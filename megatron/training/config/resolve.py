@@ -7,8 +7,10 @@ have found nothing.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.division import Division
@@ -199,8 +201,10 @@ def _parallel(config: Config) -> ParallelConfig:
 
 def _tokenizer(tokenizer: TokenizerConfig) -> TokenizerConfig:
     if tokenizer.tokenizer_type is None and tokenizer.tokenizer_model is not None:
-        kind = "sentencepiece" if tokenizer.tokenizer_model.endswith(".model") else "hf"
-        return replace(tokenizer, tokenizer_type=kind)
+        kinds: dict[str, Literal["sentencepiece", "tiktoken"]]
+        kinds = {".model": "sentencepiece", ".tiktoken": "tiktoken"}
+        end = os.path.splitext(tokenizer.tokenizer_model)[1]
+        return replace(tokenizer, tokenizer_type=kinds.get(end, "hf"))
     return tokenizer
 
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.cli.tokenizers import SpecialTokens, build_tokenizer, guess_type
+from megatron.cli.tokenizers import (
+    SpecialTokens,
+    TiktokenOptions,
+    build_tokenizer,
+    guess_type,
+    tiktoken_record,
+)
 from megatron.core.untrusted_files import read_json
 from megatron.training.config import TokenizerConfig
 
@@ -112,12 +118,13 @@ def describe_files(prefix: str) -> dict[str, Any]:
 
 
 def _check(description: Mapping[str, Any]) -> None:
-    """Raise TypeError for a description with values that none has."""
+    """Raise TypeError or ValueError for a description with values that none has."""
     size, eod = description.get("vocab_size", 1), description.get("eod")
     if type(size) is not int or not 0 < size <= MAX_VOCABULARY:
         raise TypeError("vocab_size")
     if eod is not None and (type(eod) is not int or not 0 <= eod < size):
         raise TypeError("eod")
+    TiktokenOptions.from_json(description.get("tiktoken"))
     for name in ("type", "model", "fingerprint"):
         if not isinstance(description.get(name), str | None):
             raise TypeError(name)
@@ -134,6 +141,11 @@ def _from_options(config: TokenizerConfig) -> Vocabulary | None:
         model=config.tokenizer_model,
         vocab_size=config.vocab_size,
         add_special_tokens=not config.tokenizer_hf_no_include_special_tokens,
+        tiktoken=TiktokenOptions(
+            pattern=config.tiktoken_pattern,
+            num_special_tokens=config.tiktoken_num_special_tokens,
+            special_tokens=config.tiktoken_special_tokens,
+        ),
     )
     size = tokenizer.vocab_size
     if kind != "null" and config.vocab_size is not None:
@@ -154,6 +166,7 @@ def _from_options(config: TokenizerConfig) -> Vocabulary | None:
             "fingerprint": tokenizer.fingerprint,
             "eod": tokenizer.eod,
             "special_tokens": tokenizer.special_tokens.to_json(),
+            **tiktoken_record(tokenizer),
         },
     )
 
@@ -173,7 +186,7 @@ def _from_files(config: TokenizerConfig, written: Mapping[str, Mapping[str, Any]
         )
     first = known[0] if known else {}
     kind, model = first.get("type"), first.get("model")
-    if kind in ("hf", "sentencepiece") and model is None:
+    if kind in ("hf", "sentencepiece", "tiktoken") and model is None:
         kind = None  # written before the files said which one
     special = first.get("special_tokens")
     if config.tokenizer_hf_no_include_special_tokens:
@@ -189,5 +202,6 @@ def _from_files(config: TokenizerConfig, written: Mapping[str, Mapping[str, Any]
             "fingerprint": first.get("fingerprint"),
             "eod": first.get("eod"),
             "special_tokens": special,
+            **({"tiktoken": first["tiktoken"]} if "tiktoken" in first else {}),
         },
     )

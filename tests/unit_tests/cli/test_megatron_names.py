@@ -38,7 +38,7 @@ expert-model-parallel-size adam-beta1 adam-beta2 moe-router-topk moe-router-load
 use-checkpoint-args lr-warmup-samples no-load-optim moe-token-dispatcher-type
 auto-detect-ckpt-format overlap-grad-reduce overlap-param-gather moe-aux-loss-coeff
 distributed-timeout-minutes no-rope-fusion expert-tensor-parallel-size moe-router-dtype
-moe-grouped-gemm tiktoken-pattern num-workers norm-epsilon moe-ffn-hidden-size
+moe-grouped-gemm tokenizer-metadata num-workers norm-epsilon moe-ffn-hidden-size
 pretrained-checkpoint context-parallel-size moe-router-score-function exit-duration-in-mins
 calculate-per-token-loss train-samples moe-shared-expert-intermediate-size hybrid-layer-pattern
 ckpt-fully-parallel-save ckpt-fully-parallel-load finetune qk-layernorm
@@ -97,7 +97,7 @@ def test_a_whole_script_is_answered_in_one_line():
     script = (
         "--pipeline-model-parallel-size 1 --context-parallel-size=1 --transformer-impl "
         "transformer_engine --ckpt-format torch --attention-softmax-in-fp32 --vocab-extra-ids 1 "
-        "--tiktoken-pattern m --moe-router-dtype fp64 --num-layer 2 --recompute-modules mlp"
+        "--tokenizer-metadata m --moe-router-dtype fp64 --num-layer 2 --recompute-modules mlp"
     )
     with pytest.raises(ValueError) as caught:
         parse_command_line(
@@ -112,7 +112,7 @@ def test_a_whole_script_is_answered_in_one_line():
         "--transformer-impl is 'transformer_engine'",
         "--ckpt-format is 'torch'",
         "--vocab-extra-ids",
-        "--tiktoken-pattern",
+        "--tokenizer-metadata",
         "--moe-router-dtype is 'fp64'",
         "unknown flag --num-layer",
         "--recompute-modules",
@@ -135,7 +135,7 @@ def test_values_may_have_megatrons_names_and_are_shown_by_ours():
             assert vars(vars(got)[str(KNOWN[name].section)])[KNOWN[name].field] == ours
     assert our_value("tokenizer-type", "hf") == "hf"
     with pytest.raises(ValueError, match=r"use one of .*: save it as a tokenizer.json and take hf"):
-        small_config("--tokenizer-type TikTokenizer")
+        small_config("--tokenizer-type BertWordPieceCase")
 
 
 @pytest.mark.parametrize("text", ["127,0", "(127, 0)", "128"])

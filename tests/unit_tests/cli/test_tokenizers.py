@@ -235,7 +235,7 @@ def test_tokenizers_from_flags(bpe, tmp_path):
         ({"kind": "hf", "model": tmp_path / "broken.json"}, r"broken\.json is no tokenizer\.json"),
         ({"kind": "null"}, "needs --vocab-size"),
         ({"kind": "null", "vocab_size": 0}, "must be 1 or more"),
-        ({"kind": "bpe"}, "use one of hf, sentencepiece, byte, null"),
+        ({"kind": "bpe"}, "use one of hf, sentencepiece, tiktoken, byte, null"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_tokenizer(**arguments)

@@ -140,7 +140,7 @@ REFUSED = """
 --experimental-attention-variant dsa --linear-attention-freq 3 --dsa-indexer-topk 8
 --use-mup --apply-wd-to-qk-layernorm --no-weight-decay-cond-type qk_layernorm
 --lr-decay-tokens 8 --adam-decoupled --decrease-batch-size-if-needed --use-precision-aware-optimizer
---vocab-extra-ids 100 --tiktoken-pattern v2 --fim-data --fim-rate 0.5
+--vocab-extra-ids 100 --tokenizer-metadata a --fim-data --fim-rate 0.5
 --full-validation --skip-train --test-mode --data-sharding
 --create-attention-mask-in-dataloader --override-lr-scheduler
 --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --check-for-large-grads

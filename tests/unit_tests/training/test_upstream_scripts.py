@@ -21,7 +21,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--fp8-amax-history-len": "bf16",
         "--fp8-amax-compute-algo": "bf16",
         "--fp8-param-gather": "bf16",
-        "--tiktoken-pattern": "--tokenizer-model",
     },
     "train_mixtral_8x7b_distributed": {"--no-position-embedding": "--position-embedding-type"},
 }
@@ -41,7 +40,6 @@ REFUSED |= {
         "--window-attn-skip-freq": "--window-size",
         "--activation-func-clamp-value": "--swiglu",
         "--enable-gpt-oss": "--load-hf",
-        "--tiktoken-pattern": "--tokenizer-model",
         "--disable-bf16-reduced-precision-matmul": "--bf16",
         "--fp8-format": "bf16",
         "--fp8-param-gather": "bf16",

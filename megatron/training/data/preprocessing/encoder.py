@@ -99,6 +99,7 @@ class Encoder:
             model=config.tokenizer_model,
             vocab_size=config.vocab_size,
             add_special_tokens=not config.tokenizer_hf_no_include_special_tokens,
+            tiktoken=config.tiktoken.options,
         )
         if fingerprint not in (None, self.tokenizer.fingerprint):
             raise ValueError(f"the tokenizer {config.tokenizer_model} changed just now: start anew")

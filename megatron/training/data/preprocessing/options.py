@@ -6,8 +6,42 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron.cli.tokenizers import TokenizerType, guess_type, merge_file_problem
+from megatron.cli.tokenizers import (
+    TiktokenOptions,
+    TiktokenPattern,
+    TokenizerType,
+    guess_type,
+    merge_file_problem,
+)
 from megatron.training.data.documents import MAX_DOCUMENT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiktokenFlags:
+    """Options of --tokenizer-type tiktoken."""
+
+    tiktoken_pattern: TiktokenPattern | None = None
+    """Where --tokenizer-type tiktoken cuts texts before it merges; derived: v2 for Megatron's JSON,
+    llama3, which is GPT-4's too, for ranks by line."""
+    tiktoken_num_special_tokens: int | None = None
+    """Ids that --tokenizer-type tiktoken keeps for special tokens, in front of the ranks of
+    Megatron's JSON, after ranks by line; derived: 1000, or as many as are named."""
+    tiktoken_special_tokens: tuple[str, ...] | None = None
+    """Names of the first of these ids; derived: unk, s, /s, mask, pad, cls and sep in <> for
+    Megatron's JSON, none for ranks by line."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the file."""
+        _ = self.options
+
+    @property
+    def options(self) -> TiktokenOptions:
+        """Return them as the tokenizer takes them. Raises ValueError."""
+        return TiktokenOptions(
+            pattern=self.tiktoken_pattern,
+            num_special_tokens=self.tiktoken_num_special_tokens,
+            special_tokens=self.tiktoken_special_tokens,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +54,18 @@ class PreprocessConfig:
     output_prefix: str
     """Path of the data set to write, without .bin or .idx; what --data-path is given."""
     tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer: a Hugging Face tokenizer.json, a SentencePiece .model, UTF-8 bytes, or
-    numbers as they are; derived from --tokenizer-model."""
+    """Kind of tokenizer: a Hugging Face tokenizer.json, a SentencePiece .model, a vocabulary of
+    tiktoken, UTF-8 bytes, or numbers as they are; derived from --tokenizer-model."""
     tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, or of a SentencePiece
-    .model."""
+    """Path of a tokenizer.json, of a folder that holds one, of a vocab.json, of a SentencePiece
+    .model, or of a vocabulary of tiktoken: Megatron's JSON, or ranks by line."""
     merge_file: str | None = None
     """Merges of a vocab.json, which must be beside it: gpt2-merges.txt beside gpt2-vocab.json."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """Encode texts without the special tokens that the tokenizer adds around them, such as BOS."""
+    tiktoken: TiktokenFlags = TiktokenFlags()
     vocab_size: int | None = None
-    """Number of ids, for --tokenizer-type null."""
+    """Number of ids, for --tokenizer-type null; most ids, for tiktoken."""
     json_keys: tuple[str, ...] = ("text",)
     """Key or column that holds the document; several write PREFIX_KEY.bin and .idx each."""
     append_eod: bool = False
@@ -70,8 +105,13 @@ class PreprocessConfig:
             problems.append(f"--tokenizer-type {kind} takes no --tokenizer-model")
         if problem := merge_file_problem(self.tokenizer_model, self.merge_file):
             problems.append(problem)
-        if self.vocab_size is not None and kind != "null":
-            problems.append("--vocab-size is for --tokenizer-type null")
+        if self.vocab_size is not None and kind not in ("null", "tiktoken"):
+            problems.append("--vocab-size is for --tokenizer-type null or tiktoken")
+        if kind != "tiktoken":
+            given = (name for name, value in vars(self.tiktoken).items() if value is not None)
+            problems += [
+                f"--{name.replace('_', '-')} is for --tokenizer-type tiktoken" for name in given
+            ]
         if self.chat and self.append_eod:
             problems.append("--append-eod is not for --chat: the template ends a conversation")
         if not self.chat and self.chat_template is not None:

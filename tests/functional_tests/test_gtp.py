@@ -9,11 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.comm import CollectiveRecord
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import pretrain_gpt
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.preprocess_data import preprocess
 from megatron.training.quickstart import build_corpus
-from tests.functional_tests.small_run import flags, losses, run_on, write_tokens
+from tests.functional_tests.small_run import (
+    digests,
+    flags,
+    losses,
+    rank_process,
+    run_on,
+    running,
+    timeless,
+    write_tokens,
+)
 from tests.functional_tests.torchrun_job import torchrun
 
 TP, SHARDS = "--tensor-model-parallel-size", "--tensor-parallel-num-weight-shards"
@@ -96,6 +107,49 @@ def test_experts_have_weight_shards_of_their_own(tmp_path):
     assert found.keys() == expected.keys()
     for iteration, loss in found.items():
         assert loss == pytest.approx(expected[iteration], rel=1e-6), iteration
+
+
+def traced_process(rank: int, world: int, port: int, argv: list[str]) -> None:
+    """Be one rank of a run that writes down its collectives, next to its metrics."""
+    metrics = Path(argv[argv.index("--metrics-file") + 1])
+    create = ProcessGroupCollection.create
+
+    def traced(*given: object, **more: object) -> ProcessGroupCollection:
+        groups = create(*given, **more)  # type: ignore[arg-type]
+        lines = metrics.with_name(f"trace{rank}").open("w", buffering=1)
+
+        def note(record: CollectiveRecord) -> None:
+            lines.write(f"{record}\n")
+
+        groups.observers.append(note)
+        return groups
+
+    ProcessGroupCollection.create = staticmethod(traced)  # type: ignore[method-assign]
+    rank_process(rank, world, port, argv)
+
+
+@pytest.mark.timeout(200)
+def test_flags_that_shard_nothing_change_nothing(tmp_path):
+    """Explicit counts of one shard a tp or etp rank: the same bits, the same collectives."""
+    prefix = write_tokens(tmp_path / "tokens")
+    layout = (
+        f"{TP} 2 --num-experts 4 --moe-ffn-hidden-size 40 --eval-interval 0 --train-iters 3 "
+        f"--expert-tensor-parallel-size 1 {STRATEGY} optim"
+    )
+    found = []
+    for folder, shards in (("plain", ""), ("explicit", f"{SHARDS} 2 {EXPERT_SHARDS} 1")):
+        save = tmp_path / folder
+        metrics = f"--metrics-file {save / 'metrics.jsonl'} --save {save}"
+        argv = flags(prefix, f"{layout} {metrics} {shards}")
+        save.mkdir()
+        with running(4, argv, process=traced_process) as ranks:
+            outcomes = ranks.outcomes(timeout=100)
+            assert all(o.exit_code == 0 for o in outcomes), [ranks.log(rank) for rank in range(4)]
+        traces = [(save / f"trace{rank}").read_text() for rank in range(4)]
+        assert all(text.count("reduce_scatter") > 3 for text in traces)
+        found.append((timeless(save / "metrics.jsonl"), digests(save / "iter_0000003"), traces))
+    assert found[0] == found[1]
+    assert "gtp" not in "".join(found[0][2])
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,10 @@ OPTIMIZER_ROWS = {
         tp=1, dp=4, optimizer="muon", placement="optim_grads_params", instances=2, outer="optim",
         granularity="weight", link="late", tied=True,
     ),
+    "muon, weights over gtp": row_with(
+        tp=1, gtp=2, dp=2, optimizer="muon", placement="optim", groups=1, bias="qkv",
+        mixer="delta", experts="softmax", egtp=4,
+    ),
 }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.data_parallel import GradientBlock, GradientBucket
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Arena, Gatherer
-from tests.support.gatherers import gatherer_of
 from tests.support.simulated_links import simulated
 from tests.support.stream_order import OrderedStream, OrderError, StreamOrder
 from tests.unit_tests.core.distributed.engine_steps import train, update
@@ -25,6 +24,7 @@ LATER = {"fsdp_all_gather_in_start_param_sync": False}
 STEPS = 4
 FLAT = RankGrid(world_size=2)
 HYBRID = RankGrid(world_size=4, instances=2)
+GTP = RankGrid(world_size=4, gtp=2)
 
 
 class Handle:
@@ -88,14 +88,18 @@ def steps(
         ("optim_grads_params", {"grid": HYBRID, **WIDE}),
         ("optim_grads_params", {"grid": HYBRID, "outer": "optim"}),
         ("optim_grads_params", {"grid": HYBRID, "outer": "optim", **LATER}),
+        ("no_shard", {"grid": GTP}),
+        ("optim", {"grid": GTP, "gather_format": "mxfp8", **WIDE}),
+        ("optim_grads", {"grid": GTP, **LATER}),
     ],
 )
 def test_uses_of_memory_are_in_order(strategy: str, settings: dict):
     order, engine = steps(**settings, strategy=strategy)
-    assert order.count >= STEPS * len(engine.buckets)
+    blocks = sum(len(entry.blocks) for entry in engine.buckets)
+    assert order.count >= STEPS * blocks
     assert order.crossings > order.count
-    assert engine.launched_in_backward == len(engine.buckets)
-    assert gatherer_of(engine) is None or gatherer_of(engine).counts.prefetched > 0
+    assert engine.launched_in_backward == blocks
+    assert all(gatherer.counts.prefetched > 0 for gatherer in engine.gatherers)
 
 
 @pytest.mark.parametrize(

@@ -340,8 +340,8 @@ def _transient_over_gtp(
 ) -> tuple[int, int]:
     """Return the most bytes of gathered weights over gtp and of their gradients being reduced.
 
-    Two weights, one in use and the next, and `ahead`, with what arrives if they are gathered in
-    another format; the gradients of a weight and as many bytes
+    The two largest weights, which one in use and the next are at most, and `ahead`, with what
+    arrives if they are gathered in another format; the gradients of a weight and as many bytes
     that are being reduced, and those of each one that is used several times between its uses; of
     gradients sharded over the replicas too, the shards of a bucket and of the one being reduced.
     """

@@ -34,6 +34,7 @@ after the release shows in the loss, and autograd refuses a saved view.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,7 +50,7 @@ from megatron.core.comm.collectives import (
 from megatron.core.device import Event, Stream, current_stream, new_event, new_stream, on_stream
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather.bucket import Block, Bucket
-from megatron.core.weight_gather.plan import GatherPlan, Trace, compile_plan
+from megatron.core.weight_gather.plan import GatherPlan, Trace, bytes_of_neighbours, compile_plan
 from megatron.core.weight_gather.wire import shard_amax
 
 #: A size class is at most 1/64 above what was asked for, and a multiple of so many elements.
@@ -266,7 +267,8 @@ class Gatherer:
     Attributes:
         blocks: by their number in plans and traces.
         budget: bytes that leased weights may take: two units, the weights outside units, `ahead`;
-            two weights and `ahead` where each is gathered by itself over gtp.
+            where each weight is gathered by itself over gtp, two neighbours in the order of use and
+            `ahead`.
         counts: see `GatherCounts`.
     """
 
@@ -472,6 +474,9 @@ class Gatherer:
         if not any(self._traces[name] for name in program):
             return None
         if program not in self._plans:
+            if self.leases and self.prefetch and all(b.gtp for b in self.buckets.values()):
+                most = bytes_of_neighbours(self._traces, program, sizes=self.sizes)
+                self.budget = max(self.budget, most + self.ahead)
             self._plans[program] = compile_plan(
                 self._traces,
                 program,
@@ -657,12 +662,15 @@ def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
     """Return the bytes that gathered weights need at a time, of the buckets that ranks share.
 
     The blocks outside units and one unit, its dense weights and its experts, which it needs in
-    turn; of weights sharded over gtp the largest one. With `prefetch` another unit or weight.
+    turn; of weights sharded over gtp the largest one. With `prefetch` another unit, or of weights
+    over gtp the largest two that are stored one after the other, as long as no order of use is
+    known.
     """
     shared = [bucket for bucket in buckets if not bucket.alone]
     if all(bucket.gtp for bucket in shared):
-        sizes = sorted(gathered_bytes(block) for bucket in shared for block in bucket.blocks)
-        return sum(sizes[-1 - prefetch :])
+        sizes = [gathered_bytes(block) for bucket in shared for block in bucket.blocks]
+        pairs = [a + b for a, b in itertools.pairwise(sizes)] if prefetch else []
+        return max([*sizes, *pairs], default=0)
     root = 0
     largest = {False: 0, True: 0}
     for bucket in shared:

@@ -99,6 +99,15 @@ def compile_plan(
     return GatherPlan(consumes, prologue, residents.peak_bytes, residents.gathers)
 
 
+def bytes_of_neighbours(
+    traces: Mapping[str, Trace], program: Sequence[str], *, sizes: Sequence[int]
+) -> int:
+    """Return the most bytes of two blocks that a program needs one after the other: a budget under
+    which every gather can start while the block before it is in use."""
+    found = [sizes[block] for block in _needs(traces, program, sizes)]
+    return max((a + b for a, b in itertools.pairwise(found)), default=sum(found))
+
+
 def check_plan(plan: GatherPlan, *, sizes: Sequence[int], budget: int) -> list[str]:
     """Replay a plan and list everything that is wrong with it; empty if it is fine.
 

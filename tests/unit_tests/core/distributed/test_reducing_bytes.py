@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
@@ -47,7 +49,11 @@ def over_gtp(rank: int, world: int) -> None:
         over = 4 * sum(size.numel // 2 for size in sizes if size.gtp)
         owned = sum(b.gradients.nbytes for b in engine.buckets if b.bucket.gtp)
         assert owned == over if strategy == "no_shard" else owned == over // 2
-        assert leased.arena.peak_bytes == formula.gathered == leased.budget
+        # The most are the matrices of an MLP, one of which is twice the other.
+        neighbours = [4 * a + 4 * b for a, b in itertools.pairwise(
+            block.numel for size in sizes if size.gtp for block in size.blocks)]  # fmt: skip
+        assert leased.arena.peak_bytes == leased.budget == max(neighbours)
+        assert leased.budget < formula.gathered < 1.5 * leased.budget
         peak = engine.arena.peak_bytes
         # The formula adds the peaks of both kinds of buckets, which wide sums reach in turn.
         least = 0.4 if more else 0.6

@@ -10,7 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.weight_gather.plan import Consume, GatherPlan, check_plan, compile_plan
+from megatron.core.weight_gather.plan import (
+    Consume,
+    GatherPlan,
+    bytes_of_neighbours,
+    check_plan,
+    compile_plan,
+)
 
 UNLIMITED = 10**12
 
@@ -171,6 +177,21 @@ def test_prefetch_of_the_next_block_is_never_late_with_room_for_any_two():
         plan = compile_plan(**case)
         for consume in plan.consumes:
             assert consume.block not in consume.issue, case
+
+
+def test_prefetch_of_the_next_block_is_never_late_with_room_for_neighbours():
+    rng = random.Random(7)
+    less_is_late = 0
+    for _ in range(300):
+        case = random_case(rng) | {"prefetch": True, "ahead": 0}
+        given = {name: case[name] for name in ("traces", "program", "sizes")}
+        room = bytes_of_neighbours(**given)
+        for budget in (room, max(0, room - 1)):
+            plan = compile_plan(**case | {"budget": budget})
+            late = any(consume.block in consume.issue for consume in plan.consumes)
+            assert not late or budget < room, case
+            less_is_late += late
+    assert less_is_late > 100
 
 
 def fewest_gathers(needs: list[int], slots: int) -> int:

@@ -133,6 +133,8 @@ def _expert_blocks(config: Config) -> Iterator[str]:
     block = {"mxfp8": 32, "nvfp4": 16}.get(form)
     if block is None or experts.num_experts is None or config.parallel.expert_gtp_size == 1:
         return
+    if config.data_parallel.strategy == "optim_grads_params":
+        return  # the format has no effect, which is said already
     etp = config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
     width = experts.moe_ffn_hidden_size or config.model.inner_features
     for rows, name in (
@@ -203,7 +205,7 @@ def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
         data_parallel_size=size,
         bf16=config.training.bf16,
         context_size=config.parallel.context_parallel_size,
-        over_gtp=config.parallel.gtp_size * config.parallel.expert_gtp_size > 1,
+        over_gtp=config.parallel.asks_for_gtp,
     )
 
 

@@ -393,6 +393,15 @@ class ParallelConfig:
         return (self.tensor_parallel_num_weight_shards or tp) // tp
 
     @property
+    def asks_for_gtp(self) -> bool:
+        """Whether there are to be more shards than tensor parallel ranks, if only of experts, and
+        be it a number that cannot be."""
+        tp = self.tensor_model_parallel_size
+        etp = self.expert_tensor_parallel_size or tp
+        experts = self.expert_tensor_parallel_num_weight_shards or etp
+        return (self.tensor_parallel_num_weight_shards or tp) > tp or experts > etp
+
+    @property
     def expert_gtp_size(self) -> int:
         """The same of a rank's part of an expert's matrix."""
         etp = self.expert_tensor_parallel_size or self.tensor_model_parallel_size

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models whose matrices are sharded over gtp: saved on one layout, loaded on others and on
+one process, bit for bit, with the state of the optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import (
+    Coordinator,
+    Solo,
+    StoreCoordinator,
+    TensorChunk,
+    load_checkpoint,
+    optimizer_chunks,
+    read_manifest,
+    save_checkpoint,
+    weight_chunks,
+)
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.parity.rows import row_with
+from tests.parity.training import gpt_config
+from tests.support.inputs import generator
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.layouts import poison, same_bits
+
+#: Gated and biased, tied, a recurrent mixer with fused projections.
+MODEL = row_with(tied=True, bias="all", mixer="delta")
+#: Grids of four ranks and what the engine does; whole blocks of a format pad a shard by 28 rows.
+LAYOUTS: tuple[tuple[dict[str, int], dict[str, object]], ...] = (
+    ({"gtp": 2}, {"strategy": "optim", "gather_format": "mxfp8"}),
+    ({"tp": 2, "gtp": 2}, {"strategy": "no_shard"}),
+    ({"gtp": 4}, {"strategy": "no_shard", "gather_format": "nvfp4"}),
+)
+
+
+def chunks_of(groups: ProcessGroupCollection, parallel: dict[str, object]) -> list[TensorChunk]:
+    """Build a bf16 model; return its weights, their fp32 masters and their momentum."""
+    config = DataParallelConfig(**parallel)  # type: ignore[arg-type]
+    storage = config.storage(bucket_bytes=9000)
+    model = GPTModel(gpt_config(MODEL), groups, dtype=torch.bfloat16, storage=storage)
+    engine = DataParallel(model.store, groups, config=config)
+    sgd = OptimizerConfig(kind="sgd", sgd_momentum=0.5)
+    optimizer = Optimizer(engine.owned(), groups, config=sgd)
+    assert any(b.gtp for b in model.store.buckets) == (groups["gtp"].size > 1)
+    return weight_chunks(model.store) + optimizer_chunks(optimizer)
+
+
+def logical(chunk: TensorChunk) -> torch.Tensor:
+    """Return what the part of a tensor that a chunk holds is to be."""
+    assert len(chunk.shape) == len(chunk.offsets) == chunk.tensor.dim()
+    values = torch.randn(chunk.shape, generator=generator(4, *chunk.name.encode()))
+    places = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+    return values[tuple(slice(at, at + size) for at, size in places)].to(chunk.tensor.dtype)
+
+
+def compare(chunks: list[TensorChunk], folder: Path, coordinator: Coordinator) -> int:
+    """Load into memory that held something else; return the number of elements compared."""
+    for chunk in chunks:
+        chunk.tensor.copy_(poison(tuple(chunk.tensor.shape), chunk.tensor.dtype))
+    load_checkpoint(folder, chunks, coordinator=coordinator)
+    for chunk in chunks:
+        assert same_bits(chunk.tensor.contiguous(), logical(chunk)), chunk
+    return sum(chunk.tensor.numel() for chunk in chunks)
+
+
+def on_layouts(rank: int, world: int, root: str) -> None:
+    """Save on every layout, and load on each what the next one has saved."""
+    torch.set_num_threads(1)
+    store = dist.distributed_c10d._get_default_store()
+    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=20)
+    made = []
+    for number, (degrees, parallel) in enumerate(LAYOUTS):
+        groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
+        made.append(chunks_of(groups, parallel))
+        for chunk in made[-1]:
+            chunk.tensor.copy_(logical(chunk))
+        save_checkpoint(root, number, made[-1], {}, coordinator=coordinator)
+    for number, chunks in enumerate(made):
+        folder = Path(root, f"iter_{(number + 1) % len(LAYOUTS):07d}")
+        assert compare(chunks, folder, coordinator) > 0
+
+
+def test_what_gtp_saves_loads_on_any_layout(tmp_path: Path):
+    run_ranks(on_layouts, 4, str(tmp_path))
+    alone = chunks_of(ProcessGroupCollection.single(), {})
+    numel = sum(chunk.tensor.numel() for chunk in alone)
+    for number in range(len(LAYOUTS)):
+        folder = tmp_path / f"iter_{number:07d}"
+        assert compare(alone, folder, Solo()) == numel
+        tensors = read_manifest(folder).tensors
+        assert tensors.keys() == {chunk.name for chunk in alone}
+        stored = [chunk.box.numel for one in tensors.values() for chunk in one.chunks]
+        assert sum(stored) == numel, "every element once"

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import latest_checkpoint
+from megatron.inference.generate import main as generate
 from megatron.training import pretrain_gpt
-from tests.functional_tests.small_run import losses, write_tokens
+from megatron.training.preprocess_data import _main as preprocess
+from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
 from tests.functional_tests.torchrun_job import torchrun
 from tests.support.hf_converter import checkpoint_model, convert, tensors
 from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_folder
 from tests.support.inputs import generator, one_thread
+from tests.support.tiktoken_files import TEXTS, TOKENS, write_vocabulary
 from tests.unit_tests.training.test_megatron_flags import TWELVE
 from tests.unit_tests.training.test_upstream_scripts import REFUSED, flags_of
 
@@ -104,3 +107,31 @@ def test_a_script_prints_its_configuration(
     assert pretrain_gpt.main([*words, "--print-config"], launch) == 0
     printed = capsys.readouterr().out.replace('"', "").splitlines()
     assert set(expected.split("|")) <= set(printed)
+
+
+def test_a_tiktoken_vocabulary_goes_from_text_to_continuations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocabulary, data = write_vocabulary(tmp_path / "vocab.json"), tmp_path / "data"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": " ".join(TEXTS * 9)}) + "\n")
+    kind = (
+        f"--tokenizer-type TikTokenizer --tokenizer-model {vocabulary} --tiktoken-pattern v1 "
+        "--tiktoken-num-special-tokens 12"
+    )
+    preprocess(f"--input {tmp_path}/a.jsonl --output-prefix {data} --append-eod {kind}".split())
+    saved = f"{tmp_path}/saved"
+    words = "--lr-warmup-iters 0 --eval-interval 0 --split 100"
+    first = f"{words} {kind} --train-iters 2 --save {saved}"
+    assert run_here(flags(data, first, without=("--vocab-size",))) == 0
+    # A checkpoint says how to make the tokenizer again, for a run that gives none too.
+    more = f"{words} --load {saved} --use-checkpoint-args --train-iters 3 --save {tmp_path}/more"
+    assert run_here(flags(data, more, without=("--vocab-size",))) == 0
+    capsys.readouterr()
+    wanted = f"{tmp_path}/out.json"
+    words = "--prompt the --max-new-tokens 3 --temperature 0 --output-json"
+    assert generate([*f"--load {saved} {words}".split(), wanted], {}) == 0
+    (found,) = json.loads(Path(wanted).read_text())
+    assert found["prompt_ids"] == [12 + TOKENS.index(b"the")]
+    vocabulary.write_text("[]")
+    assert generate([*f"--load {saved} {words}".split(), wanted], {}) == 2
+    assert "vocab.json is no vocabulary of tiktoken" in capsys.readouterr().err

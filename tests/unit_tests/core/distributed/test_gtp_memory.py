@@ -185,11 +185,12 @@ def test_live_bytes_are_those_of_the_formulas():
         assert found[OTHERS] <= 0.01 * found["formula"] + PERMANENT, found
 
 
-@pytest.mark.parametrize("name", LLAMA)
-def test_gathered_weights_take_less_than_half_of_a_buffer_per_shape(name: str):
+@pytest.mark.parametrize(("name", "tp"), [("8B", 1), ("70B", 1), ("70B", 4)])
+def test_gathered_weights_take_less_than_half_of_a_buffer_per_shape(name: str, tp: int):
     """Megatron-LM keeps a buffer of every shape, two where neighbours share one: embedding and head
     are neighbours, on the chain that they are alone on (its pull request #6207)."""
-    model, engine = llama(name, groups_of(RankGrid(world_size=8, gtp=8)), layers=3)
+    groups = groups_of(RankGrid(world_size=8 * tp, tp=tp, gtp=8))
+    model, engine = llama(name, groups, layers=3)
     gatherer = engine.gatherers[0]
     ids = torch.zeros(1, 4, dtype=torch.int64, device=META)
     for _ in range(2):

@@ -431,11 +431,14 @@ class Gatherer:
             first = plan.prologue
         else:  # what was declared first and is not here
             first = tuple(b.index for b in reversed(self.blocks) if not b.current)[:1]
+        # A block waits for the gather of its bucket over the outer ranks: where that starts here,
+        # the block's own gather is left to the next step, of several blocks of the bucket as well.
+        stale = frozenset(self._outer_stale)
         for index in first:
             bucket = self.blocks[index].bucket
             if bucket.index in self._outer_stale:
                 self._gather_outer(bucket)
-            else:
+            elif bucket.index not in stale:
                 self._start((index,))
 
     def gather_all(self) -> None:

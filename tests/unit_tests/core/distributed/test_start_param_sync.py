@@ -109,6 +109,30 @@ def test_true_under_hybrid_sharding_starts_inner_or_outer_gathers(outer: str):
     run_ranks(enabled, 4, 2, outer)
 
 
+def over_gtp(rank: int, world: int) -> None:
+    """Replicas' parts of the first bucket come first: its weights wait for them in the step."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
+    reference = Reference(world)
+    config = {"strategy": "optim", "bucket_bytes": 10**6, "overlap_param_gather": True}
+    _, engine = ready_to_sync(groups, reference, **config)
+    gatherer = engine.gatherers[0]
+    prologue = [gatherer.blocks[index] for index in gatherer.planned.prologue]
+    assert len(prologue) == 2
+    assert len({block.bucket.index for block in prologue}) == 1, "several weights of one bucket"
+    link = Counted()
+    with simulated(groups, link), trace(groups) as records:
+        engine.start_param_sync()
+    over = [r.group for r in records if r.bytes == 4 * prologue[0].bucket.numel // 2]
+    assert over == ["dp_cp"]
+    assert "gtp_gather" not in {r.group for r in records}
+    assert link.waited == 0
+    assert_weights(engine, reference.weights)
+
+
+def test_of_weights_over_gtp_the_replicas_parts_start():
+    run_ranks(over_gtp, 4)
+
+
 def disabled(rank: int, world: int) -> None:
     """False: no collective from the end of the step to the first forward, then all of them."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)

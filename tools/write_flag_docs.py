@@ -15,7 +15,7 @@ from megatron.cli.megatron_names import ALIASES, VALUE_NAMES, answered, answered
 from megatron.cli.no_effect import KINDS
 from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
-from megatron.inference.config import GenerateConfig
+from megatron.inference.config import BenchConfig, GenerateConfig
 from megatron.training.checkpoints.options import (
     CompareConfig,
     ConvertConfig,
@@ -101,6 +101,7 @@ PROGRAMS: Mapping[str, type] = types.MappingProxyType(
         "megatron.training.checkpoint compare": CompareConfig,
         "megatron.training.checkpoint convert": ConvertConfig,
         "megatron.inference.generate": GenerateConfig,
+        "megatron.inference.bench": BenchConfig,
         "megatron.hf.convert import": ImportConfig,
         "megatron.hf.convert export": ExportConfig,
     }

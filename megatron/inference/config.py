@@ -150,6 +150,66 @@ class GenerateConfig:
             raise ValueError("--output-json cannot be written of a --chat: give --output-jsonl")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What requests the engine is measured with: random tokens, of exact lengths."""
+
+    num_requests: int = 64
+    """Requests of a repeat."""
+    input_tokens: int = 32
+    """Tokens of each prompt, shared ones included."""
+    shared_prefix_tokens: int = 0
+    """Tokens that all prompts begin with, which the prefix cache computes once."""
+    min_output_tokens: int = 8
+    """Fewest tokens that a request generates; the numbers are spread evenly by their logarithm."""
+    max_output_tokens: int = 128
+    """Most tokens that a request generates."""
+    request_rate: float | None = None
+    """Requests that arrive in a second, at random times (open loop); derived: all are there at the
+    start, and as many run as --inference-max-requests says (closed loop)."""
+    warmup: int = 1
+    """Repeats that are not counted."""
+    repeats: int = 3
+    """Repeats that are."""
+    seed: int = 1234
+    """Seed of tokens, lengths and arrivals; a repeat has the requests of the one before."""
+    output_json: str | None = None
+    """File for all figures as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """One measurement of the inference engine."""
+
+    source: ModelSource
+    requests: Load
+    inference: Inference
+
+    def __post_init__(self) -> None:
+        load = self.requests
+        for name, value in (
+            ("num-requests", load.num_requests),
+            ("input-tokens", load.input_tokens),
+            ("min-output-tokens", load.min_output_tokens),
+            ("repeats", load.repeats),
+            ("request-rate", load.request_rate),
+        ):
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name} is {value}: it must be above 0")
+        if load.max_output_tokens < load.min_output_tokens:
+            raise ValueError(
+                f"--max-output-tokens is {load.max_output_tokens}: it must be at least "
+                f"--min-output-tokens {load.min_output_tokens}"
+            )
+        if not 0 <= load.shared_prefix_tokens < load.input_tokens:
+            raise ValueError(
+                f"--shared-prefix-tokens is {load.shared_prefix_tokens}: use 0 to less than "
+                f"--input-tokens {load.input_tokens}"
+            )
+        if load.warmup < 0:
+            raise ValueError(f"--warmup is {load.warmup}: it must not be negative")
+
+
 def take_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Split arguments into the texts of every `--prompt` and the rest.
 

@@ -32,6 +32,7 @@ ENTRY_POINTS = (
     "megatron.training.plot",
     "megatron.hf.convert import",
     "megatron.inference.generate",
+    "megatron.inference.bench",
 )
 #: Packages of extras: a module that imports one of them may fail to import without it.
 EXTRAS = (

@@ -124,6 +124,7 @@ ENTRY_POINTS = {
     "megatron.training.checkpoint inspect": "absent",
     "megatron.training.checkpoint convert": "absent a --from dcp --to single-file",
     "megatron.inference.generate": "--load absent --prompt a",
+    "megatron.inference.bench": "--load absent",
     "megatron.hf.convert import": "--hf absent --save absent",
     "megatron.hf.convert export": "--load absent --save absent",
 }

@@ -20,6 +20,7 @@ the same requests, sees the same logits and so chooses the same tokens; no token
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -226,6 +227,8 @@ class Engine:
         scheduler: which rows run.
         epoch: how often the weights have been replaced.
         paused: whether steps compute nothing.
+        model_seconds: that steps have spent in the model and in sampling; what else a step takes
+            is bookkeeping.
     """
 
     def __init__(
@@ -257,7 +260,7 @@ class Engine:
             states=self.cache.states if shapes.states else None,
             window=None if shapes.states else shapes.window,
         )
-        self.epoch, self.paused = 0, False
+        self.epoch, self.paused, self.model_seconds = 0, False, 0.0
         self._outputs: dict[Row, _Output] = {}
         self._next_id = 0
 
@@ -342,20 +345,22 @@ class Engine:
         plan = None if self.paused else self.scheduler.schedule()
         if plan is None:
             return []
+        rows = [plan.rows[n] for n in plan.sampled]
+        start = time.perf_counter()
         with torch.inference_mode():
-            hidden = self._computed(plan)  # [t, 1, h]
-            self.scheduler.commit(plan)
+            hidden = self._run_model(plan)  # [t, 1, h]
             self._note_prompt_logprobs(plan, hidden)
-            if not plan.sampled:
-                return []
-            rows = [plan.rows[n] for n in plan.sampled]
-            last = plan.query_bounds[1:][list(plan.sampled)] - 1
-            chosen = self._chosen(rows, self._logits(self._taken(hidden, last)))
-        return self._record(rows, *chosen)
+            chosen = None
+            if rows:
+                last = plan.query_bounds[1:][list(plan.sampled)] - 1
+                chosen = self._choose(rows, self._taken(hidden, last))
+        self.model_seconds += time.perf_counter() - start
+        self.scheduler.commit(plan)
+        return [] if chosen is None else self._record(rows, *chosen)
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _computed(self, plan: BatchPlan) -> Tensor:
+    def _run_model(self, plan: BatchPlan) -> Tensor:
         """Return the hidden states [t, 1, h] of the new tokens of a step."""
         arrays = (
             plan.tokens,
@@ -407,8 +412,9 @@ class Engine:
         """Return fp32 logits [n, V] of hidden states [n, 1, h]."""
         return self.model.head.whole(self.model.head(hidden))[:, 0]
 
-    def _chosen(self, rows: Sequence[Row], logits: Tensor) -> tuple:
-        """Choose a token for each row; return what `_record` takes, on the host."""
+    def _choose(self, rows: Sequence[Row], hidden: Tensor) -> tuple:
+        """Choose a token for each row from its hidden states [n, 1, h]; return what `_record`
+        takes, on the host."""
         asked = [
             SampleRow(
                 params=output.request.sampling,
@@ -422,7 +428,7 @@ class Engine:
             )
             for row, output in ((row, self._outputs[row]) for row in rows)
         ]
-        found = sample(logits, asked)
+        found = sample(self._logits(hidden), asked)
         tops = None
         if found.top_ids is not None and found.top_logprobs is not None:
             tops = (found.top_ids.tolist(), found.top_logprobs.tolist())
@@ -468,11 +474,11 @@ class Engine:
             output = self._outputs[row]
             known = output.completion.prompt_logprobs
             assert known is not None
-            start = row.computed - count  # the first new token's place, which predicts the next
+            start = row.computed  # the first new token's place, which predicts the next
             first = int(plan.query_bounds[n])
             # A row that is computed again has them from the first time.
-            for place in range(start + len(known) - start, row.prompt_length - 1, LOGIT_ROWS):
-                end = min(place + LOGIT_ROWS, row.prompt_length - 1, row.computed)
+            for place in range(len(known), row.prompt_length - 1, LOGIT_ROWS):
+                end = min(place + LOGIT_ROWS, row.prompt_length - 1, row.computed + count)
                 if end <= place:
                     break
                 part = hidden[first + place - start : first + end - start]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of the engine: its requests, what it counts, what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.inference.bench import arrivals, main, make_requests, static_waste
+from megatron.inference.config import Load
+from tests.unit_tests.inference.test_checkpoint_model import make_model, save
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save(folder, make_model(), config={"bf16": False, "max-position-embeddings": 400})
+    return folder
+
+
+def run(root: Path, *words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["--load", str(root), "--device", "cpu", *words], {})
+    return code, out.getvalue(), err.getvalue()
+
+
+SMALL = ("--num-requests", "6", "--input-tokens", "40", "--max-output-tokens", "20")
+
+
+@pytest.mark.parametrize("rate", [None, "200"])
+def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | None) -> None:
+    path = tmp_path / "bench.json"
+    words = [*SMALL, "--shared-prefix-tokens", "33", "--repeats", "2", "--output-json", str(path)]
+    code, out, err = run(root, *words, *(("--request-rate", rate) if rate else ()))
+    assert code == 0, err
+    found = json.loads(path.read_text(encoding="utf-8"))
+    load = Load(num_requests=6, input_tokens=40, shared_prefix_tokens=33, max_output_tokens=20)
+    lengths = [request.max_new_tokens for request in make_requests(load, 259)]
+    assert found["output_tokens"] == sum(lengths)
+    assert 8 <= min(lengths) < max(lengths) <= 20
+    assert found["prefix_hit"] == 3 * 5 * 32  # in every repeat anew, the first one not counted
+    assert found["tokens_per_second_least"] <= found["tokens_per_second"]
+    assert 0 < found["itl_p50_ms"] <= found["itl_p99_ms"]
+    assert 0 < found["ttft_p50_ms"] <= found["ttft_p99_ms"]
+    assert 0 < found["host_us_per_step"] < 1e5
+    assert found["most_rows"] == 6 if rate is None else 1 <= found["most_rows"] <= 6
+    assert found["cache_bytes"] >= found["most_cached_tokens"] * 2 * 2 * 2 * 8 * 4
+    assert f"{found['output_tokens']:,}" in out
+
+
+def test_arrivals_are_those_of_the_rate() -> None:
+    times = arrivals(Load(num_requests=4000, request_rate=50.0))
+    assert times == sorted(times)
+    assert times[0] == 0.0
+    assert times[-1] == pytest.approx(4000 / 50, rel=0.1)
+    assert arrivals(Load(num_requests=3)) == [0.0] * 3
+
+
+def test_static_batches_compute_rows_to_the_longest_end() -> None:
+    assert static_waste([4, 2, 1, 1], 2) == pytest.approx((2 * 4 + 2 * 1) / 8)
+    assert static_waste([3, 3], 16) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--num-requests", "0"], "--num-requests is 0"),
+        (["--max-output-tokens", "4"], "at least --min-output-tokens 8"),
+        (["--shared-prefix-tokens", "32"], "less than --input-tokens 32"),
+        (["--request-rate", "-1"], "--request-rate is -1"),
+        (["--input-tokens", "390"], "too long"),
+    ],
+)
+def test_bad_values_are_one_line(root: Path, words: list[str], text: str) -> None:
+    code, out, err = run(root, *words)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert err.count("\n") == 1

@@ -792,9 +792,7 @@ class TiktokenTokenizer:
         is_json = content.lstrip()[:1] == b"["
         try:
             tokens = _json_tokens(content) if is_json else _line_tokens(content)
-            missing = 256 - len({token for token in tokens if len(token) == 1})
-            if missing:
-                raise ValueError(f"{missing} of the 256 bytes are no tokens")
+            _check_bytes(tokens)
         except ValueError as error:
             raise ValueError(f"tokenizer {path} is no vocabulary of tiktoken: {error}") from None
         options = _derived(options, is_json=is_json, num_ranks=len(tokens))
@@ -805,6 +803,13 @@ class TiktokenTokenizer:
         if is_json:
             assert options.vocab_size is not None
             tokens = tokens[: options.vocab_size - number]
+            try:
+                _check_bytes(tokens)
+            except ValueError as error:
+                raise ValueError(
+                    f"tokenizer {path}: of its first {len(tokens)} ranks {error}: raise "
+                    "--vocab-size"
+                ) from None
         first = 0 if is_json else len(tokens)
         fill = [f"<SPECIAL_{i}>" for i in range(len(names), number)]
         special = {name: first + i for i, name in enumerate((*names, *fill))}
@@ -912,6 +917,12 @@ def _line_tokens(content: bytes) -> list[bytes]:
     if len(tokens) < lines or set(tokens) != set(range(len(tokens))):
         raise ValueError(f"its {lines} ranks are not 0 to {lines - 1}")
     return _distinct([tokens[rank] for rank in range(len(tokens))])
+
+
+def _check_bytes(tokens: Sequence[bytes]) -> None:
+    """Raise ValueError unless every byte is a token: the library panics on a text with another."""
+    if missing := 256 - len({token for token in tokens if len(token) == 1}):
+        raise ValueError(f"{missing} of the 256 bytes are no tokens")
 
 
 def _from_base64(text: str | bytes) -> bytes:

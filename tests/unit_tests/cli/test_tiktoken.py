@@ -123,6 +123,17 @@ def test_the_size_of_the_vocabulary_leaves_ranks_out(tmp_path):
         build_tokenizer("tiktoken", model=path, vocab_size=265, tiktoken=options)
 
 
+def test_a_byte_among_the_ranks_left_out_is_refused(tmp_path):
+    """The library panics, which is no Exception, on a text with a byte that is no token."""
+    path = write_vocabulary(tmp_path / "vocab.json", (*TOKENS[256:], *TOKENS[:256]))
+    options = TiktokenOptions(num_special_tokens=10)
+    kept = 10 + len(TOKENS)
+    whole = build_tokenizer("tiktoken", model=path, vocab_size=kept, tiktoken=options)
+    assert whole.detokenize(whole.tokenize("\U0010ffff")) == "\U0010ffff"
+    with pytest.raises(ValueError, match="1 of the 256 bytes are no tokens: raise --vocab-size"):
+        build_tokenizer("tiktoken", model=path, vocab_size=kept - 1, tiktoken=options)
+
+
 @pytest.mark.parametrize("part", [" ", "a", "^"])
 def test_a_run_of_a_million_characters_comes_back(part, tmp_path):
     ours = build_tokenizer("tiktoken", model=write_vocabulary(tmp_path / "vocab.json"))

@@ -40,6 +40,7 @@ _FORMAT = "checkpoints have one format, safetensors with a manifest, that loads 
 _WRITER = "every rank writes its part once, in the background by a process of its own"
 _FUSION = "each kernel has one implementation per device, chosen by --attention-backend and torch"
 _GRAPHS = "one CUDA graph holds forward and backward of a whole step"
+_LAYER_GRAPHS = f"it only makes a step faster, and graphs of layers are not here: {_GRAPHS}"
 _FP8 = "weights and activations are fp32, bf16 or fp16"
 _FAMILY = "only GPT is trained here"
 _TOKENIZER = "a tokenizer is one file: of Hugging Face, SentencePiece or tiktoken"
@@ -360,8 +361,8 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("exp-avg-dtype", "fp8"): "its range is too small for it",
         ("exp-avg-sq-dtype", "fp16"): "its range is too small for it",
         ("exp-avg-sq-dtype", "fp8"): "its range is too small for it",
-        ("cuda-graph-impl", "local"): _GRAPHS,
-        ("cuda-graph-impl", "transformer_engine"): _GRAPHS,
+        ("cuda-graph-impl", "local"): _LAYER_GRAPHS,
+        ("cuda-graph-impl", "transformer_engine"): _LAYER_GRAPHS,
         ("transformer-impl", "inference_optimized"): "the same layers train and sample",
         ("position-embedding-type", "mrope"): "positions enter as rotations of one axis",
         ("position-embedding-type", "relative"): "positions are absolute or rotations",

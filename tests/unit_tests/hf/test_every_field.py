@@ -8,6 +8,8 @@ matter, and where the reason is that the function does not change, transformers 
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -110,6 +112,8 @@ LEFT_OUT_OF: Mapping[str, Mapping[str, str]] = {
         "num_nextn_predict_layers": _FURTHER,
     },
 }
+#: Other names of fields that are left out.
+_LEFT_OUT_NAMES = ("num_mtp_layers",)
 #: Values of fields that take few.
 _OTHERS: Mapping[str, tuple[Any, ...]] = {
     name: (0.25,) for name in ("attention_dropout", "hidden_dropout", "residual_dropout")
@@ -178,6 +182,27 @@ def test_every_field_is_read_refused_or_left_out_for_a_reason(case):
     found = left_out_of(fields)
     assert found <= expected.keys(), f"{sorted(found - expected.keys())}: read, refuse or list them"
     assert LEFT_OUT_OF.get(fields["model_type"], {}).keys() <= found
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_no_field_has_a_name_that_the_other_tests_miss(case):
+    """What transformers takes is in what it writes, or is another name of that, read alike."""
+    model = make_model(case)
+    kind, written = type(model.config), model.config.to_dict()
+    taken = set(inspect.signature(kind.__init__).parameters) - {"self", "args", "kwargs"}
+    taken |= {field.name for field in dataclasses.fields(kind)}
+    names = {**kind.attribute_map}
+    assert len(taken) > 20
+    assert not {name for name in taken if name not in written and names.get(name) not in written}
+    fields = {**written, "architectures": [type(model).__name__]}
+    whole = read_model(fields, where="config.json").config
+    for name, usual in names.items():
+        renamed = {**fields, name: fields[usual]}
+        del renamed[usual]
+        assert read_model(renamed, where="config.json").config == whole, name
+        if type(fields[usual]) is int and name not in _LEFT_OUT_NAMES:
+            with pytest.raises(ValueError, match=name):
+                read_model({**fields, name: fields[usual] + 1}, where="config.json")
 
 
 @pytest.mark.parametrize("case", FAMILIES)

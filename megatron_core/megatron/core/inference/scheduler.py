@@ -53,6 +53,8 @@ class Row:
         blocks: its blocks by place; -1 where a sliding window no longer sees one.
         digests: of its full blocks.
         borders: tokens after which states are to be copied.
+        shares: what it computes may be reused for others; not once the weights were replaced under
+            it, as its later keys, values and states come from those of the weights before.
     """
 
     tokens: list[int]
@@ -66,6 +68,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     borders: set[int] = field(default_factory=set)
+    shares: bool = True
     _latest_snapshot: bytes | None = None
 
     @property
@@ -201,7 +204,11 @@ class Scheduler:
             self._preempt(row)
 
     def forget_cached(self) -> None:
-        """Give up what the prefix cache holds: the weights have changed."""
+        """Give up what the prefix cache holds, and share nothing that rows which run now compute:
+        the weights have changed. A row that is computed again from its first token is shared."""
+        for row in self.running:
+            row.shares, row.borders = False, set()
+        self._computing.clear()
         self.pool.forget_all()
         if self._states is not None:
             self._states.release(self._snapshots.values())
@@ -355,6 +362,7 @@ class Scheduler:
             return None
         self.waiting.remove(row)
         self.running.append(row)
+        row.shares = self.prefix_caching
         row.slot = self._slots.pop()
         row.computed = len(found) * self.block_size
         self._set_blocks(row, found)
@@ -416,7 +424,7 @@ class Scheduler:
 
     def _publish(self, row: Row, before: int) -> None:
         """Let others find what a row has computed since it had `before` tokens in the cache."""
-        if not self.prefix_caching:
+        if not row.shares:
             return
         size = self.block_size
         first, last = before // size, row.computed // size

@@ -25,18 +25,20 @@ PROMPTS = [(7, 3, 52, 1, 2, 9, 4), (5,), (0, 11, 12), (44, 43, 42, 41, 40), (8, 
 NEW = 9
 
 
-def step(state, token):
+def step(state, token, factor=37):
     """Return the state behind a token; no two orders of tokens are likely to agree."""
-    return (37 * state + token + 1) % MODULUS
+    return (factor * state + token + 1) % MODULUS
 
 
-def expected(prompt: Sequence[int], new: int = NEW, stop: int | None = None) -> list[int]:
+def expected(
+    prompt: Sequence[int], new: int = NEW, stop: int | None = None, factor: int = 37
+) -> list[int]:
     state, said = 0, []
     for token in prompt:
-        state = step(state, token)
+        state = step(state, token, factor)
     for _ in range(new):
         said.append(state % VOCABULARY)
-        state = step(state, said[-1])
+        state = step(state, said[-1], factor)
         if said[-1] == stop:
             break
     return said
@@ -45,13 +47,14 @@ def expected(prompt: Sequence[int], new: int = NEW, stop: int | None = None) -> 
 class Hashing:
     """Find that token most probable which the hash of all tokens so far names.
 
-    The hash is kept by state slot, or of every token in a page, and read from there.
+    The hash is kept by state slot, or of every token in a page, and read from there. Its only
+    weight is `factor`.
     """
 
     def __init__(self, *, paged: bool = False) -> None:
         self.head, self.paged = self, paged
         self.pages: dict[int, int] = {}  # slot of the cache -> hash up to its token
-        self.tokens = 0
+        self.tokens, self.factor = 0, 37
         self.shapes = CacheShapes() if paged else CacheShapes(states={"hash": ((), torch.int64)})
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
@@ -81,7 +84,7 @@ class Hashing:
             )
             state = int(hashes[row]) if kept is not None else self._before(rows, row, first, last)
             for place in range(first, last):
-                state = step(state, x[place])
+                state = step(state, x[place], self.factor)
                 self.pages[int(rows.slot_mapping[place])] = state
                 found[place] = state
             if kept is not None:
@@ -305,3 +308,33 @@ def test_tokens_say_which_weights_chose_them() -> None:
     generate(engine, requests(LONG))
     # Nothing that the old weights computed is found; what the new ones did is.
     assert engine.stats.hit == 0
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("budget", [16, 500])
+def test_nothing_computed_across_a_replacement_of_weights_is_reused(
+    paged: bool, budget: int
+) -> None:
+    model = Hashing(paged=paged)
+    engine = engine_of(model, max_step_tokens=budget)
+    first = engine.add(requests(LONG, new=60)[0])
+    twin = engine.add(requests(LONG)[0])  # waits for what the first one is computing
+    done = {}
+    for number in range(80):
+        if number == 3:
+            model.factor = 41
+            engine.weights_replaced()
+        done |= {c.request_id: c.tokens for c in engine.step()}
+    assert engine.unfinished == 0
+    if budget == 16:  # the twin began after the replacement
+        assert done[twin] == expected(LONG[0], factor=41)
+    # The first row has filled blocks since, from keys and states of both weights.
+    turn = (*LONG[0], *done[first], 1)
+    hits = []
+    for _ in range(2):
+        before = engine.stats.hit
+        ((found,),) = generate(engine, requests([turn]))
+        assert found.tokens == expected(turn, factor=41)
+        hits.append(engine.stats.hit - before)
+    assert hits[0] <= 64  # what the twin computed
+    assert hits[1] == 128

@@ -347,7 +347,8 @@ class Engine:
             return []
         rows = [plan.rows[n] for n in plan.sampled]
         start = time.perf_counter()
-        with torch.inference_mode():
+        # Not inference_mode: buffers that weights are gathered in would be of no use to training.
+        with torch.no_grad():
             hidden = self._run_model(plan)  # [t, 1, h]
             self._note_prompt_logprobs(plan, hidden)
             chosen = None

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine around a model that is being trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.distributed import DataParallel, DataParallelConfig
+from megatron.core.inference.engine import Engine, Request, generate
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.transformer import AttentionConfig, MLPConfig
+from tests.support.one_batch import engine_of
+from tests.support.ranks import run_ranks
+
+CONFIG = GPTConfig(
+    num_layers=3,
+    hidden_size=24,
+    vocab_size=61,
+    attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
+    mlp=MLPConfig(ffn_hidden_size=32),
+    init_std=0.5,
+)
+PROMPT = tuple(range(7, 40))
+
+
+def said(engine: Engine) -> list[int]:
+    """Return the tokens that follow the prompt."""
+    request = Request(
+        prompt=PROMPT, max_new_tokens=8, sampling=SamplingParams(temperature=0), sequence=1
+    )
+    return generate(engine, [request])[0][0].tokens
+
+
+def trained(rank: int, world: int, strategy: str, generates: bool) -> tuple[list, list]:
+    """Return the losses of four steps and what is said after each."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    config = DataParallelConfig(strategy=strategy)
+    model = GPTModel(CONFIG, groups, seed=3, storage=config.storage(bucket_bytes=10_000))
+    trainer = DataParallel(model.store, groups, config=config)
+    optimizer = Optimizer(trainer.owned(), groups, config=OptimizerConfig(kind="sgd"))
+    engine = engine_of(model)
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(rank))
+    losses, texts = [], []
+    for _ in range(4):
+        if generates:
+            texts.append(said(engine))
+        trainer.begin_step(1)
+        mask = torch.full(tokens[:, 1:].shape, 1 / (16 * world))
+        loss, _ = model.loss(tokens[:, :-1], tokens[:, 1:], mask)
+        trainer.backward(loss, last=True)
+        trainer.finish()
+        optimizer.step(0.5)
+        trainer.start_param_sync()
+        engine.weights_replaced()
+        losses.append(loss.item())
+    return losses, texts
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_training_goes_on_between_generations(strategy: str) -> None:
+    plain = run_ranks(trained, 2, strategy, False)
+    found = run_ranks(trained, 2, strategy, True)
+    assert [losses for losses, _ in found] == [losses for losses, _ in plain]
+    assert found[0][1] == found[1][1]
+    assert len({tuple(text) for text in found[0][1]}) > 2  # the new weights say something else

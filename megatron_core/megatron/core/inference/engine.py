@@ -41,6 +41,9 @@ from megatron.core.ops.sequences import Sequences
 #: Rows of logits that are made at a time where those of a whole prompt are wanted.
 LOGIT_ROWS = 256
 
+#: Tokens of a row that blocks are counted for where tokens take no memory, only states do.
+LONGEST_ROW = 1 << 20
+
 
 class Head(Protocol):
     """Hidden states to logits; `megatron.core.tensor_parallel.VocabParallelHead` is one."""
@@ -89,13 +92,17 @@ class EngineConfig:
     memory_bytes: int | None = None
     prefix_caching: bool = True
 
-    def sizes(self, shapes: CacheShapes) -> tuple[int, int]:
+    def sizes(self, shapes: CacheShapes, max_length: int | None = None) -> tuple[int, int]:
         """Return the blocks and the state slots of the cache of a model.
+
+        Args:
+            shapes: what the model keeps.
+            max_length: longest sequence that it takes; None means no limit.
 
         Raises:
             ValueError: the memory does not hold the states of the rows and one block.
         """
-        block = max(1, shapes.token_bytes * self.block_size)
+        block = shapes.token_bytes * self.block_size
         # A row that goes on from a snapshot needs the snapshot and a slot of its own.
         slots = self.max_rows + (1 if self.prefix_caching else 0) if shapes.states else 1
         if self.num_blocks is not None:
@@ -114,6 +121,9 @@ class EngineConfig:
         if shapes.states and self.prefix_caching:
             snapshots = min(left // 4 // shapes.state_bytes, 16 * self.max_rows)
             slots, left = slots + snapshots, left - snapshots * shapes.state_bytes
+        if not block:  # a model without attention: blocks are mere bookkeeping
+            longest = min(max_length or LONGEST_ROW, LONGEST_ROW)
+            return self.max_rows * -(-longest // self.block_size), slots
         return left // block, slots
 
 
@@ -241,7 +251,7 @@ class Engine:
         max_length: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        num_blocks, num_slots = config.sizes(shapes)
+        num_blocks, num_slots = config.sizes(shapes, max_length)
         self.model, self.config, self.device = model, config, torch.device(device)
         self.max_length, self.vocab_size = max_length, vocab_size
         self.cache = PagedCache(
@@ -258,7 +268,7 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             prefix_caching=config.prefix_caching,
             states=self.cache.states if shapes.states else None,
-            window=None if shapes.states else shapes.window,
+            window=shapes.window,
         )
         self.epoch, self.paused, self.model_seconds = 0, False, 0.0
         self._outputs: dict[Row, _Output] = {}

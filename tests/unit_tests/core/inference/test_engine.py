@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, Request, check_request, generate
+from megatron.core.inference.engine import (
+    LONGEST_ROW,
+    Engine,
+    EngineConfig,
+    Request,
+    check_request,
+    generate,
+)
 from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -68,6 +75,7 @@ FAMILIES = {
     "hybrid": gpt(
         6,
         pattern="G-*-M-",
+        attention=replace(HEADS, window=30),
         delta_net=GatedDeltaNetConfig(
             num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
         ),
@@ -297,9 +305,15 @@ def test_a_request_that_cannot_be_served_leaves_the_others() -> None:
     assert found[0].finish_reason == "length"
 
 
-def test_a_window_gives_back_the_blocks_that_it_no_longer_sees() -> None:
-    model = model_of("window and sinks")
-    engine = engine_of(model, num_blocks=8, max_rows=1, prefix_caching=False)
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("family", ["window and sinks", "hybrid"])
+def test_a_window_gives_back_the_blocks_that_it_no_longer_sees(
+    family: str, prefix_caching: bool
+) -> None:
+    config = FAMILIES[family]
+    config = replace(config, attention=replace(config.attention, window=20))
+    model = GPTModel(config, ProcessGroupCollection.single(), seed=3)
+    engine = engine_of(model, num_blocks=8, max_rows=1, prefix_caching=prefix_caching)
     engine.add(Request(prompt=(5,) * 10, max_new_tokens=100, sampling=GREEDY))
     held = []
     while engine.unfinished:
@@ -307,6 +321,13 @@ def test_a_window_gives_back_the_blocks_that_it_no_longer_sees() -> None:
         held.append(engine.scheduler.pool.references)
     assert max(held) <= 3  # 20 tokens are seen, in two or three blocks of 16
     assert len(held) == 100
+
+
+def test_a_model_without_attention_has_blocks_for_its_longest_rows() -> None:
+    shapes = CacheShapes(states={"a": ((4,), torch.float32)})
+    config = EngineConfig(max_rows=3, memory_bytes=10**9)
+    assert config.sizes(shapes, 100)[0] == 3 * 7
+    assert config.sizes(shapes)[0] == 3 * LONGEST_ROW // 16
 
 
 def test_memory_holds_what_it_says() -> None:

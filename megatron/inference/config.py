@@ -116,7 +116,7 @@ class Output:
     output_jsonl: str | None = None
     """File for the same objects as JSON lines, each as soon as it has ended."""
     logprobs: int = 0
-    """Most probable tokens to report beside each generated one, at most 20."""
+    """Most probable tokens to report with each generated one, at most 20."""
     prompt_logprobs: bool = False
     """Report the log-probability of each token of a prompt but the first."""
 
@@ -146,8 +146,22 @@ class GenerateConfig:
         size = self.inference.inference_block_size
         if size < 16 or size & (size - 1):
             raise ValueError(f"--inference-block-size is {size}: use a power of two from 16 on")
-        if self.prompts.chat and self.output.output_json is not None:
+        chat, output = self.prompts.chat, self.output
+        if chat and output.output_json is not None:
             raise ValueError("--output-json cannot be written of a --chat: give --output-jsonl")
+        if chat and self.prompts.num_outputs > 1:
+            raise ValueError("--num-outputs does not go with --chat: a turn has one answer")
+        if self.prompts.chat_template is not None and not chat:
+            raise ValueError("--chat-template is for a conversation: give --chat as well")
+        if output.output_json is None and output.output_jsonl is None:
+            for name, asked in (
+                ("logprobs", output.logprobs),
+                ("prompt-logprobs", output.prompt_logprobs),
+            ):
+                if asked:
+                    raise ValueError(
+                        f"--{name} is written to files only: give --output-json or --output-jsonl"
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,19 +179,6 @@ class LLM:
         with load_checkpoint_model(ModelSource(load=load, **source), launch) as loaded:
             yield LLM(loaded, inference)
 
-    def request(self, text: str, params: TextParams, *, sequence: int = 0) -> Request:
-        """Turn a text into a request.
-
-        An empty text becomes the end-of-document token, which stands before every document in
-        training.
-
-        Args:
-            text: to continue.
-            params: how.
-            sequence: identity of its first output in every random draw.
-        """
-        return text_request(self.loaded, text, params, sequence=sequence)
-
     def stream(
         self, texts: Sequence[str], params: TextParams | None = None, *, first_sequence: int = 0
     ) -> Iterator[Piece]:
@@ -279,7 +266,16 @@ class LLM:
 def text_request(
     loaded: CheckpointModel, text: str, params: TextParams, *, sequence: int = 0
 ) -> Request:
-    """Turn a text into a request, see `LLM.request`."""
+    """Turn a text into a request.
+
+    An empty text becomes the end-of-document token, which stands before every document in training.
+
+    Args:
+        loaded: whose tokenizer.
+        text: to continue.
+        params: how.
+        sequence: identity of its first output in every random draw.
+    """
     ids = loaded.tokenizer.tokenize(text)
     if not ids and loaded.tokenizer.eod is not None:
         ids = [loaded.tokenizer.eod]

@@ -15,7 +15,7 @@ import pytest
 from tests.support.arguments import last_wins
 from tests.unit_tests.inference.test_checkpoint_model import make_model, run, save
 
-PROMPTS = ["ab", "a tale of two", "a tale of tea"]
+PROMPTS = ["ab", "there is a tale of two", "there is a tale of tea"]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def test_the_sizes_of_the_engine_change_no_token(root: Path, words: str) -> None
     plain, _, said = generated(root)
     changed, _, changed_said = generated(root, *words.split())
     assert ids(changed) == ids(plain)
-    assert said.splitlines()[-1] != changed_said.splitlines()[-1] or "block" in words
+    # Steps, computed tokens, prefix hits or preemptions differ.
+    assert said.splitlines()[-1] != changed_said.splitlines()[-1]
 
 
 def test_several_outputs_differ_and_follow_their_prompt(root: Path) -> None:
@@ -111,10 +112,14 @@ def test_json_lines_hold_what_the_list_does(root: Path, tmp_path: Path) -> None:
         (["--top-p", "0"], "top-p is 0.0"),
         (["--min-p", "2"], "min-p is 2.0"),
         (["--repetition-penalty", "0"], "repetition-penalty is 0.0"),
-        (["--logprobs", "21"], "logprobs is 21"),
+        (["--logprobs", "21", "--output-jsonl", "x"], "logprobs is 21"),
         (["--stop", ""], "stop"),
         (["--inference-memory-gb", "1e-6"], "do not hold"),
         (["--output-jsonl", "."], "is a folder"),
+        (["--chat-template", "plain"], "give --chat as well"),
+        (["--logprobs", "2"], "--logprobs is written to files only"),
+        (["--prompt-logprobs"], "--prompt-logprobs is written to files only"),
+        (["--chat", "--num-outputs", "2"], "a turn has one answer"),
     ],
 )
 def test_bad_values_are_one_line(root: Path, words: list[str], text: str) -> None:

@@ -35,7 +35,10 @@ from megatron.core.untrusted_files import replace_file
 from megatron.inference.config import BenchConfig, Load
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.core.inference import Engine, Request
+    from megatron.core.process_groups import Group
 
 PROG = "python -m megatron.inference.bench"
 
@@ -98,8 +101,27 @@ def static_waste(lengths: Sequence[int], rows: int) -> float:
     return sum(len(batch) * max(batch) for batch in batches) / sum(lengths)
 
 
-def measure(engine: Engine, requests: Sequence[Request], times: Sequence[float]) -> Repeat:
-    """Run the requests, each added when it arrives, and return what that took."""
+def first_time(now: float, group: Group, device: torch.device) -> float:
+    """Return the time of rank 0 on every rank of the group."""
+    import torch
+
+    from megatron.core.comm import all_reduce
+
+    nanoseconds = int(1e9 * now) if group.rank == 0 else 0
+    return all_reduce(torch.tensor([nanoseconds], device=device), group).item() / 1e9
+
+
+def measure(
+    engine: Engine, requests: Sequence[Request], times: Sequence[float], group: Group | None = None
+) -> Repeat:
+    """Run the requests, each added when it arrives, and return what that took.
+
+    Args:
+        engine: one of each rank.
+        requests, times: what arrives when, in seconds.
+        group: of the ranks that have to add a request before the same step: they take the time of
+            its rank 0. None where all requests are there at the start, or for one process.
+    """
     scheduler, found = engine.scheduler, Repeat()
     waiting = list(zip(times, requests, strict=True))
     arrived: dict[int, float] = {}
@@ -107,11 +129,13 @@ def measure(engine: Engine, requests: Sequence[Request], times: Sequence[float])
     begin = time.perf_counter()
     while waiting or engine.unfinished:
         now = time.perf_counter() - begin
+        if group is not None:
+            now = first_time(now, group, engine.device)
         while waiting and waiting[0][0] <= now:
             at, request = waiting.pop(0)
             arrived[engine.add(request)] = at
         if not engine.unfinished:
-            time.sleep(waiting[0][0] - now)
+            time.sleep(max(0.0, waiting[0][0] - now))
             continue
         computed, inside = engine.stats.computed, engine.model_seconds
         start = time.perf_counter()
@@ -190,20 +214,17 @@ def run(config: BenchConfig, launch: Launch) -> None:
     from megatron.inference.llm import LLM
 
     load, rows = config.requests, config.inference.inference_max_requests
-    if launch.world_size > 1 and load.request_rate is not None:
-        raise ValueError(
-            "--request-rate goes by the clock of one process: measure tensor parallel ranks "
-            "without it"
-        )
     with load_checkpoint_model(config.source, launch) as loaded:
         requests, times = make_requests(load, loaded.vocab_size), arrivals(load)
         lengths = [request.max_new_tokens for request in requests]
         longest = load.input_tokens + max(lengths)
         blocks = rows * -(-longest // config.inference.inference_block_size)
         engine = LLM(loaded, config.inference, num_blocks=blocks).engine
+        shares_clock = launch.world_size > 1 and load.request_rate is not None
+        group = loaded.model.groups["tp"] if shares_clock else None
         repeats = []
         for number in range(load.warmup + load.repeats):
-            found = measure(engine, requests, times)
+            found = measure(engine, requests, times, group)
             engine.scheduler.forget_cached()
             if number >= load.warmup:
                 repeats.append(found)

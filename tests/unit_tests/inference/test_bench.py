@@ -9,9 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron.inference.bench import arrivals, main, make_requests, static_waste
 from megatron.inference.config import Load
+from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import make_model, save
 
 
@@ -51,6 +53,32 @@ def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | N
     assert found["most_rows"] == 6 if rate is None else 1 <= found["most_rows"] <= 6
     assert found["cache_bytes"] >= found["most_cached_tokens"] * 2 * 2 * 2 * 8 * 4
     assert f"{found['output_tokens']:,}" in out
+
+
+def measured_on_a_rank(
+    rank: int, world: int, words: list[str], launcher: dict[str, str]
+) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_tensor_parallel_ranks_take_arrivals_by_one_clock(root: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    words = ["--load", str(root), "--device", "cpu", "--tensor-model-parallel-size", "2", *SMALL]
+    words += ["--request-rate", "100", "--repeats", "2"]
+    with start_ranks(measured_on_a_rank, 2, words, launcher, init=False) as ranks:
+        (code, out, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
+    assert (code, code_1) == (0, 0), err + err_1
+    assert "tokens_per_second" in out
+    assert out_1 == ""
 
 
 def test_arrivals_are_those_of_the_rate() -> None:

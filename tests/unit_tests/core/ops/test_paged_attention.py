@@ -148,7 +148,7 @@ BAD_CALLS = {
     "dtype": ({"query": lambda x: x.float()}, "must have one dtype"),
     "strides": (
         {"key_cache": lambda x: x.mT.contiguous().mT},
-        "side by side in the caches, whose strides are .* make the last one 1",
+        "contiguous in the caches, whose strides are .* make the last one 1",
     ),
     "gradient": ({"query": lambda x: x.clone().requires_grad_()}, "has no backward"),
     "window": ({"window": 0}, "window=0 must be at least 1, or None"),

@@ -69,13 +69,12 @@ def paged_attention(
     _check_batch(query, key_cache, batch)
     _check_options(query, window, sinks)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    arguments = (query, key_cache, value_cache, batch, scale, window, sinks)
-    with torch.no_grad():
-        if choose(implementation, query, "paged_attention") == "triton":
-            from megatron.core.ops.paged_attention import triton as kernels
+    function = reference.paged_attention
+    if choose(implementation, query, "paged_attention") == "triton":
+        from megatron.core.ops.paged_attention import triton as kernels
 
-            return kernels.paged_attention(*arguments)
-        return reference.paged_attention(*arguments)
+        function = kernels.paged_attention
+    return function(query, key_cache, value_cache, batch, scale, window, sinks)
 
 
 def paged_latent_attention(
@@ -114,8 +113,8 @@ def paged_latent_attention(
         )
     caches = latent_cache.unsqueeze(2)  # one head
     _check_batch(query, caches, batch)
-    with torch.no_grad():
-        out, _ = reference.paged_attention(query, caches, caches, batch, scale, None, None)
+    _check_gradients("paged_latent_attention", query, latent_cache)
+    out, _ = reference.paged_attention(query, caches, caches, batch, scale, None, None)
     return out[..., :value_features]
 
 
@@ -163,8 +162,7 @@ def write_to_pages(
         from megatron.core.ops.paged_attention import triton as kernels
 
         function = kernels.write_to_pages
-    with torch.no_grad():
-        function(key, value, key_cache, value_cache, slot_mapping)
+    function(key, value, key_cache, value_cache, slot_mapping)
 
 
 def write_latents_to_pages(
@@ -185,29 +183,30 @@ def write_latents_to_pages(
             f"write_latents_to_pages: {tuple(latent.shape)} {latent.dtype} does not fit a cache of "
             f"{tuple(latent_cache.shape)} {latent_cache.dtype}"
         )
-    with torch.no_grad():
-        reference.write_rows(latent, latent_cache, slot_mapping)
+    _check_gradients("write_latents_to_pages", latent, latent_cache)
+    reference.write_rows((latent,), (latent_cache,), slot_mapping)
 
 
 def _check_caches(
     op: str, x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
 ) -> None:
     """Raise ValueError unless the caches are a pair and fit [t, heads, d] packed tokens."""
-    shapes = f"{tuple(x.shape)} with caches {tuple(key_cache.shape)}, {tuple(value_cache.shape)}"
     if x.ndim != 3 or key_cache.ndim != 4 or key_cache.shape != value_cache.shape:
         raise ValueError(
-            f"{op}: {shapes} must be [t, heads, d] and twice [blocks, block_size, g, d]"
+            f"{op}: {_shapes(x, key_cache, value_cache)} must be [t, heads, d] and twice [blocks, "
+            "block_size, g, d]"
         )
-    if x.shape[2] != key_cache.shape[3] or not 1 <= x.shape[2] <= MOST_FEATURES:
+    size, features = key_cache.shape[1], key_cache.shape[3]
+    if x.shape[2] != features or not 1 <= features <= MOST_FEATURES:
         raise ValueError(
-            f"{op}: {shapes} must agree in the features of a head, at most {MOST_FEATURES}"
+            f"{op}: {_shapes(x, key_cache, value_cache)} must agree in the features of a head, at "
+            f"most {MOST_FEATURES}"
         )
-    if any(cache.stride(3) != 1 for cache in (key_cache, value_cache)):
+    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
         raise ValueError(
-            f"{op}: the features of a head must lie side by side in the caches, whose strides are"
+            f"{op}: the features of a head must be contiguous in the caches, whose strides are"
             f" {key_cache.stride()} and {value_cache.stride()}: make the last one 1"
         )
-    size = key_cache.shape[1]
     if size < SMALLEST_BLOCK or size & (size - 1):
         raise ValueError(
             f"{op}: block_size {size} of the caches must be a power of two from {SMALLEST_BLOCK} on"
@@ -217,9 +216,18 @@ def _check_caches(
             f"{op}: {x.dtype} tokens and caches of {key_cache.dtype} and {value_cache.dtype} must"
             " have one dtype"
         )
-    if len({t.device for t in (x, key_cache, value_cache)}) > 1:
+    if not x.device == key_cache.device == value_cache.device:
         raise ValueError(f"{op}: {x.device} tokens need caches there, not on {key_cache.device}")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, key_cache, value_cache)):
+    _check_gradients(op, x, key_cache, value_cache)
+
+
+def _shapes(x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} with caches {tuple(key_cache.shape)}, {tuple(value_cache.shape)}"
+
+
+def _check_gradients(op: str, *tensors: torch.Tensor) -> None:
+    """Raise ValueError where a gradient would be lost."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(f"{op} has no backward: call it under torch.no_grad()")
 
 

@@ -8,6 +8,7 @@ after another. Reads lengths on the host, so on a GPU it waits for the device; t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,16 +25,16 @@ class Gather(NamedTuple):
         bounds: where each row's new tokens begin and end, [0, ...].
         contexts: tokens of each row in the cache.
         decoding: how many of the first rows have one new token, and are attended to together.
-        slots: int64 [decoding, k], the slot of each key that these see; some key that the row sees
-            where it sees fewer than k.
-        hidden: [decoding, 1, 1, k], -inf there and else 0, or None if all see k.
+        slots: int64 [decoding * k], the slot of each key that these see; some key that the row
+            sees where it sees fewer than k.
+        mask: [decoding, 1, 1, k], added to logits: -inf there and else 0; None if all see k.
     """
 
     bounds: list[int]
     contexts: list[int]
     decoding: int
     slots: torch.Tensor | None
-    hidden: torch.Tensor | None
+    mask: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class PagedBatch:
     max_query: int
     max_context: int
     cpu_dtype: torch.dtype | None = None
-    _gathers: dict[tuple[int, int | None], Gather] = dataclasses.field(
+    _gathers: dict[tuple[int, int | None, torch.dtype], Gather] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -113,9 +114,12 @@ def _is_dense(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
-def gather_of(batch: PagedBatch, size: int, window: int | None, tokens: int) -> Gather:
-    """Return what is read of pages of `size` places, for `tokens` new tokens; made once."""
-    found = batch._gathers.get((size, window))
+def gather_of(
+    batch: PagedBatch, size: int, window: int | None, tokens: int, dtype: torch.dtype
+) -> Gather:
+    """Return what is read of pages of `size` places, for `tokens` new tokens; made once. The mask
+    has `dtype`."""
+    found = batch._gathers.get((size, window, dtype))
     if found is not None:
         return found
     bounds, contexts = batch.query_bounds.tolist(), batch.context_lengths.tolist()
@@ -125,7 +129,7 @@ def gather_of(batch: PagedBatch, size: int, window: int | None, tokens: int) -> 
         decoding < len(contexts) and bounds[decoding + 1] == decoding + 1 and contexts[decoding] > 0
     ):
         decoding += 1
-    slots = hidden = None
+    slots = mask = None
     if decoding:
         device = batch.device
         ends = batch.context_lengths[:decoding, None].long()  # [d, 1]
@@ -135,11 +139,12 @@ def gather_of(batch: PagedBatch, size: int, window: int | None, tokens: int) -> 
         columns = torch.arange(most, device=device)  # [k]
         places = torch.minimum(starts + columns, ends - 1)  # [d, k]
         pages = batch.block_table[:decoding].gather(1, places // size).long()
-        slots = pages * size + places % size
+        slots = (pages * size + places % size).flatten()
         if min(contexts[:decoding]) < most:
-            hidden = (columns >= widths)[:, None, None]  # [d, 1, 1, k]
-    found = Gather(bounds, contexts, decoding, slots, hidden)
-    batch._gathers[size, window] = found
+            mask = torch.zeros((decoding, 1, 1, most), dtype=dtype, device=device)
+            mask.masked_fill_((columns >= widths)[:, None, None], float("-inf"))
+    found = Gather(bounds, contexts, decoding, slots, mask)
+    batch._gathers[size, window, dtype] = found
     return found
 
 
@@ -153,21 +158,24 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out [t, n, d], lse [t, n]); see `ops.paged_attention.paged_attention`."""
-    what = gather_of(batch, key_cache.shape[1], window, query.shape[0])
+    on_cpu = query.device.type == "cpu"
+    dtype = matmul_dtype(query, batch.cpu_dtype) if on_cpu else accumulation_dtype(query.dtype)
+    what = gather_of(batch, key_cache.shape[1], window, query.shape[0], dtype)
     caches = (key_cache,) if value_cache is key_cache else (key_cache, value_cache)
     decoding = what.decoding
     if decoding:
-        keys, *values = (_at_slots(cache, what.slots) for cache in caches)  # [d, k, g, d]
+        alone = decoding == query.shape[0]
+        keys, *values = [_at_slots(cache, what) for cache in caches]  # [d, k, g, d]
         step = _decode(
-            query[:decoding],
+            query if alone else query[:decoding],
             keys,
             values[0] if values else keys,
-            what,
+            what.mask,
             scale,
             sinks,
-            batch.cpu_dtype,
+            dtype,
         )
-        if decoding == query.shape[0]:
+        if alone:
             return step
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(
@@ -207,34 +215,28 @@ def _decode(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    what: Gather,
+    mask: torch.Tensor | None,
     scale: float,
     sinks: torch.Tensor | None,
-    cpu_dtype: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one query of each row, [b, n, d], to keys and values [b, k, g, d].
+    """Attend with one query of each row, [b, n, d], to keys and values [b, k, g, d], in `dtype`.
 
     Heads that share keys are the queries of one head.
     """
     rows, heads, features = query.shape
     groups = keys.shape[2]
-    shape = (rows, groups, heads // groups, features)
     wide = accumulation_dtype(query.dtype)
-    on_cpu = query.device.type == "cpu"
-    fast = matmul_dtype(query, cpu_dtype) if on_cpu else wide
-    grouped = query.reshape(shape).to(fast)
-    keys, values = (x.to(fast).transpose(1, 2) for x in (keys, values))  # [b, g, k, d]
-    if on_cpu:
-        hidden = what.hidden
-        if hidden is not None:
-            hidden = torch.zeros(hidden.shape, dtype=fast).masked_fill_(hidden, float("-inf"))
+    grouped = query.reshape(rows, groups, heads // groups, features).to(dtype)
+    keys, values = keys.to(dtype).transpose(1, 2), values.to(dtype).transpose(1, 2)  # [b, g, k, d]
+    if query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            grouped, keys, values, 0.0, False, attn_mask=hidden, scale=scale
+            grouped, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
     else:
         logits = (grouped * scale) @ keys.mT  # [b, g, n/g, k]
-        if what.hidden is not None:
-            logits = logits.masked_fill(what.hidden, float("-inf"))
+        if mask is not None:
+            logits = logits + mask
         lse = logits.logsumexp(-1)
         out = (logits - lse[..., None]).exp() @ values
     out, lse = out.reshape(query.shape), lse.reshape(rows, heads).to(wide)
@@ -252,29 +254,32 @@ def write_to_pages(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Write tokens to their slots in place; see `ops.paged_attention.write_to_pages`."""
-    write_rows(key, key_cache, slot_mapping)
-    write_rows(value, value_cache, slot_mapping)
+    write_rows((key, value), (key_cache, value_cache), slot_mapping)
 
 
-def write_rows(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write [t, ...] to slots of a cache [blocks, size, ...] in place; slot -1 writes nothing."""
-    kept = slot_mapping >= 0
-    if not kept.all():
-        slot_mapping, new = slot_mapping[kept], new[kept]
+def write_rows(
+    new: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
+) -> None:
+    """Write tokens [t, ...] to slots of caches [blocks, size, ...] in place, each to its own; slot
+    -1 writes nothing."""
+    if slot_mapping.numel() and slot_mapping.min() < 0:
+        kept = slot_mapping >= 0
+        slot_mapping, new = slot_mapping[kept], [x[kept] for x in new]
+    for x, cache in zip(new, caches, strict=True):
+        if cache.is_contiguous():
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, x)
+        else:
+            size = cache.shape[1]
+            cache[slot_mapping // size, slot_mapping % size] = x
+
+
+def _at_slots(cache: torch.Tensor, what: Gather) -> torch.Tensor:
+    """Copy [b, k, g, d] out of the slots of a cache [blocks, size, g, d]."""
+    assert what.slots is not None
+    size, shape = cache.shape[1], (what.decoding, -1, *cache.shape[2:])
     if cache.is_contiguous():
-        cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
-    else:
-        size = cache.shape[1]
-        cache[slot_mapping // size, slot_mapping % size] = new
-
-
-def _at_slots(cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
-    """Copy [b, k, g, d] out of the slots [b, k] of a cache [blocks, size, g, d]."""
-    assert slots is not None
-    size, shape = cache.shape[1], (*slots.shape, *cache.shape[2:])
-    if cache.is_contiguous():
-        return cache.flatten(0, 1).index_select(0, slots.flatten()).view(shape)
-    return cache[slots // size, slots % size]
+        return cache.flatten(0, 1).index_select(0, what.slots).view(shape)
+    return cache[what.slots // size, what.slots % size].view(shape)
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor, low: int, high: int) -> torch.Tensor:

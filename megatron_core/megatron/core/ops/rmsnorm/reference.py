@@ -55,17 +55,14 @@ def rms_norm_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (y, x + residual, the factor w [h], rstd [rows]); see `ops.rmsnorm.rms_norm`."""
     total = x if residual is None else x + residual
-    rows = total.reshape(-1, total.shape[-1])  # [t, h]
     wide = accumulation_dtype(x.dtype)
     scale = weight.to(wide) + 1 if zero_centered else weight.to(wide)
-    values = rows.to(wide)
-    rstd = torch.linalg.vector_norm(values, dim=-1).square_()  # [t]
-    rstd = rstd.div_(rows.shape[-1]).add_(eps).rsqrt_()
-    if values is rows:  # keep the input: the first product makes the output
-        y = values * rstd[:, None]
-    else:
-        y = values.mul_(rstd[:, None])
-    return y.mul_(scale).to(x.dtype).view(x.shape), total, scale, rstd
+    values = total.to(wide)
+    rstd = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()  # [..., 1]
+    rstd = rstd.div_(values.shape[-1]).add_(eps).rsqrt_()
+    # Keep the input: the first product makes the output then.
+    y = values * rstd if values is total else values.mul_(rstd)
+    return y.mul_(scale).to(x.dtype), total, scale, rstd.view(-1)
 
 
 def rms_norm_backward(

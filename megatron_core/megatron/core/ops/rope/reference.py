@@ -191,13 +191,15 @@ def rotate(
     cos = cos.to(wide).view(shape)
     sin = sin.to(wide).view(shape)
     rotated = 2 * cos.shape[-1]
-    first, second = _pairs(values[..., :rotated], interleaved)  # [s, b, n, r/2] each
-    out_first, out_second = _pairs(out[..., :rotated], interleaved)
+    whole = rotated == x.shape[-1]
+    # [s, b, n, r/2] each
+    first, second = _pairs(values if whole else values[..., :rotated], interleaved)
+    out_first, out_second = _pairs(out if whole else out[..., :rotated], interleaved)
     torch.mul(first, cos, out=out_first)
     out_first.addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=out_second)
     out_second.addcmul_(first, sin, value=sign)
-    if rotated < x.shape[-1]:
+    if not whole:
         out[..., rotated:] = values[..., rotated:]
     return out.to(x.dtype)
 

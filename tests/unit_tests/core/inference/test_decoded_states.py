@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every token is chosen from the hidden state that the whole sequence, run at once, has there.
+
+Hidden states and not logits, which are one product with them: those are rounded to fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megatron.core.inference.engine import Completion, Engine, generate
+from megatron.core.inference.scheduler import Row
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.closeness import assert_close_by_metric
+from tests.support.inputs import one_thread
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.inference.test_engine import (
+    FAMILIES,
+    NEW,
+    engine_of,
+    model_of,
+    prompts,
+    requests,
+)
+
+#: Of one prompt, the hidden states [1, h] that its tokens were chosen from.
+States = list[torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread():
+    with one_thread():
+        yield
+
+
+def decoded(engine: Engine) -> tuple[list[Completion], list[States]]:
+    """Generate for the usual prompts; return what was said, and what from."""
+    found: dict[Row, States] = {}
+    choose = engine._choose
+
+    def recording(rows: Sequence[Row], hidden: torch.Tensor) -> tuple:
+        for row, state in zip(rows, hidden, strict=True):
+            found.setdefault(row, []).append(state.clone())
+        return choose(rows, hidden)
+
+    engine._choose = recording  # type: ignore[method-assign]
+    said = [outputs[0] for outputs in generate(engine, requests())]
+    by_prompt = {tuple(row.tokens[: row.prompt_length]): states for row, states in found.items()}
+    return said, [by_prompt[prompt] for prompt in prompts()]
+
+
+def compare(model: GPTModel, said: Sequence[Completion], states: Sequence[States]) -> None:
+    bound = 1e-10 if model.store.dtype == torch.float64 else 1e-5
+    for prompt, completion, found in zip(prompts(), said, states, strict=True):
+        with torch.no_grad():
+            whole = model(torch.tensor([[*prompt, *completion.tokens]]))
+        assert len(found) == NEW
+        wanted = whole[len(prompt) - 1 : -1]
+        assert_close_by_metric("states", torch.stack(found), wanted, bound=bound)
+
+
+@pytest.mark.parametrize("max_step_tokens", [7, 500])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_for_any_chunk_and_block(
+    family: str, block_size: int, max_step_tokens: int
+) -> None:
+    model = model_of(family)
+    engine = engine_of(model, block_size=block_size, max_step_tokens=max_step_tokens)
+    said, states = decoded(engine)
+    compare(model, said, states)
+    assert engine.stats.hit > 0 or block_size > 16
+
+
+def on_a_rank(rank: int, world: int) -> dict[str, tuple[list[Completion], list[States]]]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    with one_thread():
+        return {
+            family: decoded(engine_of(model_of(family, groups), max_step_tokens=30))
+            for family in FAMILIES
+        }
+
+
+def test_they_are_on_two_tensor_parallel_ranks() -> None:
+    for found in run_ranks(on_a_rank, 2):
+        for family, (said, states) in found.items():
+            compare(model_of(family), said, states)

@@ -104,6 +104,15 @@ class OutputLost(RunStopped):
         super().__init__(code, f"error: stdout cannot be written: {error.strerror}")
 
 
+def is_communication_error(error: RuntimeError) -> bool:
+    """Return whether an error comes from a collective or the store rather than from computing."""
+    import torch.distributed as dist
+
+    text = str(error).lower()
+    signs = ("gloo", "nccl", "timed out", "timeout", "connection", "socket", "broken pipe")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
 _HEAD, _TAIL = 1400, 400  # characters of a line that is too long
 
 

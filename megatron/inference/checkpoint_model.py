@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.cli.errors import PeerLost, is_communication_error
 from megatron.cli.launch import Launch
 from megatron.cli.tokenizers import (
     SpecialTokens,
@@ -214,7 +215,11 @@ def generating(config: GPTConfig) -> GPTConfig:
 def _joined(
     source: ModelSource, launch: Launch, device: torch.device
 ) -> Iterator[tuple[ProcessGroupCollection, Coordinator]]:
-    """Join the other processes of the run, if there are any, and leave them at the end."""
+    """Join the other processes of the run, if there are any, and leave them at the end.
+
+    Raises:
+        PeerLost: a collective failed, as one of them is gone or silent.
+    """
     tp, world = source.tensor_model_parallel_size, launch.world_size
     if tp != world:
         raise ValueError(
@@ -240,7 +245,15 @@ def _joined(
         timeout_seconds=seconds,
         names=GROUP_NAMES,
     )
-    yield groups, StoreCoordinator(store, launch.rank, world, timeout_seconds=seconds)
+    try:
+        yield groups, StoreCoordinator(store, launch.rank, world, timeout_seconds=seconds)
+    except RuntimeError as error:
+        if not is_communication_error(error):
+            raise
+        raise PeerLost(
+            f"error: rank {launch.rank} lost another rank, which ended or was silent for "
+            f"{seconds:.0f} s: see what that one said, and start all again ({error})"
+        ) from error
     # Not in a `finally`: after an error on one rank the others may be gone, and the launcher ends
     # all of them.
     dist.barrier()

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron.cli.errors import PeerLost
+from megatron.cli.errors import PeerLost, is_communication_error
 from megatron.cli.launch import Launch
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
@@ -210,7 +210,7 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
         watch.leave_evidence(str(lost), lost, told=lost.told)
         raise
     except RuntimeError as error:
-        found = _diagnose(watch) if _is_communication(error) else None
+        found = _diagnose(watch) if is_communication_error(error) else None
         if found is None:
             watch.report_failure(error)
             raise
@@ -225,10 +225,3 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
 
 def _diagnose(watch: PeerWatch) -> Diagnosis | None:
     return watch.diagnose(DIAGNOSIS_SECONDS) or watch.behind()
-
-
-def _is_communication(error: RuntimeError) -> bool:
-    """Return whether an error comes from a collective or the store rather than from computing."""
-    text = str(error).lower()
-    signs = ("gloo", "nccl", "timed out", "timeout", "connection", "socket", "broken pipe")
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

@@ -3,7 +3,9 @@
 
 import contextlib
 import io
+import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.cli.errors import ExitCode
 from megatron.cli.tokenizers import ByteTokenizer, train_bpe
 from megatron.core.dist_checkpointing import Solo, save_checkpoint, weight_chunks
-from megatron.core.inference.engine import Completion, Request
+from megatron.core.inference.engine import Completion, Engine, Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
@@ -237,3 +240,36 @@ def test_print_config_needs_no_checkpoint_and_reads_back(words: list[str], tmp_p
     file = tmp_path / "g.yaml"
     file.write_text(out, encoding="utf-8")
     assert run("--config", str(file), "--print-config") == (0, out, "")
+
+
+def command_whose_second_rank_dies(
+    rank: int, world: int, words: list[str], launcher: dict[str, str]
+) -> Any:
+    step, taken = Engine.step, itertools.count(1)
+
+    def dying(engine: Engine) -> list[Completion]:
+        if rank == 1 and next(taken) == 4:
+            os._exit(9)
+        return step(engine)
+
+    Engine.step = dying  # type: ignore[method-assign]
+    return command_on_a_rank(rank, world, words, launcher)
+
+
+def test_a_rank_that_dies_ends_the_others(root: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    words = arguments(root, "--tensor-model-parallel-size", "2")
+    words += ["--distributed-timeout-minutes", "0.2"]
+    with start_ranks(command_whose_second_rank_dies, 2, words, launcher, init=False) as ranks:
+        lives, dies = ranks.outcomes(timeout=60.0)
+    assert dies.exit_code == 9
+    code, _, err = lives.value
+    assert code == ExitCode.PEER_LOST
+    assert "rank 0 lost another rank" in err
+    assert err.count("\n") == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of blocks by random events, against a model of it that keeps everything in plain sets."""
+"""The pool of blocks by random events, against a model of it that keeps all in plain sets."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ BENCHES = (
     "hybrid_step",
     "moe",
     "recurrences",
+    "inference",
 )
 
 

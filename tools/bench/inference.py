@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inference engine against transformers' `generate`, and against itself without parts.
+
+python -m tools.bench.inference                          every row
+python -m tools.bench.inference --clock cpu --threads 1  on a machine that others use too
+python -m tools.bench.inference --only batches
+
+Both sides have the same weights and take turns in one process. Requests are random tokens; what
+both generate greedily is compared before a figure counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from megatron.core.dist_checkpointing import Solo, weight_chunks
+from megatron.core.inference import Request
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import Engine, EngineConfig, generate
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.weight_gather import Storage
+from megatron.hf.read_weights import read_weights
+from megatron.inference.bench import make_requests, static_waste
+from megatron.inference.config import Load
+from megatron.training.checkpoints.hf_options import open_model
+from tools.bench import shapes
+from tools.bench.shapes import SHAPES, Shape
+from tools.bench.table import Row, format_table
+
+ROWS = 16
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+#: The model whose step the engine's own work is held against.
+TINY = Shape(
+    layers=8, hidden=64, ffn=192, heads=4, kv_heads=2, vocabulary=512, batch=1, sequence=512
+)
+
+
+def llama(shape: Shape) -> LlamaForCausalLM:
+    """Return transformers' model of a shape, ready to generate."""
+    torch.manual_seed(shapes.SEED)
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=2048,
+        rms_norm_eps=shapes.NORM_EPSILON,
+        # Wide enough for the logits to differ by far more than rounding does.
+        initializer_range=5 * shapes.INIT_STD,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def with_weights_of(model: LlamaForCausalLM) -> GPTModel:
+    """Return our model with the weights of transformers'."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        opened, described = open_model(folder, flag="--load")
+        ours = GPTModel(
+            described.config,
+            ProcessGroupCollection.single(),
+            dtype=torch.float32,
+            storage=Storage(initialize=False),
+        )
+        read_weights(opened, described, weight_chunks(ours.store), coordinator=Solo())
+    return ours
+
+
+def engine_of(model: GPTModel, *, num_blocks: int = 2048, **config: object) -> Engine:
+    """Return an engine with room for every request here."""
+    return Engine(
+        model,
+        EngineConfig(**{"max_rows": ROWS, "num_blocks": num_blocks} | config),
+        shapes=CacheShapes.of(model.modules(), torch.float32),
+        vocab_size=model.config.vocab_size,
+    )
+
+
+class Nothing(torch.nn.Module):
+    """A model without layers: its logits are zeros."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.head, self._logits = self, torch.zeros(4096, 1, vocabulary)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits as they are."""
+        return logits
+
+    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
+        """Return the hidden states [t, 1, V] of tokens [1, t], which are the logits too."""
+        return self._logits[: x.shape[1]] if context else x
+
+
+def in_turns(
+    sides: Sequence[Callable[[], float]], *, rounds: int, warmup: int = 1
+) -> tuple[list[float], list[float]]:
+    """Return what two sides measured, round by round, after some that are not counted."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for number in range(-warmup, rounds):
+        for side in (0, 1) if number % 2 else (1, 0):
+            value = sides[side]()
+            if number >= 0:
+                found[side].append(value)
+    return found
+
+
+def row(what: str, ours: Sequence[float], peer: Sequence[float], target: str = "") -> Row:
+    """Return the medians and the median of the ratios."""
+    return Row(
+        bench="inference",
+        what=what,
+        ours=statistics.median(ours),
+        peer=statistics.median(peer),
+        ratio=statistics.median(a / b for a, b in zip(ours, peer, strict=True)),
+        target=target,
+    )
+
+
+def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+    """A step around a model that does nothing, against a one-row step of a small transformers."""
+    steps, found = 20 if quick else 100, []
+    model = llama(TINY)
+    cache, token = DynamicCache(config=model.config), torch.zeros(1, 1, dtype=torch.int64)
+
+    @torch.no_grad()
+    def peer() -> float:
+        nonlocal cache
+        cache = DynamicCache(config=model.config)
+        model(token.expand(1, 32), past_key_values=cache)
+        start = clock()
+        for _ in range(steps):
+            model(token, past_key_values=cache)
+        return (clock() - start) / steps
+
+    for rows, target in ((1, "<= 0.2"), (64, "<= 0.5")):
+        engine = Engine(
+            Nothing(TINY.vocabulary),
+            EngineConfig(max_rows=rows, num_blocks=rows * 16),
+            shapes=CacheShapes(),
+            vocab_size=TINY.vocabulary,
+        )
+
+        def ours(engine: Engine = engine, rows: int = rows) -> float:
+            for number in range(rows):
+                engine.add(
+                    Request(
+                        prompt=(number,) * 32,
+                        max_new_tokens=steps + 2,
+                        sampling=SamplingParams(temperature=0),
+                    )
+                )
+            engine.step()
+            start = clock()
+            for _ in range(steps):
+                engine.step()
+            seconds = (clock() - start) / steps
+            while engine.unfinished:
+                engine.step()
+            return seconds
+
+        what = f"step around no model, {rows} row{'s' * (rows > 1)}, s / transformers, 1 row"
+        found.append(row(what, *in_turns((ours, peer), rounds=3 if quick else 7), target))
+    return found
+
+
+def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+    """Mean time to first token of requests that begin alike, with the prefix cache and without."""
+    common, own, count = (500, 16, 8) if quick else (1000, 32, 32)
+    model = with_weights_of(llama(SHAPES["S"]))
+    load = Load(
+        num_requests=count,
+        input_tokens=common + own,
+        shared_prefix_tokens=common,
+        min_output_tokens=1,
+        max_output_tokens=1,
+    )
+    requests = make_requests(load, SHAPES["S"].vocabulary)
+
+    def side(prefix_caching: bool) -> Callable[[], float]:
+        engine = engine_of(model, num_blocks=4096, max_rows=count, prefix_caching=prefix_caching)
+
+        def run() -> float:
+            engine.scheduler.forget_cached()
+            begin, first = clock(), []
+            for request in requests:
+                engine.add(request)
+            while engine.unfinished:
+                ended = len(engine.step())
+                first += [clock() - begin] * ended
+            return statistics.mean(first)
+
+        return run
+
+    found = in_turns((side(True), side(False)), rounds=1 if quick else 3)
+    what = f"{count} prompts, {common} tokens in common: mean TTFT, s / no prefix cache"
+    return [row(what, *found, "<= 0.333")]
+
+
+def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+    """Tokens a second of continuous batching, against static batches in transformers."""
+    shape = SHAPES["M"]
+    peer = llama(shape)
+    engine = engine_of(with_weights_of(peer))
+    load = Load(num_requests=64 if quick else 256)
+    requests = make_requests(load, shape.vocabulary)
+    lengths = [request.max_new_tokens for request in requests]
+
+    def generated(batch: Sequence[Request]) -> list[list[int]]:
+        prompts = torch.tensor([request.prompt for request in batch])
+        longest = max(request.max_new_tokens for request in batch)
+        out = peer.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=longest,
+            do_sample=False,
+        )
+        return out[:, prompts.shape[1] :].tolist()
+
+    texts: dict[str, list[list[int]]] = {}
+
+    def ours() -> float:
+        engine.scheduler.forget_cached()
+        start = clock()
+        texts["ours"] = [found[0].tokens for found in generate(engine, requests)]
+        return sum(lengths) / (clock() - start)
+
+    def static() -> float:
+        start, found = clock(), []
+        for first in range(0, len(requests), ROWS):
+            found += generated(requests[first : first + ROWS])
+        texts["peer"] = [text[:n] for text, n in zip(found, lengths, strict=True)]
+        return sum(lengths) / (clock() - start)
+
+    one = Request(
+        prompt=requests[0].prompt, max_new_tokens=64, sampling=SamplingParams(temperature=0)
+    )
+
+    def alone() -> float:
+        engine.scheduler.forget_cached()
+        start = clock()
+        generate(engine, [one])
+        return one.max_new_tokens / (clock() - start)
+
+    def peer_alone() -> float:
+        start = clock()
+        generated([one])
+        return one.max_new_tokens / (clock() - start)
+
+    rounds = 1 if quick else 3
+    one_found = in_turns((alone, peer_alone), rounds=2 * rounds)  # which warms up both, too
+    static_found = in_turns((ours, static), rounds=rounds, warmup=0)
+    same = sum(a == b for a, b in zip(texts["ours"], texts["peer"], strict=True))
+    if same < 0.9 * len(requests):
+        raise ValueError(f"{same} of {len(requests)} texts are the same: the race is void")
+    waste = static_waste(lengths, ROWS)
+    what = f"{len(requests)} requests, 16 rows, W = {waste:.2f}: tokens/s / static batches"
+    return [
+        row(what, *static_found, f">= {0.75 * waste:.3f}"),
+        row("one request: tokens/s / transformers", *one_found),
+    ]
+
+
+PARTS = {"host": host_rows, "prefix": prefix_rows, "batches": batch_rows}
+
+
+def rows(quick: bool, *, only: Sequence[str] = tuple(PARTS), clock: str = "wall") -> list[Row]:
+    """Measure all rows, or the parts that are named."""
+    return [found for part in only for found in PARTS[part](quick, CLOCKS[clock])]
+
+
+def main() -> None:
+    """Measure what was asked for and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer requests and rounds")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=tuple(PARTS))
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--threads", type=int, default=None)
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    print(format_table(rows(arguments.quick, only=arguments.only, clock=arguments.clock)))
+
+
+if __name__ == "__main__":
+    main()

@@ -60,7 +60,8 @@ class CheckpointModel:
         device: where it is.
         folder: the `iter_` or Hugging Face folder it came from.
         stop_tokens: ids that end a text.
-        chat_folder: where a chat template may be, beside the tokenizer; None if that is not a file.
+        chat_folder: where a chat template may be: the tokenizer's folder; None if it has none.
+        token_multiple: what the tokens of a step have to be a multiple of.
     """
 
     model: GPTModel
@@ -71,6 +72,7 @@ class CheckpointModel:
     folder: Path
     stop_tokens: frozenset[int]
     chat_folder: str | Path | None = None
+    token_multiple: int = 1
 
     @property
     def cache_shapes(self) -> CacheShapes:
@@ -104,6 +106,11 @@ class _Place:
     device: torch.device
 
 
+def _token_multiple(source: ModelSource) -> int:
+    """Return what ranks that share the tokens of a step need these to be a multiple of."""
+    return source.tensor_model_parallel_size if source.sequence_parallel else 1
+
+
 def _backend(dtype: torch.dtype, place: _Place) -> Backend:
     """Return the parts of a model whose ranks multiply alike."""
     chosen = CpuMatmul.choose(
@@ -129,6 +136,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
     model = GPTModel(
         generating(described.config),
         place.groups,
+        sequence_parallel=source.sequence_parallel,
         dtype=dtype,
         device=place.device,
         backend=_backend(dtype, place),
@@ -147,6 +155,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         folder=folder.path,
         stop_tokens=frozenset(ends),
         chat_folder=folder.path if source.tokenizer_model is None else source.tokenizer_model,
+        token_multiple=_token_multiple(source),
     )
 
 
@@ -177,6 +186,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
     model = GPTModel(
         generating(config),
         place.groups,
+        sequence_parallel=source.sequence_parallel,
         dtype=weight_dtype(options),
         device=place.device,
         backend=_backend(weight_dtype(options), place),
@@ -197,6 +207,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         folder=folder,
         stop_tokens=frozenset(ends),
         chat_folder=source.tokenizer_model or origin or recorded.get("model"),
+        token_multiple=_token_multiple(source),
     )
 
 

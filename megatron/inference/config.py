@@ -36,6 +36,9 @@ class ModelSource:
     transformers."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each weight matrix; start as many processes with torchrun."""
+    sequence_parallel: bool = False
+    """Also cut the tokens of a step over these ranks outside of matrix products. A step whose
+    tokens do not divide is padded."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -121,6 +124,14 @@ class Output:
     """Report the log-probability of each token of a prompt but the first."""
 
 
+def _check_source(source: ModelSource) -> None:
+    """Raise ValueError for a layout in which an option would do nothing."""
+    if source.sequence_parallel and source.tensor_model_parallel_size < 2:
+        raise ValueError(
+            "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise that"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """One run of text generation."""
@@ -132,6 +143,7 @@ class GenerateConfig:
     output: Output
 
     def __post_init__(self) -> None:
+        _check_source(self.source)
         for name, value in (
             ("tensor-model-parallel-size", self.source.tensor_model_parallel_size),
             ("distributed-timeout-minutes", self.source.distributed_timeout_minutes),
@@ -200,6 +212,7 @@ class BenchConfig:
     inference: Inference
 
     def __post_init__(self) -> None:
+        _check_source(self.source)
         load = self.requests
         for name, value in (
             ("num-requests", load.num_requests),

@@ -156,6 +156,7 @@ class LLM:
                 num_blocks=None if memory is not None else num_blocks,
                 memory_bytes=None if memory is None else int(memory * 1e9),
                 prefix_caching=not options.no_prefix_caching,
+                token_multiple=loaded.token_multiple,
             ),
             shapes=loaded.cache_shapes,
             vocab_size=loaded.vocab_size,

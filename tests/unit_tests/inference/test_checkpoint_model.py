@@ -121,8 +121,11 @@ def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[st
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.parametrize("layout", [(), ("--sequence-parallel",)])
 @pytest.mark.covers("generation", runs="generates")
-def test_two_ranks_print_and_write_what_one_process_does(root: Path, tmp_path: Path) -> None:
+def test_two_ranks_print_and_write_what_one_process_does(
+    root: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     _, text, _ = run(*arguments(root, "--output-json", str(one)))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -132,7 +135,7 @@ def test_two_ranks_print_and_write_what_one_process_does(root: Path, tmp_path: P
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    words = arguments(root, "--output-json", str(two), "--tensor-model-parallel-size", "2")
+    words = arguments(root, "--output-json", str(two), "--tensor-model-parallel-size", "2", *layout)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
         (code, out, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
     assert (code, code_1) == (0, 0), err + err_1

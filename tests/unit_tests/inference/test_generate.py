@@ -24,10 +24,14 @@ class NextByte:
         self.head = self
 
     def __call__(self, x: torch.Tensor, **context: object) -> torch.Tensor:
-        if not context:  # as its own head
-            return x
         following = torch.where(x.t() == ord("z"), 256, (x.t() + 1) % 256)
         return 5 * torch.nn.functional.one_hot(following, 257).float()
+
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -44,6 +48,7 @@ class Loaded:
     model: NextByte = field(default_factory=NextByte)
     stop_tokens: frozenset[int] = frozenset({256})
     cache_shapes: CacheShapes = field(default_factory=CacheShapes)
+    token_multiple: int = 1
 
 
 def params(new: int, **more) -> TextParams:

@@ -48,7 +48,11 @@ LONGEST_ROW = 1 << 20
 class Head(Protocol):
     """Hidden states to logits; `megatron.core.tensor_parallel.VocabParallelHead` is one."""
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def gathered(self, hidden: Tensor) -> Tensor:
+        """Bring what the model returned of this rank's tokens to those of all, [s, b, h]."""
+        ...
+
+    def project(self, hidden: Tensor) -> Tensor:
         """Map hidden states [s, b, h] to this rank's logits [s, b, V/tp]."""
         ...
 
@@ -63,7 +67,8 @@ class LanguageModel(Protocol):
     head: Head
 
     def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: PagedCache) -> Tensor:
-        """Map new tokens [1, t] of several rows to hidden states [t, 1, h].
+        """Map new tokens [1, t] of several rows to hidden states [t, 1, h], those of this rank
+        under sequence parallelism.
 
         `layout.paged` says whose they are, and where the cache keeps what was before them.
         """
@@ -83,6 +88,8 @@ class EngineConfig:
             first, then snapshots of states for the prefix cache, at most a quarter of what is left,
             then pages.
         prefix_caching: reuse what was computed for requests that begin alike.
+        token_multiple: pad the tokens of a step to a multiple of this: with sequence parallelism
+            the number of ranks, each of which has as many.
     """
 
     max_rows: int = 16
@@ -91,6 +98,7 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_bytes: int | None = None
     prefix_caching: bool = True
+    token_multiple: int = 1
 
     def sizes(self, shapes: CacheShapes, max_length: int | None = None) -> tuple[int, int]:
         """Return the blocks and the state slots of the cache of a model.
@@ -225,7 +233,7 @@ class Engine:
     """Generate for requests that come and go.
 
     Args:
-        model: built without sequence parallelism; its weights may be those that are trained.
+        model: its weights may be those that are trained.
         config: its sizes.
         shapes: what the model keeps of tokens.
         max_length: longest sequence that the model takes; None means no limit.
@@ -269,6 +277,7 @@ class Engine:
             prefix_caching=config.prefix_caching,
             states=self.cache.states if shapes.states else None,
             window=shapes.window,
+            token_multiple=config.token_multiple,
         )
         self.epoch, self.paused, self.model_seconds = 0, False, 0.0
         self._outputs: dict[Row, _Output] = {}
@@ -363,8 +372,7 @@ class Engine:
             self._note_prompt_logprobs(plan, hidden)
             chosen = None
             if rows:
-                last = plan.query_bounds[1:][list(plan.sampled)] - 1
-                chosen = self._choose(rows, self._taken(hidden, last))
+                chosen = self._choose(rows, self._taken(hidden, plan.last_tokens))
         self.model_seconds += time.perf_counter() - start
         self.scheduler.commit(plan)
         return [] if chosen is None else self._record(rows, *chosen)
@@ -383,9 +391,9 @@ class Engine:
             plan.block_table,
         )
         tokens, positions, slots, states, bounds, contexts, table = self._moved(arrays)
-        decode = plan.decode_rows
+        decode = plan.decode_rows + plan.padding
         prefill = None
-        if decode < len(plan.rows):
+        if plan.decode_rows < len(plan.rows):
             ends = (plan.query_bounds[decode:] - decode).tolist()
             prefill = Sequences(ends, device=self.device)
         paged = PagedRows(
@@ -403,7 +411,8 @@ class Engine:
             prefill=prefill,
         )
         layout = SequenceLayout(positions.long(), paged=paged)
-        return self.model(tokens.long().unsqueeze(0), layout=layout, cache=self.cache)
+        hidden = self.model(tokens.long().unsqueeze(0), layout=layout, cache=self.cache)
+        return self.model.head.gathered(hidden)
 
     def _moved(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Return int32 arrays on the device, brought there in one copy."""
@@ -421,7 +430,7 @@ class Engine:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, 1, h]."""
-        return self.model.head.whole(self.model.head(hidden))[:, 0]
+        return self.model.head.whole(self.model.head.project(hidden))[:, 0]
 
     def _choose(self, rows: Sequence[Row], hidden: Tensor) -> tuple:
         """Choose a token for each row from its hidden states [n, 1, h]; return what `_record`
@@ -486,7 +495,7 @@ class Engine:
             known = output.completion.prompt_logprobs
             assert known is not None
             start = row.computed  # the first new token's place, which predicts the next
-            first = int(plan.query_bounds[n])
+            first = int(plan.query_bounds[plan.place(n)])
             # A row that is computed again has them from the first time.
             for place in range(len(known), row.prompt_length - 1, LOGIT_ROWS):
                 end = min(place + LOGIT_ROWS, row.prompt_length - 1, row.computed + count)

@@ -79,24 +79,29 @@ class Row:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BatchPlan:
-    """One step of an engine: b rows with t new tokens, packed; those with one token come first.
+    """One step of an engine: rows with t new tokens, packed; those with one token come first.
+
+    Rows of padding follow these: they have one token each and no context, and write nothing. With
+    them there are b rows.
 
     Args:
-        rows: whose tokens they are.
+        rows: whose tokens they are, without padding.
         counts: new tokens of each row.
         decode_rows: how many rows have one.
+        padding: how many rows of padding there are.
         tokens, positions: int32 [t].
         query_bounds: int32 [b + 1], where each row's new tokens begin.
         context_lengths: int32 [b], tokens of each row in the cache after this step.
         block_table: int32 [b, w]; 0 where a row has no block, which nothing reads.
-        slot_mapping: int32 [t], the place in the cache that each new token takes.
-        state_slots: int32 [b].
+        slot_mapping: int32 [t], the place in the cache that each new token takes; -1 of padding.
+        state_slots: int32 [b]; -1 of padding and of models without states.
         sampled: which rows have all of their tokens computed by this step and so get a new one.
     """
 
     rows: tuple[Row, ...]
     counts: tuple[int, ...]
     decode_rows: int
+    padding: int
     tokens: np.ndarray
     positions: np.ndarray
     query_bounds: np.ndarray
@@ -105,6 +110,15 @@ class BatchPlan:
     slot_mapping: np.ndarray
     state_slots: np.ndarray
     sampled: tuple[int, ...]
+
+    def place(self, row: int) -> int:
+        """Return which of the b rows in the arrays `rows[row]` is."""
+        return row if row < self.decode_rows else row + self.padding
+
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """Return the place among t of the last new token of each sampled row."""
+        return self.query_bounds[[self.place(row) + 1 for row in self.sampled]] - 1
 
 
 @dataclass
@@ -142,6 +156,7 @@ class Scheduler:
         prefix_caching: reuse blocks of rows that began alike.
         states: the slots of recurrent mixers; None for a model without any.
         window: tokens that the attention layer sees that sees most; None if one sees all.
+        token_multiple: what the tokens of a step are padded to a multiple of.
     """
 
     def __init__(
@@ -154,6 +169,7 @@ class Scheduler:
         prefix_caching: bool = True,
         states: StateCache | None = None,
         window: int | None = None,
+        token_multiple: int = 1,
     ) -> None:
         if max_rows < 1 or max_step_tokens < 1:
             raise ValueError(
@@ -161,6 +177,7 @@ class Scheduler:
             )
         self.block_size, self.max_rows, self.max_step_tokens = block_size, max_rows, max_step_tokens
         self.prefix_caching, self.window = prefix_caching, window
+        self.token_multiple = token_multiple
         self.pool = BlockPool(num_blocks)
         self.stats = CacheStats()
         self.waiting: deque[Row] = deque()
@@ -252,32 +269,47 @@ class Scheduler:
     def _plan(self, planned: Sequence[tuple[Row, int]]) -> BatchPlan:
         rows = tuple(row for row, _ in planned)
         counts = tuple(count for _, count in planned)
-        bounds = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(counts, out=bounds[1:])
-        starts = np.fromiter((row.computed for row in rows), np.int32, len(rows))
-        contexts = starts + np.asarray(counts, dtype=np.int32)
-        width = self.blocks_for(int(contexts.max()))
-        table = self._table[[row.slot for row in rows], :width]
-        numbers = np.repeat(np.arange(len(rows)), counts)  # the row of each token
-        positions = np.arange(bounds[-1], dtype=np.int32) + np.repeat(starts - bounds[:-1], counts)
-        pages = table[numbers, positions // self.block_size]
         decode_rows = sum(count == 1 for count in counts)
+        new = sum(counts)
+        padding = -new % self.token_multiple
+        sizes = np.ones(len(rows) + padding, dtype=np.int32)
+        at = np.arange(len(rows))  # of the rows that are not padding, behind those of one token
+        at[decode_rows:] += padding
+        sizes[at] = counts
+        bounds = np.zeros(len(sizes) + 1, dtype=np.int32)
+        np.cumsum(sizes, out=bounds[1:])
+        starts, contexts = np.zeros_like(sizes), np.zeros_like(sizes)
+        starts[at] = np.fromiter((row.computed for row in rows), np.int32, len(rows))
+        contexts[at] = starts[at] + sizes[at]
+        table = np.zeros((len(sizes), self.blocks_for(int(contexts.max()))), dtype=np.int32)
+        table[at] = self._table[[row.slot for row in rows], : table.shape[1]]
+        states = np.full(len(sizes), -1, dtype=np.int32)
+        states[at] = np.fromiter((row.state_slot for row in rows), np.int32, len(rows))
+        numbers = np.repeat(np.arange(len(sizes)), sizes)  # the row of each token
+        positions = np.arange(bounds[-1], dtype=np.int32) + (starts - bounds[:-1])[numbers]
+        pages = table[numbers, positions // self.block_size]
+        slots = pages * self.block_size + positions % self.block_size
+        slots[decode_rows : decode_rows + padding] = -1
         tokens: list[int] = []
         for row, count in planned:
+            if len(tokens) == decode_rows:
+                tokens += [0] * padding
             tokens += row.tokens[row.computed : row.computed + count]
+        tokens += [0] * (len(slots) - len(tokens))
         self.stats.steps += 1
-        self.stats.computed += int(bounds[-1])
+        self.stats.computed += new
         return BatchPlan(
             rows=rows,
             counts=counts,
             decode_rows=decode_rows,
+            padding=padding,
             tokens=np.asarray(tokens, dtype=np.int32),
             positions=positions,
             query_bounds=bounds,
             context_lengths=contexts,
             block_table=table,
-            slot_mapping=pages * self.block_size + positions % self.block_size,
-            state_slots=np.fromiter((row.state_slot for row in rows), np.int32, len(rows)),
+            slot_mapping=slots,
+            state_slots=states,
             sampled=tuple(n for n, (row, count) in enumerate(planned) if row.remaining == count),
         )
 

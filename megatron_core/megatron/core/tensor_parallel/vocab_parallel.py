@@ -335,8 +335,9 @@ class VocabParallelHead(nn.Module):
         self.vocab_size = sharding.segments[0].shape[0]
         self.weight = store.declare(sharding, init)
 
-    def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden [s, b, h] whole on every rank; its gradient comes back partial(tp)."""
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden [s, b, h] whole on every rank, from [s/tp, b, h] under sequence
+        parallelism; its gradient comes back partial(tp)."""
         if self.region.group.size == 1:
             return hidden
         if self.region.scatters:
@@ -356,7 +357,7 @@ class VocabParallelHead(nn.Module):
         Raises:
             ValueError: targets or weights of another shape, or a target that is no id.
         """
-        hidden = self._enter(hidden)
+        hidden = self.gathered(hidden)
         for what, tensor in (("labels", targets), ("token_weights", token_weights)):
             if tensor.shape != hidden.shape[:-1]:
                 raise ValueError(
@@ -376,7 +377,11 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return local logits [s, b, V/tp], padding columns included."""
-        return self.weight.linear(self._enter(hidden))
+        return self.project(self.gathered(hidden))
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return local logits [s, b, V/tp] of hidden states that every rank has, [s, b, h]."""
+        return self.weight.linear(hidden)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding

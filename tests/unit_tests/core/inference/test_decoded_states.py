@@ -6,11 +6,13 @@ Hidden states and not logits, which are one product with them: those are rounded
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from megatron.core.comm import trace
 from megatron.core.inference.engine import Completion, Engine, generate
 from megatron.core.inference.scheduler import Row
 from megatron.core.models.gpt import GPTModel
@@ -76,16 +78,33 @@ def test_they_are_for_any_chunk_and_block(
     assert engine.stats.hit > 0 or block_size > 16
 
 
-def on_a_rank(rank: int, world: int) -> dict[str, tuple[list[Completion], list[States]]]:
+def on_a_rank(rank: int, world: int, sequence_parallel: bool) -> dict[str, tuple]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    with one_thread():
-        return {
-            family: decoded(engine_of(model_of(family, groups), max_step_tokens=30))
-            for family in FAMILIES
-        }
+    found = {}
+    for family in FAMILIES:
+        if world == 4 and family == "hybrid":  # it has two heads
+            continue
+        model = model_of(family, groups, sequence_parallel=sequence_parallel)
+        multiple = world if sequence_parallel else 1
+        engine = engine_of(model, max_step_tokens=30, token_multiple=multiple)
+        with one_thread(), trace(groups) as records:
+            said, states = decoded(engine)
+        found[family] = said, states, Counter(record.kind for record in records), engine.stats.steps
+    return found
 
 
-def test_they_are_on_two_tensor_parallel_ranks() -> None:
-    for found in run_ranks(on_a_rank, 2):
-        for family, (said, states) in found.items():
+#: Blocks, each of which brings the tokens of all ranks together and cuts them again.
+MIXERS = {"gqa": 4, "window and sinks": 4, "latent": 4, "hybrid": 6}
+
+
+@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, False), (2, True), (4, True)])
+def test_they_are_on_tensor_parallel_ranks(world: int, sequence_parallel: bool) -> None:
+    for found in run_ranks(on_a_rank, world, sequence_parallel):
+        for family, (said, states, collectives, steps) in found.items():
             compare(model_of(family), said, states)
+            if sequence_parallel and family in MIXERS:
+                # The embedding cuts as well.
+                assert collectives["reduce_scatter"] == (MIXERS[family] + 1) * steps
+            if sequence_parallel and family == "gqa":
+                # The last hidden states are gathered as well, and logits where a token is chosen.
+                assert 5 * steps < collectives["all_gather"] <= 6 * steps

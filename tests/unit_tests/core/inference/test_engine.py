@@ -90,10 +90,10 @@ def on_one_thread():
         yield
 
 
-def model_of(family: str, groups: ProcessGroupCollection | None = None) -> GPTModel:
+def model_of(family: str, groups: ProcessGroupCollection | None = None, **layout: bool) -> GPTModel:
     groups = groups or ProcessGroupCollection.single()
     dtype = torch.float32 if family == "experts" else torch.float64  # routers weigh in fp32
-    return GPTModel(FAMILIES[family], groups, dtype=dtype, seed=3)
+    return GPTModel(FAMILIES[family], groups, dtype=dtype, seed=3, **layout)
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -248,12 +248,16 @@ class Diverging(torch.nn.Module):
         super().__init__()
         self.head = self
 
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
     def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
-        if not context:
-            return x
         logits = torch.nn.functional.one_hot((x.t() + 1) % VOCABULARY, VOCABULARY).float()
         logits[x[0] == 60] = math.nan
         return logits

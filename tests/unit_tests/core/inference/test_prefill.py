@@ -57,6 +57,12 @@ class Hashing:
         self.tokens, self.factor = 0, 37
         self.shapes = CacheShapes() if paged else CacheShapes(states={"hash": ((), torch.int64)})
 
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
@@ -64,11 +70,9 @@ class Hashing:
         self,
         tokens: torch.Tensor,
         *,
-        layout: SequenceLayout | None = None,
-        cache: PagedCache | None = None,
+        layout: SequenceLayout,
+        cache: PagedCache,
     ) -> torch.Tensor:
-        if layout is None:  # as its own head
-            return tokens
         rows, x = layout.rows_with_past, tokens[0].tolist()
         self.tokens += len(x)
         bounds = rows.batch.query_bounds.tolist()

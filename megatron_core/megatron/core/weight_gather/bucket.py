@@ -518,11 +518,13 @@ def bucket_plans(
     """
     found: list[BucketPlan] = []
     opened: dict[tuple[str, torch.dtype, Placement], list[WeightHandle]] = {}
+    opened_bytes: dict[tuple[str, torch.dtype, Placement], int] = {}
     unit: str | None = None
     part = 0
 
     def close(kind: tuple[str, torch.dtype, Placement]) -> None:
         members, placed = opened.pop(kind), kind[-1]
+        del opened_bytes[kind]
         if placed.weight == GTP:
             blocks = [[handle] for handle in members]
         else:
@@ -547,11 +549,11 @@ def bucket_plans(
                 close(other)
             unit = units[handle.name]
         opened.setdefault(kind, []).append(handle)
+        opened_bytes[kind] = opened_bytes.get(kind, 0) + reduced_bytes(handle, placed)
         if strategy.weight:
             full = storage.granularity == "weight" and len(handle.shape) > 1
         else:
-            size = sum(reduced_bytes(h, placed) for h in opened[kind])
-            full = size >= storage.bucket_bytes
+            full = opened_bytes[kind] >= storage.bucket_bytes
         if full or shared:
             close(kind)
     for kind in list(opened):

@@ -41,7 +41,6 @@ from megatron.core.ops.dispatch import apply_function
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.handle import put_linear_gradients
-from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward
 from megatron.core.weight_sharding import Cut, Segment, WeightSharding
 
 
@@ -222,8 +221,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.handle, ctx.bias, ctx.region = handle, bias, region
         ctx.save_for_backward(x if handle.trainable else None)
         whole = all_gather(x, region.group) if region.scatters else x  # [s, b, h]
-        wide = None if bias is None else bias.get()
-        return linear_forward(whole, handle.get(), bias=wide, dtype=handle.product_dtype)
+        return handle.product(whole, bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -236,8 +234,7 @@ class _ColumnLinear(torch.autograd.Function):
             gathered = all_gather_async(x, region.group)
         reduced = None
         if ctx.needs_input_grad[0]:
-            # [s, b, h] partial(tp)
-            dx = linear_dgrad(grad, handle.get(), dtype=handle.product_dtype)
+            dx = handle.dgrad(grad)  # [s, b, h] partial(tp)
             if region.scatters:
                 reduced = reduce_scatter_async(dx, region.group)  # [s/tp, b, h]
             else:

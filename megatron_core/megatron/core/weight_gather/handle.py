@@ -13,6 +13,16 @@ store, backward computes input gradients only and appends one item per weight us
 the queue at any time, first in first out. Gradients that are already computed (norms, biases) go
 through the queue as well: accumulated early, they would keep a whole block open from I to W, and
 change the summation order of a tied weight.
+
+The three matrix products of a linear layer are a handle's, in the dtype that the device multiplies
+fastest (`product_dtype`). Where a CPU multiplies bf16 slower than fp32 the operands are widened,
+which also keeps the whole sum in fp32.
+
+| product | equation | result |
+|---|---|---|
+| forward | y = x Wᵀ (+ bias) | dtype of x |
+| dgrad | dx = dy W | dtype of dy |
+| wgrad | dW (+)= dyᵀ x | accumulated in the gradient slot, fp32 |
 """
 
 from __future__ import annotations
@@ -28,7 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops.dispatch import matmul_dtype
-from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
+from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_sharding import WeightSharding
 
 
@@ -210,11 +220,19 @@ class WeightHandle:
     def linear(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
         """Return x [..., h] Wᵀ + bias, [..., o]. Saves x only."""
         if not torch.is_grad_enabled():
-            added = None if bias is None else bias.get()
-            return linear_forward(x, self.get(), bias=added, dtype=self.product_dtype)
+            return self.product(x, bias)
         if bias is None:
             return _apply_linear(x, self.param, self)
         return _apply_linear(x, self.param, self, bias, bias.param)
+
+    def product(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
+        """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype, outside of autograd."""
+        weight, dtype = self.get(), self.product_dtype
+        added = None if bias is None else bias.get()
+        if dtype is x.dtype:
+            return F.linear(x, weight, added)
+        wide = None if added is None else added.to(dtype)
+        return F.linear(x.to(dtype), weight.to(dtype), wide).to(x.dtype)
 
     def embedding(self, ids: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows `ids` [...] of the weight, [..., h]; zero where `valid` is False. Saves
@@ -244,6 +262,13 @@ class WeightHandle:
         """Whether gradients put now wait in a queue."""
         return self.deferral.queue is not None
 
+    def dgrad(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return dy [..., o] W [o, h], [..., h] in dy's dtype."""
+        weight, dtype = self.get(), self.product_dtype
+        if dtype is grad.dtype:
+            return grad.matmul(weight)
+        return grad.to(dtype).matmul(weight.to(dtype)).to(grad.dtype)
+
     def wgrad(
         self,
         grad: torch.Tensor,
@@ -254,6 +279,8 @@ class WeightHandle:
         """Put dyᵀ x, now or through the queue.
 
         Args:
+            grad: dy [..., o].
+            x: [..., h], the same leading shape.
             enter: makes x of what waits in its place, a collective for instance: all ranks drain
                 their queues in one order.
         """
@@ -337,8 +364,12 @@ class WeightHandle:
 
     def _run_linear(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Write or add dyᵀ x; grad mode must be off."""
-        slot = self._open()
-        linear_wgrad_(slot, grad, x, overwrite=self.fresh, dtype=self.product_dtype)
+        slot, dtype = self._open(), self.product_dtype
+        if x.ndim != 2:
+            grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
+        if grad.dtype is not dtype or x.dtype is not dtype:
+            grad, x = grad.to(dtype), x.to(dtype)
+        add_product_(slot, grad.t(), x, overwrite=self.fresh)
         self._done()
 
     def _run_add(self, grad: torch.Tensor) -> None:
@@ -374,16 +405,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, anchor, handle, bias=None, bias_anchor=None):
         ctx.handle, ctx.bias = handle, bias
-        weight, added = handle.get(), None if bias is None else bias.get()
+        y = handle.product(x, bias)
         ctx.save_for_backward(x if anchor.requires_grad else None)
-        return linear_forward(x, weight, bias=added, dtype=handle.product_dtype)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         handle, dx = ctx.handle, None
         if ctx.needs_input_grad[0]:
-            dx = linear_dgrad(grad, handle.get(), dtype=handle.product_dtype)
+            dx = handle.dgrad(grad)
         put_linear_gradients(handle, ctx.bias, grad, x)
         return dx, None, None, None, None
 

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.dispatch import matmul_dtype
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightHandle, WeightStore
-from megatron.core.weight_gather.matmul import linear_dgrad, linear_forward, linear_wgrad_
 from megatron.core.weight_sharding import WeightSharding
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
@@ -276,22 +274,23 @@ def test_the_sink_opens_once_and_is_told_of_every_put():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrix_products(dtype: torch.dtype):
-    bound = BOUNDS[dtype]
-    x, weight, bias = (values(*s, key=9, dtype=dtype) for s in ((2, 7, 6), (5, 6), (5,)))
-    grad = values(2, 7, 5, key=9, dtype=dtype)
-    wide = [t.double() for t in (x, weight, bias, grad)]
-    product_dtype = matmul_dtype(x)
-    out = linear_forward(x, weight, bias=bias, dtype=product_dtype)
+    store, bound = built(dtype), BOUNDS[dtype]
+    weight, bias = store.handles["weight"], store.handles["bias"]
+    x, grad = values(2, 7, 6, key=9, dtype=dtype), values(2, 7, 5, key=9, dtype=dtype)
+    wide = [t.double() for t in (x, weight.get(), bias.get(), grad)]
+    out = weight.product(x, bias)
     assert out.dtype is dtype
     assert_close_by_metric("y", out, F.linear(*wide[:3]), bound=bound)
-    dx = linear_dgrad(grad, weight, dtype=product_dtype)
-    assert_close_by_metric("dx", dx, wide[3] @ wide[1], bound=bound)
+    assert_close_by_metric("dx", weight.dgrad(grad), wide[3] @ wide[1], bound=bound)
     product = wide[3].flatten(0, 1).t() @ wide[0].flatten(0, 1)
-    slot = torch.full((5, 6), torch.nan)
-    linear_wgrad_(slot, grad, x, overwrite=True, dtype=product_dtype)
-    assert_close_by_metric("dW", slot, product, bound=1e-6 if dtype is torch.float32 else bound)
-    linear_wgrad_(slot, grad, x, overwrite=False, dtype=product_dtype)
-    assert_close_by_metric("2 dW", slot, 2 * product, bound=1e-6 if dtype.itemsize > 2 else bound)
+    weight.wgrad(grad, x)  # overwrites
+    assert_close_by_metric(
+        "dW", weight.slot, product, bound=1e-6 if dtype is torch.float32 else bound
+    )
+    weight.wgrad(grad, x)  # adds
+    assert_close_by_metric(
+        "2 dW", weight.slot, 2 * product, bound=1e-6 if dtype.itemsize > 2 else bound
+    )
 
 
 def test_weight_gradients_of_bf16_are_summed_in_fp32():

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import (
     read_manifest,
 )
 from megatron.core.process_groups import RankGrid
-from megatron.core.transformer import RopeTable
+from megatron.core.transformer import RotaryEmbedding
 from megatron.hf.folder import open_folder
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_converter import (
@@ -129,7 +129,7 @@ def test_further_prediction_predicts_what_transformers_does(tmp_path: Path) -> N
     ours = checkpoint_model(tmp_path / "checkpoint/iter_0000000")
     ahead = torch.randint(VOCABULARY, (2, *TOKENS.shape), generator=generator(9))
     layout = SequenceLayout.of_rows(TOKENS.shape[1])
-    rope = RopeTable.of(ours.config.rope, layout.positions, ours.config.attention.rope_features)
+    rope = RotaryEmbedding(ours.config.rope, ours.config.attention.rope_features)(layout.positions)
     with one_thread(), torch.no_grad():
         expected = theirs.model(TOKENS, use_cache=False).last_hidden_state
         hidden = ours(TOKENS)

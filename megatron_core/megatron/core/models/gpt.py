@@ -47,7 +47,14 @@ from megatron.core.tensor_parallel import (
     VocabParallelHead,
 )
 from megatron.core.tensor_parallel.vocab_parallel import vocabulary_sharding
-from megatron.core.transformer import KeyValueCache, LayerBuild, Norm, Recompute, RopeTable
+from megatron.core.transformer import (
+    KeyValueCache,
+    LayerBuild,
+    Norm,
+    Recompute,
+    RopeTable,
+    RotaryEmbedding,
+)
 from megatron.core.weight_gather import Storage, StoreModule, WeightStore
 from megatron.core.weight_sharding import WeightSharding
 
@@ -151,6 +158,10 @@ class GPTModel(StoreModule):
         self.store = WeightStore(groups, seed=seed, **chosen)
         self._region = TensorParallelRegion(groups["tp"], sequence_parallel)
         self._layouts: dict[tuple[int, torch.device], SequenceLayout] = {}
+        self._rotary: RotaryEmbedding | None = None
+        if config.rope is not None:
+            assert config.attention is not None
+            self._rotary = RotaryEmbedding(config.rope, config.attention.rope_features, device)
         build = LayerBuild(
             store=self.store,
             region=self._region,
@@ -344,10 +355,7 @@ class GPTModel(StoreModule):
         return self._layouts[key]
 
     def _rope(self, layout: SequenceLayout) -> RopeTable | None:
-        if self.config.rope is None:
-            return None
-        assert self.config.attention is not None
-        return RopeTable.of(self.config.rope, layout.positions, self.config.attention.rope_features)
+        return None if self._rotary is None else self._rotary(layout.positions)
 
     def loss(
         self,

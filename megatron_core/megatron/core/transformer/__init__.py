@@ -6,6 +6,7 @@ from megatron.core.transformer.attention import (
     KeyValueCache,
     RopeConfig,
     RopeTable,
+    RotaryEmbedding,
     SelfAttention,
 )
 from megatron.core.transformer.build import LayerBuild
@@ -27,5 +28,6 @@ __all__ = [
     "Recompute",
     "RopeConfig",
     "RopeTable",
+    "RotaryEmbedding",
     "SelfAttention",
 ]

@@ -12,7 +12,8 @@ heads all use it; their gradients of it are addends, which the gradient plan sum
 (`weight_sharding`).
 
 `CoreAttention` is softmax attention of a rank's heads, which all attention layers share;
-`RopeTable` the cosines and sines of a microbatch's positions, shared by all layers.
+`RopeTable` the cosines and sines of a microbatch's positions, shared by all layers, which a model's
+`RotaryEmbedding` makes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.core.context_parallel.attention import Attend, context_attention
 from megatron.core.context_parallel.layout import ContextParallel, PagedRows, context_problems
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
-from megatron.core.ops.rope import RopeScaling, apply_rope, rotary_table
+from megatron.core.ops.rope import RopeScaling, apply_rope, inverse_frequencies, tabulate
 from megatron.core.transformer.build import LayerBuild
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.weight_gather.handle import WeightHandle
@@ -185,20 +186,35 @@ class RopeTable:
     sin: torch.Tensor
     interleaved: bool
 
-    @staticmethod
-    def of(config: RopeConfig, positions: torch.Tensor, head_size: int) -> RopeTable:
-        """Make the table for positions int64 [s] or [s, b]."""
-        cos, sin = rotary_table(
-            positions,
-            dim=config.rotary_features(head_size),
-            base=config.base,
-            scaling=config.scaling,
-        )
-        return RopeTable(cos, sin, config.interleaved)
-
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Return heads [s, b, n, d] rotated by the positions of their tokens."""
         return apply_rope(x, self.cos, self.sin, interleaved=self.interleaved)
+
+
+class RotaryEmbedding:
+    """Make the tables of a model's positions, of frequencies that are computed once.
+
+    Args:
+        config: of the frequencies.
+        head_size: features of a head.
+        device: where positions will be.
+    """
+
+    def __init__(
+        self, config: RopeConfig, head_size: int, device: torch.device | str | None = None
+    ) -> None:
+        self.config = config
+        self.frequencies = inverse_frequencies(
+            config.rotary_features(head_size),
+            base=config.base,
+            scaling=config.scaling,
+            device=device,
+        )
+
+    def __call__(self, positions: torch.Tensor) -> RopeTable:
+        """Return the table for positions int64 [s] or [s, b]."""
+        cos, sin = tabulate(positions, self.frequencies, self.config.scaling)
+        return RopeTable(cos, sin, self.config.interleaved)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from megatron.core.transformer import (
     MLPConfig,
     NormConfig,
     RopeConfig,
-    RopeTable,
+    RotaryEmbedding,
 )
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.inputs import microbatch, one_thread
@@ -250,7 +250,7 @@ def test_dropout_acts_on_embedding_blocks_and_attention():
     model = GPTModel(hidden_only, SINGLE, seed=5)
     tokens = data().tokens
     layout = SequenceLayout.of_rows(8, sample_ids=torch.arange(3))
-    rope = RopeTable.of(RopeConfig(), layout.positions, 8)
+    rope = RotaryEmbedding(RopeConfig(), 8)(layout.positions)
     with torch.no_grad():
         stream = model.embedding_dropout(model.embedding(tokens.t()), layout)
         for block in model.decoder.blocks:

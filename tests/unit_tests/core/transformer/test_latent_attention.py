@@ -22,7 +22,7 @@ from megatron.core.transformer import (
     LayerBuild,
     NormConfig,
     RopeConfig,
-    RopeTable,
+    RotaryEmbedding,
 )
 from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import assert_all_close
@@ -190,7 +190,9 @@ def test_output_and_every_gradient(case: str):
         y = hidden.clone().requires_grad_(True)
         engine.begin_step()
         with nan_memory():
-            got = ours(y, layout, rope=RopeTable.of(rope, layout.positions, config.rope_features))
+            got = ours(
+                y, layout, rope=RotaryEmbedding(rope, config.rope_features)(layout.positions)
+            )
             engine.backward((got * factors).sum(), last=True)
             engine.finish()
     grads = {name: weight.grad for name, weight in layer.named_parameters()}

@@ -23,7 +23,7 @@ from megatron.core.transformer import (
     Norm,
     NormConfig,
     RopeConfig,
-    RopeTable,
+    RotaryEmbedding,
     SelfAttention,
 )
 from megatron.core.weight_gather import WeightStore
@@ -210,7 +210,7 @@ def test_attention(groups, qk_norm, percent, window, sinks, gated, interleaved: 
     attention = SelfAttention("a", 0, config=config, norm=norm, build=build)
     layout = SequenceLayout.of_rows(S)
     rope_config = RopeConfig(base=30.0, percent=percent, interleaved=interleaved)
-    rope = RopeTable.of(rope_config, layout.positions, d)
+    rope = RotaryEmbedding(rope_config, d)(layout.positions)
 
     def heads(weights, part, x):
         out = F.linear(x, weights[f"a.{part}.weight"], weights[f"a.{part}.bias"])

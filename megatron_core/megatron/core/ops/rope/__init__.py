@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: a table once a step, a rotation of queries and keys per layer."""
+"""Rotary position embedding: frequencies once a model, a table of cosines and sines once a step, a
+rotation of queries and keys per layer."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ import torch
 
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.rope import reference
-from megatron.core.ops.rope.reference import RopeScaling, inverse_frequencies, rotary_table
+from megatron.core.ops.rope.reference import (
+    RopeScaling,
+    inverse_frequencies,
+    rotary_table,
+    tabulate,
+)
 
-__all__ = ["RopeScaling", "apply_rope", "inverse_frequencies", "rotary_table"]
+__all__ = ["RopeScaling", "apply_rope", "inverse_frequencies", "rotary_table", "tabulate"]
 
 
 def apply_rope(

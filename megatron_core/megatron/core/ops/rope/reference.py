@@ -144,12 +144,19 @@ def rotary_table(
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"rotary_table: dim={dim} must be positive and even")
+    frequencies = inverse_frequencies(dim, base=base, scaling=scaling, device=positions.device)
+    return tabulate(positions, frequencies, scaling)
+
+
+def tabulate(
+    positions: torch.Tensor, frequencies: torch.Tensor, scaling: RopeScaling | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the table of `rotary_table` from frequencies that are known, fp32 [dim/2]."""
     if positions.ndim not in (1, 2) or positions.is_floating_point():
         raise ValueError(
             f"rotary_table: positions {tuple(positions.shape)} {positions.dtype} must be integers"
             " of shape [s] or [s, b]"
         )
-    frequencies = inverse_frequencies(dim, base=base, scaling=scaling, device=positions.device)
     angles = positions[..., None].float() * frequencies  # [s, (b,) dim/2]
     magnitude = 1.0 if scaling is None else scaling.magnitude
     return angles.cos().mul_(magnitude), angles.sin().mul_(magnitude)

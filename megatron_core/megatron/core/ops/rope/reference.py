@@ -197,11 +197,14 @@ def rotate(
     shape = (*cos.shape[:-1], 1, cos.shape[-1]) if cos.ndim == 3 else (-1, 1, 1, cos.shape[-1])
     cos = cos.to(wide).view(shape)
     sin = sin.to(wide).view(shape)
-    rotated = 2 * cos.shape[-1]
+    half = cos.shape[-1]
+    rotated = 2 * half
     whole = rotated == x.shape[-1]
+    split, dim = ((half, 2), -1) if interleaved else ((2, half), -2)
+    pairs = (*x.shape[:-1], *split)  # [s, b, n, r/2, 2] or [s, b, n, 2, r/2]
     # [s, b, n, r/2] each
-    first, second = _pairs(values if whole else values[..., :rotated], interleaved)
-    out_first, out_second = _pairs(out if whole else out[..., :rotated], interleaved)
+    first, second = (values if whole else values[..., :rotated]).view(pairs).unbind(dim)
+    out_first, out_second = (out if whole else out[..., :rotated]).view(pairs).unbind(dim)
     torch.mul(first, cos, out=out_first)
     out_first.addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=out_second)
@@ -209,11 +212,3 @@ def rotate(
     if not whole:
         out[..., rotated:] = values[..., rotated:]
     return out.to(x.dtype)
-
-
-def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """View [..., r] as the first and second features of each pair, [..., r/2]."""
-    if interleaved:
-        return x[..., 0::2], x[..., 1::2]
-    first, second = x.chunk(2, dim=-1)
-    return first, second

@@ -430,7 +430,8 @@ class Engine:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, 1, h]."""
-        return self.model.head.whole(self.model.head.project(hidden))[:, 0]
+        head = self.model.head
+        return head.whole(head.project(hidden))[:, 0]
 
     def _choose(self, rows: Sequence[Row], hidden: Tensor) -> tuple:
         """Choose a token for each row from its hidden states [n, 1, h]; return what `_record`

@@ -66,8 +66,7 @@ def paged_attention(
             reference also checks the lengths; the kernel trusts them.
     """
     _check_caches("paged_attention", query, key_cache, value_cache)
-    _check_batch(query, key_cache, batch)
-    _check_options(query, window, sinks)
+    _check_batch(query, key_cache, batch, window=window, sinks=sinks)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     function = reference.paged_attention
     if choose(implementation, query, "paged_attention") == "triton":
@@ -231,8 +230,16 @@ def _check_gradients(op: str, *tensors: torch.Tensor) -> None:
         raise ValueError(f"{op} has no backward: call it under torch.no_grad()")
 
 
-def _check_batch(query: torch.Tensor, key_cache: torch.Tensor, batch: PagedBatch) -> None:
-    """Raise ValueError unless heads fit the cache's, and the table holds any context."""
+def _check_batch(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Raise ValueError unless heads fit the cache's, the table holds any context, and window and
+    sinks are what attention takes."""
     heads, groups = query.shape[1], key_cache.shape[2]
     if groups == 0 or heads == 0 or heads % groups:
         raise ValueError(
@@ -249,10 +256,6 @@ def _check_batch(query: torch.Tensor, key_cache: torch.Tensor, batch: PagedBatch
             f" row of block_table {tuple(batch.block_table.shape)} with blocks of"
             f" {key_cache.shape[1]}: widen the table"
         )
-
-
-def _check_options(query: torch.Tensor, window: int | None, sinks: torch.Tensor | None) -> None:
-    """Raise ValueError unless window and sinks are what attention takes."""
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window={window} must be at least 1, or None")
     if sinks is not None and sinks.shape != query.shape[1:2]:

@@ -8,6 +8,7 @@ after another. Reads lengths on the host, so on a GPU it waits for the device; t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -98,7 +99,7 @@ class PagedBatch:
                 " must be at least 1: give the bounds of the largest batch"
             )
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """Where table, bounds and lengths are."""
         return self.context_lengths.device

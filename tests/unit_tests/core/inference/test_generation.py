@@ -147,9 +147,7 @@ def generate_on_a_rank(rank: int, world: int, name: str) -> list[list[Completion
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "world"), [("grouped", 2), ("grouped", 4), ("multi_query_partial_rope_tied", 2)]
-)
+@pytest.mark.parametrize(("name", "world"), [("grouped", 4), ("multi_query_partial_rope_tied", 2)])
 def test_tensor_parallel_ranks_generate_what_one_process_does(name: str, world: int) -> None:
     single = make_model(name)
     ranks = run_ranks(generate_on_a_rank, world, name)

@@ -138,6 +138,7 @@ def data_parallel_config(config: Config) -> DataParallelConfig:
         fp32_accumulation=chosen.reduce_scatter_with_fp32_accumulation,
         gtp_reduce_scatter_per=chosen.gtp_reduce_scatter_per,
         gather_format=chosen.weight_gather_format,
+        gather_scale_blocks=chosen.weight_gather_scale_blocks,
         debug=chosen.check_weight_gather,
     )
 

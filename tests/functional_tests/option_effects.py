@@ -211,6 +211,13 @@ EFFECTS: dict[str, Effect] = {
     "weight-gather-format": Effect(
         "plan", "bf16", "mxfp8", "--tensor-parallel-num-weight-shards 2", world=2
     ),
+    "weight-gather-scale-blocks": Effect(
+        "plan",
+        "2d",
+        "1d",
+        "--tensor-parallel-num-weight-shards 2 --weight-gather-format nvfp4",
+        world=2,
+    ),
     "gtp-reduce-scatter-per": Effect(
         "plan", "microbatch", "step", "--tensor-parallel-num-weight-shards 2", world=2
     ),

@@ -29,7 +29,7 @@ from tests.functional_tests.torchrun_job import torchrun
 
 TP, SHARDS = "--tensor-model-parallel-size", "--tensor-parallel-num-weight-shards"
 EXPERT_SHARDS = "--expert-tensor-parallel-num-weight-shards"
-FORMAT = "--weight-gather-format"
+FORMAT, SCALE_BLOCKS = "--weight-gather-format", "--weight-gather-scale-blocks"
 STRATEGY = "--data-parallel-sharding-strategy"
 COMMON = (
     "--eval-interval 4 --train-iters 12 --hidden-dropout 0.1 --attention-dropout 0.1 "
@@ -210,18 +210,24 @@ def test_encoded_gathers_learn_the_corpus_as_well(corpus, tmp_path):
         f"--train-iters 200 {SHARDS} 2 {STRATEGY} optim"
     )
 
-    def last_losses(form):
-        metrics = tmp_path / f"{form}.jsonl"
-        run_on(2, on_corpus(corpus, f"{model} {FORMAT} {form} --metrics-file {metrics}"))
+    def last_losses(form, more=""):
+        metrics = tmp_path / f"{form}{len(more)}.jsonl"
+        run_on(2, on_corpus(corpus, f"{model} {FORMAT} {form} {more} --metrics-file {metrics}"))
         found = losses(metrics)
         assert len(found) == 200
         return sum(found[i] for i in range(181, 201)) / 20
 
     plain = last_losses("bf16")
     assert plain < 3.0, "the model has not learnt anything"
-    for form, bound in (("fp8", 0.01), ("mxfp8", 0.01), ("nvfp4", 0.03)):
-        loss = last_losses(form)
-        print(form, plain, loss, loss / plain - 1)
+    for form, bound, more in (
+        ("fp8", 0.01, ""),
+        ("mxfp8", 0.01, ""),
+        ("nvfp4", 0.03, ""),
+        ("mxfp8", 0.01, f"{SCALE_BLOCKS} 1d"),
+        ("nvfp4", 0.03, f"{SCALE_BLOCKS} 1d"),
+    ):
+        loss = last_losses(form, more)
+        print(form, more, plain, loss, loss / plain - 1)
         assert loss != plain
         assert abs(loss / plain - 1) < bound, form
 
@@ -238,6 +244,9 @@ def test_encoded_gathers_learn_the_corpus_as_well(corpus, tmp_path):
         (2, f"{SHARDS} 2 {FORMAT} fp8 {STRATEGY} optim_grads_params", [f"{FORMAT} fp8", STRATEGY]),
         (2, f"{EXPERTS} --expert-model-parallel-size 1 {EXPERT_SHARDS} 2 {FORMAT} mxfp8",
          [f"{FORMAT} mxfp8", "40 of --moe-ffn-hidden-size"]),
+        (2, f"{SHARDS} 2 {FORMAT} fp8 {SCALE_BLOCKS} 1d", [f"{SCALE_BLOCKS} 1d", f"{FORMAT} fp8"]),
+        (2, f"{EXPERTS} --expert-model-parallel-size 1 {EXPERT_SHARDS} 2 {FORMAT} nvfp4 "
+            f"{SCALE_BLOCKS} 1d", [f"{FORMAT} nvfp4", "40 of --moe-ffn-hidden-size"]),
         (2, f"{SHARDS} 2 {STRATEGY} optim_grads --gtp-reduce-scatter-per step",
          ["--gtp-reduce-scatter-per step", "optim_grads"]),
         (4, f"--num-experts 4 --expert-tensor-parallel-size 2 {TP} 2 {EXPERT_SHARDS} 3 {SHARDS} 3",

@@ -94,6 +94,9 @@ LATENT_SETTINGS = {
     "positions": "rope",
 }
 
+#: 1-D blocks of scales.
+RUNS = {"scale_blocks": "1d"}
+
 #: What a row without a recurrent mixer has for it, and one without Mamba-2 for its groups.
 RECURRENCE_OFF = {"linear_mode": "headwise"}
 MAMBA_OFF = {"mamba_groups": 8, "norm_groups": None}
@@ -247,11 +250,16 @@ def rows_of_formats() -> list[Row]:
         {"gtp": 2, "dp": 1, "pp": 2, "schedule": "zb-h1", "predictions": 1, "vocabulary": 9},
     )
     strategies = ("optim", "optim_grads", "no_shard")
-    return [
-        row_with(tp=1, wire=wire, placement=strategies[(i + j) % 3], accumulation=3, **layout)
-        for i, wire in enumerate(("fp8", "nvfp4", "mxfp8"))
+    formats = ({"wire": "fp8"}, {"wire": "nvfp4"}, {"wire": "mxfp8"}, {"wire": "nvfp4", **RUNS})
+    rows = [
+        row_with(tp=1, placement=strategies[(i + j) % 3], accumulation=3, **form, **layout)
+        for i, form in enumerate(formats)
         for j, layout in enumerate(layouts)
     ]
+    # Scales of mxfp8 are powers of two: its planes differ in elements far below their neighbours.
+    rows.append(row_with(tp=1, gtp=2, wire="mxfp8", **RUNS))
+    rows.append(row_with(tp=1, gtp=2, wire="nvfp4", experts="softmax", egtp=2, **RUNS))
+    return rows
 
 
 def row_with(**changes: Any) -> Row:
@@ -340,6 +348,7 @@ def label(row: Row) -> str:
         if row["placement"] != CUT_WEIGHTS
         else f"by_{row['granularity']}",
         *([row["wire"]] if row["wire"] != "bf16" else []),
+        *([row["scale_blocks"]] if "scale_blocks" in row else []),
         *(["reduce_once"] if row["reduce_scatter"] == "step" else []),
         f"accumulate{row['accumulation']}",
         "per_token" if row["per_token"] else "mean",

@@ -292,6 +292,20 @@ FAULTS = {
         "pass",
         {"tp": 1, "gtp": 2, "wire": "nvfp4"},
     ),
+    "backward reads the plane of 1-D scale blocks that forward reads": (
+        "weight_gather.handle",
+        "WeightHandle.get",
+        "self.backward_block if backward else self.block",
+        "self.block",
+        {"tp": 1, "gtp": 2, "wire": "nvfp4", "scale_blocks": "1d"},
+    ),
+    "grouped products read forward's plane in backward": (
+        "weight_gather.grouped",
+        "_GroupedLinear.backward",
+        "handle.get(backward=True)",
+        "handle.get()",
+        {"tp": 1, "gtp": 2, "wire": "nvfp4", "scale_blocks": "1d", "experts": "softmax", "egtp": 2},
+    ),
     "feature off: weights are encoded once a step": (
         "weight_gather.gatherer",
         "_Encoded.is_current",

@@ -23,6 +23,7 @@ from tests.parity.rows import (
     rows_of_formats,
     world_of,
 )
+from tests.parity.traffic import assert_traffic
 from tests.parity.training import (
     BATCH,
     HEAD_DIM,
@@ -56,6 +57,15 @@ def test_a_layout_trains_as_the_single_process(row):
 @pytest.mark.parametrize("row", rows_of_formats(), ids=label)
 def test_weights_in_a_wire_format_train_as_the_encoded_ones_do(row):
     _check(row)
+
+
+def test_tensor_parallel_products_read_a_plane_in_each_direction():
+    # Scales are of what a tp rank has: not the numbers of one process, but the same traffic.
+    row = row_with(tp=2, gtp=2, wire="nvfp4", scale_blocks="1d")
+    ref = reference_of(row)
+    runs = run_ranks(rank_of_row, world_of(row), ref.row, ref.initial)
+    for number in range(steps_of(row)):
+        assert_traffic(row, runs, number)
 
 
 @pytest.mark.parametrize(

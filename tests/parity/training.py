@@ -35,6 +35,7 @@ from megatron.core.pipeline_parallel import Action
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import MLPConfig, NormConfig, Recompute, RopeConfig
 from megatron.core.weight_gather.gatherer import GatherCounts
+from megatron.core.weight_gather.wire import wire_formats
 from megatron.training.step import TrainStep
 from tests.parity.experts import attention_config, moe_config, watched_routes
 from tests.parity.pieces import Piece, weight_pieces, write_weights
@@ -91,6 +92,7 @@ def data_parallel_config(row: Row) -> DataParallelConfig:
         overlap_param_gather=row["early_gather"],
         gtp_reduce_scatter_per=row["reduce_scatter"],
         gather_format=row["wire"],
+        gather_scale_blocks=row.get("scale_blocks", "2d"),
         debug=row["link"] == "late",
     )
 
@@ -261,7 +263,8 @@ def _trained(
     """Train one step and keep what was seen of it."""
     watch = _Watch(model, engine, optimizer)
     if row["wire"] != "bf16" and engine.groups["world"].size == 1:
-        watch.sure, watch.before_update = compute_with_encoded(model.store, row["wire"])
+        forms = wire_formats(row["wire"], scale_blocks=row.get("scale_blocks", "2d"))
+        watch.sure, watch.before_update = compute_with_encoded(model.store, forms)
     actions: list[Action] = []
     train = TrainStep(
         watch,
@@ -303,7 +306,7 @@ def _over_lanes(row: Row, engine: DataParallel) -> list[Traffic]:
             for consume in gatherer.planned.consumes:
                 counts.update(id(own[index]) for index in consume.issue)
     blocks = [block for bucket in engine.store.buckets for block in bucket.blocks]
-    gathers = [counts[id(block)] for block in blocks]
+    gathers = [counts[id(plane)] for block in blocks for plane in block.planes]
     return collectives_per_step(
         [BucketSize.of(bucket) for bucket in engine.store.buckets],
         engine.placement,

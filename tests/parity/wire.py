@@ -4,41 +4,64 @@ that have been encoded and decoded, and updates those that have not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_gather.wire import WireFormat, shard_amax, wire_formats
+from megatron.core.weight_gather.wire import WireFormat, shard_amax
 
 #: Ranks may be off by so much, relatively, after some steps.
 _ERROR = 3e-7
 
 
-def compute_with_encoded(store: WeightStore, name: str) -> tuple[bool, Callable[[], None]]:
-    """Replace the weights of a single process that gtp would shard by what comes off the wire.
+@dataclass
+class _Plane:
+    """A weight as backward reads it, which nobody has to gather."""
+
+    views: dict[str, torch.Tensor]
+    current: bool = True
+    alone: bool = True
+
+    def need(self) -> None:
+        """Do nothing: it is there."""
+
+
+def compute_with_encoded(
+    store: WeightStore, forms: Sequence[WireFormat]
+) -> tuple[bool, Callable[[], None]]:
+    """Replace the weights of a single process that gtp would shard by what comes off the wire: in
+    the first format for forward, in the last one for backward.
 
     Returns:
         Whether weights that are off by rounding would be encoded alike; what puts them back.
     """
-    (form,) = wire_formats(name)
     saved = [bucket.data.clone() for bucket in store.buckets]
     sure = True
     for handle in store.handles.values():
         if not handle.sharding.gtp:
             continue
-        matrix = handle.get().view(-1, handle.shape[-1])
-        sure = sure and _is_sure(form, matrix)
-        amax = shard_amax(matrix) if form.needs_amax else None
-        encoded = form.encode(matrix.clone(), amax=amax)
-        shape = (matrix.shape[0], matrix.shape[1])
-        matrix.copy_(form.decode(encoded, shape, dtype=matrix.dtype, amax=amax))
+        weight = handle.get()
+        matrix = weight.view(-1, handle.shape[-1])
+        sure = sure and all(_is_sure(form, matrix) for form in forms)
+        forward, backward = (_round_trip(form, matrix) for form in (forms[0], forms[-1]))
+        matrix.copy_(forward)
+        handle.backward_block = _Plane({handle.name: backward.view(weight.shape)})
 
     def restore() -> None:
         for bucket, data in zip(store.buckets, saved, strict=True):
             bucket.data.copy_(data)
 
     return sure, restore
+
+
+def _round_trip(form: WireFormat, matrix: torch.Tensor) -> torch.Tensor:
+    """Return what a matrix is after it has been encoded and decoded."""
+    amax = shard_amax(matrix) if form.needs_amax else None
+    encoded = form.encode(matrix.clone(), amax=amax)
+    shape = (matrix.shape[0], matrix.shape[1])
+    return form.decode(encoded, shape, dtype=matrix.dtype, amax=amax)
 
 
 def _is_sure(form: WireFormat, matrix: torch.Tensor) -> bool:

@@ -150,6 +150,10 @@ class DataParallelConfig:
     """With --tensor-parallel-num-weight-shards, the format in which matrices are gathered over gtp:
     bf16 is their own dtype; fp8 has one scale a matrix, mxfp8 one per 32 x 32 elements, nvfp4 one
     per 16 x 16; they are computed with, and stored, as without."""
+    weight_gather_scale_blocks: Literal["2d", "1d"] = "2d"
+    """With --weight-gather-format mxfp8 or nvfp4, the blocks that share a scale: 2d is squares, so
+    that forward and backward compute with the same values; 1d is runs of 32 (16) elements along the
+    dimension that a product sums over, rows in forward and columns in backward."""
     check_weight_gather: bool = False
     """Search for faults of gathering: fill buffers that nobody holds with NaN, and compare what
     the ranks gather."""
@@ -249,6 +253,12 @@ def _gtp_reduce_scatter(config: DataParallelConfig, over_gtp: bool) -> Iterator[
 def _gather_format(config: DataParallelConfig, over_gtp: bool) -> Iterator[str]:
     """Name why weights cannot be gathered in another format."""
     flag = f"--weight-gather-format {config.weight_gather_format}"
+    has_blocks = config.weight_gather_format in ("mxfp8", "nvfp4")
+    if config.weight_gather_scale_blocks != "2d" and not has_blocks:
+        yield (
+            f"--weight-gather-scale-blocks {config.weight_gather_scale_blocks} has no effect with "
+            f"{flag}, whose scales are not of blocks: drop it or choose mxfp8 or nvfp4"
+        )
     if config.weight_gather_format == "bf16":
         return
     if not over_gtp:

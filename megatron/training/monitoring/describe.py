@@ -185,10 +185,13 @@ def weight_shards_line(engine: DataParallel) -> str | None:
     if not found:  # a pipeline stage without matrices
         return None
     form = engine.config.gather_format
-    dtype = str(engine.store.dtype).removeprefix("torch.") if form == "bf16" else form
+    if form == "bf16":
+        form = str(engine.store.dtype).removeprefix("torch.")
+    elif engine.config.gather_scale_blocks == "1d":
+        form += " with 1-D scale blocks, a plane for forward and one for backward,"
     per = engine.config.gtp_reduce_scatter_per
     return (
-        f"weight shards: {'; '.join(found)}; gathered in {dtype} before each use, gradients "
+        f"weight shards: {'; '.join(found)}; gathered in {form} before each use, gradients "
         f"reduce-scattered once a {per}"
     )
 

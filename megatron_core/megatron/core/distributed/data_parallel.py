@@ -79,7 +79,7 @@ from megatron.core.weight_gather import (
     owned_range,
     reductions,
 )
-from megatron.core.weight_gather.wire import WIRE_FORMATS
+from megatron.core.weight_gather.wire import wire_formats
 from megatron.core.weight_sharding import Placement, placement
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -113,6 +113,8 @@ class DataParallelConfig:
             "microbatch", or once a "step", for which each rank keeps them whole.
         gather_format: in which weights sharded over gtp are gathered: "bf16" (their own dtype),
             "fp8", "mxfp8" or "nvfp4".
+        gather_scale_blocks: "2d" blocks of mxfp8's or nvfp4's scales, which are squares, or "1d",
+            of which forward and backward gather different ones.
         debug: fill unused buffers with NaN, and compare between the ranks what was gathered.
 
     Raises:
@@ -130,6 +132,7 @@ class DataParallelConfig:
     fp32_accumulation: bool = False
     gtp_reduce_scatter_per: str = "microbatch"
     gather_format: str = "bf16"
+    gather_scale_blocks: str = "2d"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -153,8 +156,10 @@ class DataParallelConfig:
                 f"gtp_reduce_scatter_per step keeps whole gradients, which {self.strategy} shards: "
                 "use no_shard or optim, or drop it"
             )
-        if self.gather_format not in WIRE_FORMATS:
-            found.append(f"gather_format {self.gather_format!r}: use {' or '.join(WIRE_FORMATS)}")
+        try:
+            wire_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
+        except ValueError as error:
+            found.append(str(error))
         if self.granularity not in GRANULARITIES:
             found.append(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
         if self.granularity != "unit" and not cut.weight and not found:
@@ -181,6 +186,7 @@ class DataParallelConfig:
             outer=self.outer,
             granularity=self.granularity,
             gather_format=self.gather_format,
+            gather_scale_blocks=self.gather_scale_blocks,
             **options,  # type: ignore[arg-type]
         )
 

@@ -45,15 +45,21 @@ class BlockSize:
         numel: elements, padding included.
         trainable: it has gradients.
         uses: how often its weight is used in a microbatch, if it is one over gtp.
-        encoded: bytes of all its shards in their wire format; None is as they are stored.
+        encoded: bytes of all its shards in their wire format, of each plane; none is as they are
+            stored.
         amax: that format scales by the largest magnitude of the block.
     """
 
     numel: int
     trainable: bool = True
     uses: int = 1
-    encoded: int | None = None
+    encoded: tuple[int, ...] = ()
     amax: bool = False
+
+    def gathered(self, weight: int) -> tuple[int, ...]:
+        """Return the bytes that a gather brings, of each plane, where elements of weights have
+        `weight` bytes."""
+        return self.encoded or (weight * self.numel,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +141,11 @@ class BucketSize:
                     numel=block.layout.numel,
                     trainable=block.trainable,
                     uses=block.handles[0].uses if bucket.gtp else 1,
-                    encoded=None if block.wire is None else block.wire_bytes * bucket.group.size,
+                    encoded=tuple(
+                        plane.wire_bytes * bucket.group.size
+                        for plane in block.planes
+                        if plane.wire is not None
+                    ),
                     amax=block.wire is not None and block.wire.needs_amax,
                 )
                 for block in bucket.blocks
@@ -274,8 +284,9 @@ def collectives_per_step(
         placed: what is sharded over which data-parallel ranks.
         of: bytes per element.
         microbatches: of the step.
-        gathers: how often each block is gathered; None is once where any rank's range of it is
-            trained. Where weights are stored in shards the gather plan determines it.
+        gathers: how often each block is gathered, and of one with two planes each of them; None is
+            once where any rank's range of it is trained. Where weights are stored in shards the
+            gather plan determines it.
 
     Returns:
         Sorted by kind and group; nothing on a single data-parallel rank.
@@ -289,14 +300,17 @@ def collectives_per_step(
             sent[kind, group] += times * size
 
     blocks = [(b, block) for b in buckets for block in b.blocks]
-    times = [int(block.trainable) for _, block in blocks] if gathers is None else gathers
-    for (bucket, block), often in zip(blocks, times, strict=True):
+    planes = [(b, block, size) for b, block in blocks for size in block.gathered(of.weight)]
+    times = [int(block.trainable) for _, block, _ in planes] if gathers is None else gathers
+    for (bucket, _, size), often in zip(planes, times, strict=True):
         own = bucket.placed(placed)
-        inner, gather, _ = bucket.group_names(own)
-        first, _ = _reductions(own, bucket, of)
         if own.optimizer:
-            size = of.weight * block.numel if block.encoded is None else block.encoded
+            _, gather, _ = bucket.group_names(own)
             add("all_gather", gather, size, parties=bucket.inner, times=often)
+    for bucket, block in blocks:
+        own = bucket.placed(placed)
+        inner, _, _ = bucket.group_names(own)
+        first, _ = _reductions(own, bucket, of)
         if block.trainable:
             scatter = "all_to_all" if of.wide_sum else "reduce_scatter"
             kind = scatter if first.scatter else "all_reduce"
@@ -346,7 +360,8 @@ def _transient_over_gtp(
     gradients sharded over the replicas too, the shards of a bucket and of the one being reduced.
     """
     blocks = [block for bucket in buckets for block in bucket.blocks]
-    sizes = sorted(of.weight * block.numel + (block.encoded or 0) for block in blocks)
+    arriving = [(block, size) for block in blocks for size in block.encoded or (0,)]
+    sizes = sorted(of.weight * block.numel + size for block, size in arriving)
     gathered = min(sum(sizes[-2:]) + ahead, sum(sizes))
     trained = [block.numel for block in blocks if block.trainable]
     under_way = (1 + overlap) * max(trained, default=0)

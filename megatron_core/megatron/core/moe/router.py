@@ -456,7 +456,7 @@ class _Logits(torch.autograd.Function):
         handle = ctx.handle
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (grad @ handle.get().float()).to(x.dtype)
+            dx = (grad @ handle.get(backward=True).float()).to(x.dtype)
         if handle.trainable:
             handle.written_gradient(partial(_write_product, grad.detach(), x.detach()))
         return dx, None, None

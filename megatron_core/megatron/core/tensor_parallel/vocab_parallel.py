@@ -119,6 +119,8 @@ def _chunk_gradient_(
 class _CrossEntropy(torch.autograd.Function):
     """forward loss, and both gradients if wanted; backward scales them. Saves d_hidden and dW.
 
+    dgrad is computed in forward and thus reads what forward reads, with 1-D scale blocks as well.
+
     Where backward will be split, forward leaves the weight gradient out and saves what it is made
     of, hidden and dlogits; the product is then put off with the others.
     """

@@ -40,7 +40,7 @@ import torch
 
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_gather.wire import WIRE_FORMATS, WireFormat, wire_formats
+from megatron.core.weight_gather.wire import WireFormat, wire_formats
 from megatron.core.weight_sharding import (
     DENSE_LANES,
     EXPERT_LANES,
@@ -120,13 +120,19 @@ class WeightSource(Protocol):
 class Block:
     """Weights that are gathered together.
 
+    Where forward and backward gather it in different formats (1-D scale blocks), it has two planes:
+    the block itself, and another one over the same storage that backward reads.
+
     Args:
         bucket: stores it.
         handles: in the order in which they lie.
         layout: of the whole block [numel].
         start: the first element in its bucket's storage.
+        wires: the formats of its planes; none is as it is stored.
+        forward: forward reads it.
 
     Attributes:
+        views: the weights by name while the block is bound.
         stored_range: the elements of the whole block that this rank stores.
         shard_range: those that it shares with no other rank of the bucket's group.
         data: what this rank stores, a view of the bucket's storage.
@@ -134,6 +140,7 @@ class Block:
         source: whom to ask otherwise.
         index: its number in the plan of that source.
         wire: the format in which it is gathered; None is as it is stored.
+        planes: what forward reads and what backward reads, if that is another one.
     """
 
     def __init__(
@@ -143,7 +150,8 @@ class Block:
         *,
         layout: BufferLayout,
         start: int,
-        wire: WireFormat | None = None,
+        wires: tuple[WireFormat, ...] = (),
+        forward: bool = True,
     ) -> None:
         self.bucket, self.handles, self.layout, self.start = bucket, handles, layout, start
         self.shard_range = layout.shard(bucket.group.rank)
@@ -151,11 +159,21 @@ class Block:
         low, high = self.stored_range
         self.data = bucket.data[start : start + high - low]
         self.current = not bucket.sharded
-        self.alone, self.wire = bucket.alone, wire
+        self.alone, self.wire = bucket.alone, wires[0] if wires else None
+        self.views: dict[str, torch.Tensor] = {}
         self.source: WeightSource | None = None
         self.index = bucket.index
         for handle in handles:
-            handle.block = self
+            handle.backward_block = self
+            if forward:
+                handle.block = self
+        self.planes: tuple[Block, ...] = (
+            self,
+            *(
+                Block(bucket, handles, layout=layout, start=start, wires=(wire,), forward=False)
+                for wire in wires[1:]
+            ),
+        )
         if not bucket.sharded:
             self.bind(self.data)
 
@@ -201,13 +219,12 @@ class Block:
     def bind(self, whole: torch.Tensor) -> None:
         """Show the handles their weights in `whole` [numel]."""
         for handle, member in self.members():
-            handle.whole = whole[member.start : member.stop].view(member.shape)
+            self.views[handle.name] = whole[member.start : member.stop].view(member.shape)
 
     def unbind(self) -> None:
         """Take away what was bound: its memory may be used for something else."""
         self.current = False
-        for handle in self.handles:
-            handle.whole = None
+        self.views.clear()
 
     def need(self) -> None:
         """Have the whole weights made ready.
@@ -261,7 +278,8 @@ class Bucket:
         plan: which weights it holds.
         groups: who shares it.
         device: where it lives.
-        wire: the format in which weights over gtp are gathered; None is as they are stored.
+        wires: the formats in which forward and backward gather weights over gtp, or one for both;
+            none is as they are stored.
 
     Attributes:
         unit: the unit that its weights belong to; None if to none.
@@ -287,7 +305,7 @@ class Bucket:
         groups: BucketGroups,
         *,
         device: torch.device,
-        wire: WireFormat | None = None,
+        wires: tuple[WireFormat, ...] = (),
     ) -> None:
         self.index, self.unit, self.part = index, plan.unit, plan.part
         self.placement, self.groups = plan.placement, groups
@@ -299,15 +317,15 @@ class Bucket:
             axis in plan.placement.optimizer for axis in groups.outer_axes
         )
         assert self.sharded or len(plan.blocks) == 1
-        self.wire = wire if self.gtp else None
+        wires = wires if self.gtp else ()
         multiple = QUANTUM * self.outer.size  # outer ranks may own equal ranges of it
-        layouts = [self._layout(handles, multiple) for handles in plan.blocks]
+        layouts = [self._layout(handles, multiple, wires) for handles in plan.blocks]
         stored = [of.numel // of.parts if self.sharded else of.numel for of in layouts]
         length = -(-sum(stored) // multiple) * multiple
         self.data = torch.zeros(length, dtype=plan.blocks[0][0].dtype, device=device)
         starts = [sum(stored[:i]) for i in range(len(stored))]
         self.blocks = [
-            Block(self, handles, layout=layout, start=start, wire=self.wire)
+            Block(self, handles, layout=layout, start=start, wires=wires)
             for handles, layout, start in zip(plan.blocks, layouts, starts, strict=True)
         ]
         start, stop = 0, len(self.data)
@@ -336,13 +354,16 @@ class Bucket:
         """Elements that the ranks which share it store of it together, padding included."""
         return len(self.data) * (self.group.size if self.sharded else 1)
 
-    def _layout(self, handles: list[WeightHandle], multiple: int) -> BufferLayout:
+    def _layout(
+        self, handles: list[WeightHandle], multiple: int, wires: tuple[WireFormat, ...]
+    ) -> BufferLayout:
         """Lay out a block. A range of one that is not among others divides by `multiple`; shards in
-        a wire format are whole rows of its blocks."""
+        wire formats are whole rows of their blocks."""
         quantum = QUANTUM if self.gtp else multiple
-        if self.wire is not None:
+        if wires:
             (handle,) = handles
-            quantum = math.lcm(QUANTUM, self.wire.block[0] * handle.shape[-1])
+            rows = math.lcm(*(wire.block[0] for wire in wires))
+            quantum = math.lcm(QUANTUM, rows * handle.shape[-1])
         shapes = [(handle.name, handle.shape) for handle in handles]
         return BufferLayout.of(shapes, parts=self.group.size, shard_quantum=quantum)
 
@@ -430,10 +451,11 @@ class Storage:
         granularity: of weights that are stored in shards: a block is a "unit" or a "weight".
         gather_format: in which weights sharded over gtp are gathered, see `wire`; "bf16" is their
             own dtype.
+        gather_scale_blocks: "2d" or "1d" blocks of that format's scales.
         initialize: write initial values; otherwise zeros.
 
     Raises:
-        ValueError: an unknown granularity or format.
+        ValueError: an unknown granularity or format, or 1-D scale blocks of one that has none.
     """
 
     strategy: str = "no_shard"
@@ -441,20 +463,21 @@ class Storage:
     bucket_bytes: int = 160_000_000
     granularity: str = "unit"
     gather_format: str = "bf16"
+    gather_scale_blocks: str = "2d"
     initialize: bool = True
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity {self.granularity!r}: use {' or '.join(GRANULARITIES)}")
-        if self.gather_format not in WIRE_FORMATS:
-            raise ValueError(
-                f"gather_format {self.gather_format!r}: use {' or '.join(WIRE_FORMATS)}"
-            )
+        wire_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
 
     @property
-    def wire(self) -> WireFormat | None:
-        """The format of `gather_format`; None is no encoding."""
-        return None if self.gather_format == "bf16" else wire_formats(self.gather_format)[0]
+    def wires(self) -> tuple[WireFormat, ...]:
+        """The formats of what forward and backward read, one if it is the same; none is no
+        encoding."""
+        if self.gather_format == "bf16":
+            return ()
+        return wire_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
 
     @property
     def placement(self) -> Placement:

@@ -18,6 +18,8 @@ generalized tensor parallelism, reading a weight of one kind never ends the leas
 A block with a wire format (`wire`) is encoded by the ranks that hold its shards, once after every
 optimizer step; the encoded shards are gathered, and decoded into the leased buffer where the block
 is needed. A largest magnitude that a format scales by is found for all blocks by one all-reduce.
+With 1-D scale blocks a weight has two planes, one for forward and one for backward, each of which
+is encoded, gathered and released by itself, and only where it is needed.
 
 Where the outer ranks own different ranges of the same shards (hybrid sharding with a sharded
 optimizer, replicas of weights over gtp) a gather has two stages: over the outer ranks, once after
@@ -195,31 +197,23 @@ class _Gathered:
 
 @dataclass
 class _Encoded:
-    """This rank's shard of a block in its wire format.
+    """This rank's shard of a block in its wire format: of one plane, if it has two.
 
     Args:
         bytes: [wire_bytes] uint8.
         version: of the block's storage when it was encoded, which counts writes; -1 is never.
         is_stale: ranks that own the shard have written it since it was encoded.
-        amax: the largest magnitude of the whole block, of formats that need it; None if ranks have
-            written the block since. All ranks that share it know it, or none.
     """
 
     block: Block
     bytes: torch.Tensor
     version: int = -1
     is_stale: bool = False
-    amax: torch.Tensor | None = None
 
     @property
     def is_current(self) -> bool:
         """Whether `bytes` are those of the shard as it is."""
         return not self.is_stale and self.version == self.block.data._version
-
-    def invalidate(self) -> None:
-        """Forget what was encoded, unless nobody writes the block."""
-        if self.block.trainable:
-            self.is_stale, self.amax = True, None
 
 
 @dataclass
@@ -231,7 +225,7 @@ class GatherCounts:
         prefetched: of them, started before the block was needed.
         on_demand: needs that no plan foresaw.
         mismatches: steps in which something else was needed than planned.
-        encodes: of blocks into their wire format.
+        encodes: of blocks into their wire format, of each plane.
         peak_bytes: most bytes of leased weights at a time.
     """
 
@@ -265,7 +259,7 @@ class Gatherer:
         poison: fill unused buffers with NaN.
 
     Attributes:
-        blocks: by their number in plans and traces.
+        blocks: by their number in plans and traces, each plane of them.
         budget: bytes that leased weights may take: two units, the weights outside units, `ahead`;
             where each weight is gathered by itself over gtp, two neighbours in the order of use and
             `ahead`.
@@ -276,7 +270,8 @@ class Gatherer:
         self, buckets: Sequence[Bucket], *, prefetch: bool, ahead: int = 0, poison: bool = False
     ) -> None:
         self.buckets = {bucket.index: bucket for bucket in buckets}
-        self.blocks = [block for bucket in buckets for block in bucket.blocks]
+        blocks = [block for bucket in buckets for block in bucket.blocks]
+        self.blocks = [plane for block in blocks for plane in block.planes]
         self.prefetch, self.ahead = prefetch, ahead
         device = buckets[0].data.device
         self.arena = Arena(device, poison=poison)
@@ -292,6 +287,9 @@ class Gatherer:
         self._outer: dict[int, Pending] = {}
         self._outer_stale: set[int] = set()
         self._encoded: dict[int, _Encoded] = {}
+        # By name, the largest magnitudes of blocks that ranks have not written since. All ranks
+        # that share a block know its, or none.
+        self._amax: dict[str, torch.Tensor] = {}
         self._current: Block | None = None
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[str, ...], GatherPlan] = {}
@@ -409,8 +407,11 @@ class Gatherer:
         self._settle()
         self.stream.wait_stream(current_stream(self.arena.device))
         self._gathered.clear()
-        for encoded in self._encoded.values():
-            encoded.invalidate()
+        for block in self.blocks:
+            if block.wire is not None and block.trainable:
+                self._amax.pop(block.name, None)
+                if block.index in self._encoded:
+                    self._encoded[block.index].is_stale = True
         for bucket in self.buckets.values():
             if bucket.alone or not bucket.trainable:
                 continue  # nobody else has written it
@@ -430,7 +431,8 @@ class Gatherer:
         if plan is not None:
             first = plan.prologue
         else:  # what was declared first and is not here
-            first = tuple(b.index for b in reversed(self.blocks) if not b.current)[:1]
+            blocks = [block for bucket in self.buckets.values() for block in bucket.blocks]
+            first = tuple(b.index for b in reversed(blocks) if not b.current)[:1]
         # A block waits for the gather of its bucket over the outer ranks: where that starts here,
         # the block's own gather is left to the next step, of several blocks of the bucket as well.
         stale = frozenset(self._outer_stale)
@@ -562,7 +564,7 @@ class Gatherer:
                 gathered.encoded,
                 (whole.shape[0], whole.shape[1]),
                 dtype=whole.dtype,
-                amax=self._encoded[index].amax,
+                amax=self._amax.get(block.name),
                 out=whole,
             )
             self.arena.release(gathered.encoded)
@@ -572,34 +574,30 @@ class Gatherer:
         """Return this rank's shard of a block in its wire format, encoded anew if the weights have
         changed since."""
         assert block.wire is not None
-        found = self._encoded_of(block)
+        if block.index not in self._encoded:
+            wire = torch.empty(block.wire_bytes, dtype=torch.uint8, device=block.data.device)
+            self._encoded[block.index] = _Encoded(block, wire)
+        found = self._encoded[block.index]
         if found.is_current:
             return found.bytes
-        if block.wire.needs_amax and found.amax is None:
+        if block.wire.needs_amax and block.name not in self._amax:
             self._find_amax(block.bucket.groups.gather)
         shard = block.shard.detach().view(-1, block.columns)
-        block.wire.encode(shard, amax=found.amax, out=found.bytes)
+        block.wire.encode(shard, amax=self._amax.get(block.name), out=found.bytes)
         found.version, found.is_stale = block.data._version, False
         self.counts.encodes += 1
         return found.bytes
 
-    def _encoded_of(self, block: Block) -> _Encoded:
-        if block.index not in self._encoded:
-            wire = torch.empty(block.wire_bytes, dtype=torch.uint8, device=block.data.device)
-            self._encoded[block.index] = _Encoded(block, wire)
-        return self._encoded[block.index]
-
     def _find_amax(self, group: Group) -> None:
         """Find the largest magnitudes of the blocks of a group that have changed, over its ranks,
         all of which call this at the same block."""
-        blocks = [block for block in self.blocks if block.bucket.groups.gather is group]
-        missing = [found for found in map(self._encoded_of, blocks) if found.amax is None]
-        for bucket in {found.block.bucket.index: found.block.bucket for found in missing}.values():
+        buckets = [b for b in self.buckets.values() if b.groups.gather is group]
+        missing = [b for bucket in buckets for b in bucket.blocks if b.name not in self._amax]
+        for bucket in {block.bucket.index: block.bucket for block in missing}.values():
             self._complete_shards(bucket)
-        largest = torch.stack([shard_amax(found.block.shard) for found in missing])
+        largest = torch.stack([shard_amax(block.shard) for block in missing])
         all_reduce(largest, group, op="max", out=largest)
-        for found, amax in zip(missing, largest, strict=True):
-            found.amax = amax
+        self._amax |= zip((block.name for block in missing), largest, strict=True)
 
     def _complete_shards(self, bucket: Bucket) -> None:
         """Have the outer ranks' updates of a bucket's shards arrive."""
@@ -671,7 +669,8 @@ def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
     """
     shared = [bucket for bucket in buckets if not bucket.alone]
     if all(bucket.gtp for bucket in shared):
-        sizes = [gathered_bytes(block) for bucket in shared for block in bucket.blocks]
+        blocks = [block for bucket in shared for block in bucket.blocks]
+        sizes = [gathered_bytes(plane) for block in blocks for plane in block.planes]
         pairs = [a + b for a, b in itertools.pairwise(sizes)] if prefetch else []
         return max([*sizes, *pairs], default=0)
     root = 0

@@ -79,7 +79,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _products(grad, _matrices(handle.get(), runs), runs, handle.product_dtype)
+            weight = _matrices(handle.get(backward=True), runs)
+            dx = _products(grad, weight, runs, handle.product_dtype)
         if x is not None:
             put = partial(_wgrad_, grad.detach(), x.detach(), runs=runs, dtype=handle.product_dtype)
             handle.written_gradient(put)

@@ -81,10 +81,12 @@ class WeightBlock(Protocol):
     Attributes:
         current: what is bound may be read without asking anybody.
         alone: no other rank has it.
+        views: its weights by name, each of the local shape, while they are bound.
     """
 
     current: bool
     alone: bool
+    views: dict[str, torch.Tensor]
 
     def need(self) -> None:
         """Have the whole weights bound."""
@@ -143,7 +145,7 @@ class WeightHandle:
         param: what this rank stores of it: the local weight, or the part of it in this rank's
             shard [k]; None until the store is materialised.
         block: what it is stored and gathered with.
-        whole: the local weight while it is bound; its block sets it.
+        backward_block: what dgrad reads, the same but where scale blocks are 1-D.
         slot: where its gradient goes, of the local shape; None while it is frozen or no buffer is
             open.
         fresh: the slot holds nothing yet: the next gradient overwrites.
@@ -168,7 +170,7 @@ class WeightHandle:
         self.uses = 1
         self.param: nn.Parameter | None = None
         self.block: WeightBlock | None = None
-        self.whole: torch.Tensor | None = None
+        self.backward_block: WeightBlock | None = None
         self.slot: torch.Tensor | None = None
         self.fresh = True
         self.gradients: GradientSink | None = None
@@ -181,21 +183,23 @@ class WeightHandle:
 
     # --- what a layer calls -----------------------------------------------------------------------
 
-    def get(self) -> torch.Tensor:
+    def get(self, *, backward: bool = False) -> torch.Tensor:
         """Return the local weight for immediate use; it must not outlive the asking op.
 
         Gathers it if it is not here: every rank that shares it must ask in the same order.
 
+        Args:
+            backward: for dgrad, a product that sums over the weight's rows.
+
         Raises:
             ValueError: the store is not materialised.
         """
-        block = self.block
+        block = self.backward_block if backward else self.block
         if block is None:
             raise ValueError(f"{self.name} has no storage yet: call materialize() on its store")
         if not block.current:
             block.need()
-        assert self.whole is not None
-        return self.whole
+        return block.views[self.name]
 
     @property
     def anchor(self) -> nn.Parameter:
@@ -264,7 +268,7 @@ class WeightHandle:
 
     def dgrad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return dy [..., o] W [o, h], [..., h] in dy's dtype."""
-        weight, dtype = self.get(), self.product_dtype
+        weight, dtype = self.get(backward=True), self.product_dtype
         if dtype is grad.dtype:
             return grad.matmul(weight)
         return grad.to(dtype).matmul(weight.to(dtype)).to(grad.dtype)

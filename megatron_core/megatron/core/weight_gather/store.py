@@ -205,7 +205,9 @@ class WeightStore:
         for plan in plans:
             lanes = self.plans[plan.blocks[0][0].name].lanes
             groups = BucketGroups.of(self.groups, lanes, plan.placement)
-            bucket = Bucket(len(self.buckets), plan, groups, device=self.device, wire=storage.wire)
+            bucket = Bucket(
+                len(self.buckets), plan, groups, device=self.device, wires=storage.wires
+            )
             self.buckets.append(bucket)
             for found in bucket.stored():
                 handle = found.handle

@@ -42,12 +42,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch.nn.functional import pad
 
 WIRE_FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
+
+#: Shapes of the blocks that share a scale: squares, or runs along one dimension.
+SCALE_BLOCKS = ("2d", "1d")
 
 #: Largest magnitudes of the element types.
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
@@ -438,31 +441,34 @@ class NVFP4(WireFormat):
 
 
 def wire_formats(
-    name: str, *, scales: Literal["square", "1d"] = "square", dtype: torch.dtype = torch.bfloat16
+    name: str, *, scale_blocks: str = "2d", dtype: torch.dtype = torch.bfloat16
 ) -> tuple[WireFormat, ...]:
     """Return the format in which a weight is gathered, or those of its two planes.
 
-    With square blocks forward and backward read one plane. With 1-D blocks forward reads a plane
-    whose blocks lie along its rows, backward one whose blocks lie along its columns.
+    With square blocks ("2d") forward and backward read one plane. With 1-D blocks ("1d") forward
+    reads a plane whose blocks lie along its rows, backward one whose blocks lie along its columns:
+    each along the dimension that its product sums over, as MX products need them.
 
     Args:
         name: one of `WIRE_FORMATS`.
-        scales: the shape of the blocks of mxfp8 and nvfp4.
+        scale_blocks: one of `SCALE_BLOCKS`, the shape of the blocks of mxfp8 and nvfp4.
         dtype: of the weight; bf16 is the format for weights of any dtype.
 
     Raises:
-        ValueError: an unknown name, or 1-D scales of a format without blocks.
+        ValueError: an unknown name, or 1-D blocks of a format without blocks.
     """
     if name not in WIRE_FORMATS:
         raise ValueError(f"weight gather format {name!r}: use one of {', '.join(WIRE_FORMATS)}")
-    if scales not in ("square", "1d"):
-        raise ValueError(f"scales {scales!r} of a weight gather format: use square or 1d")
+    if scale_blocks not in SCALE_BLOCKS:
+        raise ValueError(f"scale blocks {scale_blocks!r}: use {' or '.join(SCALE_BLOCKS)}")
     if name in ("bf16", "fp8"):
-        if scales == "1d":
-            raise ValueError(f"weight gather format {name!r} has no blocks for 1d scales")
+        if scale_blocks == "1d":
+            raise ValueError(
+                f"weight gather format {name!r} has no scale blocks to be 1d: use mxfp8 or nvfp4"
+            )
         return (FP8(),) if name == "fp8" else (Unquantized(dtype=dtype),)
     kind, size = (MXFP8, 32) if name == "mxfp8" else (NVFP4, 16)
-    return (kind((size, size)),) if scales == "square" else (kind((1, size)), kind((size, 1)))
+    return (kind((size, size)),) if scale_blocks == "2d" else (kind((1, size)), kind((size, 1)))
 
 
 def shard_amax(shard: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ MODEL = row_with(tied=True, bias="all", mixer="delta")
 LAYOUTS: tuple[tuple[dict[str, int], dict[str, object]], ...] = (
     ({"gtp": 2}, {"strategy": "optim", "gather_format": "mxfp8"}),
     ({"tp": 2, "gtp": 2}, {"strategy": "no_shard"}),
-    ({"gtp": 4}, {"strategy": "no_shard", "gather_format": "nvfp4"}),
+    ({"gtp": 4}, {"gather_format": "nvfp4", "gather_scale_blocks": "1d"}),
 )
 
 

@@ -157,7 +157,8 @@ def planned_gathers(engine: DataParallel) -> list[int] | None:
     for consume in gatherer.planned.consumes:
         counts.update(consume.issue)
     blocks = [block for bucket in engine.store.buckets for block in bucket.blocks]
-    return [counts[block.index] if block.source is gatherer else 0 for block in blocks]
+    planes = [plane for block in blocks for plane in block.planes]
+    return [counts[plane.index] if plane.source is gatherer else 0 for plane in planes]
 
 
 def wanted_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:

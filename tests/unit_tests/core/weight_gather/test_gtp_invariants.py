@@ -295,7 +295,7 @@ class Buffers:
     def _consume(self, block) -> None:
         self.consume(block)
         handle = block.handles[0]
-        self.seen.append((handle.name, handle.whole.untyped_storage().data_ptr()))
+        self.seen.append((handle.name, block.views[handle.name].untyped_storage().data_ptr()))
 
     def neighbours(self) -> Iterator[tuple[int, int]]:
         """Yield the buffers of each two blocks that are needed one after the other."""

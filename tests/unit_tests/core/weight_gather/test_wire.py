@@ -12,6 +12,7 @@ from megatron.core.weight_gather.wire import (
     FP8,
     MXFP8,
     NVFP4,
+    SCALE_BLOCKS,
     Unquantized,
     WireFormat,
     shard_amax,
@@ -19,7 +20,11 @@ from megatron.core.weight_gather.wire import (
 )
 
 SQUARE = (FP8(), MXFP8(), NVFP4())
-ALL = (*SQUARE, *wire_formats("mxfp8", scales="1d"), *wire_formats("nvfp4", scales="1d"))
+ALL = (
+    *SQUARE,
+    *wire_formats("mxfp8", scale_blocks="1d"),
+    *wire_formats("nvfp4", scale_blocks="1d"),
+)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -326,10 +331,10 @@ def test_bytes_of_bf16(shape: tuple[int, int]):
     (form,) = wire_formats("bf16", dtype=torch.float32)
     assert form.wire_bytes(shape) == 2 * plain
     most = {"fp8": 0.501, "mxfp8": 0.516, "nvfp4": 0.282}
-    for name, scales in itertools.product(most, ("square", "1d")):
-        if (name, scales) == ("fp8", "1d"):
+    for name, scale_blocks in itertools.product(most, SCALE_BLOCKS):
+        if (name, scale_blocks) == ("fp8", "1d"):
             continue
-        for form in wire_formats(name, scales=scales):  # type: ignore[arg-type]
+        for form in wire_formats(name, scale_blocks=scale_blocks):
             blocks = -(-shape[0] // form.block[0]) * -(-shape[1] // form.block[1])
             row = shape[1] if name != "nvfp4" else -(-shape[1] // 2)
             assert form.wire_bytes(shape) == shape[0] * row + (blocks if name != "fp8" else 0)
@@ -340,7 +345,7 @@ def test_bytes_of_bf16(shape: tuple[int, int]):
 def test_planes_of_formats():
     assert wire_formats("mxfp8") == (MXFP8((32, 32)),)
     assert wire_formats("nvfp4") == (NVFP4((16, 16)),)
-    forward, backward = wire_formats("mxfp8", scales="1d")
+    forward, backward = wire_formats("mxfp8", scale_blocks="1d")
     weight = weight_of(64, 96, torch.bfloat16)
     assert same_bits(round_trip(backward, weight), round_trip(forward, weight.T.contiguous()).T)
     # Square blocks: the transposed weight has the same values.
@@ -370,8 +375,9 @@ def test_what_is_refused():
     weight, amax = torch.ones(4, 4), torch.tensor(1.0)
     for refused in (
         lambda: wire_formats("fp4"),
-        lambda: wire_formats("mxfp8", scales="2d"),  # type: ignore[arg-type]
-        lambda: wire_formats("fp8", scales="1d"),
+        lambda: wire_formats("mxfp8", scale_blocks="square"),
+        lambda: wire_formats("fp8", scale_blocks="1d"),
+        lambda: wire_formats("bf16", scale_blocks="1d"),
         lambda: FP8().encode(weight),
         lambda: MXFP8().encode(weight, amax=amax),
         lambda: MXFP8().encode(weight[0]),

@@ -14,7 +14,7 @@ from megatron.training.failures.faults import refuse_faulty_hosts
 from megatron.training.failures.session_faults import arm_stop, failure_hooks
 from megatron.training.hooks import TrainingHooks
 from megatron.training.loop import TrainingLoop
-from megatron.training.monitoring.describe import start_lines
+from megatron.training.monitoring.describe import GatheredBytes, start_lines
 from megatron.training.monitoring.observation import Observation, observing
 from megatron.training.progress_state import Progress
 from megatron.training.run_groups import RunGroups
@@ -75,6 +75,7 @@ def hooks_of(session: Session, watching: Observation, saves: Saves | None) -> li
     say, metrics = watching.display.log, watching.metrics
     return [
         watching.hooks,
+        GatheredBytes(session.step.engine, say),
         *failure_hooks(session, say=say, metrics=metrics, saves=saves),
         *session.hooks,
     ]

@@ -5,13 +5,13 @@ They describe context parallelism (how attention and recurrences get the tokens 
 packed rows are split, and why), a global batch that does not divide evenly over ranks and its cost,
 what data parallelism shards and what remains on each rank, dropout (on by Megatron's defaults) and
 its cost, the experts (where they are, how tokens are dispatched, what a token uses), and the
-pipeline (stages, schedule, idle time).
+pipeline (stages, schedule, idle time). What the first step corrects has a line of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -44,7 +44,10 @@ from megatron.training.core_configs import (
     weight_dtype,
 )
 from megatron.training.data.data_sets import training_batches
+from megatron.training.hooks import TrainingHooks
 from megatron.training.layouts import PackedCuts, packed_cuts
+from megatron.training.monitoring.step_window import StepOutcome
+from megatron.training.progress_state import Progress
 from megatron.training.run_groups import rank_grid
 from megatron.training.session import Session
 
@@ -98,8 +101,9 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     """Return the strategy in effect, its buckets, and the bytes of one rank by role.
 
     With several pipeline stages, each number is the largest of all of them; every rank calls this.
-    Bytes of weights and gradients are the formula's; those of optimizer state are counted, in
-    device and host memory, since weights may have states of different kinds.
+    Bytes of weights and gradients are the formula's; those of gathered weights are the budget in
+    force; those of optimizer state are counted, in device and host memory, since weights may have
+    states of different kinds.
 
     Raises:
         ValueError: another strategy is in effect than the one that was asked for.
@@ -129,8 +133,6 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         buckets,
         engine.placement,
         of=of,
-        prefetch=config.overlap_param_gather,
-        ahead=config.prefetch_bytes,
         overlap=config.overlap_grad_reduce,
     )
     most = of.weight * max((bucket.numel for bucket in buckets), default=0)
@@ -138,7 +140,7 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     count, largest, weights, gradients, state, on_host, gathered, reducing = _most_of_stages(
         engine,
         [len(buckets), most, rank.weights, rank.gradients, *states]
-        + [rank.gathered, rank.reducing],
+        + [engine.gathered_bytes, rank.reducing],
     )
     stages = engine.groups["pp"].size
     line = (
@@ -194,6 +196,27 @@ def weight_shards_line(engine: DataParallel) -> str | None:
         f"weight shards: {'; '.join(found)}; gathered in {form} before each use, gradients "
         f"reduce-scattered once a {per}"
     )
+
+
+class GatheredBytes(TrainingHooks):
+    """Say so where the order in which a step uses its weights needs more gathered bytes than were
+    said before: of this rank's pipeline stage.
+
+    Args:
+        say: writes a line of the log.
+    """
+
+    def __init__(self, engine: DataParallel, say: Callable[[str], None]) -> None:
+        self._engine, self._say, self._said = engine, say, engine.gathered_bytes
+
+    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
+        """Compare."""
+        if self._engine.gathered_bytes > self._said:
+            self._said = self._engine.gathered_bytes
+            self._say(
+                f"weight shards: in their order of use at most {_size(self._said)} of gathered "
+                "weights"
+            )
 
 
 def _most_of_stages(engine: DataParallel, numbers: Sequence[int]) -> list[int]:

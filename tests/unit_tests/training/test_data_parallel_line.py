@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -17,30 +18,35 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_sharding import STRATEGIES, placement
-from megatron.training.monitoring.describe import data_parallel_line
+from megatron.training.monitoring.describe import GatheredBytes, data_parallel_line
+from megatron.training.progress_state import Progress
 from tests.support.ranks import run_ranks
 
 
-def built(
+def built_model(
     groups: ProcessGroupCollection,
     offload: float = 0.0,
     split: StageSplit | None = None,
     experts: int | None = None,
+    tied: bool = False,
+    vocabulary: int = 64,
     **settings: object,
-) -> tuple[DataParallel, Optimizer]:
-    """Return the engine and optimizer of a model of about 100,000 weights.
+) -> tuple[GPTModel, DataParallel, Optimizer]:
+    """Return a model, its engine and optimizer, of about 100,000 weights.
 
     Args:
         offload: share of the optimizer's state that is in host memory.
         split: of the layers into pipeline stages.
         experts: of every layer, instead of an MLP.
+        tied: embedding and output layer are one weight.
     """
     shape = GPTConfig(
         num_layers=3,
         hidden_size=48,
-        vocab_size=64,
+        vocab_size=vocabulary,
         attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=12),
         mlp=MLPConfig(ffn_hidden_size=160),
+        tied=tied,
     )
     if experts is not None:
         moe = MoEConfig(num_experts=experts, ffn_hidden_size=40)
@@ -54,9 +60,13 @@ def built(
         split=split,
     )
     engine = DataParallel(model.store, groups, config=config)
-    return engine, Optimizer(
-        engine.owned(), groups, config=OptimizerConfig(offload_fraction=offload)
-    )
+    optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(offload_fraction=offload))
+    return model, engine, optimizer
+
+
+def built(groups: ProcessGroupCollection, **options: Any) -> tuple[DataParallel, Optimizer]:
+    """Return the engine and optimizer of `built_model`."""
+    return built_model(groups, **options)[1:]
 
 
 def bytes_in(line: str) -> list[float]:
@@ -101,6 +111,32 @@ def test_the_line_says_what_is_in_effect_and_how_much_is_there():
         "them; 5 buckets"
     ) in hybrid
     assert bytes_in(hybrid)[4] > bytes_in(params)[4], "two units instead of one"
+
+
+def gathered_bytes(rank: int, world: int, tied: bool) -> tuple[list[float], float]:
+    """Train over gtp; return the bytes of gathered weights that are said, and those there were."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=world), rank=rank)
+    model, engine, optimizer = built_model(groups, tied=tied, vocabulary=640)
+    line = data_parallel_line(engine, optimizer)
+    said = [line[: line.index(" of gathered weights")].split("at most ")[-1]]
+    hook = GatheredBytes(engine, said.append)
+    for step in range(3):
+        tokens = torch.arange(2 * 8).view(2, 8) * (step + 1) % 64
+        engine.begin_step(1)
+        engine.backward(model.loss(tokens, tokens, torch.full((2, 8), 1 / 16))[0], last=True)
+        engine.finish()
+        engine.start_param_sync()
+        hook.on_step_end(Progress(), None)  # type: ignore[arg-type]
+    (gatherer,) = (found for found in engine.gatherers if found.leases)
+    return [bytes_in(line)[-1] for line in said], float(gatherer.counts.peak_bytes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_line_says_the_bytes_that_are_gathered_at_a_time(tied: bool):
+    said, peak = run_ranks(gathered_bytes, 2, tied)[0]
+    assert said[-1] == pytest.approx(peak, abs=6e3)
+    # The tied weight is needed after the last layer as well, where none is declared next to it.
+    assert len(said) == 1 + tied
 
 
 def stage_lines(rank: int, world: int) -> tuple[str, list[int]]:

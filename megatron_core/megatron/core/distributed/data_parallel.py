@@ -722,6 +722,12 @@ class DataParallel:
         """Whether each rank keeps only its range of the optimizer state."""
         return bool(self.placement.optimizer)
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of gathered weights at a time, at most, as far as the order of use is known: where
+        each weight is gathered by itself over gtp, the first step may show that it needs more."""
+        return sum(gatherer.most_bytes for gatherer in self.gatherers)
+
     def owned(self) -> list[OwnedRange]:
         """Return what this rank's optimizer updates, one range per bucket; one of nothing if
         there is no bucket."""

@@ -298,6 +298,12 @@ class Gatherer:
             block.source, block.index = self, index
 
     @property
+    def most_bytes(self) -> int:
+        """Bytes of leased weights at a time, at most, as far as the order of use is known."""
+        shared = [i for i, block in enumerate(self.blocks) if not block.alone]
+        return min(self.budget, sum(self.sizes[i] for i in shared)) if self.leases else 0
+
+    @property
     def planned(self) -> GatherPlan | None:
         """The plan that is being followed, or was in the last step; None on demand."""
         return self._program.plan
@@ -670,7 +676,7 @@ def bytes_leased(buckets: Sequence[Bucket], *, prefetch: bool) -> int:
     shared = [bucket for bucket in buckets if not bucket.alone]
     if all(bucket.gtp for bucket in shared):
         blocks = [block for bucket in shared for block in bucket.blocks]
-        sizes = [gathered_bytes(plane) for block in blocks for plane in block.planes]
+        sizes = [max(map(gathered_bytes, block.planes)) for block in blocks]
         pairs = [a + b for a, b in itertools.pairwise(sizes)] if prefetch else []
         return max([*sizes, *pairs], default=0)
     root = 0

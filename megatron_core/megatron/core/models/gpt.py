@@ -161,7 +161,9 @@ class GPTModel(StoreModule):
         self._rotary: RotaryEmbedding | None = None
         if config.rope is not None:
             assert config.attention is not None
-            self._rotary = RotaryEmbedding(config.rope, config.attention.rope_features, device)
+            self._rotary = RotaryEmbedding(
+                config.rope, config.attention.rope_features, device=device
+            )
         build = LayerBuild(
             store=self.store,
             region=self._region,

@@ -201,7 +201,7 @@ class RotaryEmbedding:
     """
 
     def __init__(
-        self, config: RopeConfig, head_size: int, device: torch.device | str | None = None
+        self, config: RopeConfig, head_size: int, *, device: torch.device | str | None = None
     ) -> None:
         self.config = config
         self.frequencies = inverse_frequencies(

@@ -51,11 +51,11 @@ def gated(
     if choose(implementation, gate_up, "gated") == "triton":
         from megatron.core.ops.swiglu import triton as kernels
 
-        function, forward = kernels.Gated, kernels.gated_forward
+        forward, backward = kernels.gated_forward, kernels.gated_backward
     else:
-        function, forward = reference.Gated, reference.gated_forward
+        forward, backward = reference.gated_forward, reference.gated_backward
     if torch.is_grad_enabled():
-        forward = function.apply
+        return reference.Gated.apply(gate_up, activation, forward, backward)
     return forward(gate_up, activation)
 
 

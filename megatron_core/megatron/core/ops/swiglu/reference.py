@@ -17,30 +17,18 @@ class Gated(torch.autograd.Function):
 
     Forward: as above. dgrad: dgate = g up act'(gate), dup = g act(gate), written into the two
     halves of one buffer. No weights. Saves gate_up alone: the activation is computed again.
+    `forward` and `backward` are those of this module or of `triton`.
     """
 
     @staticmethod
-    def forward(ctx, gate_up, activation):
+    def forward(ctx, gate_up, activation, forward, backward):
         ctx.save_for_backward(gate_up)
-        ctx.activation = activation
-        return gated_forward(gate_up, activation)
+        ctx.activation, ctx.differentiate = activation, backward
+        return forward(gate_up, activation)
 
     @staticmethod
     def backward(ctx, grad):
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        result = torch.empty_like(gate_up)
-        grad_gate, grad_up = result.chunk(2, dim=-1)
-        # grad_up is the scratch for grad * up before it gets its own value: one buffer less.
-        torch.mul(grad, up, out=grad_up)
-        if ctx.activation == "silu":
-            torch.ops.aten.silu_backward.grad_input(grad_up, gate, grad_input=grad_gate)
-        else:
-            torch.ops.aten.gelu_backward.grad_input(
-                grad_up, gate, approximate="tanh", grad_input=grad_gate
-            )
-        _activate_into(gate, ctx.activation, grad_up).mul_(grad)
-        return result, None
+        return ctx.differentiate(grad, *ctx.saved_tensors, ctx.activation), None, None, None
 
 
 def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -48,6 +36,23 @@ def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     return _activate_into(gate, activation, y).mul_(up)
+
+
+def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the gradient of gate_up [..., 2f] from that of the result [..., f]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    result = torch.empty_like(gate_up)
+    grad_gate, grad_up = result.chunk(2, dim=-1)
+    # grad_up is the scratch for grad * up before it gets its own value: one buffer less.
+    torch.mul(grad, up, out=grad_up)
+    if activation == "silu":
+        torch.ops.aten.silu_backward.grad_input(grad_up, gate, grad_input=grad_gate)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(
+            grad_up, gate, approximate="tanh", grad_input=grad_gate
+        )
+    _activate_into(gate, activation, grad_up).mul_(grad)
+    return result
 
 
 def _activate_into(gate: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:

@@ -97,25 +97,15 @@ def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return y
 
 
-class Gated(torch.autograd.Function):
-    """y = act(gate) * up; forward and dgrad as in `reference.Gated`. Saves gate_up alone."""
-
-    @staticmethod
-    def forward(ctx, gate_up, activation):
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        ctx.is_gelu = activation == "gelu"
-        return gated_forward(gate_up, activation)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (gate_up,) = ctx.saved_tensors
-        result = torch.empty_like(gate_up)
-        width = grad.shape[-1]
-        if grad.numel():
-            tile = row_blocks(BACKWARD.pick(grad, launch_key(grad)), width)
-            blocks = triton.cdiv(width, tile["BLOCK"])
-            gated_backward_kernel[(grad.numel() // width * blocks,)](
-                gate_up, grad.contiguous(), result, width, blocks, GELU=ctx.is_gelu, **tile
-            )
-        return result, None
+def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the gradient of gate_up [..., 2f] from that of the result [..., f]."""
+    gate_up = gate_up.contiguous()
+    result = torch.empty_like(gate_up)
+    width = grad.shape[-1]
+    if grad.numel():
+        tile = row_blocks(BACKWARD.pick(grad, launch_key(grad)), width)
+        blocks = triton.cdiv(width, tile["BLOCK"])
+        gated_backward_kernel[(grad.numel() // width * blocks,)](
+            gate_up, grad.contiguous(), result, width, blocks, GELU=activation == "gelu", **tile
+        )
+    return result

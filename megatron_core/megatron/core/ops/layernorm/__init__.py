@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.layernorm import reference
-from megatron.core.ops.rmsnorm import check_norm
+from megatron.core.ops.rmsnorm import Normalise, check_norm
 
 
 def layer_norm(
@@ -49,10 +49,11 @@ def layer_norm(
     if choose(implementation, x, "layer_norm") == "triton":
         from megatron.core.ops.layernorm import triton as kernels
 
-        function, forward = kernels.LayerNorm, kernels.layer_norm_forward
+        pair = kernels.layer_norm_forward, kernels.layer_norm_backward
     else:
-        function, forward = reference.LayerNorm, reference.layer_norm_forward
+        pair = reference.layer_norm_forward, reference.layer_norm_backward
     if torch.is_grad_enabled():
-        forward = function.apply
-    y, total, *_ = forward(x, residual, weight, bias, eps, zero_centered)
+        y, total = Normalise.apply(pair, x, residual, eps, zero_centered, weight, bias)
+    else:
+        y, total, *_ = pair[0](x, residual, eps, zero_centered, weight, bias)
     return y if residual is None else (y, total)

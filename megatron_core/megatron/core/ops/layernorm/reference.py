@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron.core.ops.dispatch import accumulation_dtype
@@ -13,52 +15,13 @@ from megatron.core.ops.dispatch import accumulation_dtype
 ELEMENTS_IN_CACHE = 1 << 20
 
 
-class LayerNorm(torch.autograd.Function):
-    """y = (t - mean) * rstd * w + bias, t = x + residual.
-
-    Forward: as above. dgrad: dt = rstd * (g w - mean(g w) - xhat mean(g w xhat)) + d(new
-    residual), given to x and residual alike. wgrad: sum over rows of g xhat, and of g.
-    Saves t, w, mean and rstd [rows]. torch's own kernels do the passes.
-    """
-
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, zero_centered):
-        y, total, *kept = layer_norm_forward(x, residual, weight, bias, eps, zero_centered)
-        ctx.save_for_backward(total, *kept)
-        ctx.weight_dtype = weight.dtype
-        ctx.set_materialize_grads(False)
-        if residual is None:
-            return y, None
-        return y, total
-
-    @staticmethod
-    def backward(ctx, grad_y, grad_total):
-        total, scale, shift, mean, rstd = ctx.saved_tensors
-        if grad_y is None:
-            return grad_total, grad_total, None, None, None, None
-        grad, grad_weight, grad_bias = _wide_backward(
-            grad_y.reshape(-1, total.shape[-1]),
-            total.reshape(-1, total.shape[-1]),
-            None if grad_total is None else grad_total.reshape(-1, total.shape[-1]),
-            (mean, rstd, scale, shift),
-            mask=[True, ctx.needs_input_grad[2], ctx.needs_input_grad[3]],
-        )
-        grad = grad.view(total.shape)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(ctx.weight_dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(ctx.weight_dtype)
-        grad_residual = grad if ctx.needs_input_grad[1] else None
-        return grad, grad_residual, grad_weight, grad_bias, None, None
-
-
 def layer_norm_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
     eps: float,
     zero_centered: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return (y, x + residual, the factor w [h], the bias [h] or None, mean and rstd [rows])."""
     total = x if residual is None else x + residual
@@ -70,11 +33,42 @@ def layer_norm_forward(
     return y.view(x.shape), total, scale, shift, mean, rstd
 
 
+def layer_norm_backward(
+    grad_y: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    saved: Sequence[torch.Tensor | None],
+    zero_centered: bool,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of t = x + residual, of the weight and of the bias, in fp32 or fp64.
+
+    dt = rstd * (g w - mean(g w) - xhat mean(g w xhat)) + d(new residual); wgrad: sum over rows of
+    g xhat, and of g. torch's own kernels do the passes.
+
+    Args:
+        grad_y: [..., h].
+        grad_total: [..., h] or None, added to the gradient of t.
+        saved: t [..., h], and what else `layer_norm_forward` returns.
+        wanted: whether the gradients of weight and bias are needed.
+    """
+    total, *kept = saved
+    assert total is not None
+    shape = (-1, total.shape[-1])
+    grad, *grads = _wide_backward(
+        grad_y.reshape(shape),
+        total.reshape(shape),
+        None if grad_total is None else grad_total.reshape(shape),
+        kept,
+        mask=[True, *wanted],
+    )
+    return grad.view(total.shape), *grads
+
+
 def _wide_backward(
     grad_y: torch.Tensor,
     rows: torch.Tensor,
     grad_total: torch.Tensor | None,
-    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    kept: Sequence[torch.Tensor | None],
     *,
     mask: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -86,13 +80,13 @@ def _wide_backward(
     Args:
         grad_y, rows: [t, h].
         grad_total: [t, h] or None, added to the gradient of rows.
-        saved: mean and rstd [t, 1], scale and shift [h].
+        kept: scale and shift [h], mean and rstd [t, 1].
         mask: whether the gradients of rows, weight and bias are needed.
 
     Returns:
         (gradient of rows [t, h] in their dtype, wide gradients of weight and bias [h] or None).
     """
-    mean, rstd, scale, shift = saved
+    scale, shift, mean, rstd = kept
     wide, shape = scale.dtype, [rows.shape[-1]]
     backward = torch.ops.aten.native_layer_norm_backward
     if rows.dtype == wide or rows.device.type != "cpu" or rows.numel() <= ELEMENTS_IN_CACHE:

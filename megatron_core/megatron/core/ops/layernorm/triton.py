@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -118,10 +120,10 @@ def layer_norm_backward_kernel(
 def layer_norm_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
     eps: float,
     zero_centered: bool,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (y, x + residual, the weight as the kernels read it, (mean, rstd) fp32 [rows, 2])."""
     features = x.shape[-1]
@@ -151,54 +153,34 @@ def layer_norm_forward(
     return y, total, weight, statistics
 
 
-class LayerNorm(torch.autograd.Function):
-    """y = (t - mean) * rstd * w + bias; forward, dgrad and wgrad as in `reference.LayerNorm`.
-
-    Saves t, w and (mean, rstd) [rows, 2].
-    """
-
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, zero_centered):
-        y, total, weight, statistics = layer_norm_forward(
-            x, residual, weight, bias, eps, zero_centered
-        )
-        ctx.save_for_backward(total, weight, statistics)
-        ctx.zero_centered = zero_centered
-        ctx.set_materialize_grads(False)
-        return y, None if residual is None else total
-
-    @staticmethod
-    def backward(ctx, grad_y, grad_total):
-        total, weight, statistics = ctx.saved_tensors
-        if grad_y is None:
-            return grad_total, grad_total, None, None, None, None
-        features = total.shape[-1]
-        rows = statistics.shape[0]
-        launch = BACKWARD.pick(total, launch_key(total))
-        tile = row_tile(launch, features)
-        programs = programs_for(launch, rows, tile)
-        grad = torch.empty_like(total)
-        partial = torch.empty((programs, 2, features), dtype=torch.float32, device=total.device)
-        layer_norm_backward_kernel[(programs,)](
-            grad_y.contiguous(),
-            total if grad_total is None else grad_total.contiguous(),
-            total,
-            weight,
-            statistics,
-            grad,
-            partial,
-            rows,
-            features,
-            float(ctx.zero_centered),
-            HAS_GRAD_TOTAL=grad_total is not None,
-            **tile,
-        )
-        grad_weight, grad_bias = partial.sum(0).to(weight.dtype)
-        return (
-            grad,
-            grad if ctx.needs_input_grad[1] else None,
-            grad_weight,
-            grad_bias if ctx.needs_input_grad[3] else None,
-            None,
-            None,
-        )
+def layer_norm_backward(
+    grad_y: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    zero_centered: bool,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of x + residual, of the weight and of the bias; see
+    `reference.layer_norm_backward`."""
+    total, weight, statistics = saved
+    features, rows = total.shape[-1], statistics.shape[0]
+    launch = BACKWARD.pick(total, launch_key(total))
+    tile = row_tile(launch, features)
+    programs = programs_for(launch, rows, tile)
+    grad = torch.empty_like(total)
+    partial = torch.empty((programs, 2, features), dtype=torch.float32, device=total.device)
+    layer_norm_backward_kernel[(programs,)](
+        grad_y.contiguous(),
+        total if grad_total is None else grad_total.contiguous(),
+        total,
+        weight,
+        statistics,
+        grad,
+        partial,
+        rows,
+        features,
+        float(zero_centered),
+        HAS_GRAD_TOTAL=grad_total is not None,
+        **tile,
+    )
+    return grad, *partial.sum(0)

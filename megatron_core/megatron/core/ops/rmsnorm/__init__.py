@@ -41,13 +41,45 @@ def rms_norm(
     if choose(implementation, x, "rms_norm") == "triton":
         from megatron.core.ops.rmsnorm import triton as kernels
 
-        function, forward = kernels.RmsNorm, kernels.rms_norm_forward
+        pair = kernels.rms_norm_forward, kernels.rms_norm_backward
     else:
-        function, forward = reference.RmsNorm, reference.rms_norm_forward
+        pair = reference.rms_norm_forward, reference.rms_norm_backward
     if torch.is_grad_enabled():
-        forward = function.apply
-    y, total, *_ = forward(x, residual, weight, eps, zero_centered)
+        y, total = Normalise.apply(pair, x, residual, eps, zero_centered, weight)
+    else:
+        y, total, *_ = pair[0](x, residual, eps, zero_centered, weight)
     return y if residual is None else (y, total)
+
+
+class Normalise(torch.autograd.Function):
+    """y = norm(t), t = x + residual, by the two functions of an implementation.
+
+    Forward and backward: theirs. The gradient of t is given to x and residual alike. Saves t and
+    whatever else forward returns after it.
+    """
+
+    @staticmethod
+    def forward(ctx, pair, x, residual, eps, zero_centered, *weights):
+        forward, ctx.differentiate = pair
+        y, total, *kept = forward(x, residual, eps, zero_centered, *weights)
+        ctx.save_for_backward(total, *kept)
+        ctx.zero_centered, ctx.weight_dtype = zero_centered, weights[0].dtype
+        ctx.set_materialize_grads(False)
+        return y, None if residual is None else total
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_total):
+        _, _, needs_residual, _, _, *wanted = ctx.needs_input_grad
+        grad, grads = grad_total, [None] * len(wanted)
+        if grad_y is not None:
+            grad, *grads = ctx.differentiate(
+                grad_y, grad_total, ctx.saved_tensors, ctx.zero_centered, wanted
+            )
+        grads = [
+            found.to(ctx.weight_dtype) if found is not None and want else None
+            for found, want in zip(grads, wanted, strict=True)
+        ]
+        return None, grad, grad if needs_residual else None, None, None, *grads
 
 
 def check_norm(

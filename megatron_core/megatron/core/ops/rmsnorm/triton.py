@@ -6,7 +6,7 @@ A tile holds as many rows as make enough bytes in flight: one of a wide model, 3
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -165,9 +165,9 @@ def launch_key(x: torch.Tensor) -> str:
 def rms_norm_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
     eps: float,
     zero_centered: bool,
+    weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (y, x + residual, the weight as the kernels read it, rstd fp32 [rows])."""
     weight = weight.contiguous()
@@ -199,50 +199,39 @@ def rms_norm_forward(
     return y, total, weight, rstd
 
 
-class RmsNorm(torch.autograd.Function):
-    """y = t * rstd * w, t = x + residual; forward, dgrad and wgrad as in `reference.RmsNorm`.
-
-    Saves t, w and rstd [rows].
-    """
-
-    @staticmethod
-    def forward(ctx, x, residual, weight, eps, zero_centered):
-        y, total, weight, rstd = rms_norm_forward(x, residual, weight, eps, zero_centered)
-        ctx.save_for_backward(total, weight, rstd)
-        ctx.zero_centered = zero_centered
-        ctx.set_materialize_grads(False)
-        return y, None if residual is None else total
-
-    @staticmethod
-    def backward(ctx, grad_y, grad_total):
-        total, weight, rstd = ctx.saved_tensors
-        if grad_y is None:
-            return grad_total, grad_total, None, None, None
-        features = total.shape[-1]
-        grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-        if not grad.numel():
-            return grad, grad, torch.zeros_like(weight), None, None
-        rows = Rows.of(total)
-        launch = BACKWARD.pick(total, launch_key(total))
-        tile = row_tile(launch, features)
-        programs = programs_for(launch, rows.count, tile)
-        partial = torch.empty((programs, features), dtype=torch.float32, device=total.device)
-        rms_norm_backward_kernel[(programs,)](
-            grad_y.contiguous(),
-            total if grad_total is None else grad_total.contiguous(),
-            rows.tensor,
-            weight,
-            rstd,
-            grad,
-            partial,
-            rows.count,
-            rows.inner,
-            rows.outer_stride,
-            rows.stride,
-            features,
-            float(ctx.zero_centered),
-            HAS_GRAD_TOTAL=grad_total is not None,
-            **tile,
-        )
-        grad_weight = partial.sum(0).to(weight.dtype)
-        return grad, grad if ctx.needs_input_grad[1] else None, grad_weight, None, None
+def rms_norm_backward(
+    grad_y: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    zero_centered: bool,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x + residual and of the weight; see `reference.rms_norm_backward`."""
+    total, weight, rstd = saved
+    features = total.shape[-1]
+    grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+    if not grad.numel():
+        return grad, torch.zeros_like(weight)
+    rows = Rows.of(total)
+    launch = BACKWARD.pick(total, launch_key(total))
+    tile = row_tile(launch, features)
+    programs = programs_for(launch, rows.count, tile)
+    partial = torch.empty((programs, features), dtype=torch.float32, device=total.device)
+    rms_norm_backward_kernel[(programs,)](
+        grad_y.contiguous(),
+        total if grad_total is None else grad_total.contiguous(),
+        rows.tensor,
+        weight,
+        rstd,
+        grad,
+        partial,
+        rows.count,
+        rows.inner,
+        rows.outer_stride,
+        rows.stride,
+        features,
+        float(zero_centered),
+        HAS_GRAD_TOTAL=grad_total is not None,
+        **tile,
+    )
+    return grad, partial.sum(0)

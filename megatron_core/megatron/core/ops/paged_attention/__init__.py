@@ -156,12 +156,12 @@ def write_to_pages(
             f"write_to_pages: slot_mapping {tuple(slot_mapping.shape)} {slot_mapping.dtype} must"
             f" be int64 [t] = [{key.shape[0]}]"
         )
-    function = reference.write_to_pages
     if choose(implementation, key, "write_to_pages") == "triton":
         from megatron.core.ops.paged_attention import triton as kernels
 
-        function = kernels.write_to_pages
-    function(key, value, key_cache, value_cache, slot_mapping)
+        kernels.write_to_pages(key, value, key_cache, value_cache, slot_mapping)
+    else:
+        reference.write_rows((key, value), (key_cache, value_cache), slot_mapping)
 
 
 def write_latents_to_pages(

@@ -247,17 +247,6 @@ def _decode(
     return out.to(query.dtype), lse
 
 
-def write_to_pages(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Write tokens to their slots in place; see `ops.paged_attention.write_to_pages`."""
-    write_rows((key, value), (key_cache, value_cache), slot_mapping)
-
-
 def write_rows(
     new: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slot_mapping: torch.Tensor
 ) -> None:

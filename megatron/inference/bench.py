@@ -112,7 +112,11 @@ def first_time(now: float, group: Group, device: torch.device) -> float:
 
 
 def measure(
-    engine: Engine, requests: Sequence[Request], times: Sequence[float], group: Group | None = None
+    engine: Engine,
+    requests: Sequence[Request],
+    times: Sequence[float],
+    *,
+    group: Group | None = None,
 ) -> Repeat:
     """Run the requests, each added when it arrives, and return what that took.
 
@@ -224,7 +228,7 @@ def run(config: BenchConfig, launch: Launch) -> None:
         group = loaded.model.groups["tp"] if shares_clock else None
         repeats = []
         for number in range(load.warmup + load.repeats):
-            found = measure(engine, requests, times, group)
+            found = measure(engine, requests, times, group=group)
             engine.scheduler.forget_cached()
             if number >= load.warmup:
                 repeats.append(found)

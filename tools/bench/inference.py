@@ -215,6 +215,18 @@ def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     return [row(what, *found, "<= 0.333")]
 
 
+def static_batch(peer: LlamaForCausalLM, batch: Sequence[Request]) -> list[list[int]]:
+    """Return what transformers generates for prompts of one length, each as long as the longest."""
+    prompts = torch.tensor([request.prompt for request in batch])
+    out = peer.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=max(request.max_new_tokens for request in batch),
+        do_sample=False,
+    )
+    return out[:, prompts.shape[1] :].tolist()
+
+
 def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     """Tokens a second of continuous batching, against static batches in transformers."""
     shape = SHAPES["M"]
@@ -223,17 +235,6 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     load = Load(num_requests=64 if quick else 256)
     requests = make_requests(load, shape.vocabulary)
     lengths = [request.max_new_tokens for request in requests]
-
-    def generated(batch: Sequence[Request]) -> list[list[int]]:
-        prompts = torch.tensor([request.prompt for request in batch])
-        longest = max(request.max_new_tokens for request in batch)
-        out = peer.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=longest,
-            do_sample=False,
-        )
-        return out[:, prompts.shape[1] :].tolist()
 
     texts: dict[str, list[list[int]]] = {}
 
@@ -246,7 +247,7 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     def static() -> float:
         start, found = clock(), []
         for first in range(0, len(requests), ROWS):
-            found += generated(requests[first : first + ROWS])
+            found += static_batch(peer, requests[first : first + ROWS])
         texts["peer"] = [text[:n] for text, n in zip(found, lengths, strict=True)]
         return sum(lengths) / (clock() - start)
 
@@ -262,7 +263,7 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
 
     def peer_alone() -> float:
         start = clock()
-        generated([one])
+        static_batch(peer, [one])
         return one.max_new_tokens / (clock() - start)
 
     rounds = 1 if quick else 3

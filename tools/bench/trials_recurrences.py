@@ -7,7 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.gated_delta_rule import gated_delta_rule
-from megatron.core.ops.paged_attention import paged_attention, write_to_pages
+from megatron.core.ops.paged_attention import (
+    paged_attention,
+    paged_latent_attention,
+    write_to_pages,
+)
 from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitParts, recurrence_prologue
@@ -119,6 +123,27 @@ def attention(
     return Problem(function=function, inputs=inputs, differentiable=False)
 
 
+def latent_attention(make: Make, rows: int, *, heads: int, rank: int, context: int) -> Problem:
+    """A new token of every row to the latents in its pages, with 64 rotated features each."""
+    device = make(1).device
+    contexts = [max(1, context - 31 * row % context) for row in range(rows)]
+    made = paged_rows([1] * rows, contexts, heads=(heads, 1), features=rank + 64, block_size=16)
+    batch = moved(made, device, torch.float32).batch
+    inputs = tuple(x.to(device, torch.float32) for x in (made.query, made.caches[0][:, :, 0]))
+
+    def function(query, latents, *, implementation):
+        return paged_latent_attention(
+            query,
+            latents,
+            batch=batch,
+            scale=query.shape[-1] ** -0.5,
+            value_features=rank,
+            implementation=implementation,
+        )
+
+    return Problem(function=function, inputs=inputs, differentiable=False)
+
+
 def writing(make: Make, tokens: int, *, groups: int, features: int) -> Problem:
     """Keys and values of new tokens to their places."""
     caches = (make(tokens // 16 + 1, 16, groups, features) for _ in range(2))
@@ -207,6 +232,14 @@ TRIALS = (
         ({"heads": 32, "groups": 8, "features": 128, "new": 2048, "context": 4096},),
         {"heads": 4, "groups": 2, "features": 16, "new": 40, "context": 50},
         tokens=(1, 3, 8),
+        few=(1, 2, 2),
+    ),
+    Trial(
+        {"paged_latent_attention": FORWARD},
+        latent_attention,
+        ({"heads": 128, "rank": 512, "context": 4096},),
+        {"heads": 4, "rank": 16, "context": 60},
+        tokens=(3, 7, 64),
         few=(1, 2, 2),
     ),
     Trial(

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.paged_attention import paged_attention, triton, write_to_pages
+from megatron.core.ops.paged_attention import (
+    paged_attention,
+    paged_latent_attention,
+    triton,
+    write_latents_to_pages,
+    write_to_pages,
+)
 from tests.support.closeness import assert_close_by_metric
 from tests.support.nan_memory import nan_memory
 from tests.support.paged_rows import paged_rows
@@ -108,6 +114,51 @@ def test_kernels_agree_with_the_reference(case, small_tiles, monkeypatch):
     )
     sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64) if with_sinks else None
     agree(rows, scale=0.3, window=window, sinks=sinks)
+
+
+# rows, heads, features of latents, of those the values, block size, padding, pieces
+LATENT_CASES = {
+    "decode": (DECODE, 3, 24, 16, 16, 0, 1),
+    "decode in pieces": (LONG_DECODE, 20, 21, 17, 16, 3, 5),
+    "mixed": (MIXED, 4, 30, 24, 64, 2, 1),
+    "mixed in pieces": (LONG_MIXED, 2, 16, 16, 16, 4, 3),
+}
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_latents_agree_with_the_reference(case, monkeypatch):
+    lengths, heads, features, values, block_size, padding, count = LATENT_CASES[case]
+    small = {"ROWS": 16, "BLOCK": 32, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(triton, "LATENT", Launches("LATENT", small))
+    monkeypatch.setattr(triton, "pieces", lambda *_: count)
+    monkeypatch.setattr(triton, "SHORTEST_PIECE", 1 if count < 3 else 32)
+    rows = paged_rows(
+        **lengths, heads=(heads, 1), features=features, block_size=block_size, padding=padding
+    )
+    latents = rows.caches[0][:, :, 0]
+    options = {"batch": rows.batch, "scale": 0.3, "value_features": values}
+    expected = paged_latent_attention(rows.query, latents, **options)
+    assert expected.shape == (rows.query.shape[0], heads, values)
+    found = paged_latent_attention(
+        rows.query.float(), latents.float(), implementation="triton", **options
+    )
+    assert_close_by_metric("out", found, expected)
+
+
+def test_latents_are_written_as_by_the_reference():
+    latents = torch.randn(5, 21, generator=torch.Generator().manual_seed(3))
+    slots = torch.tensor([18, -1, 0, 35, 16])
+    caches = {}
+    for implementation in ("reference", "triton"):
+        caches[implementation] = torch.zeros(3, 16, 21)
+        write_latents_to_pages(
+            latents,
+            latent_cache=caches[implementation],
+            slot_mapping=slots,
+            implementation=implementation,
+        )
+    assert torch.equal(caches["triton"], caches["reference"])
+    assert torch.equal(caches["triton"].flatten(0, 1)[35], latents[3])
 
 
 @pytest.mark.parametrize("max_query", [1, 64])

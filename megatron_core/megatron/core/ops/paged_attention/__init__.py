@@ -83,12 +83,12 @@ def paged_latent_attention(
     batch: PagedBatch,
     scale: float,
     value_features: int,
+    implementation: str | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale q c^T + mask) c_v: attention of all heads to one latent a token.
 
     Multi-head latent attention with its up projections absorbed (DeepSeek-AI 2024, section 2.1.1):
-    keys are the latents with the rotated features behind them, values their first features. Plain
-    torch on every device: as many features as latents have fit no tile of the kernel.
+    keys are the latents with the rotated features behind them, values their first features.
 
     Args:
         query: [t, n, c], the new tokens of all rows one after the other.
@@ -96,6 +96,7 @@ def paged_latent_attention(
         batch: which tokens and which pages belong to each row.
         scale: factor on the logits.
         value_features: features of a latent that are values.
+        implementation: "reference", "triton" or None (by device).
 
     Returns:
         [t, n, value_features] in query's dtype; 0 for padding.
@@ -104,15 +105,19 @@ def paged_latent_attention(
         ValueError: shapes, dtypes or bounds that do not fit.
     """
     fits = latent_cache.ndim == 3 and query.ndim == 3 and query.shape[2] == latent_cache.shape[2]
-    if not fits or query.dtype != latent_cache.dtype:
+    if not fits or query.dtype != latent_cache.dtype or latent_cache.stride(2) != 1:
         raise ValueError(
             f"paged_latent_attention: query {tuple(query.shape)} {query.dtype} and latents "
             f"{tuple(latent_cache.shape)} {latent_cache.dtype} must be [t, n, c] and [blocks, "
-            "block_size, c] of one dtype"
+            "block_size, c] of one dtype, with contiguous features"
         )
     caches = latent_cache.unsqueeze(2)  # one head
     _check_batch(query, caches, batch)
     _check_gradients("paged_latent_attention", query, latent_cache)
+    if choose(implementation, query, "paged_latent_attention") == "triton":
+        from megatron.core.ops.paged_attention import triton as kernels
+
+        return kernels.paged_latent_attention(query, latent_cache, batch, scale, value_features)
     out, _ = reference.paged_attention(query, caches, caches, batch, scale, None, None)
     return out[..., :value_features]
 
@@ -165,7 +170,11 @@ def write_to_pages(
 
 
 def write_latents_to_pages(
-    latent: torch.Tensor, *, latent_cache: torch.Tensor, slot_mapping: torch.Tensor
+    latent: torch.Tensor,
+    *,
+    latent_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    implementation: str | None = None,
 ) -> None:
     """Write the latents of new tokens into their pages, in place; slots as of `write_to_pages`.
 
@@ -173,6 +182,7 @@ def write_latents_to_pages(
         latent: [t, c].
         latent_cache: [blocks, block_size, c], written.
         slot_mapping: int64 [t]; -1 writes nothing.
+        implementation: "reference", "triton" or None (by device).
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -183,7 +193,13 @@ def write_latents_to_pages(
             f"{tuple(latent_cache.shape)} {latent_cache.dtype}"
         )
     _check_gradients("write_latents_to_pages", latent, latent_cache)
-    reference.write_rows((latent,), (latent_cache,), slot_mapping)
+    if choose(implementation, latent, "write_latents_to_pages") == "triton":
+        from megatron.core.ops.paged_attention import triton as kernels
+
+        one, cache = latent.unsqueeze(1), latent_cache.unsqueeze(2)  # one head
+        kernels.write_to_pages(one, one, cache, cache, slot_mapping)
+    else:
+        reference.write_rows((latent,), (latent_cache,), slot_mapping)
 
 
 def _check_caches(

@@ -16,6 +16,12 @@ kernel merges the results of the pieces by their log-sum-exps (Dao et al., "Flas
 long-context inference", 2023). The result of a piece is 4 d bytes a head in fp32, written once and
 read once, while its keys and values take 4 d bytes a token in bf16: with r heads in a group, pieces
 of 256 tokens add 8 r d bytes to 4 d 256, which is 6 % at r = 8.
+
+Attention to latents, the absorbed form of multi-head latent attention, has a kernel of its own:
+keys are latents with rotated features behind them, for all heads, and values are the latents. A
+program reads a tile of latents once and multiplies it twice, by the queries of its heads and by
+their weights. It takes one new token: rows of a decode step have one, and those of a prompt run one
+after another without waiting for the host.
 """
 
 from __future__ import annotations
@@ -357,10 +363,12 @@ def write_to_pages_kernel(
     v_stride_b,
     v_stride_s,
     v_stride_g,
+    HAS_VALUE: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the key and the value of one token, all heads, to its slot; -1 copies nothing."""
+    """Copy the key and the value of one token, all heads, to its slot; -1 copies nothing. Without
+    HAS_VALUE there are keys only."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     page = slot // PAGE
@@ -373,15 +381,17 @@ def write_to_pages_kernel(
         key = tl.load(
             key_ptr + token * key_stride_t + group * key_stride_g + feature, mask=mask, other=0.0
         )
-        value = tl.load(
-            value_ptr + token * value_stride_t + group * value_stride_g + feature,
-            mask=mask,
-            other=0.0,
-        )
+        if HAS_VALUE:
+            value = tl.load(
+                value_ptr + token * value_stride_t + group * value_stride_g + feature,
+                mask=mask,
+                other=0.0,
+            )
         place = page * k_stride_b + within * k_stride_s + group * k_stride_g + feature
         tl.store(k_ptr + place, key, mask=mask)
-        place = page * v_stride_b + within * v_stride_s + group * v_stride_g + feature
-        tl.store(v_ptr + place, value, mask=mask)
+        if HAS_VALUE:
+            place = page * v_stride_b + within * v_stride_s + group * v_stride_g + feature
+            tl.store(v_ptr + place, value, mask=mask)
 
 
 SHORTEST_PIECE = 256  # tokens; rows too short for all pieces have fewer
@@ -555,8 +565,11 @@ def write_to_pages(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write tokens to their slots in place; see `ops.paged_attention.write_to_pages`."""
-    key, value = _dense_features(key), _dense_features(value)
+    """Write tokens to their slots in place; see `ops.paged_attention.write_to_pages`. A value that
+    is the key itself, as where a cache keeps one tensor a token, is written once."""
+    alone = value is key
+    key = _dense_features(key)
+    value = key if alone else _dense_features(value)
     tokens, groups, features = key.shape
     if not key.numel():
         return
@@ -572,6 +585,7 @@ def write_to_pages(
         *value.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
+        HAS_VALUE=not alone,
         PAGE=key_cache.shape[1],
         **WRITE.pick(key, str(key.dtype)),
     )
@@ -629,3 +643,167 @@ def resident(device: torch.device, warps: int) -> int:
 def _dense_features(x: torch.Tensor) -> torch.Tensor:
     """Return x with a dense last dimension; slices of a fused projection stay views."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "splits", "table_stride"])
+def paged_latent_attention_kernel(
+    q_ptr,
+    c_ptr,
+    out_ptr,
+    lse_ptr,
+    table_ptr,
+    bounds_ptr,
+    contexts_ptr,
+    scale,
+    tokens,
+    rows,
+    splits,
+    shortest,
+    heads,
+    rank,
+    rotated,
+    table_stride,
+    q_stride_t,
+    q_stride_n,
+    c_stride_b,
+    c_stride_s,
+    SPLIT: tl.constexpr,
+    RANK: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Attend ROWS heads of one new token to a piece of its row's context.
+
+    With SPLIT, out and lse are fp32 of pieces, [splits, t, n, r] and [splits, t, n]; the out of an
+    empty piece is not written. No piece is shorter than `shortest` tiles of latents.
+    """
+    token = tokens - 1 - tl.program_id(0) % tokens  # late tokens see most: they go first
+    split = tl.program_id(0) // tokens % splits
+    part = tl.program_id(0) // tokens // splits
+    row, begin, offset = row_of_tile(token, bounds_ptr, rows, 1)
+    end = tl.load(bounds_ptr + row + 1, mask=row < rows, other=tokens)
+    context = tl.load(contexts_ptr + row, mask=row < rows, other=0)
+    high = tl.where(token < end, tl.minimum(context, context - (end - begin) + offset + 1), 0)
+    head = part * ROWS + tl.arange(0, ROWS)
+    valid = head < heads
+    feature = tl.arange(0, RANK)
+    turned = tl.arange(0, ROTATED)
+    along = (feature < rank)[None, :]
+    along_turned = (turned < rotated)[None, :]
+    wide = token.to(tl.int64)
+    q_rows = q_ptr + wide * q_stride_t + head.to(tl.int64) * q_stride_n
+    q = tl.load(q_rows[:, None] + feature[None, :], mask=valid[:, None] & along, other=0.0)
+    q_turned = tl.load(
+        q_rows[:, None] + rank + turned[None, :], mask=valid[:, None] & along_turned, other=0.0
+    )
+    piece = tl.maximum(tl.cdiv(high, BLOCK * splits), shortest) * BLOCK
+    start = split * piece
+    stop = tl.minimum(start + piece, high)
+    table_row = table_ptr + row.to(tl.int64) * table_stride
+    maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    result = tl.zeros([ROWS, RANK], dtype=tl.float32)
+    for place in range(start, stop, BLOCK):
+        page = pages_of(table_row, place, 0, high, PAGE, BLOCK)
+        if PAGE < BLOCK:  # one number a place
+            page = tl.broadcast_to(page[:, None], [BLOCK // PAGE, PAGE])
+            page = tl.reshape(page, [BLOCK])
+        columns = place + tl.arange(0, BLOCK)
+        inside = columns < high
+        slots = (columns % PAGE).to(tl.int64)
+        c_rows = c_ptr + (page.to(tl.int64) * c_stride_b + slots * c_stride_s)
+        c = tl.load(c_rows[:, None] + feature[None, :], mask=inside[:, None] & along, other=0.0)
+        c_turned = tl.load(
+            c_rows[:, None] + rank + turned[None, :],
+            mask=inside[:, None] & along_turned,
+            other=0.0,
+        )
+        logits = tl.dot(q, tl.trans(c), input_precision="ieee")
+        logits += tl.dot(q_turned, tl.trans(c_turned), input_precision="ieee")
+        logits = tl.where(inside[None, :], logits * (scale * LOG2_E), float("-inf"))
+        larger = tl.maximum(maximum, tl.max(logits, 1))  # finite: the first place is inside
+        weights = tl.exp2(logits - larger[:, None])
+        decay = tl.exp2(maximum - larger)
+        result = result * decay[:, None]
+        result += tl.dot(weights.to(c.dtype), c, input_precision="ieee")
+        total = total * decay + tl.sum(weights, 1)
+        maximum = larger
+    empty = total == 0.0  # padding, or a piece past the context: output 0, lse -inf
+    total = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), maximum * LN_2 + tl.log(total))
+    dense = wide * heads + head
+    mask = valid[:, None] & along
+    if SPLIT:
+        dense += split.to(tl.int64) * tokens * heads
+        mask &= (empty == 0)[:, None]
+    tl.store(lse_ptr + dense, lse, mask=valid)
+    result = (result / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + dense[:, None] * rank + feature[None, :], result, mask=mask)
+
+
+LATENT = Launches(
+    "paged_latent_attention",
+    {"ROWS": 16, "BLOCK": 32, WARPS: 4, STAGES: 2},
+    others=(
+        {"ROWS": 16, "BLOCK": 16, WARPS: 4, STAGES: 3},
+        {"ROWS": 16, "BLOCK": 64, WARPS: 8, STAGES: 2},
+        {"ROWS": 32, "BLOCK": 32, WARPS: 8, STAGES: 2},
+    ),
+)
+
+
+def paged_latent_attention(
+    query: torch.Tensor,
+    latent_cache: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    value_features: int,
+) -> torch.Tensor:
+    """Compute [t, n, value_features]; see `ops.paged_attention.paged_latent_attention`."""
+    query = _dense_features(query)
+    tokens, heads, features = query.shape
+    shape = (tokens, heads, value_features)
+    out = torch.empty(shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
+    if not out.numel():
+        return out
+    width = padded(value_features)
+    launch = LATENT.pick(query, f"{width} {query.dtype}")
+    programs = tokens * triton.cdiv(heads, launch["ROWS"])
+    splits = pieces(programs, batch.max_context, resident(query.device, launch[WARPS]))
+    found, found_lse = out, lse
+    if splits > 1:
+        found, found_lse = (
+            torch.empty((splits, *x.shape), dtype=torch.float32, device=query.device)
+            for x in (out, lse)
+        )
+    paged_latent_attention_kernel[(programs * splits,)](
+        query,
+        latent_cache,
+        found,
+        found_lse,
+        batch.block_table,
+        batch.query_bounds,
+        batch.context_lengths,
+        scale,
+        tokens,
+        batch.rows,
+        splits,
+        triton.cdiv(SHORTEST_PIECE, launch["BLOCK"]),
+        heads,
+        value_features,
+        features - value_features,
+        batch.block_table.stride(0),
+        *query.stride()[:2],
+        *latent_cache.stride()[:2],
+        SPLIT=splits > 1,
+        RANK=width,
+        ROTATED=padded(features - value_features),
+        PAGE=latent_cache.shape[1],
+        **launch,
+    )
+    if splits > 1:
+        _merge(found, found_lse, out, lse)
+    return out

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.all_to_all import Placed
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
@@ -64,7 +63,6 @@ class GatedDeltaNet(RecurrentMixer):
             build=build,
         )
         self.config, self.epsilon = config, norm.epsilon
-        self.ratio = ratio
         self._declare(build)
 
     def _declare(self, build: LayerBuild) -> None:
@@ -114,27 +112,11 @@ class GatedDeltaNet(RecurrentMixer):
             init=build.output_init,
         )
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        layout: SequenceLayout,
-        *,
-        cache: RecurrentCache | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
-        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + rV]
-        values = self.ratio * self.config.value_channels
-        travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
-        if cache is not None:
-            return self.output(self.generated(travels, gate, layout.rows_with_past, cache))
-        return self.output(self.gated(self.over_tokens(travels, layout), gate))
-
     def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
         """Return [s, b, H V], see `RecurrentMixer.gated`."""
         normed = gated_rms_norm(
             out.rows,
-            out.beside(gate).unflatten(-1, (self.ratio, -1)),
+            out.beside(gate).unflatten(-1, (self.parts.heads, -1)),
             self.norm_weight.use(torch.float32),
             eps=self.epsilon,
             order=NORM_FIRST,

@@ -19,7 +19,6 @@ import torch
 from torch.nn import functional
 
 from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
-from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.all_to_all import Placed
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
@@ -71,7 +70,7 @@ class Mamba2(RecurrentMixer):
             recurrence=state_space_recurrence(),
             build=build,
         )
-        self.config, self.epsilon, self.heads = config, norm.epsilon, in_unit
+        self.config, self.epsilon = config, norm.epsilon
         inner, shared = config.inner_channels, groups * config.state_channels
         pieces = min(groups, group.size)
         surroundings = {"store": build.store, "region": build.region, "bias": config.bias}
@@ -110,22 +109,6 @@ class Mamba2(RecurrentMixer):
             init=build.output_init,
             **surroundings,
         )
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        layout: SequenceLayout,
-        *,
-        cache: RecurrentCache | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
-        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + hP]
-        values = self.heads * self.config.head_channels
-        travels, gate = units.split([units.shape[-1] - values, values], dim=-1)
-        if cache is not None:
-            return self.output(self.generated(travels, gate, layout.rows_with_past, cache))
-        return self.output(self.gated(self.over_tokens(travels, layout), gate))
 
     def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
         """Return [s, b, H P], see `RecurrentMixer.gated`."""
@@ -200,7 +183,7 @@ class Mamba2(RecurrentMixer):
         Heads are sharded, what they share is repeated, for consecutive ranks.
         """
         config = self.config
-        values, state = self.heads * config.head_channels, config.state_channels
+        values, state = self.parts.heads * config.head_channels, config.state_channels
         rest = units.shape[-1] - values - 2 * state  # a step for each head, or none
         sizes = [values, 2 * state, rest]
         x, shared, steps = units.split(sizes, dim=-1)

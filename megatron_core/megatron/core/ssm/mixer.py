@@ -110,11 +110,15 @@ class RecurrentMixer(nn.Module, ABC):
         build: the surroundings.
 
     Attributes:
+        input: makes the u units of a token, each followed by its gates; units interleave.
+        output: the projection of what the mixer makes.
         conv, conv_bias: of the convolution; there may be no bias.
         rates, bias: A_log and dt_bias, a number for each head.
         skip: D, a number for each head, of what `added` adds; None adds nothing.
     """
 
+    input: nn.Module
+    output: nn.Module
     conv: WeightHandle
     conv_bias: WeightHandle | None
     rates: WeightHandle
@@ -194,6 +198,22 @@ class RecurrentMixer(nn.Module, ABC):
         )
         bound = width**-0.5  # of torch's convolutions with one channel in a group
         return self._store.declare(sharding, InitSpec.uniform(-bound, bound))
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        cache: RecurrentCache | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
+        units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + r V]
+        gates = self.parts.heads * self.parts.value_channels
+        travels, gate = units.split([units.shape[-1] - gates, gates], dim=-1)
+        if cache is not None:
+            return self.output(self.generated(travels, gate, layout.rows_with_past, cache))
+        return self.output(self.gated(self.over_tokens(travels, layout), gate))
 
     # --- over the tokens --------------------------------------------------------------------------
 

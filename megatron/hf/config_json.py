@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.cli.two_way_table import describe
+from megatron.core.dist_checkpointing.manifest import flatten
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -278,19 +279,9 @@ def _read_back(fields: Mapping[str, Any], config: GPTConfig) -> GPTConfig:
 
 def differences(theirs: GPTConfig, ours: GPTConfig) -> list[str]:
     """Return one text per field in which two models compute different things."""
-    before, after = _flat(function_of(theirs).to_json()), _flat(function_of(ours).to_json())
+    before, after = flatten(function_of(theirs).to_json()), flatten(function_of(ours).to_json())
     return [
         f"{name} is {after.get(name)!r}, there {before.get(name)!r}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
     ]
-
-
-def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

@@ -44,6 +44,7 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     VERSION,
     StoredTensor,
+    flatten,
     iteration_of,
 )
 from megatron.core.dist_checkpointing.run_folder import (
@@ -177,17 +178,6 @@ def totals(manifest: Manifest) -> dict[str, dict[str, int]]:
     return dict(sorted(found.items(), key=lambda item: (item[0] != "weights", item[0])))
 
 
-def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the fields of nested mappings under dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
 def _sections(manifest: Manifest) -> Iterator[tuple[str, Any]]:
     rest = sorted(manifest.extra.keys() - set(_SECTIONS))
     for name in (*_SECTIONS, *rest):
@@ -212,7 +202,7 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name}: {json.dumps(section)}"
             continue
         yield f"{name}:"
-        for field, value in flat(section).items():
+        for field, value in flatten(section).items():
             yield f"  {field}: {json.dumps(value)}"
 
 
@@ -358,7 +348,7 @@ def _print(title: str, lines: list[str], limit: int | None) -> None:
 
 def _fields(first: Manifest, second: Manifest) -> tuple[list[str], list[str]]:
     """Return a line per field that differs: those that count, and those that do not."""
-    sides = [flat({"iteration": m.iteration, **m.extra}) for m in (first, second)]
+    sides = [flatten({"iteration": m.iteration, **m.extra}) for m in (first, second)]
     counted, beside = [], []
     for name in sorted(sides[0].keys() | sides[1].keys()):
         if name in sides[0] and name in sides[1] and sides[0][name] == sides[1][name]:

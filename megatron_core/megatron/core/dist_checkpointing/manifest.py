@@ -489,7 +489,10 @@ def compare_architecture(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     Nested mappings are compared field by field under dotted names. A tuple equals the list that
     JSON makes of it.
     """
-    before, after = _flatten(saved), _flatten(wanted)
+    before, after = (
+        {name: _as_json(value) for name, value in flatten(fields).items()}
+        for fields in (saved, wanted)
+    )
     return [
         f"{name}: {_shown(before, name)} in the checkpoint, {_shown(after, name)} in the model"
         for name in sorted(before.keys() | after.keys())
@@ -497,13 +500,14 @@ def compare_architecture(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     ]
 
 
-def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of nested mappings under dotted names."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = _as_json(value)
+            flat[prefix + name] = value
     return flat
 
 

@@ -69,7 +69,7 @@ class GatedDeltaNet(RecurrentMixer):
         """Declare the weights."""
         name, config, heads = self.name, self.config, self.config.num_key_heads
         keys, values = heads * config.key_channels, config.num_value_heads * config.value_channels
-        self.input = build.backend.column_linear(
+        self.input = build.column_linear(
             f"{name}.input",
             [
                 (f"{name}.query", keys, None),
@@ -79,10 +79,6 @@ class GatedDeltaNet(RecurrentMixer):
                 (f"{name}.alpha", config.num_value_heads, None),
                 (f"{name}.gate", values, None),
             ],
-            input_size=build.hidden_size,
-            store=build.store,
-            region=build.region,
-            init=build.init,
             interleave=heads,
         )
         self.conv = self.declare_convolution(
@@ -103,14 +99,7 @@ class GatedDeltaNet(RecurrentMixer):
             weight_decay=False,
         )
         self.norm_weight = build.store.declare(normed, ones)
-        self.output = build.backend.row_linear(
-            f"{name}.output",
-            input_size=values,
-            output_size=build.hidden_size,
-            store=build.store,
-            region=build.region,
-            init=build.output_init,
-        )
+        self.output = build.row_linear(f"{name}.output", values)
 
     def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
         """Return [s, b, H V], see `RecurrentMixer.gated`."""

@@ -73,8 +73,7 @@ class Mamba2(RecurrentMixer):
         self.config, self.epsilon = config, norm.epsilon
         inner, shared = config.inner_channels, groups * config.state_channels
         pieces = min(groups, group.size)
-        surroundings = {"store": build.store, "region": build.region, "bias": config.bias}
-        self.input = build.backend.column_linear(
+        self.input = build.column_linear(
             f"{name}.input",
             [
                 (f"{name}.x", inner, None),
@@ -83,10 +82,8 @@ class Mamba2(RecurrentMixer):
                 (f"{name}.dt", heads, None),
                 (f"{name}.gate", inner, None),
             ],
-            input_size=build.hidden_size,
-            init=build.init,
+            bias=config.bias,
             interleave=groups,
-            **surroundings,
         )
         parts = {"x": (inner, None), "B": (shared, pieces), "C": (shared, pieces)}
         depthwise = {"units": groups, "width": config.conv_width}
@@ -102,13 +99,7 @@ class Mamba2(RecurrentMixer):
             f"{name}.output_norm.weight", (inner,), Cut(axis="tp", dim=0), weight_decay=False
         )
         self.norm_weight = build.store.declare(normed, ones)
-        self.output = build.backend.row_linear(
-            f"{name}.output",
-            input_size=inner,
-            output_size=build.hidden_size,
-            init=build.output_init,
-            **surroundings,
-        )
+        self.output = build.row_linear(f"{name}.output", inner, bias=config.bias)
 
     def gated(self, out: Placed, gate: torch.Tensor) -> torch.Tensor:
         """Return [s, b, H P], see `RecurrentMixer.gated`."""

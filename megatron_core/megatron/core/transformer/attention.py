@@ -349,24 +349,12 @@ class SelfAttention(nn.Module):
         cuts = {"query": (n, None), "key": of_groups, "value": of_groups}
         if config.output_gate:
             cuts["gate"] = (n, None)
-        self.qkv = build.backend.column_linear(
+        self.qkv = build.column_linear(
             f"{name}.qkv",
             [(f"{name}.{part}", count * d, pieces) for part, (count, pieces) in cuts.items()],
-            input_size=build.hidden_size,
-            store=build.store,
-            region=build.region,
-            init=build.init,
             bias=config.qkv_bias,
         )
-        self.output = build.backend.row_linear(
-            f"{name}.output",
-            input_size=n * d,
-            output_size=build.hidden_size,
-            store=build.store,
-            region=build.region,
-            init=build.output_init,
-            bias=config.output_bias,
-        )
+        self.output = build.row_linear(f"{name}.output", n * d, bias=config.output_bias)
         self.query_norm = self.key_norm = None
         if config.qk_norm:  # one weight for all heads, each rank sees some of them
             shared = {"config": norm, "build": build, "gradient": "partial"}

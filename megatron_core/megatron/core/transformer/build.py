@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from megatron.core.backend import Backend
 from megatron.core.context_parallel.layout import ContextParallel
@@ -35,3 +38,39 @@ class LayerBuild:
     output_init: InitSpec
     seed: int = 0
     context: ContextParallel = field(default_factory=ContextParallel)
+
+    def column_linear(
+        self,
+        name: str,
+        outputs: Sequence[tuple[str, int, int | None]],
+        *,
+        input_size: int | None = None,
+        **options: object,
+    ) -> nn.Module:
+        """Build the backend's `ColumnParallelLinear`, into a block.
+
+        Args:
+            name, outputs, options: of that layer.
+            input_size: None is h.
+        """
+        return self.backend.column_linear(
+            name,
+            outputs,
+            input_size=input_size or self.hidden_size,
+            store=self.store,
+            region=self.region,
+            init=self.init,
+            **options,
+        )
+
+    def row_linear(self, name: str, input_size: int, *, bias: bool = False) -> nn.Module:
+        """Build the backend's `RowParallelLinear`, from a block back into the residual stream."""
+        return self.backend.row_linear(
+            name,
+            input_size=input_size,
+            output_size=self.hidden_size,
+            store=self.store,
+            region=self.region,
+            init=self.output_init,
+            bias=bias,
+        )

@@ -148,7 +148,6 @@ class LatentAttention(nn.Module):
         config, n = self.config, self.config.num_attention_heads
         if config.norm_epsilon is not None:
             norm = dataclasses.replace(norm, epsilon=config.norm_epsilon)
-        shared = {"store": build.store, "region": build.region, "init": build.init}
         rank = config.kv_lora_rank
         down = [(f"{name}.kv_down", rank), (f"{name}.key_rope", config.rope_channels)]
         query, query_input = f"{name}.query", build.hidden_size
@@ -161,28 +160,24 @@ class LatentAttention(nn.Module):
             f"{name}.down",
             down,
             input_size=build.hidden_size,
+            store=build.store,
+            region=build.region,
+            init=build.init,
             gtp="mla_down_proj" in build.backend.gtp_opt_in_modules,
-            **shared,
         )
         self.kv_norm = Norm(f"{name}.kv_norm", rank, config=norm, build=build)
-        self.query = build.backend.column_linear(
-            query, [(query, n * config.query_channels, None)], input_size=query_input, **shared
+        self.query = build.column_linear(
+            query, [(query, n * config.query_channels, None)], input_size=query_input
         )
-        self.kv_up = build.backend.column_linear(
+        self.kv_up = build.column_linear(
             f"{name}.kv_up",
             [
                 (f"{name}.key_up", n * config.nope_channels, None),
                 (f"{name}.value_up", n * config.value_channels, None),
             ],
             input_size=rank,
-            **shared,
         )
-        self.output = build.backend.row_linear(
-            f"{name}.output",
-            input_size=n * config.value_channels,
-            output_size=build.hidden_size,
-            **shared | {"init": build.output_init},
-        )
+        self.output = build.row_linear(f"{name}.output", n * config.value_channels)
 
     @property
     def kept_shape(self) -> tuple[int]:

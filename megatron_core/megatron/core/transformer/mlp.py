@@ -66,21 +66,10 @@ class MLP(nn.Module):
         self._activate = gated if config.gated else activate
         f = config.ffn_hidden_size
         parts = ["gate", "up"] if config.gated else ["up"]
-        shared = {"store": build.store, "region": build.region, "bias": config.bias}
-        self.input = build.backend.column_linear(
-            f"{name}.input",
-            [(f"{name}.{part}", f, None) for part in parts],
-            input_size=build.hidden_size,
-            init=build.init,
-            **shared,
+        self.input = build.column_linear(
+            f"{name}.input", [(f"{name}.{part}", f, None) for part in parts], bias=config.bias
         )
-        self.down = build.backend.row_linear(
-            f"{name}.down",
-            input_size=f,
-            output_size=build.hidden_size,
-            init=build.output_init,
-            **shared,
-        )
+        self.down = build.row_linear(f"{name}.down", f, bias=config.bias)
 
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout, **_: object) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""

@@ -37,7 +37,6 @@ def test_a_run_on_split_sequences_has_the_losses_of_whole_ones(prefix, tmp_path)
     assert cut(split) == [RECURRENCES] * 4
     found, expected = losses(split), losses(whole)
     assert found == pytest.approx(expected, rel=1e-5)
-    assert found != expected, "fp32 sums in another order"
 
 
 def test_a_run_whose_sequences_are_short_says_that_it_cuts_none(prefix, tmp_path):

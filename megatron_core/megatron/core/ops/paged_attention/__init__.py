@@ -88,7 +88,7 @@ def paged_latent_attention(
     """Compute softmax(scale q c^T + mask) c_v: attention of all heads to one latent a token.
 
     Multi-head latent attention with its up projections absorbed (DeepSeek-AI 2024, section 2.1.1):
-    keys are the latents with the rotated features behind them, values their first features.
+    keys are the latents followed by the rotated features, values their first features.
 
     Args:
         query: [t, n, c], the new tokens of all rows one after the other.

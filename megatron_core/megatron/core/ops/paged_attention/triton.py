@@ -18,7 +18,7 @@ read once, while its keys and values take 4 d bytes a token in bf16: with r head
 of 256 tokens add 8 r d bytes to 4 d 256, which is 6 % at r = 8.
 
 Attention to latents, the absorbed form of multi-head latent attention, has a kernel of its own:
-keys are latents with rotated features behind them, for all heads, and values are the latents. A
+keys are latents followed by rotated features, for all heads, and values are the latents. A
 program reads a tile of latents once and multiplies it twice, by the queries of its heads and by
 their weights. It takes one new token: rows of a decode step have one, and those of a prompt run one
 after another without waiting for the host.
@@ -499,12 +499,7 @@ def paged_attention(
     programs = tiles * groups * triton.cdiv(heads // groups, tile["HEADS"])
     seen = min(batch.max_context, window + tile["QUERIES"] if window else batch.max_context)
     splits = pieces(programs, seen, resident(query.device, tile[WARPS]))
-    found, found_lse = out, lse
-    if splits > 1:
-        found, found_lse = (
-            torch.empty((splits, *x.shape), dtype=torch.float32, device=query.device)
-            for x in (out, lse)
-        )
+    found, found_lse = _buffers(splits, out, lse)
     paged_attention_kernel[(programs * splits,)](
         query,
         key_cache,
@@ -538,6 +533,17 @@ def paged_attention(
     if splits > 1:
         _merge(found, found_lse, out, lse)
     return out, lse
+
+
+def _buffers(
+    splits: int, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what out and lse are written to: fp32 of each piece, or themselves for one."""
+    if splits == 1:
+        return out, lse
+    shapes = ((splits, *x.shape) for x in (out, lse))
+    found, found_lse = (torch.empty(s, dtype=torch.float32, device=out.device) for s in shapes)
+    return found, found_lse
 
 
 def _merge(
@@ -773,12 +779,7 @@ def paged_latent_attention(
     launch = LATENT.pick(query, f"{width} {query.dtype}")
     programs = tokens * triton.cdiv(heads, launch["ROWS"])
     splits = pieces(programs, batch.max_context, resident(query.device, launch[WARPS]))
-    found, found_lse = out, lse
-    if splits > 1:
-        found, found_lse = (
-            torch.empty((splits, *x.shape), dtype=torch.float32, device=query.device)
-            for x in (out, lse)
-        )
+    found, found_lse = _buffers(splits, out, lse)
     paged_latent_attention_kernel[(programs * splits,)](
         query,
         latent_cache,

@@ -101,7 +101,7 @@ def static_waste(lengths: Sequence[int], rows: int) -> float:
     return sum(len(batch) * max(batch) for batch in batches) / sum(lengths)
 
 
-def first_time(now: float, group: Group, device: torch.device) -> float:
+def time_of_rank_0(now: float, group: Group, device: torch.device) -> float:
     """Return the time of rank 0 on every rank of the group."""
     import torch
 
@@ -134,7 +134,7 @@ def measure(
     while waiting or engine.unfinished:
         now = time.perf_counter() - begin
         if group is not None:
-            now = first_time(now, group, engine.device)
+            now = time_of_rank_0(now, group, engine.device)
         while waiting and waiting[0][0] <= now:
             at, request = waiting.pop(0)
             arrived[engine.add(request)] = at

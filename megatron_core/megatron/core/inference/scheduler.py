@@ -273,7 +273,7 @@ class Scheduler:
         new = sum(counts)
         padding = -new % self.token_multiple
         sizes = np.ones(len(rows) + padding, dtype=np.int32)
-        at = np.arange(len(rows))  # of the rows that are not padding, behind those of one token
+        at = np.arange(len(rows))  # where each row is: padding follows those of one token
         at[decode_rows:] += padding
         sizes[at] = counts
         bounds = np.zeros(len(sizes) + 1, dtype=np.int32)
@@ -290,12 +290,12 @@ class Scheduler:
         pages = table[numbers, positions // self.block_size]
         slots = pages * self.block_size + positions % self.block_size
         slots[decode_rows : decode_rows + padding] = -1
-        tokens: list[int] = []
+        known: list[int] = []
         for row, count in planned:
-            if len(tokens) == decode_rows:
-                tokens += [0] * padding
-            tokens += row.tokens[row.computed : row.computed + count]
-        tokens += [0] * (len(slots) - len(tokens))
+            known += row.tokens[row.computed : row.computed + count]
+        tokens = np.zeros_like(positions)
+        tokens[:decode_rows] = known[:decode_rows]
+        tokens[decode_rows + padding :] = known[decode_rows:]
         self.stats.steps += 1
         self.stats.computed += new
         return BatchPlan(
@@ -303,7 +303,7 @@ class Scheduler:
             counts=counts,
             decode_rows=decode_rows,
             padding=padding,
-            tokens=np.asarray(tokens, dtype=np.int32),
+            tokens=tokens,
             positions=positions,
             query_bounds=bounds,
             context_lengths=contexts,

@@ -54,7 +54,7 @@ def rms_norm(
 class Normalise(torch.autograd.Function):
     """y = norm(t), t = x + residual, by the two functions of an implementation.
 
-    Forward and backward: theirs. The gradient of t is given to x and residual alike. Saves t and
+    Forward and backward: those two. The gradient of t is given to x and residual alike. Saves t and
     whatever else forward returns after it.
     """
 

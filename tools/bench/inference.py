@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import Request
@@ -33,6 +33,7 @@ from megatron.inference.bench import make_requests, static_waste
 from megatron.inference.config import Load
 from megatron.training.checkpoints.hf_options import open_model
 from tools.bench import shapes
+from tools.bench.peers import llama_config
 from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, format_table
 
@@ -47,19 +48,11 @@ TINY = Shape(
 def llama(shape: Shape) -> LlamaForCausalLM:
     """Return transformers' model of a shape, ready to generate."""
     torch.manual_seed(shapes.SEED)
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
+    config = llama_config(
+        shape,
         max_position_embeddings=2048,
-        rms_norm_eps=shapes.NORM_EPSILON,
         # Wide enough for the logits to differ by far more than rounding does.
         initializer_range=5 * shapes.INIT_STD,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,

@@ -12,12 +12,16 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from tools.bench import shapes
 from tools.bench.shapes import Shape
 from tools.bench.turns import Step
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 MEGATRON_CORE_VERSION = "0.16.1"  # the last with wheels for Python 3.11
 MEGATRON_CORE_FOLDER = Path(f"build/peers/megatron-core-{MEGATRON_CORE_VERSION}")
@@ -30,6 +34,24 @@ def tokens_of(shape: Shape) -> torch.Tensor:
     return torch.randint(0, shape.vocabulary, size, generator=generator)
 
 
+def llama_config(shape: Shape, **more: object) -> LlamaConfig:
+    """Return transformers' configuration of a shape."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        rms_norm_eps=shapes.NORM_EPSILON,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        **more,
+    )
+
+
 def transformers_step(shape: Shape, precision: str, *, device: torch.device | None = None) -> Step:
     """Build a step of transformers' Llama.
 
@@ -39,22 +61,14 @@ def transformers_step(shape: Shape, precision: str, *, device: torch.device | No
             torch.compile) or "bf16" (weights, gradients and moments in bf16 too).
         device: where; None is the CPU.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(shapes.SEED)
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
+    config = llama_config(
+        shape,
         max_position_embeddings=shape.sequence,
-        rms_norm_eps=shapes.NORM_EPSILON,
         initializer_range=shapes.INIT_STD,
-        tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="sdpa",
     )
     device = device or torch.device("cpu")
     with device:

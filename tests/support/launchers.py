@@ -27,6 +27,18 @@ from tests.support.ranks import FOLDER, Outcome, RankSet, start_ranks
 
 Process = Callable[..., NoReturn]
 
+
+def serve_store(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
+    """Return a store, to be kept while it is used, and what torchrun tells its ranks of it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
 #: The program's exit code for the end of its launcher.
 LAUNCHER_LOST = 8
 

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron.inference.bench import arrivals, main, make_requests, static_waste
 from megatron.inference.config import Load
+from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import make_model, save
 
@@ -65,13 +65,7 @@ def measured_on_a_rank(
 
 
 def test_tensor_parallel_ranks_take_arrivals_by_one_clock(root: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launcher = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    _store, launcher = serve_store(2)
     words = ["--load", str(root), "--device", "cpu", "--tensor-model-parallel-size", "2", *SMALL]
     words += ["--request-rate", "100", "--repeats", "2"]
     with start_ranks(measured_on_a_rank, 2, words, launcher, init=False) as ranks:

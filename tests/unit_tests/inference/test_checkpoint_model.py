@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.cli.errors import ExitCode
 from megatron.cli.tokenizers import ByteTokenizer, train_bpe
@@ -25,6 +24,7 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.inference.generate import main
 from tests.support.arguments import last_wins
+from tests.support.launchers import serve_store
 from tests.support.one_batch import generate
 from tests.support.ranks import start_ranks
 
@@ -128,13 +128,7 @@ def test_two_ranks_print_and_write_what_one_process_does(
 ) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     _, text, _ = run(*arguments(root, "--output-json", str(one)))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launcher = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    _store, launcher = serve_store(2)
     words = arguments(root, "--output-json", str(two), "--tensor-model-parallel-size", "2", *layout)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
         (code, out, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
@@ -260,13 +254,7 @@ def command_whose_second_rank_dies(
 
 
 def test_a_rank_that_dies_ends_the_others(root: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launcher = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    _store, launcher = serve_store(2)
     words = arguments(root, "--tensor-model-parallel-size", "2")
     words += ["--distributed-timeout-minutes", "0.2"]
     with start_ranks(command_whose_second_rank_dies, 2, words, launcher, init=False) as ranks:

@@ -32,6 +32,7 @@ from megatron.inference import checkpoint_model
 from megatron.inference.generate import main
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator, one_thread
+from tests.support.launchers import serve_store
 from tests.support.ranks import run_ranks, start_ranks
 
 ROUTER = RouterConfig(
@@ -207,13 +208,7 @@ def command_on_a_rank(
 
 @pytest.mark.covers("generation", runs="generates")
 def test_two_ranks_generate_what_one_process_does(generated: Generated, tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launcher = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    _store, launcher = serve_store(2)
     more = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3")
     words = arguments(generated.folder, tmp_path / "two.json", *more)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:

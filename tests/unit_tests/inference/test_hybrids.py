@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import (
     Solo,
@@ -30,6 +29,7 @@ from megatron.inference.generate import main
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_folders import VOCABULARY, make_model, save_folder
 from tests.support.inputs import generator, one_thread
+from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
 
 CONFIG = GPTConfig(
@@ -179,13 +179,7 @@ def command_on_a_rank(
 def test_two_ranks_generate_what_one_process_does(
     root: Path, written: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launcher = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    _store, launcher = serve_store(2)
     more = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3")
     more += ("--inference-max-tokens", "5")
     words = arguments(root, tmp_path / "two.json", *more)

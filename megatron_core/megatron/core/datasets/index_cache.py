@@ -11,10 +11,10 @@ holder dies, so it cannot go stale. Each node may have a folder of its own.
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import logging
 import os
-import tokenize
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -22,11 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.datasets.atomic_file import atomic_write
-from megatron.core.untrusted_files import open_lock, read_json, regular_size
+from megatron.core.untrusted_files import open_lock, open_regular, read_json
 
 logger = logging.getLogger(__name__)
 
-_DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError)
+# numpy parses the name of a dtype as Python where it is not simple: SyntaxError.
+_DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError, SyntaxError)
 
 # Raise it when the same description comes to mean other arrays.
 FORMAT = 1
@@ -138,13 +139,12 @@ class IndexCache:
         for name in names:
             wanted = manifest["arrays"][name]
             path = self.folder / f"{stem}-{name}.npy"
-            regular_size(path)
-            try:
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (SyntaxError, tokenize.TokenError) as error:  # the header is Python text
-                raise ValueError(f"{name} has no readable header: {error}") from None
-            if [array.dtype.str, list(array.shape)] != [wanted["dtype"], wanted["shape"]]:
-                raise ValueError(f"{name} is {array.dtype} {array.shape}")
+            dtype, shape = np.dtype(wanted["dtype"]), tuple(wanted["shape"])
+            header = _header(dtype, shape)
+            with open_regular(path) as stream:
+                if stream.read(len(header)) != header:
+                    raise ValueError(f"{name} has another header")
+                array = np.memmap(stream, dtype, mode="r", offset=len(header), shape=shape)
             array = array.view(np.ndarray)
             if _checksum(array) != wanted["crc32"]:
                 raise ValueError(f"{name} does not match its checksum")
@@ -161,12 +161,34 @@ class IndexCache:
                 "crc32": _checksum(array),
             }
             with atomic_write(self.folder / f"{stem}-{name}.npy") as stream:
-                np.lib.format.write_array(stream, array, allow_pickle=False)
+                stream.write(_header(array.dtype, array.shape))
+                stream.write(_bytes(array))
         # Last: an entry without it does not exist.
         with atomic_write(self.folder / f"{stem}.json") as stream:
             manifest = {"description": text, "arrays": listed}
             stream.write(json.dumps(manifest, indent=1).encode())
 
 
+def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """Return how a .npy file of such an array begins.
+
+    It is compared and never parsed: numpy parses a header as Python, which two threads of CPython
+    3.11 cannot always do at the same time (gh-106905).
+
+    Raises:
+        ValueError: an array of objects.
+    """
+    if dtype.hasobject:
+        raise ValueError(f"arrays of {dtype} are not kept")
+    stream = io.BytesIO()
+    header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, header)
+    return stream.getvalue()
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(array)).cast("B") if array.size else memoryview(b"")
+
+
 def _checksum(array: np.ndarray) -> int:
-    return zlib.crc32(memoryview(np.ascontiguousarray(array)).cast("B")) if array.size else 0
+    return zlib.crc32(_bytes(array))

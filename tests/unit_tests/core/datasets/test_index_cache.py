@@ -153,8 +153,20 @@ def fewer_arrays(text: str) -> str:
     return json.dumps(manifest)
 
 
+def objects(text: str) -> str:
+    return text.replace("<i8", "O")
+
+
+def open_dtype(text: str) -> str:
+    return text.replace("<i8", "i8,(")
+
+
 @pytest.mark.parametrize(
-    "damage", [garbage, other_description, no_arrays, a_list, a_name, fewer_arrays]
+    "damage",
+    [
+        *(garbage, other_description, no_arrays, a_list, a_name, fewer_arrays),
+        *(objects, open_dtype),
+    ],
 )
 def test_a_damaged_manifest_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
     build, cache = Builder(), IndexCache(tmp_path)

@@ -166,7 +166,8 @@ def test_row_2_a_kill_at_any_moment_of_a_save_loses_that_save_alone(
     renamed = (save / "iter_0000004").is_dir()
     assert latest_checkpoint(save, digests=True) == save / f"iter_{4 if renamed else 2:07d}"
     made = any(name.startswith("iter_0000004.tmp-") for name in left)
-    assert made != (renamed or "mkdir" in log), "a partial folder, unless the kill is outside"
+    if "mkdir" not in log:  # the other rank may have made the folder, or not yet
+        assert made != renamed, "a partial folder, unless the kill is outside"
     text = go_on(argv, save, whole)
     swept = [line for line in text.splitlines() if "removed what was never finished" in line]
     assert len(swept) == bool(left)

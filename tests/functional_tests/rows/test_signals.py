@@ -268,8 +268,9 @@ def test_row_41_the_limit_of_time_is_kept_with_a_save(prefix, tmp_path):
     code = run_here(flags(prefix, f"{LONG} --save {save} --exit-duration-in-mins 0.1"))
     took = time.monotonic() - begun
     assert code == 0
-    # Stopping at once would be before the limit, too.
-    assert 3.0 < took < 6.0
+    # Stopping at once would be before the limit of 6 s, too; all iterations take minutes. On a
+    # busy machine a step, or the save, may take seconds more than the one before it.
+    assert 3.0 < took < 20.0
     verify_checkpoint(latest_checkpoint(save))
     assert latest_checkpoint(save) != save / "iter_0000001"
 

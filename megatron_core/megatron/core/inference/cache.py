@@ -22,6 +22,7 @@ from megatron.core.device import pin
 from megatron.core.ops.paged_attention import (
     paged_attention,
     paged_latent_attention,
+    write_and_attend,
     write_latents_to_pages,
     write_to_pages,
 )
@@ -81,13 +82,18 @@ class CacheShapes:
     @property
     def token_bytes(self) -> int:
         """Bytes that a token takes in pages of all layers."""
-        numbers = sum(math.prod(s) * (2 if len(s) == 2 else 1) for s in self.attention)
+        numbers = sum(math.prod(_joint(shape)) for shape in self.attention)
         return numbers * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
         """Bytes that a row takes in a slot of all mixers."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states.values())
+
+
+def _joint(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what a token takes in a page: keys and values (g, d) as (2g, d), a latent as it is."""
+    return (2 * shape[0], shape[1]) if len(shape) == 2 else shape
 
 
 class StateCache:
@@ -201,11 +207,9 @@ class PagedCache:
     ) -> None:
         self.shapes, self.num_blocks, self.block_size = shapes, num_blocks, block_size
         place = {"dtype": shapes.dtype, "device": device}
+        # Keys and values of a token lie one after the other: [blocks, block_size, 2g, d].
         self._pages = [
-            tuple(
-                torch.empty((num_blocks, block_size, *shape), **place)
-                for _ in range(2 if len(shape) == 2 else 1)
-            )
+            torch.empty((num_blocks, block_size, *_joint(shape)), **place)
             for shape in shapes.attention
         ]
         self.states = StateCache(num_slots)
@@ -215,7 +219,7 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all pages and slots on this rank."""
-        pages = sum(x.numel() * x.element_size() for layer in self._pages for x in layer)
+        pages = sum(x.numel() * x.element_size() for x in self._pages)
         return pages + self.states.num_bytes
 
     def attend(
@@ -230,7 +234,7 @@ class PagedCache:
         sinks: Tensor | None,
     ) -> Tensor:
         """Keep keys and values, then attend; see `KeyValueCache`."""
-        key_cache, value_cache = self._pages[layer]
+        key_cache, value_cache = self._pages[layer].chunk(2, 2)
         write_to_pages(
             key,
             value,
@@ -248,6 +252,22 @@ class PagedCache:
             sinks=sinks,
         )[0]
 
+    def attend_joint(
+        self, layer: int, query: Tensor, key_value: Tensor, rows: PagedRows, core: CoreAttention,
+        *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Do as `attend` with keys and values in one tensor [t, 2g/tp, d]."""
+        return write_and_attend(
+            query,
+            key_value,
+            self._pages[layer],
+            batch=rows.batch,
+            slot_mapping=rows.slot_mapping,
+            scale=core.scale,
+            window=core.window,
+            sinks=sinks,
+        )
+
     def attend_latent(
         self,
         layer: int,
@@ -259,7 +279,7 @@ class PagedCache:
         value_features: int,
     ) -> Tensor:
         """Keep latents, then attend to them; see `KeyValueCache`."""
-        (cache,) = self._pages[layer]
+        cache = self._pages[layer]
         write_latents_to_pages(latent, latent_cache=cache, slot_mapping=rows.slot_mapping)
         return paged_latent_attention(
             query,

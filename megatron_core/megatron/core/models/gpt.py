@@ -156,17 +156,17 @@ class GPTModel(StoreModule):
         self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
         chosen = {"dtype": dtype, "device": device, "cpu_dtype": backend.cpu_dtype}
         self.store = WeightStore(groups, seed=seed, **chosen)
-        self._region = TensorParallelRegion(groups["tp"], sequence_parallel)
+        self.region = TensorParallelRegion(groups["tp"], sequence_parallel)
         self._layouts: dict[tuple[int, torch.device], SequenceLayout] = {}
-        self._rotary: RotaryEmbedding | None = None
+        self.rotary: RotaryEmbedding | None = None
         if config.rope is not None:
             assert config.attention is not None
-            self._rotary = RotaryEmbedding(
+            self.rotary = RotaryEmbedding(
                 config.rope, config.attention.rope_features, device=device
             )
         build = LayerBuild(
             store=self.store,
-            region=self._region,
+            region=self.region,
             backend=backend,
             hidden_size=config.hidden_size,
             init=InitSpec.normal(config.init_std),
@@ -272,7 +272,7 @@ class GPTModel(StoreModule):
             tokens: int64 [b, s]; with context parallelism this rank's, s is s/cp then.
         """
         batch, length = tokens.shape
-        parts = self._region.group.size if self._region.scatters else 1
+        parts = self.region.group.size if self.region.scatters else 1
         return length // parts, batch, self.config.hidden_size
 
     def _held(self, part: Any, name: str) -> Any:
@@ -357,7 +357,7 @@ class GPTModel(StoreModule):
         return self._layouts[key]
 
     def _rope(self, layout: SequenceLayout) -> RopeTable | None:
-        return None if self._rotary is None else self._rotary(layout.positions)
+        return None if self.rotary is None else self.rotary(layout.positions)
 
     def loss(
         self,

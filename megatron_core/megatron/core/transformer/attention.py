@@ -302,6 +302,19 @@ class KeyValueCache(Protocol):
         [t, n/tp, d] to all that their rows have kept, themselves included."""
         ...
 
+    def attend_joint(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        rows: PagedRows,
+        core: CoreAttention,
+        *,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Do as `attend` with the heads of keys and values one after the other, [t, 2g/tp, d]."""
+        ...
+
     def attend_latent(
         self,
         layer: int,

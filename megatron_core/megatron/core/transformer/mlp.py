@@ -74,9 +74,13 @@ class MLP(nn.Module):
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout, **_: object) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
-        active = self._activate(inner, self.config.activation)  # [s, b, f/tp]
+        active = self.activate(inner)  # [s, b, f/tp]
         if not (self.remakes and torch.is_grad_enabled()):
             return self.down(active)
         source = inner.detach()
-        with remade(active, lambda: self._activate(source, self.config.activation)):
+        with remade(active, lambda: self.activate(source)):
             return self.down(active)
+
+    def activate(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return the activated features [..., f/tp] from inner [..., 2f/tp] ([..., f/tp] plain)."""
+        return self._activate(inner, self.config.activation)

@@ -122,6 +122,69 @@ def paged_latent_attention(
     return out[..., :value_features]
 
 
+def write_and_attend(
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    batch: PagedBatch,
+    slot_mapping: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Write the keys and values of new tokens into pages that hold both, then attend.
+
+    What `write_to_pages` and `paged_attention` do, with fewer operations where every row has one
+    new token.
+
+    Args:
+        query: [t, n, d], the new tokens of all rows one after the other.
+        key_value: [t, 2g, d], the heads of the keys, then those of the values.
+        pages: [blocks, block_size, 2g, d], contiguous, written.
+        batch: which tokens and which pages belong to each row.
+        slot_mapping: int64 [t], the slot of each token; -1 writes nothing.
+        scale: factor on the logits.
+        window, sinks: of `paged_attention`.
+        implementation: "reference", "triton" or None (by device).
+
+    Returns:
+        [t, n, d] in query's dtype; 0 for padding.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    if key_value.shape[1:] != pages.shape[2:] or not pages.is_contiguous():
+        raise ValueError(
+            f"write_and_attend: keys and values {tuple(key_value.shape)} do not fit contiguous "
+            f"pages {tuple(pages.shape)}"
+        )
+    if choose(implementation, query, "write_and_attend") == "reference":
+        step = reference.decode_step(query, key_value, pages, batch, slot_mapping, scale, window, sinks)
+        if step is not None:
+            return step
+    (key, value), (keys, values) = key_value.chunk(2, 1), pages.chunk(2, 2)
+    write_to_pages(
+        key,
+        value,
+        key_cache=keys,
+        value_cache=values,
+        slot_mapping=slot_mapping,
+        implementation=implementation,
+    )
+    return paged_attention(
+        query,
+        keys,
+        values,
+        batch=batch,
+        scale=scale,
+        window=window,
+        sinks=sinks,
+        implementation=implementation,
+    )[0]
+
+
 def write_to_pages(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -28,6 +28,7 @@ class Gather(NamedTuple):
         decoding: how many of the first rows have one new token, and are attended to together.
         slots: int64 [decoding * k], the slot of each key that these see; some key that the row
             sees where it sees fewer than k.
+        run: (first slot, k) where one row decodes and its slots lie one after the other.
         mask: [decoding, 1, 1, k], added to logits: -inf there and else 0; None if all see k.
     """
 
@@ -36,6 +37,7 @@ class Gather(NamedTuple):
     decoding: int
     slots: torch.Tensor | None
     mask: torch.Tensor | None
+    run: tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ def gather_of(
         decoding < len(contexts) and bounds[decoding + 1] == decoding + 1 and contexts[decoding] > 0
     ):
         decoding += 1
-    slots = mask = None
+    slots = mask = run = None
     if decoding:
         device = batch.device
         ends = batch.context_lengths[:decoding, None].long()  # [d, 1]
@@ -144,7 +146,9 @@ def gather_of(
         if min(contexts[:decoding]) < most:
             mask = torch.zeros((decoding, 1, 1, most), dtype=dtype, device=device)
             mask.masked_fill_((columns >= widths)[:, None, None], float("-inf"))
-    found = Gather(bounds, contexts, decoding, slots, mask)
+        if decoding == 1 and int(slots[-1] - slots[0]) == most - 1:
+            run = int(slots[0]), most
+    found = Gather(bounds, contexts, decoding, slots, mask, run)
     batch._gathers[size, window, dtype] = found
     return found
 
@@ -212,6 +216,45 @@ def paged_attention(
     return out, lse
 
 
+def decode_step(
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    pages: torch.Tensor,
+    batch: PagedBatch,
+    slot_mapping: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Write and attend where every row has one new token and none is padding, else return None; see
+    `ops.paged_attention.write_and_attend`."""
+    dtype = matmul_dtype(query, batch.cpu_dtype)
+    what = gather_of(batch, pages.shape[1], window, query.shape[0], dtype)
+    if what.decoding != query.shape[0] or query.device.type != "cpu":
+        return None
+    rows, heads, features = query.shape
+    places = pages.view(-1, *pages.shape[2:])  # [blocks * size, 2g, d]
+    places.index_copy_(0, slot_mapping, key_value)
+    if what.run is not None:
+        kept = places.narrow(0, *what.run).unsqueeze(0)
+    else:
+        kept = places.index_select(0, what.slots).view(rows, -1, *places.shape[1:])
+    groups = places.shape[1] // 2
+    keys, values = kept.split(groups, 2)  # [b, k, g, d]
+    if dtype != query.dtype or sinks is not None:
+        return _decode(query, keys, values, what.mask, scale, sinks, dtype)[0]
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query.view(rows, groups, heads // groups, features),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        0.0,
+        False,
+        attn_mask=what.mask,
+        scale=scale,
+    )
+    return out.reshape(query.shape)
+
+
 def _decode(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -256,19 +299,28 @@ def write_rows(
         kept = slot_mapping >= 0
         slot_mapping, new = slot_mapping[kept], [x[kept] for x in new]
     for x, cache in zip(new, caches, strict=True):
-        if cache.is_contiguous():
-            cache.flatten(0, 1).index_copy_(0, slot_mapping, x)
+        places = _places(cache)
+        if places is not None:
+            places.index_copy_(0, slot_mapping, x)
         else:
             size = cache.shape[1]
             cache[slot_mapping // size, slot_mapping % size] = x
+
+
+def _places(cache: torch.Tensor) -> torch.Tensor | None:
+    """Return a view [blocks * size, ...] of a cache [blocks, size, ...]; None if it has none."""
+    if cache.stride(0) != cache.shape[1] * cache.stride(1):
+        return None
+    return cache.flatten(0, 1)
 
 
 def _at_slots(cache: torch.Tensor, what: Gather) -> torch.Tensor:
     """Copy [b, k, g, d] out of the slots of a cache [blocks, size, g, d]."""
     assert what.slots is not None
     size, shape = cache.shape[1], (what.decoding, -1, *cache.shape[2:])
-    if cache.is_contiguous():
-        return cache.flatten(0, 1).index_select(0, what.slots).view(shape)
+    places = _places(cache)
+    if places is not None:
+        return places.index_select(0, what.slots).view(shape)
     return cache[what.slots // size, what.slots % size].view(shape)
 
 

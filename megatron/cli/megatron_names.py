@@ -363,7 +363,7 @@ _VALUE_REASONS: Mapping[tuple[str, str], str] = types.MappingProxyType(
         ("exp-avg-sq-dtype", "fp8"): "its range is too small for it",
         ("cuda-graph-impl", "local"): _LAYER_GRAPHS,
         ("cuda-graph-impl", "transformer_engine"): _LAYER_GRAPHS,
-        ("transformer-impl", "inference_optimized"): "the same layers train and sample",
+        ("transformer-impl", "inference_optimized"): "it is for megatron.inference",
         ("position-embedding-type", "mrope"): "positions enter as rotations of one axis",
         ("position-embedding-type", "relative"): "positions are absolute or rotations",
         ("dataloader-type", "external"): "samples come from token files",

@@ -35,7 +35,9 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import LanguageModel
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
 from megatron.hf.folder import end_tokens, is_folder
@@ -62,6 +64,7 @@ class CheckpointModel:
         stop_tokens: ids that end a text.
         chat_folder: where a chat template may be: the tokenizer's folder; None if it has none.
         token_multiple: what the tokens of a step have to be a multiple of.
+        optimized: generate by `InferenceOptimizedModel`.
     """
 
     model: GPTModel
@@ -73,6 +76,12 @@ class CheckpointModel:
     stop_tokens: frozenset[int]
     chat_folder: str | Path | None = None
     token_multiple: int = 1
+    optimized: bool = False
+
+    @property
+    def generator(self) -> LanguageModel:
+        """What the engine runs."""
+        return InferenceOptimizedModel(self.model) if self.optimized else self.model
 
     @property
     def cache_shapes(self) -> CacheShapes:
@@ -156,6 +165,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         stop_tokens=frozenset(ends),
         chat_folder=folder.path if source.tokenizer_model is None else source.tokenizer_model,
         token_multiple=_token_multiple(source),
+        optimized=source.transformer_impl == "inference_optimized",
     )
 
 
@@ -208,6 +218,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         stop_tokens=frozenset(ends),
         chat_folder=source.tokenizer_model or origin or recorded.get("model"),
         token_multiple=_token_multiple(source),
+        optimized=source.transformer_impl == "inference_optimized",
     )
 
 

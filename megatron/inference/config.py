@@ -39,6 +39,9 @@ class ModelSource:
     sequence_parallel: bool = False
     """Also cut the tokens of a step over these ranks outside of matrix products. A step whose
     tokens do not divide is padded."""
+    transformer_impl: Literal["local", "inference_optimized"] = "local"
+    """What computes the model: the layers that train, or a forward pass of fewer operations over
+    the same weights."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

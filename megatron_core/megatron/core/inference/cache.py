@@ -253,8 +253,14 @@ class PagedCache:
         )[0]
 
     def attend_joint(
-        self, layer: int, query: Tensor, key_value: Tensor, rows: PagedRows, core: CoreAttention,
-        *, sinks: Tensor | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key_value: Tensor,
+        rows: PagedRows,
+        core: CoreAttention,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Do as `attend` with keys and values in one tensor [t, 2g/tp, d]."""
         return write_and_attend(

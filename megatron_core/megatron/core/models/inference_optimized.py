@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from megatron.core.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.tensor_parallel import VocabParallelHead
 from megatron.core.transformer import (
     MLP,
@@ -43,6 +44,9 @@ from megatron.core.transformer import (
     RotaryEmbedding,
     SelfAttention,
 )
+
+#: Dtypes that norms are computed in as they are.
+_WIDE = frozenset({torch.float32, torch.float64})
 
 #: Positions that the rotary table has at first; it doubles where a step needs more.
 TABLE_ROWS = 4096
@@ -98,21 +102,19 @@ class Rotation:
         """Rotate heads [t, n, d] in place."""
         turned = self.cos.shape[-1]
         x = heads if turned == heads.shape[-1] else heads[..., :turned]
-        if x.dtype != torch.float32:
-            x.copy_(self._rotated(x.float()))
-        elif self.interleaved:
-            x.copy_(self._rotated(x))
+        if self.interleaved or x.dtype != self.cos.dtype:
+            x.copy_(self._rotated(x.to(accumulation_dtype(x.dtype))))
         else:
             other = x.roll(turned // 2, -1)
             x.mul_(self.cos).addcmul_(other, self.sin)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """Return x fp32 [t, n, r] rotated."""
+        """Return x [t, n, r], fp32 or fp64, rotated."""
         if self.interleaved:
             other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
             other = x.roll(x.shape[-1] // 2, -1)
-        return (x * self.cos).addcmul_(other, self.sin)
+        return (x * self.cos).addcmul_(other, self.sin.to(x.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +232,7 @@ class WholeHead:
 
 def normalise(norm: Norm, delta: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (norm(delta + stream), delta + stream), [t, h] each. May write to delta."""
-    fused = norm.bias is None and delta.device.type == "cpu" and delta.dtype == torch.float32
+    fused = norm.bias is None and delta.device.type == "cpu" and delta.dtype in _WIDE
     if not fused:
         return norm(delta, stream) if stream is not None else (norm(delta), delta)
     total = delta if stream is None else delta.add_(stream)
@@ -238,19 +240,23 @@ def normalise(norm: Norm, delta: Tensor, stream: Tensor | None) -> tuple[Tensor,
 
 
 def _rms_norm(norm: Norm, x: Tensor) -> Tensor:
-    """Return fp32 RMSNorm of [..., h] on a CPU: x w sqrt(h) / sqrt(|x|^2 + h eps)."""
+    """Return the RMSNorm of [..., h], fp32 or fp64: x w sqrt(h) / sqrt(|x|^2 + h eps).
+
+    Four operations. While weights go through a CPU's cache each costs microseconds, whatever its
+    size.
+    """
     weight, size = norm.weight.use(torch.float32), x.shape[-1]
     if norm.config.zero_centered:
         weight = weight + 1
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., 1]
-    length = torch.hypot(length, _root(size * norm.config.epsilon))
-    return torch.addcdiv(_root(0.0), x, length, value=math.sqrt(size)).mul_(weight)
+    length = torch.hypot(length, _root(size * norm.config.epsilon, x.dtype))
+    return torch.addcdiv(_root(0.0, x.dtype), x, length, value=math.sqrt(size)).mul_(weight)
 
 
 @functools.cache
-def _root(square: float) -> Tensor:
-    """Return a square root, fp32 []."""
-    return torch.tensor(math.sqrt(square))
+def _root(square: float, dtype: torch.dtype) -> Tensor:
+    """Return a square root, [] on the CPU."""
+    return torch.tensor(math.sqrt(square), dtype=dtype)
 
 
 def attention(mixer: SelfAttention, x: Tensor, step: Step) -> Tensor:

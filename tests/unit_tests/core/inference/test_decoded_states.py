@@ -16,6 +16,7 @@ from megatron.core.comm import trace
 from megatron.core.inference.engine import Completion, Engine, generate
 from megatron.core.inference.scheduler import Row
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
@@ -68,17 +69,20 @@ def compare(model: GPTModel, said: Sequence[Completion], states: Sequence[States
 @pytest.mark.parametrize("max_step_tokens", [7, 500])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("optimized", [False, True])
 def test_they_are_for_any_chunk_and_block(
-    family: str, block_size: int, max_step_tokens: int
+    family: str, block_size: int, max_step_tokens: int, optimized: bool
 ) -> None:
     model = model_of(family)
     engine = engine_of(model, block_size=block_size, max_step_tokens=max_step_tokens)
+    if optimized:
+        engine.model = InferenceOptimizedModel(model)
     said, states = decoded(engine)
     compare(model, said, states)
     assert engine.stats.hit > 0 or block_size > 16
 
 
-def on_a_rank(rank: int, world: int, sequence_parallel: bool) -> dict[str, tuple]:
+def on_a_rank(rank: int, world: int, sequence_parallel: bool, optimized: bool) -> dict[str, tuple]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     found = {}
     for family in FAMILIES:
@@ -87,6 +91,8 @@ def on_a_rank(rank: int, world: int, sequence_parallel: bool) -> dict[str, tuple
         model = model_of(family, groups, sequence_parallel=sequence_parallel)
         multiple = world if sequence_parallel else 1
         engine = engine_of(model, max_step_tokens=30, token_multiple=multiple)
+        if optimized:
+            engine.model = InferenceOptimizedModel(model)
         with one_thread(), trace(groups) as records:
             said, states = decoded(engine)
         found[family] = said, states, Counter(record.kind for record in records), engine.stats.steps
@@ -98,8 +104,11 @@ MIXERS = {"gqa": 4, "window and sinks": 4, "latent": 4, "hybrid": 6}
 
 
 @pytest.mark.parametrize(("world", "sequence_parallel"), [(2, False), (2, True), (4, True)])
-def test_they_are_on_tensor_parallel_ranks(world: int, sequence_parallel: bool) -> None:
-    for found in run_ranks(on_a_rank, world, sequence_parallel):
+@pytest.mark.parametrize("optimized", [False, True])
+def test_they_are_on_tensor_parallel_ranks(
+    world: int, sequence_parallel: bool, optimized: bool
+) -> None:
+    for found in run_ranks(on_a_rank, world, sequence_parallel, optimized):
         for family, (said, states, collectives, steps) in found.items():
             compare(model_of(family), said, states)
             if sequence_parallel and family in MIXERS:

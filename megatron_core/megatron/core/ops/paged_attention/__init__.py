@@ -21,6 +21,7 @@ __all__ = [
     "PagedBatch",
     "paged_attention",
     "paged_latent_attention",
+    "write_and_attend",
     "write_latents_to_pages",
     "write_to_pages",
 ]
@@ -161,7 +162,9 @@ def write_and_attend(
             f"pages {tuple(pages.shape)}"
         )
     if choose(implementation, query, "write_and_attend") == "reference":
-        step = reference.decode_step(query, key_value, pages, batch, slot_mapping, scale, window, sinks)
+        step = reference.decode_step(
+            query, key_value, pages, batch, slot_mapping, scale, window, sinks
+        )
         if step is not None:
             return step
     (key, value), (keys, values) = key_value.chunk(2, 1), pages.chunk(2, 2)

@@ -12,6 +12,7 @@ both generate greedily is compared before a figure counts.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
@@ -26,7 +27,9 @@ from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine, EngineConfig, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer import SelfAttention
 from megatron.core.weight_gather import Storage
 from megatron.hf.read_weights import read_weights
 from megatron.inference.bench import make_requests, static_waste
@@ -273,7 +276,81 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     ]
 
 
-PARTS = {"host": host_rows, "prefix": prefix_rows, "batches": batch_rows}
+def products(model: GPTModel, rows: int) -> Callable[[], None]:
+    """Return a function that only multiplies rows by every matrix of the model."""
+    found = []
+    for block in model.decoder.blocks:
+        mixer = block.mixer
+        if isinstance(mixer, SelfAttention):
+            found += [mixer.qkv.weight, mixer.output.weight]
+        else:
+            found += [mixer.input.weight, mixer.down.weight]
+    found.append(model.head.weight)
+    inputs = [torch.randn(rows, weight.shape[1]) for weight in found]
+
+    @torch.no_grad()
+    def run() -> None:
+        for x, weight in zip(inputs, found, strict=True):
+            weight.product(x)
+
+    return run
+
+
+def forward_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+    """Tokens a second of `--transformer-impl inference_optimized`, by three others."""
+    shape, new = SHAPES["M"], 16 if quick else 64
+    peer = llama(shape)
+    model = with_weights_of(peer)
+    local, optimized = engine_of(model), engine_of(model)
+    optimized.model = InferenceOptimizedModel(model)
+    found = []
+    for count in (1, ROWS):
+        load = Load(
+            num_requests=count, input_tokens=1, min_output_tokens=new, max_output_tokens=new
+        )
+        requests = make_requests(load, shape.vocabulary)
+        texts: dict[str, list[list[int]]] = {}
+        multiply = products(model, count)
+
+        def run(
+            name: str,
+            engine: Engine,
+            requests: Sequence[Request] = requests,
+            texts: dict[str, list[list[int]]] = texts,
+        ) -> float:
+            engine.scheduler.forget_cached()
+            start = clock()
+            texts[name] = [found[0].tokens for found in generate(engine, requests)]
+            return len(requests) * new / (clock() - start)
+
+        def static(requests: Sequence[Request] = requests) -> float:
+            start = clock()
+            static_batch(peer, requests)
+            return len(requests) * new / (clock() - start)
+
+        def alone(multiply: Callable[[], None] = multiply, count: int = count) -> float:
+            start = clock()
+            for _ in range(new):
+                multiply()
+            return count * new / (clock() - start)
+
+        sides = {
+            "the model's own forward": (functools.partial(run, "local", local), ""),
+            "transformers": (static, ">= 1.15" if count == 1 else ""),
+            "the matrix products of its steps": (alone, ">= 0.7"),
+        }
+        ours = functools.partial(run, "optimized", optimized)
+        for against, (side, target) in sides.items():
+            what = f"inference_optimized, {count} rows: tokens/s / {against}"
+            pairs = in_turns((ours, side), rounds=2 if quick else 7)
+            found.append(row(what, *pairs, target))
+        same = sum(a == b for a, b in zip(texts["optimized"], texts["local"], strict=True))
+        if same < 0.9 * count:
+            raise ValueError(f"{same} of {count} texts are the same: the race is void")
+    return found
+
+
+PARTS = {"host": host_rows, "prefix": prefix_rows, "batches": batch_rows, "forward": forward_rows}
 
 
 def rows(quick: bool, *, only: Sequence[str] = tuple(PARTS), clock: str = "wall") -> list[Row]:

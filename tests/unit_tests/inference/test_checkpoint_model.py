@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import Solo, save_checkpoint, weight_chunk
 from megatron.core.inference.engine import Completion, Engine, Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.inference.checkpoint_model import choose_tokenizer
@@ -38,6 +39,7 @@ CONFIG = GPTConfig(
 )
 BYTES = {"type": "byte", "model": None, "vocab_size": 257, "fingerprint": "byte-257", "eod": 256}
 PROMPTS = ("Once", "", "two words é")
+OPTIMIZED = ("--transformer-impl", "inference_optimized")
 FLAGS = ["--max-new-tokens", "8", "--temperature", "0.8", "--top-k", "50", "--seed", "5"]
 
 
@@ -121,7 +123,37 @@ def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[st
     return code, out.getvalue(), err.getvalue()
 
 
-@pytest.mark.parametrize("layout", [(), ("--sequence-parallel",)])
+def test_the_optimized_forward_says_the_same(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, forward = [], InferenceOptimizedModel.__call__
+
+    def noted(model: InferenceOptimizedModel, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
+        steps.append(tokens.shape[1])
+        return forward(model, tokens, **more)
+
+    monkeypatch.setattr(InferenceOptimizedModel, "__call__", noted)
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    assert run(*arguments(root, "--output-json", str(one)))[0] == 0
+    assert not steps
+    words = arguments(root, "--output-json", str(two), *OPTIMIZED)
+    assert run(*words)[0] == 0
+    assert len(steps) > 1
+    assert_same_results(one, two)
+
+
+def assert_same_results(one: Path, two: Path) -> None:
+    """Compare two files of results: probabilities up to rounding, all else exactly."""
+    for a, b in zip(json.loads(one.read_text()), json.loads(two.read_text()), strict=True):
+        logprobs = torch.tensor([a.pop("logprobs"), b.pop("logprobs")])
+        assert a == b
+        torch.testing.assert_close(logprobs[0], logprobs[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(), ("--sequence-parallel",), OPTIMIZED, ("--sequence-parallel", *OPTIMIZED)],
+)
 @pytest.mark.covers("generation", runs="generates")
 def test_two_ranks_print_and_write_what_one_process_does(
     root: Path, tmp_path: Path, layout: tuple[str, ...]
@@ -137,10 +169,7 @@ def test_two_ranks_print_and_write_what_one_process_does(
     assert out_1 == ""
     assert "from 3 prompt(s)" in err
     assert err_1 == ""
-    for a, b in zip(json.loads(one.read_text()), json.loads(two.read_text()), strict=True):
-        logprobs = torch.tensor([a.pop("logprobs"), b.pop("logprobs")])
-        assert a == b
-        torch.testing.assert_close(logprobs[0], logprobs[1], rtol=0, atol=1e-5)
+    assert_same_results(one, two)
 
 
 def test_one_iter_folder_and_bf16_weights(tmp_path: Path) -> None:

@@ -176,12 +176,15 @@ def command_on_a_rank(
     return run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
 
+@pytest.mark.parametrize(
+    "how", [(), ("--sequence-parallel", "--transformer-impl", "inference_optimized")]
+)
 def test_two_ranks_generate_what_one_process_does(
-    root: Path, written: list[dict[str, Any]], tmp_path: Path
+    root: Path, written: list[dict[str, Any]], tmp_path: Path, how: tuple[str, ...]
 ) -> None:
     _store, launcher = serve_store(2)
-    more = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3")
-    more += ("--inference-max-tokens", "5")
+    more = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3", *how)
+    more += ("--inference-max-tokens", "6")
     words = arguments(root, tmp_path / "two.json", *more)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)

@@ -13,7 +13,7 @@ packed tokens [t, h]; what differs from the model's own forward:
 | rotation | into a new tensor | in place, queries and keys at once |
 | keys and values | two writes, two gathers | one each, into pages that hold both |
 | attention, MLP | modules in [s, b, h] | functions in [t, h], without checks of shapes |
-| row-parallel product | reduced by its layer | left as addends: the next norm reduces (residual stream) |
+| row-parallel product | reduced by its layer | left as addends, which the next norm reduces |
 
 Mixers other than attention and MLPs (experts, latent attention, recurrences) run their modules.
 
@@ -186,7 +186,7 @@ class InferenceOptimizedModel:
 
     def _embedded(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, h], of this rank's tokens under sequence parallelism."""
-        hidden = self.model.embedding(tokens.t())  # [t, 1, h]
+        hidden = self.model.embedding.look_up(tokens.t())  # [t, 1, h]
         if self.model.position_embedding is not None:
             hidden = hidden + self.model.position_embedding(layout)
         return hidden.squeeze(1)

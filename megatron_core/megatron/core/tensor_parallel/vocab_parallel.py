@@ -311,6 +311,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] ([s/tp, b, h] under sequence parallelism) from ids int64 [s, b]."""
         check_ids(ids, self.vocab_size, "token")
+        return self.look_up(ids)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Do as `forward` with ids that are known to be in the vocabulary."""
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
         local = ids - self.first

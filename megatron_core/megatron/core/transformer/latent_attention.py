@@ -232,7 +232,7 @@ class LatentAttention(nn.Module):
             query = self.query(self.query_norm(low_query))
         if self.region.scatters:
             key_rope = gather_from_group(key_rope, group, partial_gradient=True)  # [s, b, rope]
-        else:
+        elif group.size > 1:
             key_rope = copy_to_group(key_rope, group)  # its gradient is that of this rank's heads
         return query.unflatten(-1, (self.heads, -1)), self.kv_norm(latent), key_rope.unsqueeze(2)
 

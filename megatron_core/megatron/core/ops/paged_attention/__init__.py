@@ -133,7 +133,6 @@ def write_and_attend(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
-    implementation: str | None = None,
 ) -> torch.Tensor:
     """Write the keys and values of new tokens into pages that hold both, then attend.
 
@@ -148,7 +147,6 @@ def write_and_attend(
         slot_mapping: int64 [t], the slot of each token; -1 writes nothing.
         scale: factor on the logits.
         window, sinks: of `paged_attention`.
-        implementation: "reference", "triton" or None (by device).
 
     Returns:
         [t, n, d] in query's dtype; 0 for padding.
@@ -161,7 +159,7 @@ def write_and_attend(
             f"write_and_attend: keys and values {tuple(key_value.shape)} do not fit contiguous "
             f"pages {tuple(pages.shape)}"
         )
-    if choose(implementation, query, "write_and_attend") == "reference":
+    if choose(None, query, "write_and_attend") == "reference":
         step = reference.decode_step(
             query, key_value, pages, batch, slot_mapping, scale, window, sinks
         )
@@ -174,7 +172,6 @@ def write_and_attend(
         key_cache=keys,
         value_cache=values,
         slot_mapping=slot_mapping,
-        implementation=implementation,
     )
     return paged_attention(
         query,
@@ -184,7 +181,6 @@ def write_and_attend(
         scale=scale,
         window=window,
         sinks=sinks,
-        implementation=implementation,
     )[0]
 
 

@@ -45,7 +45,7 @@ class Loaded:
     vocab_size: int = 257
     device: str = "cpu"
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
-    model: NextByte = field(default_factory=NextByte)
+    generator: NextByte = field(default_factory=NextByte)
     stop_tokens: frozenset[int] = frozenset({256})
     cache_shapes: CacheShapes = field(default_factory=CacheShapes)
     token_multiple: int = 1

@@ -69,17 +69,24 @@ def compare(model: GPTModel, said: Sequence[Completion], states: Sequence[States
 @pytest.mark.parametrize("max_step_tokens", [7, 500])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("optimized", [False, True])
 def test_they_are_for_any_chunk_and_block(
-    family: str, block_size: int, max_step_tokens: int, optimized: bool
+    family: str, block_size: int, max_step_tokens: int
 ) -> None:
     model = model_of(family)
     engine = engine_of(model, block_size=block_size, max_step_tokens=max_step_tokens)
-    if optimized:
-        engine.model = InferenceOptimizedModel(model)
     said, states = decoded(engine)
     compare(model, said, states)
     assert engine.stats.hit > 0 or block_size > 16
+
+
+@pytest.mark.parametrize("max_step_tokens", [7, 500])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_in_the_optimized_forward(family: str, max_step_tokens: int) -> None:
+    model = model_of(family)
+    engine = engine_of(model, block_size=16, max_step_tokens=max_step_tokens)
+    engine.model = InferenceOptimizedModel(model)
+    said, states = decoded(engine)
+    compare(model, said, states)
 
 
 def on_a_rank(rank: int, world: int, sequence_parallel: bool, optimized: bool) -> dict[str, tuple]:

@@ -27,6 +27,7 @@ from megatron.inference.generate import main
 from tests.support.arguments import last_wins
 from tests.support.launchers import serve_store
 from tests.support.one_batch import generate
+from tests.support.optimized_steps import note_optimized_steps
 from tests.support.ranks import start_ranks
 
 CONFIG = GPTConfig(
@@ -117,22 +118,22 @@ def test_text_and_json_are_what_the_saved_model_says(root: Path, tmp_path: Path)
 
 
 def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[str, str]) -> Any:
+    """Return the exit code, both outputs, and how many steps the optimized forward made."""
+    steps: list[int] = []
+    note_optimized_steps(steps)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-    return code, out.getvalue(), err.getvalue()
+    return code, out.getvalue(), err.getvalue(), len(steps)
 
 
 def test_the_optimized_forward_says_the_same(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, forward = [], InferenceOptimizedModel.__call__
-
-    def noted(model: InferenceOptimizedModel, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
-        steps.append(tokens.shape[1])
-        return forward(model, tokens, **more)
-
-    monkeypatch.setattr(InferenceOptimizedModel, "__call__", noted)
+    steps: list[int] = []
+    # Undone at the end of the test.
+    monkeypatch.setattr(InferenceOptimizedModel, "__call__", InferenceOptimizedModel.__call__)
+    note_optimized_steps(steps)
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     assert run(*arguments(root, "--output-json", str(one)))[0] == 0
     assert not steps
@@ -163,8 +164,9 @@ def test_two_ranks_print_and_write_what_one_process_does(
     _store, launcher = serve_store(2)
     words = arguments(root, "--output-json", str(two), "--tensor-model-parallel-size", "2", *layout)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
-        (code, out, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
+        (code, out, err, steps), (code_1, out_1, err_1, _) = ranks.values(timeout=60.0)
     assert (code, code_1) == (0, 0), err + err_1
+    assert (steps > 1) == ("inference_optimized" in layout)
     assert out == text
     assert out_1 == ""
     assert "from 3 prompt(s)" in err
@@ -289,7 +291,7 @@ def test_a_rank_that_dies_ends_the_others(root: Path) -> None:
     with start_ranks(command_whose_second_rank_dies, 2, words, launcher, init=False) as ranks:
         lives, dies = ranks.outcomes(timeout=60.0)
     assert dies.exit_code == 9
-    code, _, err = lives.value
+    code, _, err, _ = lives.value
     assert code == ExitCode.PEER_LOST
     assert "rank 0 lost another rank" in err
     assert err.count("\n") == 1

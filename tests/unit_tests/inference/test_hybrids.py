@@ -30,6 +30,7 @@ from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_folders import VOCABULARY, make_model, save_folder
 from tests.support.inputs import generator, one_thread
 from tests.support.launchers import serve_store
+from tests.support.optimized_steps import note_optimized_steps
 from tests.support.ranks import start_ranks
 
 CONFIG = GPTConfig(
@@ -172,8 +173,11 @@ def test_prompts_in_parts_and_other_batches_yield_the_same(
 
 def command_on_a_rank(
     rank: int, world: int, words: list[str], launcher: dict[str, str]
-) -> tuple[int, str]:
-    return run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+) -> tuple[int, str, int]:
+    steps: list[int] = []
+    note_optimized_steps(steps)
+    code, said = run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    return code, said, len(steps)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,8 @@ def test_two_ranks_generate_what_one_process_does(
     words = arguments(root, tmp_path / "two.json", *more)
     with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)
-    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert [code for code, *_ in outcomes] == [0, 0], outcomes
+    assert all((steps > 1) == bool(how) for *_, steps in outcomes)
     assert_same(results(tmp_path / "two.json"), written)
 
 

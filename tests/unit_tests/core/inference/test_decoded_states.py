@@ -87,6 +87,7 @@ def test_they_are_in_the_optimized_forward(family: str, max_step_tokens: int) ->
     engine.model = InferenceOptimizedModel(model)
     said, states = decoded(engine)
     compare(model, said, states)
+    assert engine.stats.hit > 0
 
 
 def on_a_rank(rank: int, world: int, sequence_parallel: bool, optimized: bool) -> dict[str, tuple]:

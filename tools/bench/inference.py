@@ -298,55 +298,64 @@ def products(model: GPTModel, rows: int) -> Callable[[], None]:
 
 def forward_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     """Tokens a second of `--transformer-impl inference_optimized`, by three others."""
-    shape, new = SHAPES["M"], 16 if quick else 64
-    peer = llama(shape)
+    peer = llama(SHAPES["M"])
     model = with_weights_of(peer)
-    local, optimized = engine_of(model), engine_of(model)
-    optimized.model = InferenceOptimizedModel(model)
-    found = []
-    for count in (1, ROWS):
-        load = Load(
-            num_requests=count, input_tokens=1, min_output_tokens=new, max_output_tokens=new
-        )
-        requests = make_requests(load, shape.vocabulary)
-        texts: dict[str, list[list[int]]] = {}
-        multiply = products(model, count)
+    return [
+        found
+        for count in (1, ROWS)
+        for found in forward_rows_of(count, peer, model, 16 if quick else 64, quick, clock)
+    ]
 
-        def run(
-            name: str,
-            engine: Engine,
-            requests: Sequence[Request] = requests,
-            texts: dict[str, list[list[int]]] = texts,
-        ) -> float:
-            engine.scheduler.forget_cached()
-            start = clock()
-            texts[name] = [found[0].tokens for found in generate(engine, requests)]
-            return len(requests) * new / (clock() - start)
 
-        def static(requests: Sequence[Request] = requests) -> float:
-            start = clock()
-            static_batch(peer, requests)
-            return len(requests) * new / (clock() - start)
+def forward_rows_of(
+    count: int,
+    peer: LlamaForCausalLM,
+    model: GPTModel,
+    new: int,
+    quick: bool,
+    clock: Callable[[], float],
+) -> list[Row]:
+    """Return the rows of `count` requests of one token, each with `new` tokens generated."""
+    load = Load(num_requests=count, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
+    requests = make_requests(load, model.config.vocab_size)
+    engines = {"optimized": engine_of(model), "local": engine_of(model)}
+    engines["optimized"].model = InferenceOptimizedModel(model)
+    multiply = products(model, count)
+    texts: dict[str, list[list[int]]] = {}
 
-        def alone(multiply: Callable[[], None] = multiply, count: int = count) -> float:
+    def generated(name: str) -> None:
+        engines[name].scheduler.forget_cached()
+        texts[name] = [found[0].tokens for found in generate(engines[name], requests)]
+
+    def static() -> None:
+        texts["transformers"] = static_batch(peer, requests)
+
+    def alone() -> None:
+        for _ in range(new):
+            multiply()
+
+    def rate(run: Callable[[], None]) -> Callable[[], float]:
+        def timed() -> float:
             start = clock()
-            for _ in range(new):
-                multiply()
+            run()
             return count * new / (clock() - start)
 
-        sides = {
-            "the model's own forward": (functools.partial(run, "local", local), ""),
-            "transformers": (static, ">= 1.15" if count == 1 else ""),
-            "the matrix products of its steps": (alone, ">= 0.7"),
-        }
-        ours = functools.partial(run, "optimized", optimized)
-        for against, (side, target) in sides.items():
-            what = f"inference_optimized, {count} rows: tokens/s / {against}"
-            pairs = in_turns((ours, side), rounds=2 if quick else 7)
-            found.append(row(what, *pairs, target))
-        same = sum(a == b for a, b in zip(texts["optimized"], texts["local"], strict=True))
+        return timed
+
+    ours = rate(functools.partial(generated, "optimized"))
+    sides = (
+        ("the model's own forward", functools.partial(generated, "local"), ""),
+        ("transformers", static, ">= 1.15" if count == 1 else ""),
+        ("the matrix products of its steps", alone, ">= 0.7"),
+    )
+    found = []
+    for against, side, target in sides:
+        what = f"inference_optimized, {count} rows: tokens/s / {against}"
+        found.append(row(what, *in_turns((ours, rate(side)), rounds=2 if quick else 7), target))
+    for name in ("local", "transformers"):
+        same = sum(a == b for a, b in zip(texts["optimized"], texts[name], strict=True))
         if same < 0.9 * count:
-            raise ValueError(f"{same} of {count} texts are the same: the race is void")
+            raise ValueError(f"{same} of {count} texts are those of {name}: the race is void")
     return found
 
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the kernels of ops/nvls and print their PTX and SASS, as JSON. No GPU is needed.
+
+Run by `test_nvls_code.py` without TRITON_INTERPRET, which compilation does not survive.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.nvls_kernels import KERNELS
+
+
+def code(description: Description, architecture: int) -> dict[str, str]:
+    """Return what a kernel is compiled to."""
+    source = ASTSource(
+        fn=description.kernel,
+        signature=description.signature(),
+        constexprs=description.constants,
+        attrs=description.attributes(),
+    )
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = triton.compile(source, target=target, options=description.options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [tool, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {"ptx": compiled.asm["ptx"], "sass": sass}
+
+
+if __name__ == "__main__":
+    architecture = int(sys.argv[1])
+    found = {each.kernel.__name__: code(each, architecture) for each in KERNELS}
+    json.dump({name.removesuffix("_kernel"): each for name, each in found.items()}, sys.stdout)

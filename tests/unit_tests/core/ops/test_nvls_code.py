@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels of ops/nvls are compiled to: multimem instructions, and an order that holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ARCHITECTURES = {90: [], 100: [pytest.mark.slow]}
+LOAD = "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2"
+STORE = "multimem.st.relaxed.sys.global.v4.f32"
+RELEASE, ACQUIRE = (f"atom.global.{order}.sys.cas.b32" for order in ("release", "acquire"))
+
+
+def compiled(architecture: int) -> dict[str, dict[str, str]]:
+    """Return the PTX and SASS of every kernel."""
+    script = Path(__file__).with_name("compile_nvls.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[4])
+    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(script), str(architecture)]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout)
+
+
+def processes() -> list:
+    """Return parameters, each with its process, which is started when the run begins."""
+    return [
+        pytest.param(
+            ("nvls", n),
+            marks=[pytest.mark.beside(("nvls", n), partial(compiled, n)), *more],
+            id=f"sm_{n}",
+        )
+        for n, more in ARCHITECTURES.items()
+    ]
+
+
+def places(text: str, instruction: str) -> list[int]:
+    """Return where an instruction stands."""
+    return [found.start() for found in re.finditer(re.escape(instruction) + r"\b", text)]
+
+
+@pytest.mark.parametrize("key", processes())
+def test_multimem_is_multimem_and_no_load_moves_over_the_barrier(key, beside) -> None:
+    found = beside.result(key)
+    for name, code in found.items():
+        ptx, sass = code["ptx"], code["sass"]
+        reduces, gathers = "reduce" in name, "gather" in name
+        loads = places(ptx, LOAD if "multimem" in name else "ld.volatile.global.v4.b32")
+        acquires, releases = places(ptx, ACQUIRE), places(ptx, RELEASE)
+        barriers = reduces + (name.endswith("gather"))
+        assert (len(acquires), len(releases)) == (barriers, barriers), name
+        if "multimem" in name:
+            assert ("LDGMC" in sass) == reduces, name
+            assert bool(places(ptx, STORE)) == gathers, name
+        if reduces:
+            assert loads, name
+            assert releases[0] < acquires[0] < min(loads), name
+        else:
+            assert not loads, name
+        if gathers:  # all is stored before peers are told
+            stores = places(ptx, STORE if "multimem" in name else "st.global.v4.b32")
+            assert max(stores) < releases[-1] < acquires[-1], name
+    assert len(found) == 6

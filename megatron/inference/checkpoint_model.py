@@ -26,6 +26,7 @@ from megatron.cli.tokenizers import (
     is_tiktoken_file,
 )
 from megatron.core.backend import LOCAL, Backend, with_cpu_dtype
+from megatron.core.comm.symmetric_memory import Mode, SequenceParallelComm, TorchMemory
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
     Coordinator,
@@ -65,6 +66,7 @@ class CheckpointModel:
         chat_folder: where a chat template may be: the tokenizer's folder; None if it has none.
         token_multiple: what the tokens of a step have to be a multiple of.
         optimized: generate by `InferenceOptimizedModel`.
+        nvls: as in `ModelSource`.
     """
 
     model: GPTModel
@@ -77,11 +79,33 @@ class CheckpointModel:
     chat_folder: str | Path | None = None
     token_multiple: int = 1
     optimized: bool = False
+    nvls: Mode = "auto"
 
-    @property
-    def generator(self) -> LanguageModel:
-        """What the engine runs."""
-        return InferenceOptimizedModel(self.model) if self.optimized else self.model
+    def generator(self, max_step_tokens: int) -> LanguageModel:
+        """Return what the engine runs; all ranks call it.
+
+        Args:
+            max_step_tokens: tokens of a step at most.
+
+        Raises:
+            ValueError: `--nvls require` where NVLink SHARP cannot be had.
+        """
+        if not self.optimized:
+            return self.model
+        region = self.model.region
+        if not region.scatters:
+            return InferenceOptimizedModel(self.model)
+        tokens = -(-max_step_tokens // self.token_multiple) * self.token_multiple
+        element = torch.empty((), dtype=self.model.store.dtype).element_size()
+        comm = SequenceParallelComm.create(
+            region.group,
+            TorchMemory(self.device),
+            max_bytes=tokens * self.model.config.hidden_size * element,
+            mode=self.nvls,
+        )
+        if region.group.rank == 0:
+            print(f"sequence parallel collectives: {comm.explain()}", file=sys.stderr)
+        return InferenceOptimizedModel(self.model, comm)
 
     @property
     def cache_shapes(self) -> CacheShapes:
@@ -166,6 +190,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         chat_folder=folder.path if source.tokenizer_model is None else source.tokenizer_model,
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
+        nvls=source.nvls,
     )
 
 
@@ -219,6 +244,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         chat_folder=source.tokenizer_model or origin or recorded.get("model"),
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
+        nvls=source.nvls,
     )
 
 

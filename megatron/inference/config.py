@@ -42,6 +42,10 @@ class ModelSource:
     transformer_impl: Literal["local", "inference_optimized"] = "local"
     """What computes the model: the layers that train, or a forward pass of fewer operations over
     the same weights."""
+    nvls: Literal["auto", "require", "off"] = "auto"
+    """What moves the tokens of --sequence-parallel in --transformer-impl inference_optimized: auto
+    uses NVLink SHARP multicast, else loads and stores over NVLink, else torch.distributed, what all
+    ranks can; require stops where multicast cannot be had; off uses torch.distributed."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -132,6 +136,12 @@ def _check_source(source: ModelSource) -> None:
     if source.sequence_parallel and source.tensor_model_parallel_size < 2:
         raise ValueError(
             "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise that"
+        )
+    optimized = source.transformer_impl == "inference_optimized"
+    if source.nvls != "auto" and not (source.sequence_parallel and optimized):
+        raise ValueError(
+            f"--nvls {source.nvls} is for the collectives of --sequence-parallel in "
+            "--transformer-impl inference_optimized: give both, or drop it"
         )
 
 

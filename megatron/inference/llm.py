@@ -148,7 +148,7 @@ class LLM:
             num_blocks = rows * -(-min(loaded.max_length or USUAL_LENGTH, USUAL_LENGTH) // size)
         self.loaded = loaded
         self.engine = Engine(
-            loaded.generator,
+            loaded.generator(options.inference_max_tokens),
             EngineConfig(
                 max_rows=rows,
                 max_step_tokens=options.inference_max_tokens,

@@ -140,7 +140,7 @@ FAULTS = {
     ),
     "embeddings of the other ranks' tokens are not masked": (
         "tensor_parallel.vocab_parallel",
-        "VocabParallelEmbedding.look_up",
+        "VocabParallelEmbedding.addends",
         "self.weight.embedding(local.where(valid, 0), valid)",
         "self.weight.embedding(local.where(valid, 0))",
         {},

@@ -171,7 +171,38 @@ def test_two_ranks_print_and_write_what_one_process_does(
     assert out_1 == ""
     assert "from 3 prompt(s)" in err
     assert err_1 == ""
+    why = "sequence parallel collectives: torch.distributed (rank 0: the model is on cpu, "
+    assert (why in err) == ({"--sequence-parallel", *OPTIMIZED} <= set(layout))
     assert_same_results(one, two)
+
+
+@pytest.mark.parametrize(("mode", "code"), [("require", 2), ("off", 0)])
+def test_nvls_is_required_or_left_off_on_both_ranks(
+    root: Path, tmp_path: Path, mode: str, code: int
+) -> None:
+    _store, launcher = serve_store(2)
+    words = arguments(root, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    words += [*OPTIMIZED, "--nvls", mode, "--output-json", str(tmp_path / "out.json")]
+    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+        outcomes = ranks.values(timeout=60.0)
+    assert [each[0] for each in outcomes] == [code, code], outcomes
+    said = outcomes[0][2]
+    if mode == "off":
+        assert "sequence parallel collectives: torch.distributed (--nvls off)" in said
+        return
+    assert "--nvls require: the collectives would go through torch.distributed (rank 0: the" in said
+    assert "use --nvls auto" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize("mode", ["require", "off"])
+@pytest.mark.parametrize("more", [(), OPTIMIZED])
+def test_nvls_without_collectives_to_choose_is_refused(mode: str, more: tuple[str, ...]) -> None:
+    code, _, err = run("--load", "nowhere", "--prompt", "a", "--nvls", mode, *more)
+    assert code == 2
+    assert f"--nvls {mode} is for the collectives of --sequence-parallel" in err
+    assert err.count("\n") == 1
 
 
 def test_one_iter_folder_and_bf16_weights(tmp_path: Path) -> None:

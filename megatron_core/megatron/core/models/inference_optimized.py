@@ -19,7 +19,8 @@ Mixers other than attention and MLPs (experts, latent attention, recurrences) ru
 
 The residual stream under tensor parallelism: between blocks there is the stream, and `delta`, which
 the last block adds to it. `delta` may be addends of the ranks; whoever normalises reduces first,
-which under sequence parallelism is one step: reduce-scatter, add, norm, all-gather.
+which under sequence parallelism is one step: reduce-scatter, add, norm, all-gather. Where
+`megatron.core.comm.symmetric_memory` has found a way over NVLink, that is one kernel.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.comm.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.core.comm.collectives import all_reduce
+from megatron.core.comm.symmetric_memory import SequenceParallelComm
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops.dispatch import accumulation_dtype
+from megatron.core.ops.nvls import RowNorm
 from megatron.core.tensor_parallel import VocabParallelHead
 from megatron.core.transformer import (
     MLP,
@@ -139,14 +142,16 @@ class InferenceOptimizedModel:
 
     Args:
         model: all of it is on this rank, up to tensor parallelism.
+        comm: collectives of sequence parallelism; None goes through torch.distributed.
 
     Attributes:
         head: of the model; hidden states come to it whole.
     """
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: GPTModel, comm: SequenceParallelComm | None = None) -> None:
         self.model, self.region = model, model.region
-        self.head = WholeHead(model.head)
+        self.comm = comm or SequenceParallelComm.plain(model.region.group)
+        self.head = WholeHead(model.head, self.comm)
         functions = {SelfAttention: attention, MLP: mlp}
         self._blocks = [
             (block.norm, block.mixer, functions.get(type(block.mixer)))
@@ -160,6 +165,8 @@ class InferenceOptimizedModel:
     def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: KeyValueCache) -> Tensor:
         """Return hidden states [t, 1, h], whole on every rank, of new tokens [1, t]."""
         step = self._step(layout, cache)
+        if self.region.scatters:
+            self.comm.begin_step()
         delta, stream = self._embedded(tokens, layout), None
         addends = False  # whether delta is the sum over tp of what the ranks have
         for norm, mixer, function in self._blocks:
@@ -186,7 +193,7 @@ class InferenceOptimizedModel:
 
     def _embedded(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
         """Return [t, h], of this rank's tokens under sequence parallelism."""
-        hidden = self.model.embedding.look_up(tokens.t())  # [t, 1, h]
+        hidden = self._reduced(self.model.embedding.addends(tokens.t()))  # [t, 1, h]
         if self.model.position_embedding is not None:
             hidden = hidden + self.model.position_embedding(layout)
         return hidden.squeeze(1)
@@ -204,18 +211,30 @@ class InferenceOptimizedModel:
         Returns:
             (normalised, stream).
         """
-        group, scatters = self.region.group, self.region.scatters
+        whole = whole and self.region.scatters
+        if addends and whole and stream is not None and self.comm.fuses(delta):
+            fused = row_norm(norm)
+            if fused is not None:
+                return self.comm.reduce_norm_gather(delta, stream, fused), stream
         if addends:
-            delta = reduce_scatter(delta, group) if scatters else all_reduce(delta, group)
+            delta = self._reduced(delta)
         normed, stream = normalise(norm, delta, stream)
-        return (all_gather(normed, group) if whole and scatters else normed), stream
+        return (self.comm.all_gather(normed) if whole else normed), stream
+
+    def _reduced(self, addends: Tensor) -> Tensor:
+        """Return the sum over tp, under sequence parallelism of this rank's tokens."""
+        if self.region.group.size == 1:
+            return addends
+        if self.region.scatters:
+            return self.comm.reduce_scatter(addends)
+        return all_reduce(addends, self.region.group)
 
 
 class WholeHead:
     """A head to which hidden states come whole."""
 
-    def __init__(self, head: VocabParallelHead) -> None:
-        self.head = head
+    def __init__(self, head: VocabParallelHead, comm: SequenceParallelComm) -> None:
+        self.head, self.comm = head, comm
 
     def gathered(self, hidden: Tensor) -> Tensor:
         """Return hidden [s, b, h]."""
@@ -227,7 +246,9 @@ class WholeHead:
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return the logits of all ranks, fp32 [s, b, V]."""
-        return self.head.whole(logits)
+        if not self.head.region.scatters:
+            return self.head.whole(logits)
+        return self.head.joined(self.comm.all_gather(logits.unsqueeze(0)))
 
 
 def normalise(norm: Norm, delta: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -237,6 +258,14 @@ def normalise(norm: Norm, delta: Tensor, stream: Tensor | None) -> tuple[Tensor,
         return norm(delta, stream) if stream is not None else (norm(delta), delta)
     total = delta if stream is None else delta.add_(stream)
     return _rms_norm(norm, total), total
+
+
+def row_norm(norm: Norm) -> RowNorm | None:
+    """Return a norm as the fused kernel takes it; None for LayerNorm."""
+    if norm.bias is not None:
+        return None
+    config = norm.config
+    return RowNorm(norm.weight.use(torch.float32), config.epsilon, float(config.zero_centered))
 
 
 def _rms_norm(norm: Norm, x: Tensor) -> Tensor:

@@ -315,14 +315,20 @@ class VocabParallelEmbedding(nn.Module):
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Do as `forward` with ids that are known to be in the vocabulary."""
+        rows = self.addends(ids)
+        if self.region.group.size == 1:
+            return rows
+        if self.region.scatters:
+            return reduce_scatter_to_group(rows, self.region.group)  # [s/tp, b, h]
+        return reduce_from_group(rows, self.region.group)
+
+    def addends(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [..., h], partial(tp): rows of ids [...] that this rank holds, others zero."""
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
         local = ids - self.first
         valid = (local >= 0) & (local < self.weight.shape[0])
-        rows = self.weight.embedding(local.where(valid, 0), valid)  # [s, b, h] partial(tp)
-        if self.region.scatters:
-            return reduce_scatter_to_group(rows, self.region.group)  # [s/tp, b, h]
-        return reduce_from_group(rows, self.region.group)
+        return self.weight.embedding(local.where(valid, 0), valid)
 
 
 class VocabParallelHead(nn.Module):
@@ -392,7 +398,12 @@ class VocabParallelHead(nn.Module):
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding
         columns."""
+        parts = logits.unsqueeze(0)
         if self.region.group.size > 1:
-            parts = all_gather(logits.unsqueeze(0), self.region.group)  # [tp, s, b, V/tp]
-            logits = parts.permute(1, 2, 0, 3).flatten(2)  # [s, b, V + padding]
+            parts = all_gather(parts, self.region.group)
+        return self.joined(parts)
+
+    def joined(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return fp32 [s, b, V] from the logits of all ranks [tp, s, b, V/tp]."""
+        logits = parts[0] if len(parts) == 1 else parts.permute(1, 2, 0, 3).flatten(2)
         return logits[..., : self.vocab_size].float()

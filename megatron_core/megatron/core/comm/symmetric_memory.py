@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-latency collectives of sequence parallel inference, over symmetric memory where it exists.
+
+    comm = SequenceParallelComm.create(group, TorchMemory(device), max_bytes=..., mode="auto")
+    print(comm.explain())
+    comm.begin_step()
+    own = comm.reduce_scatter(addends)    # [n * tp, ...] -> the sum of this rank's [n, ...]
+    whole = comm.all_gather(normed)       # [n, ...] of every rank -> [n * tp, ...]
+    if comm.fuses(addends):               # reduce-scatter, add, RMSNorm and all-gather in one
+        whole = comm.reduce_norm_gather(addends, stream, norm)
+
+Three ways, the first that all ranks can take:
+
+| way | needs |
+|---|---|
+| multimem | NVLink SHARP: the switch copies and sums; symmetric memory with a multicast address |
+| p2p | every rank maps every other rank's memory |
+| torch.distributed | nothing: NCCL or gloo |
+
+What the ranks find is put to a vote (the minimum) after each check, so all of them take the same
+way, and none waits for a peer that has given up. A way is taken after it has reduced a probe, with
+a bounded wait, to what torch.distributed says.
+
+The arena has two buffers, used in turns. A collective waits for its peers at its start or its end:
+whoever has passed it knows that they have read what the one before it left in the other buffer. A
+step begins with a reduction and the first buffer, whatever the last one ended with, so that CUDA
+graphs of steps can follow each other: a reduction writes this rank's own memory only, and waits
+before that of others is read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from megatron.core.comm.collectives import all_gather, all_reduce, observe, reduce_scatter
+from megatron.core.ops.dispatch import triton_is_installed
+from megatron.core.ops.nvls import PACK_BYTES, Peers, RowNorm
+from megatron.core.process_groups import Group
+
+Mode = Literal["auto", "require", "off"]
+Way = Literal["multimem", "p2p", "torch.distributed"]
+
+#: Programs of a kernel at most: all of them are resident at once on a device that serves.
+MAX_PROGRAMS = 32
+#: How often a slot of the signal pad is tried while probing, about a second.
+TRIES = 1 << 20
+#: Elements of each rank in a probe.
+PROBE_ELEMENTS = 16
+#: Bytes of a reason that ranks exchange.
+REASON_BYTES = 256
+#: Longest row of the fused kernel: a program has it in registers.
+MAX_FEATURES = 16384
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetricBuffers:
+    """The same bytes on every rank, as one of them sees them.
+
+    Args:
+        local: uint8 [bytes], this rank's.
+        buffers: int64 [world], addresses of all ranks' bytes, on the device.
+        pads: int64 [world], addresses of their signal pads, on the device.
+        pad_bytes: size of a signal pad.
+        multicast: address that stands for all ranks' bytes; 0 if there is none.
+        owner: what keeps the other ranks' memory mapped.
+    """
+
+    local: torch.Tensor
+    buffers: torch.Tensor
+    pads: torch.Tensor
+    pad_bytes: int
+    multicast: int
+    owner: object = None
+
+
+class SymmetricMemory(Protocol):
+    """Where symmetric memory comes from."""
+
+    def problem(self) -> str:
+        """Return why this rank has none; "" if it may have. Asks no other rank."""
+        ...
+
+    def multicast_problem(self) -> str:
+        """Return why this rank has no multicast; "" if it may have. Asks no other rank."""
+        ...
+
+    def allocate(self, size: int, pad_bytes: int) -> torch.Tensor:
+        """Return uint8 [size] of this rank, with a signal pad. Asks no other rank.
+
+        Raises:
+            RuntimeError: there is not so much.
+        """
+        ...
+
+    def exchange(self, local: torch.Tensor, group: Group) -> SymmetricBuffers:
+        """Map the memory that every rank of a group has allocated; all of them call it.
+
+        Raises:
+            RuntimeError: they cannot.
+        """
+        ...
+
+
+class TorchMemory:
+    """`torch.distributed._symmetric_memory` on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def problem(self) -> str:
+        """See `SymmetricMemory`."""
+        if self.device.type != "cuda":
+            return f"the model is on {self.device.type}, not on a CUDA device"
+        try:
+            import torch.distributed._symmetric_memory as _  # noqa: F401
+        except ImportError:
+            return f"torch {torch.__version__} has no symmetric memory"
+        return "" if triton_is_installed() else "Triton is not installed"
+
+    def multicast_problem(self) -> str:
+        """See `SymmetricMemory`."""
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        index = self.device.index or 0
+        if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index):
+            return "the device has no NVLink SHARP multicast"
+        return ""
+
+    def allocate(self, size: int, pad_bytes: int) -> torch.Tensor:
+        """See `SymmetricMemory`."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        symmetric.set_signal_pad_size(pad_bytes)  # of what is allocated from here on
+        return symmetric.empty(size, dtype=torch.uint8, device=self.device)
+
+    def exchange(self, local: torch.Tensor, group: Group) -> SymmetricBuffers:
+        """See `SymmetricMemory`."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        assert group.handle is not None
+        handle = symmetric.rendezvous(local, group.handle)
+        return SymmetricBuffers(
+            local=local,
+            buffers=torch.tensor(handle.buffer_ptrs, device=self.device),
+            pads=torch.tensor(handle.signal_pad_ptrs, device=self.device),
+            pad_bytes=handle.signal_pad_size,
+            multicast=handle.multicast_ptr,
+            owner=handle,
+        )
+
+
+class Arena:
+    """Two buffers of symmetric memory in turns, and the kernels over them.
+
+    Args:
+        halves: of the same allocation size; their pads may be the same memory.
+        way: of the kernels.
+        tries: how often a slot of a signal pad is tried; 0 is for ever.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        halves: tuple[SymmetricBuffers, SymmetricBuffers],
+        way: Literal["multimem", "p2p"],
+        *,
+        tries: int = 0,
+    ) -> None:
+        self.group, self.way, self.tries = group, way, tries
+        self._halves, self._next = halves, 0
+        self.status = torch.zeros(1, dtype=torch.int32, device=halves[0].local.device)
+        pad = min(half.pad_bytes for half in halves)
+        self.programs = min(MAX_PROGRAMS, pad // (4 * group.size))
+        if self.programs < 1:
+            raise RuntimeError(f"signal pads of {pad} bytes for {group.size} ranks")
+
+    def takes(self, x: torch.Tensor, wide_bytes: int) -> bool:
+        """Whether a transfer goes through the arena: the same answer on all ranks for one shape.
+
+        Args:
+            wide_bytes: of its wide side.
+        """
+        return (
+            0 < wide_bytes <= self._halves[0].local.numel()
+            and x.dtype in (torch.float32, torch.bfloat16)
+            and wide_bytes % (self.group.size * PACK_BYTES) == 0
+        )
+
+    def begin_step(self) -> None:
+        """Use the first buffer next."""
+        self._next = 0
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [n * size, ...] in the arena from x [n, ...]."""
+        from megatron.core.ops.nvls import triton as kernels
+
+        x, half = _aligned(x), self._turn()
+        out = self._view(half, x, (x.shape[0] * self.group.size, *x.shape[1:]))
+        observe("all_gather", self.group, out, how=self.way)
+        if self.way == "multimem":
+            kernels.multimem_all_gather(x, half.multicast, self._peers(half))
+        else:
+            kernels.peer_all_gather(x, half.buffers, self._peers(half))
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of this rank's [n, ...] of x [n * size, ...]."""
+        from megatron.core.ops.nvls import triton as kernels
+
+        half = self._filled(x, self.way)
+        out = x.new_empty((x.shape[0] // self.group.size, *x.shape[1:]))
+        if self.way == "multimem":
+            kernels.multimem_reduce_scatter(half.multicast, out, self._peers(half))
+        else:
+            kernels.peer_reduce_scatter(half.buffers, out, self._peers(half))
+        return out
+
+    def reduce_norm_gather(
+        self, x: torch.Tensor, stream: torch.Tensor, norm: RowNorm
+    ) -> torch.Tensor:
+        """Return the normalised rows of all ranks, in the arena; see `SequenceParallelComm`."""
+        from megatron.core.ops.nvls import triton as kernels
+
+        how = f"{self.way} fused"
+        source, target = self._filled(x, how), self._turn()
+        out = self._view(target, x, x.shape)
+        observe("all_gather", self.group, out, how=how)
+        if self.way == "multimem":
+            kernels.multimem_reduce_norm_gather(
+                source.multicast, target.multicast, stream, norm, self._peers(source)
+            )
+        else:
+            kernels.peer_reduce_norm_gather(
+                source.buffers, target.buffers, stream, norm, self._peers(source)
+            )
+        return out
+
+    def _filled(self, x: torch.Tensor, how: str) -> SymmetricBuffers:
+        """Return the next buffer, with x in it."""
+        half = self._turn()
+        source = self._view(half, x, x.shape)
+        source.copy_(x)
+        observe("reduce_scatter", self.group, source, how=how)
+        return half
+
+    @staticmethod
+    def _view(half: SymmetricBuffers, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the beginning of a buffer in x's dtype."""
+        return half.local[: math.prod(shape) * x.element_size()].view(x.dtype).view(shape)
+
+    def _turn(self) -> SymmetricBuffers:
+        half = self._halves[self._next]
+        self._next = 1 - self._next
+        return half
+
+    def _peers(self, half: SymmetricBuffers) -> Peers:
+        return Peers(
+            half.pads, self.status, self.group.rank, self.group.size, self.programs, self.tries
+        )
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x contiguous, from an address that packs can be loaded from."""
+    if x.is_contiguous() and x.data_ptr() % PACK_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class SequenceParallelComm:
+    """The collectives of one group; see `create`."""
+
+    def __init__(self, group: Group, arena: Arena | None, reason: str) -> None:
+        self.group, self._arena, self._reason = group, arena, reason
+
+    @property
+    def way(self) -> Way:
+        """The way that all ranks take."""
+        return "torch.distributed" if self._arena is None else self._arena.way
+
+    @staticmethod
+    def plain(group: Group) -> SequenceParallelComm:
+        """Return those that go through torch.distributed."""
+        return SequenceParallelComm(group, None, "")
+
+    @staticmethod
+    def create(
+        group: Group,
+        memory: SymmetricMemory,
+        *,
+        max_bytes: int,
+        mode: Mode = "auto",
+        tries: int = TRIES,
+    ) -> SequenceParallelComm:
+        """Find the way that all ranks can take; all of them call it, with equal arguments.
+
+        Args:
+            max_bytes: of the wide side of a transfer; a wider one goes through torch.distributed.
+            mode: "auto" takes the best way, "off" takes torch.distributed, "require" is for those
+                who want multimem or nothing.
+            tries: how often a probe tries a slot of the signal pad before it gives a peer up.
+
+        Raises:
+            ValueError: "require", and multimem cannot be taken; on all ranks, with the reason.
+        """
+        if group.size == 1 or mode == "off":
+            found = SequenceParallelComm(
+                group, None, "one rank" if group.size == 1 else "--nvls off"
+            )
+        else:
+            found = SequenceParallelComm(group, *_find(group, memory, max_bytes, tries))
+        if mode == "require" and found.way != "multimem":
+            raise ValueError(
+                f"--nvls require: the collectives would go through {found.explain()}: use --nvls "
+                "auto, or a machine whose GPUs of a tensor parallel group share an NVSwitch"
+            )
+        return found
+
+    def explain(self) -> str:
+        """Return the way and why not a better one, in one line."""
+        return f"{self.way} ({self._reason})" if self._reason else self.way
+
+    def begin_step(self) -> None:
+        """Say that the next collective is a step's first, a reduction."""
+        if self._arena is not None:
+            self._arena.begin_step()
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate x [n, ...] of every rank to [n * size, ...].
+
+        The result may be memory of the arena, which peers write to again: it holds until this rank
+        begins its next collective.
+        """
+        if self._arena is None or not self._arena.takes(x, x.nbytes * self.group.size):
+            return all_gather(x, self.group)
+        return self._arena.all_gather(x)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum x [n * size, ...] over the group and return this rank's [n, ...]."""
+        if self._arena is None or not self._cuts(x):
+            return reduce_scatter(x, self.group)
+        return self._arena.reduce_scatter(x)
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        """Whether `reduce_norm_gather` takes addends [n * size, h]; the same on all ranks."""
+        return (
+            self._arena is not None
+            and x.ndim == 2
+            and x.shape[1] <= MAX_FEATURES
+            and x.shape[1] * x.element_size() % PACK_BYTES == 0
+            and self._cuts(x)
+        )
+
+    def _cuts(self, x: torch.Tensor) -> bool:
+        """Whether the arena takes x [n * size, ...] and cuts it between rows."""
+        assert self._arena is not None
+        return x.shape[0] % self.group.size == 0 and self._arena.takes(x, x.nbytes)
+
+    def reduce_norm_gather(
+        self, x: torch.Tensor, stream: torch.Tensor, norm: RowNorm
+    ) -> torch.Tensor:
+        """Reduce-scatter, add to the residual stream, normalise and all-gather, in one kernel.
+
+        Args:
+            x: [n * size, h], addends of the ranks, such that `fuses` holds.
+            stream: [n, h] of this rank, contiguous, in x's dtype; the sum is added in place.
+            norm: of the new stream, in fp32.
+
+        Returns:
+            Normalised rows of all ranks [n * size, h], memory of the arena as in `all_gather`.
+        """
+        assert self._arena is not None
+        return self._arena.reduce_norm_gather(x, stream, norm)
+
+
+def _find(
+    group: Group, memory: SymmetricMemory, max_bytes: int, tries: int
+) -> tuple[Arena | None, str]:
+    """Return the arena of the best way that all ranks can take, and why not a better one."""
+    problem = _first_problem(memory.problem(), group)
+    if problem:
+        return None, problem
+    halves, problem = _exchanged(group, memory, max_bytes)
+    if halves is None:
+        return None, problem
+    no_multicast = memory.multicast_problem()
+    if not no_multicast and any(half.multicast == 0 for half in halves):
+        no_multicast = "the ranks' devices are not in one multicast domain"
+    no_multicast = _first_problem(no_multicast, group)
+    if not no_multicast:
+        no_multicast = _first_problem(_probed(Arena(group, halves, "multimem", tries=tries)), group)
+        if not no_multicast:
+            return Arena(group, halves, "multimem"), ""
+        # A probe that failed may have left slots set: begin with pads of zeros.
+        halves, problem = _exchanged(group, memory, max_bytes)
+        if halves is None:
+            return None, f"{no_multicast}; {problem}"
+    problem = _first_problem(_probed(Arena(group, halves, "p2p", tries=tries)), group)
+    if problem:
+        return None, f"{no_multicast}; {problem}"
+    return Arena(group, halves, "p2p"), no_multicast
+
+
+def _exchanged(
+    group: Group, memory: SymmetricMemory, max_bytes: int
+) -> tuple[tuple[SymmetricBuffers, SymmetricBuffers] | None, str]:
+    """Return two buffers of symmetric memory, or None and the reason, the same on all ranks."""
+    size = max(-(-max_bytes // PACK_BYTES), PROBE_ELEMENTS * group.size) * PACK_BYTES
+    pad_bytes = 4 * MAX_PROGRAMS * group.size
+    locals_: list[torch.Tensor] = []
+    halves: list[SymmetricBuffers] = []
+    problem = ""
+    # In two steps: a rank without memory must not leave the others waiting in an exchange.
+    try:
+        locals_ += [memory.allocate(size, pad_bytes) for _ in range(2)]
+    except RuntimeError as error:
+        problem = f"no symmetric memory of {2 * size:,} bytes: {_line(error)}"
+    problem = _first_problem(problem, group)
+    if problem:
+        return None, problem
+    try:
+        halves += [memory.exchange(local, group) for local in locals_]
+    except RuntimeError as error:
+        problem = f"the ranks cannot map each other's memory: {_line(error)}"
+    problem = _first_problem(problem, group)
+    return (None, problem) if problem else ((halves[0], halves[1]), "")
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of what an error says."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _probed(arena: Arena) -> str:
+    """Return what is wrong with a reduction and a gather of an arena; "" if nothing is."""
+    group, device = arena.group, arena.status.device
+    for dtype in (torch.float32, torch.bfloat16):
+        numbers = torch.arange(PROBE_ELEMENTS * group.size, device=device) % 16 + group.rank
+        addends = numbers.to(dtype)
+        whole = arena.all_gather(arena.reduce_scatter(addends)).clone()
+        expected = all_reduce(addends, group)
+        late = int(arena.status)
+        if late:
+            return f"{arena.way}: rank {group.ranks[late - 1]} did not come to the probe"
+        if not torch.allclose(whole.float(), expected.float(), rtol=2**-6, atol=0.0):
+            return f"{arena.way}: the probe's sum is not that of torch.distributed"
+    return ""
+
+
+def _first_problem(problem: str, group: Group) -> str:
+    """Return the problem of the first rank that has one, the same on all ranks; "" if none has."""
+    assert group.handle is not None
+    device = "cuda" if "nccl" in group.handle.name().lower() else "cpu"
+    said = torch.zeros(REASON_BYTES, dtype=torch.uint8)
+    raw = problem.encode()[:REASON_BYTES]
+    said[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    for rank, row in enumerate(all_gather(said.unsqueeze(0).to(device), group).tolist()):
+        text = bytes(row).rstrip(b"\0").decode(errors="ignore")
+        if text:
+            return f"rank {group.ranks[rank]}: {text}"
+    return ""

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What symmetric memory needs of a machine, each taken away; collectives over it run in
+core/ops/interpreted_nvls.py."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from megatron.core.comm import symmetric_memory
+from megatron.core.comm.symmetric_memory import SequenceParallelComm, TorchMemory
+from megatron.core.process_groups import ProcessGroupCollection
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_cpu_has_none() -> None:
+    assert TorchMemory(torch.device("cpu")).problem() == "the model is on cpu, not on a CUDA device"
+
+
+def test_torch_without_symmetric_memory_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", None)
+    assert "has no symmetric memory" in TorchMemory(CUDA).problem()
+
+
+def test_kernels_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric_memory, "triton_is_installed", lambda: False)
+    assert TorchMemory(CUDA).problem() == "Triton is not installed"
+    monkeypatch.setattr(symmetric_memory, "triton_is_installed", lambda: True)
+    assert TorchMemory(CUDA).problem() == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have multicast")
+def test_a_device_without_multicast_says_so() -> None:
+    assert TorchMemory(CUDA).multicast_problem() == "the device has no NVLink SHARP multicast"
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_one_rank_asks_for_nothing(mode: symmetric_memory.Mode) -> None:
+    group = ProcessGroupCollection.single()["tp"]
+    comm = SequenceParallelComm.create(group, TorchMemory(CUDA), max_bytes=64, mode=mode)
+    assert comm.explain() == "torch.distributed (one rank)"
+    assert not comm.fuses(torch.zeros(2, 8))

@@ -26,6 +26,7 @@ from megatron.core.ops.nvls import triton as nvls
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.transformer import NormConfig
+from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, requests
@@ -196,9 +197,7 @@ def fused_on_a_rank(rank: int, world: int, folder: str, features: int) -> list[s
             ("reduce_scatter", "p2p fused"),
             ("all_gather", "p2p fused"),
         ]
-        worst = (normed.double() - wanted).abs().max() / wanted.abs().max()
-        if not worst < 1e-6:
-            wrong.append(f"norm of {rows} rows: {worst}")
+        assert_close_by_metric(f"norm of {rows} rows", normed, wanted, bound=1e-6)
         if not torch.equal(stream, total.chunk(world)[rank]):
             wrong.append(f"stream of {rows} rows")
         if not torch.equal(comm.all_gather(stream), total):

@@ -39,6 +39,7 @@ from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import LanguageModel
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.ops.weight_copy import CopyDtype
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage
 from megatron.hf.folder import end_tokens, is_folder
@@ -66,7 +67,7 @@ class CheckpointModel:
         chat_folder: where a chat template may be: the tokenizer's folder; None if it has none.
         token_multiple: what the tokens of a step have to be a multiple of.
         optimized: generate by `InferenceOptimizedModel`.
-        nvls: as in `ModelSource`.
+        nvls, weights_dtype: as in `ModelSource`.
     """
 
     model: GPTModel
@@ -80,6 +81,7 @@ class CheckpointModel:
     token_multiple: int = 1
     optimized: bool = False
     nvls: Mode = "auto"
+    weights_dtype: CopyDtype | None = None
 
     def generator(self, max_step_tokens: int) -> LanguageModel:
         """Return what the engine runs; all ranks call it.
@@ -88,13 +90,26 @@ class CheckpointModel:
             max_step_tokens: tokens of a step at most.
 
         Raises:
-            ValueError: `--nvls require` where NVLink SHARP cannot be had.
+            ValueError: `--nvls require` where NVLink SHARP cannot be had, or `--weights-dtype`
+                where there is nothing to copy.
         """
         if not self.optimized:
             return self.model
+        generator = InferenceOptimizedModel(
+            self.model, self._comm(max_step_tokens), copies=self.weights_dtype
+        )
+        if self.model.region.group.rank == 0:
+            if generator.copied is not None:
+                print(generator.copied, file=sys.stderr)
+            if self.model.config.norm.kind == "LayerNorm":
+                print("LayerNorm runs as in training: only RMSNorm is fused", file=sys.stderr)
+        return generator
+
+    def _comm(self, max_step_tokens: int) -> SequenceParallelComm | None:
+        """Return the collectives of sequence parallelism; None without it."""
         region = self.model.region
         if not region.scatters:
-            return InferenceOptimizedModel(self.model)
+            return None
         tokens = -(-max_step_tokens // self.token_multiple) * self.token_multiple
         element = torch.empty((), dtype=self.model.store.dtype).element_size()
         comm = SequenceParallelComm.create(
@@ -105,7 +120,7 @@ class CheckpointModel:
         )
         if region.group.rank == 0:
             print(f"sequence parallel collectives: {comm.explain()}", file=sys.stderr)
-        return InferenceOptimizedModel(self.model, comm)
+        return comm
 
     @property
     def cache_shapes(self) -> CacheShapes:
@@ -191,6 +206,7 @@ def _from_folder(source: ModelSource, place: _Place) -> CheckpointModel:
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
         nvls=source.nvls,
+        weights_dtype=source.weights_dtype,
     )
 
 
@@ -245,6 +261,7 @@ def _load(folder: Path, source: ModelSource, place: _Place) -> CheckpointModel:
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
         nvls=source.nvls,
+        weights_dtype=source.weights_dtype,
     )
 
 

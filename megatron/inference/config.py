@@ -46,6 +46,10 @@ class ModelSource:
     """What moves the tokens of --sequence-parallel in --transformer-impl inference_optimized: auto
     uses NVLink SHARP multicast, else loads and stores over NVLink, else torch.distributed, what all
     ranks can; require stops where multicast cannot be had; off uses torch.distributed."""
+    weights_dtype: Literal["bf16", "int8"] | None = None
+    """Multiply by copies of the matrices in fewer bytes, made at load, on a CPU under
+    --transformer-impl inference_optimized: bf16, or int8 with a scale for each row; derived: no
+    copies."""
     distributed_timeout_minutes: float = 10.0
     """How long a collective may wait for a peer before the run stops, in minutes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -138,6 +142,11 @@ def _check_source(source: ModelSource) -> None:
             "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise that"
         )
     optimized = source.transformer_impl == "inference_optimized"
+    if source.weights_dtype is not None and not optimized:
+        raise ValueError(
+            f"--weights-dtype {source.weights_dtype} needs --transformer-impl inference_optimized: "
+            "give it as well, or drop both"
+        )
     if source.nvls != "auto" and not (source.sequence_parallel and optimized):
         raise ValueError(
             f"--nvls {source.nvls} is for the collectives of --sequence-parallel in "

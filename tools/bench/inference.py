@@ -28,6 +28,7 @@ from megatron.core.inference.engine import Engine, EngineConfig, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.ops.weight_copy import CopyDtype
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import SelfAttention
 from megatron.core.weight_gather import Storage
@@ -300,11 +301,43 @@ def forward_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     """Tokens a second of `--transformer-impl inference_optimized`, by three others."""
     peer = llama(SHAPES["M"])
     model = with_weights_of(peer)
-    return [
-        found
-        for count in (1, ROWS)
-        for found in forward_rows_of(count, peer, model, 16 if quick else 64, quick, clock)
+    new = 16 if quick else 64
+    found = [
+        row for count in (1, ROWS) for row in forward_rows_of(count, peer, model, new, quick, clock)
     ]
+    # Last: products outside of autograd use the copies from there on.
+    copies = [copied_row(dtype, peer, model, new, quick, clock) for dtype in ("bf16", "int8")]
+    return [*found, *copies]
+
+
+def copied_row(
+    dtype: CopyDtype,
+    peer: LlamaForCausalLM,
+    model: GPTModel,
+    new: int,
+    quick: bool,
+    clock: Callable[[], float],
+) -> Row:
+    """Tokens a second of one request by `--weights-dtype`, by transformers' in fp32."""
+    load = Load(num_requests=1, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
+    requests = make_requests(load, model.config.vocab_size)
+    engine = engine_of(model)
+    engine.model = InferenceOptimizedModel(model, copies=dtype)
+
+    def ours() -> float:
+        engine.scheduler.forget_cached()
+        start = clock()
+        generate(engine, requests)
+        return new / (clock() - start)
+
+    def static() -> float:
+        start = clock()
+        static_batch(peer, requests)
+        return new / (clock() - start)
+
+    what = f"--weights-dtype {dtype}, 1 row: tokens/s / transformers in fp32"
+    target = ">= 2" if dtype == "int8" else ""
+    return row(what, *in_turns((ours, static), rounds=2 if quick else 7), target)
 
 
 def forward_rows_of(

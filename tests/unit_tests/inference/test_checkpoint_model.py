@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.transformer import AttentionConfig, MLPConfig
+from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.inference.generate import main
 from tests.support.arguments import last_wins
@@ -194,6 +195,47 @@ def test_nvls_is_required_or_left_off_on_both_ranks(
     assert "use --nvls auto" in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.003), ("int8", 0.01)])
+def test_copies_of_the_weights_say_nearly_the_same(
+    root: Path, tmp_path: Path, dtype: str, most: float
+) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    assert run(*arguments(root, "--prompt-logprobs", "--output-json", str(one)))[0] == 0
+    words = arguments(root, "--prompt-logprobs", "--output-json", str(two), *OPTIMIZED)
+    code, _, err = run(*words, "--weights-dtype", dtype)
+    assert code == 0, err
+    found = re.search(
+        rf"{dtype} weights: copies of 9 matrices, .* relative error .*, at most (.*)%", err
+    )
+    assert 0 < float(found[1]) / 100 < most
+    asked = [
+        torch.tensor(json.loads(path.read_text())[2]["prompt_logprobs"]) for path in (one, two)
+    ]
+    off = (asked[0] - asked[1]).abs().max()
+    assert 1e-5 < off < 0.5
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_norm_without_a_fused_form_is_told(tmp_path: Path, kind: Any) -> None:
+    config = replace(CONFIG, norm=NormConfig(kind=kind))
+    saved = GPTModel(config, ProcessGroupCollection.single(), seed=1)
+    save(tmp_path / "root", saved, model=config.to_json())
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    assert run(*arguments(tmp_path / "root", "--output-json", str(one)))[0] == 0
+    words = arguments(tmp_path / "root", "--output-json", str(two), *OPTIMIZED)
+    code, _, err = run(*words)
+    assert code == 0, err
+    assert ("LayerNorm runs as in training: only RMSNorm is fused" in err) == (kind == "LayerNorm")
+    assert_same_results(one, two)
+
+
+def test_copies_need_the_optimized_forward() -> None:
+    code, _, err = run("--load", "nowhere", "--prompt", "a", "--weights-dtype", "int8")
+    assert code == 2
+    assert "--weights-dtype int8 needs --transformer-impl inference_optimized" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("mode", ["require", "off"])

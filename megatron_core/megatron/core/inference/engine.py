@@ -74,6 +74,10 @@ class LanguageModel(Protocol):
         """
         ...
 
+    def weights_replaced(self) -> None:
+        """Make anew what is derived from the weights."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -354,6 +358,7 @@ class Engine:
         from here on carry the new epoch.
         """
         self.epoch += 1
+        self.model.weights_replaced()
         self.scheduler.forget_cached()
 
     def step(self) -> list[Completion]:

@@ -424,6 +424,9 @@ class GPTModel(StoreModule):
         """
         return self.head(self(tokens, layout=layout, cache=cache))
 
+    def weights_replaced(self) -> None:
+        """See `megatron.core.inference.engine.LanguageModel`: nothing here is derived from them."""
+
     def full_logits(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the logits of the whole vocabulary, fp32 [s, b, V], on every tp rank."""
         return self.head.whole(self.logits(tokens, **options))

@@ -38,15 +38,23 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.nvls import RowNorm
-from megatron.core.tensor_parallel import VocabParallelHead
+from megatron.core.ops.weight_copy import CopyDtype
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelHead,
+)
 from megatron.core.transformer import (
     MLP,
     KeyValueCache,
+    LatentAttention,
     Norm,
     RopeTable,
     RotaryEmbedding,
     SelfAttention,
 )
+from megatron.core.weight_gather import WeightHandle, copy_weights
 
 #: Dtypes that norms are computed in as they are.
 _WIDE = frozenset({torch.float32, torch.float64})
@@ -143,12 +151,24 @@ class InferenceOptimizedModel:
     Args:
         model: all of it is on this rank, up to tensor parallelism.
         comm: collectives of sequence parallelism; None goes through torch.distributed.
+        copies: dtype of copies of the matrices that are multiplied by instead; None makes none.
+            The embedding, routers, experts and what latent attention absorbs stay as stored.
 
     Attributes:
         head: of the model; hidden states come to it whole.
+        copied: what the copies cost; None without copies.
+
+    Raises:
+        ValueError: copies of matrices that are not on a CPU, or in that dtype already.
     """
 
-    def __init__(self, model: GPTModel, comm: SequenceParallelComm | None = None) -> None:
+    def __init__(
+        self,
+        model: GPTModel,
+        comm: SequenceParallelComm | None = None,
+        *,
+        copies: CopyDtype | None = None,
+    ) -> None:
         self.model, self.region = model, model.region
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
         self.head = WholeHead(model.head, self.comm)
@@ -161,6 +181,13 @@ class InferenceOptimizedModel:
         self._rows = None
         if model.rotary is not None:
             self._rows = RotaryRows(model.rotary, model.rotary.frequencies.device)
+        self._copies, self.copied = copies, None
+        self.weights_replaced()
+
+    def weights_replaced(self) -> None:
+        """Copy the matrices again, if there are copies."""
+        if self._copies is not None:
+            self.copied = copy_weights(matrices(self.model), self._copies)
 
     def __call__(self, tokens: Tensor, *, layout: SequenceLayout, cache: KeyValueCache) -> Tensor:
         """Return hidden states [t, 1, h], whole on every rank, of new tokens [1, t]."""
@@ -228,6 +255,14 @@ class InferenceOptimizedModel:
         if self.region.scatters:
             return self.comm.reduce_scatter(addends)
         return all_reduce(addends, self.region.group)
+
+
+def matrices(model: GPTModel) -> list[WeightHandle]:
+    """Return the weights that tokens are multiplied by: of linear layers and of the head."""
+    linear = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+    absorbed = {m.kv_up for m in model.modules() if isinstance(m, LatentAttention)}
+    found = [m for m in model.modules() if isinstance(m, linear) and m not in absorbed]
+    return [*(module.weight for module in found), model.head.weight]
 
 
 class WholeHead:

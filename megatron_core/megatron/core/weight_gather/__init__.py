@@ -23,6 +23,7 @@ from megatron.core.weight_gather.bucket import (
     Storage,
     reductions,
 )
+from megatron.core.weight_gather.copies import CopyReport, copy_weights
 from megatron.core.weight_gather.gatherer import (
     BACKWARD,
     EVALUATION,
@@ -52,6 +53,7 @@ __all__ = [
     "Arena",
     "Block",
     "Bucket",
+    "CopyReport",
     "Deferral",
     "GatherPlan",
     "Gatherer",
@@ -65,6 +67,7 @@ __all__ = [
     "WgradQueue",
     "check_plan",
     "compile_plan",
+    "copy_weights",
     "empty_range",
     "grouped_linear",
     "owned_range",

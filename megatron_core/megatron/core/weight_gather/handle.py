@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops.dispatch import matmul_dtype
+from megatron.core.ops.weight_copy import WeightCopy
 from megatron.core.ops.wide_product import add_product_
 from megatron.core.weight_sharding import WeightSharding
 
@@ -153,6 +154,8 @@ class WeightHandle:
         deferral: whether weight gradients are deferred, shared with the other weights of the store.
         keeps_grad: without `gradients`, puts go to the `.grad` of `param`, as autograd's would: in
             one process, until an engine is built.
+        cpu_dtype: what a CPU multiplies it in, see `ops.dispatch.matmul_dtype`.
+        copy: what `product` multiplies by instead, see `copies.copy_weights`.
     """
 
     def __init__(
@@ -175,7 +178,8 @@ class WeightHandle:
         self.fresh = True
         self.gradients: GradientSink | None = None
         self.deferral = deferral or Deferral()
-        self._cpu_dtype = cpu_dtype
+        self.cpu_dtype = cpu_dtype
+        self.copy: WeightCopy | None = None
         self.keeps_grad = False
 
     def __repr__(self) -> str:
@@ -219,7 +223,7 @@ class WeightHandle:
     @cached_property
     def product_dtype(self) -> torch.dtype:
         """What the weight is multiplied in where it is, see `ops.dispatch.matmul_dtype`."""
-        return matmul_dtype(self.anchor, self._cpu_dtype)
+        return matmul_dtype(self.anchor, self.cpu_dtype)
 
     def linear(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
         """Return x [..., h] Wᵀ + bias, [..., o]. Saves x only."""
@@ -231,6 +235,8 @@ class WeightHandle:
 
     def product(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
         """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype, outside of autograd."""
+        if self.copy is not None:
+            return self.copy.product(x, None if bias is None else bias.get())
         weight, dtype = self.get(), self.product_dtype
         added = None if bias is None else bias.get()
         if dtype is x.dtype:

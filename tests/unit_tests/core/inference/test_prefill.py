@@ -57,6 +57,9 @@ class Hashing:
         self.tokens, self.factor = 0, 37
         self.shapes = CacheShapes() if paged else CacheShapes(states={"hash": ((), torch.int64)})
 
+    def weights_replaced(self) -> None:
+        """Nothing is derived from the factor."""
+
     def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation by copies of the weights in fewer bytes, against a model that stores their values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
+from megatron.core.ops import weight_copy
+from megatron.core.ops.weight_copy import CopyDtype, WeightCopy
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.closeness import assert_close_by_metric
+from tests.support.inputs import one_thread
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.inference.test_decoded_states import decoded
+from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, prompts
+
+
+def model_in_fp32(family: str, groups: ProcessGroupCollection | None = None) -> GPTModel:
+    groups = groups or ProcessGroupCollection.single()
+    return GPTModel(FAMILIES[family], groups, dtype=torch.float32, seed=3)
+
+
+def store_values_of_copies(model: GPTModel, dtype: CopyDtype) -> None:
+    """Write to a model what copies of its matrices stand for."""
+    with torch.no_grad():
+        for handle in matrices(model):
+            weight = handle.get()
+            if handle is not model.embedding.weight:  # tied, it is looked up as stored
+                weight.copy_(WeightCopy(weight, dtype).widened(0, len(weight)))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("family", "rounds"), [("gqa", True), *((family, False) for family in FAMILIES)]
+)
+def test_states_are_those_of_a_model_with_the_copies_values(
+    family: str, dtype: CopyDtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rounds:  # all products in fp32
+        monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.float32)
+        monkeypatch.setattr(weight_copy, "BF16_ROWS", 0)
+        monkeypatch.setattr(weight_copy, "INT8_ROWS", 0)
+    products, product = [], WeightCopy.product
+
+    def counted(copy: WeightCopy, x: torch.Tensor, bias: torch.Tensor | None = None):
+        products.append(copy)
+        return product(copy, x, bias)
+
+    monkeypatch.setattr(WeightCopy, "product", counted)
+    model, reference = model_in_fp32(family), model_in_fp32(family)
+    store_values_of_copies(reference, dtype)
+    assert not products
+    engine = engine_of(model, max_step_tokens=500)
+    engine.model = InferenceOptimizedModel(model, copies=dtype)
+    with one_thread():
+        said, states = decoded(engine)
+    assert len(products) == len(matrices(model)) * engine.stats.steps
+    for prompt, completion, found in zip(prompts(), said, states, strict=True):
+        with torch.no_grad():
+            whole = reference(torch.tensor([[*prompt, *completion.tokens]]))
+        # Activations are rounded to 8 bits before each product of the few rows of a step, and
+        # these models amplify it.
+        wanted, bound = whole[len(prompt) - 1 : -1], 0.1 if rounds else 1e-4
+        assert_close_by_metric("states", torch.stack(found), wanted, bound=bound)
+
+
+def test_copies_are_made_again_where_weights_were_replaced() -> None:
+    model = model_in_fp32("gqa")
+    engine = engine_of(model)
+    engine.model = InferenceOptimizedModel(model, copies="int8")
+    weight = model.head.weight
+    before = weight.copy.widened(0, 61)
+    with torch.no_grad():
+        weight.get().mul_(-2)
+    assert torch.equal(weight.copy.widened(0, 61), before)
+    engine.weights_replaced()
+    assert_close_by_metric("copy", weight.copy.widened(0, 61), -2 * before, bound=1e-6)
+    report = engine.model.copied
+    assert report.matrices == len(matrices(model)) == 9
+    assert 0.001 < report.mean_error <= report.worst_error < 0.02
+
+
+def on_a_rank(rank: int, world: int) -> list[torch.Tensor]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    model = model_in_fp32("gqa", groups)
+    engine = engine_of(model, max_step_tokens=500)
+    engine.model = InferenceOptimizedModel(model, copies="int8")
+    with one_thread():
+        return [states[0] for states in decoded(engine)[1]]
+
+
+def test_two_ranks_are_as_far_from_fp32_as_one() -> None:
+    model = model_in_fp32("gqa")
+    for states in run_ranks(on_a_rank, 2):
+        for prompt, found in zip(prompts(), states, strict=True):
+            with torch.no_grad():
+                wanted = model(torch.tensor([prompt]))[-1, 0]
+            assert_close_by_metric("state", found.view(-1), wanted, bound=6e-2)
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bf16", "the weights are bf16 already")])
+def test_copies_that_save_nothing_are_refused(dtype: CopyDtype, said: str) -> None:
+    groups = ProcessGroupCollection.single()
+    model = GPTModel(FAMILIES["gqa"], groups, dtype=torch.bfloat16, seed=3)
+    with pytest.raises(ValueError, match=said):
+        InferenceOptimizedModel(model, copies=dtype)

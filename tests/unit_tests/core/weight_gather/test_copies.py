@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with copies of weights in fewer bytes, against the values that these stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.ops.weight_copy import INT8_ROWS, CopyDtype, WeightCopy
+from tests.support.closeness import assert_close_by_metric
+from tests.support.inputs import generator
+
+ROWS = (1, 2, 3, INT8_ROWS, INT8_ROWS + 1, 40)
+
+
+def weight_of(rows: int, features: int) -> torch.Tensor:
+    """Return a matrix whose rows have very different sizes, one of which is zeros."""
+    made = torch.randn(rows, features, generator=generator(3, rows))
+    made *= torch.logspace(-6, 3, rows).unsqueeze(1)
+    made[rows // 2] = 0
+    return made
+
+
+@pytest.mark.parametrize("features", [7, 24, 512])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_row_of_int8_is_within_half_a_step(features: int, stored: torch.dtype) -> None:
+    weight = weight_of(33, features).to(stored)
+    copy = WeightCopy(weight, "int8")
+    scales, wide = copy.scales[:33].double().unsqueeze(1), weight.double()
+    off = copy.widened(0, 33).double() - wide
+    assert (off.abs() <= scales / 2 * (1 + 1e-6)).all()
+    assert (scales <= wide.abs().amax(1, keepdim=True) / 127 * (1 + 2**-6) + 1e-37).all()
+    assert copy.values[33 // 2].count_nonzero() == 0
+    expected = off.norm() / wide.norm()
+    assert copy.error(weight) == pytest.approx(float(expected), rel=1e-4)
+    assert copy.nbytes == 64 * (-(-features // 32) * 32 + 2)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("cpu_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "features"), [(9, 7), (33, 24), (2100, 512)])
+def test_a_product_is_that_of_the_copys_values(
+    dtype: CopyDtype, cpu_dtype: torch.dtype, rows: int, features: int
+) -> None:
+    weight = torch.randn(rows, features, generator=generator(5))
+    bias = torch.randn(rows, generator=generator(6))
+    copy = WeightCopy(weight, dtype, cpu_dtype=cpu_dtype)
+    values = copy.values[:rows, :features].double()
+    if copy.scales is not None:
+        values *= copy.scales[:rows].double().unsqueeze(1)
+    for tokens in ROWS:
+        x = torch.randn(tokens, 1, features, generator=generator(7))
+        wanted = x.double() @ values.t() + bias
+        found = copy.product(x, bias)
+        assert (found.dtype, found.shape) == (x.dtype, (tokens, 1, rows))
+        # Rounding x and y to bf16, 8 bits each.
+        assert_close_by_metric(f"{tokens} tokens", found, wanted, bound=6e-3)
+
+
+def test_many_rows_are_multiplied_in_fp32() -> None:
+    weight, x = torch.randn(64, 32, generator=generator(1)), torch.randn(40, 32)
+    for dtype in ("bf16", "int8"):
+        copy = WeightCopy(weight, dtype, cpu_dtype=torch.float32)
+        wanted = x.double() @ copy.widened(0, 64).double().t()
+        assert_close_by_metric(dtype, copy.product(x), wanted, bound=1e-6)

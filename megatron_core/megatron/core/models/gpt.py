@@ -464,6 +464,11 @@ class PositionEmbedding(nn.Module):
                 f"position {int(at.max())} of a model that has learned {self.positions} positions, "
                 f"0 to {self.positions - 1}: use shorter sequences"
             )
+        return self.look_up(layout)
+
+    def look_up(self, layout: SequenceLayout) -> torch.Tensor:
+        """Do as `forward` with positions that are known to be in the table."""
+        at = layout.positions
         if self.region.scatters:
             at = at.chunk(self.region.group.size)[self.region.group.rank]  # [s/tp] or [s/tp, b]
         rows = self.weight.embedding(at)

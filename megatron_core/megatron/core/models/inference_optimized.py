@@ -222,7 +222,14 @@ class InferenceOptimizedModel:
         """Return [t, h], of this rank's tokens under sequence parallelism."""
         hidden = self._reduced(self.model.embedding.addends(tokens.t()))  # [t, 1, h]
         if self.model.position_embedding is not None:
-            hidden = hidden + self.model.position_embedding(layout)
+            learned = self.model.position_embedding
+            longest = layout.rows_with_past.batch.max_context
+            if longest > learned.positions:
+                raise ValueError(
+                    f"a text of {longest} tokens for a model that has learned {learned.positions} "
+                    "positions: use shorter ones"
+                )
+            hidden = hidden + learned.look_up(layout)
         return hidden.squeeze(1)
 
     def _entered(

@@ -110,22 +110,25 @@ class _Sorted:
     Args:
         places: int64 [r]; those that no expert here takes are left out.
         counts: int64 [experts], on the rows' device.
-        sizes: the same on the host.
     """
 
     places: torch.Tensor
     counts: torch.Tensor
-    sizes: tuple[int, ...]
 
     @staticmethod
-    def of(wanted: torch.Tensor, count: int) -> _Sorted:
-        """Sort the places [t, k] of experts 0 … count - 1; `count` is none of them."""
+    def of(wanted: torch.Tensor, count: int, *, complete: bool = False) -> _Sorted:
+        """Sort the places [t, k] of experts 0 … count - 1; `count` is none of them.
+
+        Args:
+            complete: no place is of none; else the host waits to know how many are.
+        """
         wanted = wanted.flatten()
         counts = torch.zeros(count + 1, dtype=torch.int64, device=wanted.device)
         counts.index_add_(0, wanted, torch.ones_like(wanted))
-        sizes = tuple(counts.tolist())
         order = wanted.argsort(stable=True)
-        return _Sorted(order[: len(order) - sizes[-1]], counts[:-1], sizes[:-1])
+        if not complete:
+            order = order[: len(order) - int(counts[-1])]
+        return _Sorted(order, counts[:-1])
 
     @staticmethod
     def everywhere(routing: Routing, num_experts: int) -> _Sorted:
@@ -133,11 +136,11 @@ class _Sorted:
         wanted = routing.experts
         if routing.kept is not None:
             wanted = wanted.masked_fill(~routing.kept, num_experts)
-        return _Sorted.of(wanted, num_experts)
+        return _Sorted.of(wanted, num_experts, complete=routing.kept is None)
 
     @property
     def runs(self) -> RowRuns:
-        return RowRuns(self.sizes, self.counts.cumsum(0).int())
+        return RowRuns.of(self.counts)
 
 
 def _at_home(
@@ -190,10 +193,7 @@ def _by_all_to_all(
     counts = all_gather(found.counts.unsqueeze(0), group)  # [n, E]
     own = counts[:, ranks.first : ranks.first + ranks.num_local]  # [n, E/ep]
     receive = own.sum(1).tolist()
-    blocks = [
-        sum(found.sizes[first : first + ranks.num_local])
-        for first in range(0, ranks.num_experts, ranks.num_local)
-    ]
+    blocks = found.counts.view(-1, ranks.num_local).sum(1).tolist()
     places = found.places
     if etp > 1:  # a row for each part of its expert
         parts = places.split(blocks)

@@ -9,7 +9,8 @@ wgrad    dW_e = sum over the rows of run e of dy[i] x[i]ᵀ, into the slot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +25,21 @@ class RowRuns:
     """How [r, h] rows are divided into runs, one after the other.
 
     Args:
-        counts: rows of each run, on the host.
         ends: int32 [runs], where each ends, on the device of the rows.
     """
 
-    counts: tuple[int, ...]
     ends: torch.Tensor
 
     @staticmethod
     def of(counts: torch.Tensor) -> RowRuns:
-        """Return the runs of int64 [runs] rows. Reads them on the host."""
-        return RowRuns(tuple(counts.tolist()), counts.cumsum(0).int())
+        """Return the runs of int64 [runs] rows."""
+        return RowRuns(counts.cumsum(0).int())
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each run, on the host, which waits for the device."""
+        ends = self.ends.tolist()
+        return tuple(end - start for start, end in pairwise((0, *ends)))
 
 
 def grouped_linear(handle: WeightHandle, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
@@ -46,10 +51,11 @@ def grouped_linear(handle: WeightHandle, x: torch.Tensor, runs: RowRuns) -> torc
             that interleave by experts.
 
     Raises:
-        ValueError: runs of another number of rows, or a weight without a matrix [o, h] for each.
+        ValueError: runs of another number of rows, on a CPU (a GPU is not waited for), or a weight
+            without a matrix [o, h] for each.
     """
-    count, shape = len(runs.counts), handle.shape
-    if x.ndim != 2 or sum(runs.counts) != len(x):
+    count, shape = len(runs.ends), handle.shape
+    if x.ndim != 2 or (x.device.type == "cpu" and sum(runs.counts) != len(x)):
         raise ValueError(
             f"{handle.name}: runs of {sum(runs.counts)} rows of x {tuple(x.shape)}: it must be "
             "[r, h] with as many"
@@ -88,7 +94,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _matrices(weight: torch.Tensor, runs: RowRuns) -> torch.Tensor:
-    return weight.view(len(runs.counts), -1, weight.shape[-1])
+    return weight.view(len(runs.ends), -1, weight.shape[-1])
 
 
 def _products(

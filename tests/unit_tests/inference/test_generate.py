@@ -45,10 +45,13 @@ class Loaded:
     vocab_size: int = 257
     device: str = "cpu"
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
-    generator: NextByte = field(default_factory=NextByte)
     stop_tokens: frozenset[int] = frozenset({256})
     cache_shapes: CacheShapes = field(default_factory=CacheShapes)
     token_multiple: int = 1
+
+    def generator(self, max_step_tokens: int) -> NextByte:
+        assert max_step_tokens == Inference().inference_max_tokens
+        return NextByte()
 
 
 def params(new: int, **more) -> TextParams:

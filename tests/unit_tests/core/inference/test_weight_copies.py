@@ -98,7 +98,8 @@ def test_two_ranks_are_as_far_from_fp32_as_one() -> None:
         for prompt, found in zip(prompts(), states, strict=True):
             with torch.no_grad():
                 wanted = model(torch.tensor([prompt]))[-1, 0]
-            assert_close_by_metric("state", found.view(-1), wanted, bound=6e-2)
+            off = assert_close_by_metric("state", found.view(-1), wanted, bound=6e-2)
+            assert off > 1e-4  # nearer than int8 can be: there were no copies
 
 
 @pytest.mark.parametrize(("dtype", "said"), [("bf16", "the weights are bf16 already")])

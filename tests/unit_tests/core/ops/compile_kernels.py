@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -53,9 +54,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def needs(description: Description, architecture: int) -> dict[str, int]:
-    """Compile one kernel and return its registers, stack bytes and shared bytes."""
-    compiled = triton.compile(
+def compile_for(description: Description, architecture: int) -> Any:
+    """Compile one kernel as its launch would."""
+    return triton.compile(
         ASTSource(
             fn=description.kernel,
             signature=description.signature(),
@@ -65,6 +66,11 @@ def needs(description: Description, architecture: int) -> dict[str, int]:
         target=GPUTarget("cuda", architecture, 32),
         options=description.options,
     )
+
+
+def needs(description: Description, architecture: int) -> dict[str, int]:
+    """Compile one kernel and return its registers, stack bytes and shared bytes."""
+    compiled = compile_for(description, architecture)
     registers, stack = resources(compiled.asm["cubin"])
     return {
         "registers": registers,

@@ -13,23 +13,15 @@ import tempfile
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from tests.unit_tests.core.ops.aot.description import Description
 from tests.unit_tests.core.ops.aot.nvls_kernels import KERNELS
+from tests.unit_tests.core.ops.compile_kernels import compile_for
 
 
 def code(description: Description, architecture: int) -> dict[str, str]:
     """Return what a kernel is compiled to."""
-    source = ASTSource(
-        fn=description.kernel,
-        signature=description.signature(),
-        constexprs=description.constants,
-        attrs=description.attributes(),
-    )
-    target = GPUTarget("cuda", architecture, 32)
-    compiled = triton.compile(source, target=target, options=description.options)
+    compiled = compile_for(description, architecture)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

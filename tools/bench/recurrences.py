@@ -26,8 +26,9 @@ from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.ssm import GatedDeltaNetConfig
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba2 import Mamba2
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore
@@ -37,6 +38,9 @@ TOKENS, HIDDEN = 2048, 256
 #: Largest difference over largest value, in fp32. transformers' gradients of strong decays, and so
 #: of A_log, are off by up to 4e-4: it takes differences of large sums. All others agree to 1e-5.
 BOUND = 1e-3
+MAMBA_HEADS, MAMBA_HEAD_CHANNELS = 8, 64
+#: Chunk sizes of transformers' Mamba-2, whose memory grows with their square.
+MAMBA_CHUNKS = (32, 64, 128, 256)
 CLOCKS = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
 Results = dict[str, torch.Tensor]
 
@@ -207,11 +211,58 @@ class _DeltaRows:
         }
 
 
-def _mamba(state: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
-    """Make a Mamba-2 layer with states of so many rows, and those of transformers."""
-    from tools.bench.mamba_layers import mamba
+def mamba(state: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
+    """Make a Mamba-2 layer with one group of N = `state`, and those of transformers."""
+    from transformers import Mamba2Config as TheirConfig
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-    return mamba(state)
+    config = Mamba2Config(
+        num_heads=MAMBA_HEADS, head_channels=MAMBA_HEAD_CHANNELS, state_channels=state
+    )
+    ours = OurLayer(Mamba2, config)
+    weights = ours.weights()
+    inner = config.inner_channels
+    gate = weights["m.input.weight"].shape[0] - inner  # our gates come last, theirs first
+    given = {
+        "in_proj.weight": torch.cat(weights["m.input.weight"].split([gate, inner])[::-1]),
+        "conv1d.weight": weights["m.conv.weight"],
+        "conv1d.bias": weights["m.conv.bias"],
+        "A_log": weights["m.A_log"],
+        "dt_bias": weights["m.dt_bias"],
+        "D": weights["m.D"],
+        "norm.weight": weights["m.output_norm.weight"],
+        "out_proj.weight": weights["m.output.weight"],
+    }
+
+    def named(module: nn.Module) -> Results:
+        found = {name: weight.grad for name, weight in module.named_parameters()}
+        return {
+            "m.input.weight": torch.cat(found["in_proj.weight"].split([inner, gate])[::-1]),
+            "m.conv.weight": found["conv1d.weight"],
+            "m.conv.bias": found["conv1d.bias"],
+            "m.A_log": found["A_log"],
+            "m.dt_bias": found["dt_bias"],
+            "m.D": found["D"],
+            "m.output_norm.weight": found["norm.weight"],
+            "m.output.weight": found["out_proj.weight"],
+        }
+
+    peers = {}
+    for chunk in MAMBA_CHUNKS:
+        shape = TheirConfig(
+            hidden_size=HIDDEN,
+            num_heads=MAMBA_HEADS,
+            head_dim=MAMBA_HEAD_CHANNELS,
+            expand=inner // HIDDEN,
+            state_size=state,
+            n_groups=1,
+            chunk_size=chunk,
+            layer_norm_epsilon=1e-6,
+        )
+        module = Mamba2Mixer(shape, 0)
+        module.load_state_dict(given)
+        peers[f"Mamba-2, chunks of {chunk}"] = TheirLayer(module, ours, named)
+    return ours, peers
 
 
 #: What makes our layer and its peers, by name, and what the ratio to the fastest must be.
@@ -220,8 +271,8 @@ RACES: Mapping[str, tuple[Callable[[], tuple[OurLayer, dict[str, TheirLayer]]], 
         {
             "delta-2x4": (lambda: delta(2, 4), ">= 2.5"),
             "delta-4x4": (lambda: delta(4, 4), ">= 2.5"),
-            "mamba-64": (lambda: _mamba(64), ">= 2.0"),
-            "mamba-128": (lambda: _mamba(128), ">= 2.0"),
+            "mamba-64": (lambda: mamba(64), ">= 2.0"),
+            "mamba-128": (lambda: mamba(128), ">= 2.0"),
         }
     )
 )

@@ -127,6 +127,15 @@ def pin(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor on the host, pinned, there once its device has done what it was told so far;
+    a tensor of the host itself is returned."""
+    if tensor.device.type == "cpu":
+        return tensor
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return found.copy_(tensor, non_blocking=True)
+
+
 def pin_in_place(tensor: Tensor) -> None:
     """Pin a CPU tensor's memory where it lies, so that GPUs copy to it while the host goes on."""
     size = tensor.numel() * tensor.itemsize

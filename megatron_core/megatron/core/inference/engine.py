@@ -31,9 +31,9 @@ from torch import Tensor
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
-from megatron.core.device import pin
+from megatron.core.device import Event, new_event, pin, to_host
 from megatron.core.inference.cache import CacheShapes, PagedCache
-from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
+from megatron.core.inference.sampling import Sampled, SampleRow, SamplingParams, sample
 from megatron.core.inference.scheduler import BatchPlan, CacheStats, Row, Scheduler
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
@@ -194,11 +194,37 @@ class Completion:
 
 @dataclass(eq=False)
 class _Output:
-    """A row and what it is for."""
+    """A row and what it is for.
+
+    Args:
+        row, request: what runs, and what was asked.
+        completion: what was generated.
+        noted: log-probabilities of the prompt that steps have computed or are computing.
+    """
 
     row: Row
     request: Request
     completion: Completion
+    noted: int = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepInFlight:
+    """A step that the device computes; `Engine._finish` waits for it.
+
+    Args:
+        plan: of the step.
+        rows: that get a token.
+        sampled: their tokens, on the host once `done`; None if there are none.
+        prompt_logprobs: of the prompts of some outputs, likewise.
+        done: all of it is on the host.
+    """
+
+    plan: BatchPlan
+    rows: tuple[Row, ...]
+    sampled: Sampled | None
+    prompt_logprobs: list[tuple[_Output, Tensor]]
+    done: Event
 
 
 def check_request(request: Request, *, max_length: int | None, vocab_size: int) -> None:
@@ -367,22 +393,38 @@ class Engine:
         An output is the same object in every step, until it has a `finish_reason`.
         """
         plan = None if self.paused else self.scheduler.schedule()
-        if plan is None:
-            return []
-        rows = [plan.rows[n] for n in plan.sampled]
+        return [] if plan is None else self._finish(self._launch(plan))
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _launch(self, plan: BatchPlan) -> StepInFlight:
+        """Put a step on the device: the model, the choice of tokens, and copies to the host."""
         start = time.perf_counter()
+        rows = tuple(plan.rows[n] for n in plan.sampled)
         # Not inference_mode: buffers that weights are gathered in would be of no use to training.
         with torch.no_grad():
             hidden = self._run_model(plan)  # [t, 1, h]
-            self._note_prompt_logprobs(plan, hidden)
-            chosen = None
+            prompt_logprobs = self._prompt_logprobs(plan, hidden)
+            sampled = None
             if rows:
-                chosen = self._choose(rows, self._taken(hidden, plan.last_tokens))
+                sampled = self._choose(rows, self._taken(hidden, plan.last_tokens)).on_host()
+        done = new_event(self.device)
+        done.record()
         self.model_seconds += time.perf_counter() - start
-        self.scheduler.commit(plan)
-        return [] if chosen is None else self._record(rows, *chosen)
+        return StepInFlight(
+            plan=plan, rows=rows, sampled=sampled, prompt_logprobs=prompt_logprobs, done=done
+        )
 
-    # --- one step ---------------------------------------------------------------------------------
+    def _finish(self, step: StepInFlight) -> list[Completion]:
+        """Wait for the oldest step in flight; return the outputs that it has added to."""
+        start = time.perf_counter()
+        step.done.synchronize()
+        self.model_seconds += time.perf_counter() - start
+        self.scheduler.commit(step.plan)
+        for output, found in step.prompt_logprobs:
+            assert output.completion.prompt_logprobs is not None
+            output.completion.prompt_logprobs += found.tolist()
+        return [] if step.sampled is None else self._record(step.rows, step.sampled)
 
     def _run_model(self, plan: BatchPlan) -> Tensor:
         """Return the hidden states [t, 1, h] of the new tokens of a step."""
@@ -438,14 +480,13 @@ class Engine:
         head = self.model.head
         return head.whole(head.project(hidden))[:, 0]
 
-    def _choose(self, rows: Sequence[Row], hidden: Tensor) -> tuple:
-        """Choose a token for each row from its hidden states [n, 1, h]; return what `_record`
-        takes, on the host."""
+    def _choose(self, rows: Sequence[Row], hidden: Tensor) -> Sampled:
+        """Choose a token for each row from its hidden states [n, 1, h]."""
         asked = [
             SampleRow(
                 params=output.request.sampling,
                 sequence=output.request.sequence + output.completion.index,
-                position=len(row.tokens),
+                position=len(row.tokens) + row.pending - 1,
                 prompt=output.request.prompt,
                 output=output.completion.tokens,
                 mask=None
@@ -454,31 +495,26 @@ class Engine:
             )
             for row, output in ((row, self._outputs[row]) for row in rows)
         ]
-        found = sample(self._logits(hidden), asked)
-        tops = None
-        if found.top_ids is not None and found.top_logprobs is not None:
-            tops = (found.top_ids.tolist(), found.top_logprobs.tolist())
-        return found.tokens.tolist(), found.logprobs.tolist(), found.finite.tolist(), tops
+        return sample(self._logits(hidden), asked)
 
-    def _record(
-        self,
-        rows: Sequence[Row],
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        finite: Sequence[bool],
-        tops: tuple[list[list[int]], list[list[float]]] | None,
-    ) -> list[Completion]:
+    def _record(self, rows: Sequence[Row], sampled: Sampled) -> list[Completion]:
         """Append a step's tokens to their outputs, and end those that are at their end."""
+        tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
+        finite, tops = sampled.finite.tolist(), None
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            tops = (sampled.top_ids.tolist(), sampled.top_logprobs.tolist())
         found = []
         for n, row in enumerate(rows):
-            output = self._outputs[row]
+            output = self._outputs.get(row)
+            if output is None:  # it ended while the step ran
+                continue
             request, completion = output.request, output.completion
             found.append(completion)
             if not finite[n]:
                 self._end(output, "error")
                 continue
             token = tokens[n]
-            row.tokens.append(token)
+            row.append(token)
             completion.tokens.append(token)
             completion.logprobs.append(logprobs[n])
             completion.epochs.append(self.epoch)
@@ -492,28 +528,28 @@ class Engine:
                 self._end(output, "length")
         return found
 
-    def _note_prompt_logprobs(self, plan: BatchPlan, hidden: Tensor) -> None:
-        """Add the log-probabilities of prompt tokens that follow the new tokens of some rows."""
-        for n, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True)):
+    def _prompt_logprobs(self, plan: BatchPlan, hidden: Tensor) -> list[tuple[_Output, Tensor]]:
+        """Return the log-probabilities of prompt tokens that follow the new tokens of some rows, on
+        the host once the step is done."""
+        found = []
+        for n, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
             if not row.needs_prompt_logits:
                 continue
             output = self._outputs[row]
-            known = output.completion.prompt_logprobs
-            assert known is not None
-            start = row.computed  # the first new token's place, which predicts the next
             first = int(plan.query_bounds[plan.place(n)])
+            last = min(row.prompt_length - 1, start + plan.counts[n])
             # A row that is computed again has them from the first time.
-            for place in range(len(known), row.prompt_length - 1, LOGIT_ROWS):
-                end = min(place + LOGIT_ROWS, row.prompt_length - 1, row.computed + count)
-                if end <= place:
-                    break
+            for place in range(output.noted, last, LOGIT_ROWS):
+                end = min(place + LOGIT_ROWS, last)
                 part = hidden[first + place - start : first + end - start]
                 wide = self._logits(part).log_softmax(-1)  # [c, V]
                 following = torch.tensor(row.tokens[place + 1 : end + 1], device=wide.device)
-                known += wide.gather(1, following[:, None])[:, 0].tolist()
-            if len(known) == row.prompt_length - 1:
+                found.append((output, to_host(wide.gather(1, following[:, None])[:, 0])))
+                output.noted = end
+            if output.noted == row.prompt_length - 1:
                 row.needs_prompt_logits = False
                 self._share_prompt_logprobs(output)
+        return found
 
     def _share_prompt_logprobs(self, output: _Output) -> None:
         """Give the other outputs of a request what the first found of the prompt they share."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.device import to_host
 from megatron.core.initialize import stream_key
 
 MAX_LOGPROBS = 20
@@ -183,6 +184,16 @@ class Sampled:
     top_ids: Tensor | None
     top_logprobs: Tensor | None
     finite: Tensor
+
+    def on_host(self) -> Sampled:
+        """Return copies on the host, there once the device has done what it was told so far."""
+        return Sampled(
+            tokens=to_host(self.tokens),
+            logprobs=to_host(self.logprobs),
+            top_ids=None if self.top_ids is None else to_host(self.top_ids),
+            top_logprobs=None if self.top_logprobs is None else to_host(self.top_logprobs),
+            finite=to_host(self.finite),
+        )
 
 
 def uniform(seed: int, sequence: int, position: int) -> float:

@@ -5,6 +5,10 @@ The scheduler knows no tensor and no model: requests go in, `schedule` returns a
 `commit` takes what the step found. So it can be tested by itself, and ranks that are told the same
 requests plan the same steps.
 
+A step may be planned while those before it are in flight: planned and not yet committed. Such a row
+has tokens that are being computed (`Row.in_flight`) and perhaps one that is being chosen
+(`Row.pending`).
+
 A step serves the rows that run, the oldest first, then admits waiting ones. A row computes all of
 its tokens that are not in the cache yet, as far as the step's token budget goes (chunked prefill,
 Agrawal et al. 2023, arXiv 2308.16369); a row that has caught up computes its newest token and gets
@@ -47,6 +51,9 @@ class Row:
 
     Attributes:
         computed: tokens whose keys, values and states are in the cache.
+        in_flight: tokens after these that steps in flight compute.
+        pending: new tokens that steps in flight choose; they follow `tokens`.
+        admission: how often it has begun to run; steps of an earlier time do not count for it.
         cached: tokens of the prompt that were found in the prefix cache when it first ran.
         slot: of the block table while it runs, else -1.
         state_slot: of the states while it runs, -1 for a model without any.
@@ -62,6 +69,9 @@ class Row:
     max_tokens: int
     needs_prompt_logits: bool = False
     computed: int = 0
+    in_flight: int = 0
+    pending: int = 0
+    admission: int = 0
     cached: int | None = None
     slot: int = -1
     state_slot: int = -1
@@ -72,9 +82,19 @@ class Row:
     _latest_snapshot: bytes | None = None
 
     @property
+    def planned(self) -> int:
+        """Tokens that are in the cache once the steps in flight have ended."""
+        return self.computed + self.in_flight
+
+    @property
     def remaining(self) -> int:
-        """Tokens that are not in the cache yet."""
-        return len(self.tokens) - self.computed
+        """Tokens that no step was planned for yet."""
+        return len(self.tokens) + self.pending - self.planned
+
+    def append(self, token: int) -> None:
+        """Take a token that a step has chosen."""
+        self.tokens.append(token)
+        self.pending -= 1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,6 +107,8 @@ class BatchPlan:
     Args:
         rows: whose tokens they are, without padding.
         counts: new tokens of each row.
+        starts: tokens of each row that are in the cache before this step.
+        admissions: of each row.
         decode_rows: how many rows have one.
         padding: how many rows of padding there are.
         tokens, positions: int32 [t].
@@ -100,6 +122,8 @@ class BatchPlan:
 
     rows: tuple[Row, ...]
     counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    admissions: tuple[int, ...]
     decode_rows: int
     padding: int
     tokens: np.ndarray
@@ -241,7 +265,7 @@ class Scheduler:
             if row.slot < 0:  # preempted for an older one
                 continue
             count = self._within_borders(row, min(row.remaining, budget))
-            if count and self._grow(row, row.computed + count):
+            if count and self._grow(row, row.planned + count):
                 planned.append((row, count))
                 budget -= count
         for row in list(self.waiting):
@@ -259,9 +283,13 @@ class Scheduler:
         return self._plan(planned)
 
     def commit(self, plan: BatchPlan) -> None:
-        """Take note that a step has been computed; before its new tokens are appended."""
-        for row, count in zip(plan.rows, plan.counts, strict=True):
+        """Take note that the oldest step in flight has been computed; before its new tokens are
+        appended. Rows that it was not the last admission of have lost what it computed."""
+        for row, count, admission in zip(plan.rows, plan.counts, plan.admissions, strict=True):
+            if row.slot < 0 or row.admission != admission:
+                continue
             before, row.computed = row.computed, row.computed + count
+            row.in_flight -= count
             self._publish(row, before)
             if self.window is not None:
                 self._free_unseen(row)
@@ -279,7 +307,7 @@ class Scheduler:
         bounds = np.zeros(len(sizes) + 1, dtype=np.int32)
         np.cumsum(sizes, out=bounds[1:])
         starts, contexts = np.zeros_like(sizes), np.zeros_like(sizes)
-        starts[at] = np.fromiter((row.computed for row in rows), np.int32, len(rows))
+        starts[at] = [row.planned for row in rows]
         contexts[at] = starts[at] + sizes[at]
         table = np.zeros((len(sizes), self.blocks_for(int(contexts.max()))), dtype=np.int32)
         table[at] = self._table[[row.slot for row in rows], : table.shape[1]]
@@ -292,15 +320,22 @@ class Scheduler:
         slots[decode_rows : decode_rows + padding] = -1
         known: list[int] = []
         for row, count in planned:
-            known += row.tokens[row.computed : row.computed + count]
+            known += row.tokens[row.planned : row.planned + count]
         tokens = np.zeros_like(positions)
         tokens[:decode_rows] = known[:decode_rows]
         tokens[decode_rows + padding :] = known[decode_rows:]
         self.stats.steps += 1
         self.stats.computed += new
+        sampled = tuple(n for n, (row, count) in enumerate(planned) if row.remaining == count)
+        for row, count in planned:
+            row.in_flight += count
+        for n in sampled:
+            rows[n].pending += 1
         return BatchPlan(
             rows=rows,
             counts=counts,
+            starts=tuple(starts[at].tolist()),
+            admissions=tuple(row.admission for row in rows),
             decode_rows=decode_rows,
             padding=padding,
             tokens=tokens,
@@ -310,7 +345,7 @@ class Scheduler:
             block_table=table,
             slot_mapping=slots,
             state_slots=states,
-            sampled=tuple(n for n, (row, count) in enumerate(planned) if row.remaining == count),
+            sampled=sampled,
         )
 
     def _grow(self, row: Row, tokens: int) -> bool:
@@ -343,7 +378,6 @@ class Scheduler:
         self.stats.preempted += 1
         self.running.remove(row)
         self._let_go(row)
-        row.computed = 0
         self.waiting.appendleft(row)
 
     def _let_go(self, row: Row) -> None:
@@ -351,6 +385,7 @@ class Scheduler:
         held = [block for block in row.blocks if block >= 0]
         self.pool.release(held)
         row.blocks = []
+        row.computed = row.in_flight = 0
         self._slots.append(row.slot)
         row.slot = -1
         if self._states is not None and row.state_slot >= 0:
@@ -395,6 +430,7 @@ class Scheduler:
         self.waiting.remove(row)
         self.running.append(row)
         row.shares = self.prefix_caching
+        row.admission += 1
         row.slot = self._slots.pop()
         row.computed = len(found) * self.block_size
         self._set_blocks(row, found)
@@ -446,12 +482,12 @@ class Scheduler:
                 break
             common += 1
         common = min(common, (len(row.tokens) - 1) // self.block_size)
-        if common * self.block_size > other.computed:
+        if common * self.block_size > other.planned:
             other.borders.add(common * self.block_size)
 
     def _within_borders(self, row: Row, count: int) -> int:
         """Return how many of `count` tokens come before the next border of a row."""
-        ahead = [border - row.computed for border in row.borders if border > row.computed]
+        ahead = [border - row.planned for border in row.borders if border > row.planned]
         return min([count, *ahead])
 
     def _publish(self, row: Row, before: int) -> None:

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from megatron.core.ops.attention import attention
-from megatron.core.ops.paged_attention import PagedBatch, paged_attention, write_to_pages
+from megatron.core.ops.paged_attention import (
+    PagedBatch,
+    paged_attention,
+    write_and_attend,
+    write_to_pages,
+)
 from megatron.core.ops.paged_attention.triton import (
     LONGEST_PIECE,
     MOST_PIECES,
@@ -110,6 +115,32 @@ def test_a_prompt_in_parts_gives_what_it_gives_at_once(parts):
         out, lse = paged_attention(q[place, 0], key_cache, value_cache, batch=batch)
         assert relative_error(out, expected[place, 0]) < 1e-12
         assert relative_error(lse, expected_lse[0].t()[place]) < 1e-12
+
+
+@pytest.mark.parametrize("table", [(2, 3, 4), (2, 0, 4)])
+def test_one_row_reads_its_own_pages_whatever_their_order(table):
+    # The first and the last page of the second lie as if all three followed one another.
+    source, contexts = torch.Generator().manual_seed(3), torch.tensor([40], dtype=torch.int32)
+    pages = torch.randn(6, 16, 4, 5, generator=source, dtype=torch.float64)
+    query, new = (torch.randn(1, 4, 5, generator=source, dtype=torch.float64) for _ in range(2))
+    got = write_and_attend(
+        query,
+        new,
+        pages,
+        batch=PagedBatch(
+            block_table=torch.tensor([table], dtype=torch.int32),
+            query_bounds=torch.tensor([0, 1], dtype=torch.int32),
+            context_lengths=contexts,
+            max_query=1,
+            max_context=40,
+        ),
+        slot_mapping=torch.tensor([table[2] * 16 + 7]),
+        scale=0.4,
+    )
+    keys, values = pages[list(table)].flatten(0, 1)[:40].chunk(2, 1)  # [40, g, d] each
+    weights = torch.einsum("ngd,kgd->gnk", query.view(2, 2, 5).transpose(0, 1), keys) * 0.4
+    wanted = torch.einsum("gnk,kgd->gnd", weights.softmax(-1), values)  # [g, n/g, d]
+    torch.testing.assert_close(got.view(2, 2, 5), wanted, rtol=0, atol=1e-12)
 
 
 def test_writing_touches_the_slots_it_is_given_and_no_others():

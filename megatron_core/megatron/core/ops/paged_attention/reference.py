@@ -146,7 +146,7 @@ def gather_of(
         if min(contexts[:decoding]) < most:
             mask = torch.zeros((decoding, 1, 1, most), dtype=dtype, device=device)
             mask.masked_fill_((columns >= widths)[:, None, None], float("-inf"))
-        if decoding == 1 and int(slots[-1] - slots[0]) == most - 1:
+        if decoding == 1 and torch.equal(slots, slots[0] + columns):
             run = int(slots[0]), most
     found = Gather(bounds, contexts, decoding, slots, mask, run)
     batch._gathers[size, window, dtype] = found

@@ -11,6 +11,8 @@ empty prefix cache, after some that are not counted.
 | TTFT | time to first token, from a request's arrival |
 | ITL | inter-token latency: the time between two tokens of a request |
 | host | time of a step outside the model and sampling: planning and bookkeeping |
+| hidden | share of steps whose plan was ready before the step before had ended |
+| wasted | tokens of outputs that had ended when they were chosen |
 | W | how many times more rows static batches of the same requests would compute |
 """
 
@@ -198,13 +200,19 @@ def summary(
         "prefix_queried": stats.queried,
         "prefix_hit": stats.hit,
         "preempted": stats.preempted,
+        "loop": "asynchronous" if engine.config.asynchronous else "synchronous",
+        "planning_hidden": stats.overlapped / stats.steps,
+        "wasted_tokens": stats.wasted,
         "static_batching_waste": static_waste(lengths, rows),
     }
 
 
 def table(figures: Mapping[str, Any]) -> str:
     """Return the figures, one on a line."""
-    shown = {k: f"{v:,.2f}" if isinstance(v, float) else f"{v:,}" for k, v in figures.items()}
+    shown = {
+        k: v if isinstance(v, str) else f"{v:,.2f}" if isinstance(v, float) else f"{v:,}"
+        for k, v in figures.items()
+    }
     return "\n".join(f"{name:26} {value:>14}" for name, value in shown.items())
 
 

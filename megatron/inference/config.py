@@ -90,6 +90,13 @@ class Inference:
     all texts, the newest wait; derived: what --inference-max-requests of the texts need."""
     no_prefix_caching: bool = False
     """Compute prompts that begin alike each by itself, instead of reusing what one has computed."""
+    async_scheduling: bool = False
+    """Plan a step while the one before it runs. The end of a text by a stop token or a stop string
+    is seen a step late; the token computed in between is dropped and counted as wasted. Texts with
+    penalties wait for each of their tokens."""
+    check_plans: bool = False
+    """Compare what the tensor parallel ranks have planned before each step, and stop where they
+    differ; for debugging, as it makes the host wait for the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +161,14 @@ def _check_source(source: ModelSource) -> None:
         )
 
 
+def _check_ranks(source: ModelSource, inference: Inference) -> None:
+    """Raise ValueError for an option about ranks where there is one."""
+    if inference.check_plans and source.tensor_model_parallel_size < 2:
+        raise ValueError(
+            "--check-plans compares ranks: give --tensor-model-parallel-size above 1, or drop it"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """One run of text generation."""
@@ -166,6 +181,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         _check_source(self.source)
+        _check_ranks(self.source, self.inference)
         for name, value in (
             ("tensor-model-parallel-size", self.source.tensor_model_parallel_size),
             ("distributed-timeout-minutes", self.source.distributed_timeout_minutes),
@@ -235,6 +251,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         _check_source(self.source)
+        _check_ranks(self.source, self.inference)
         load = self.requests
         for name, value in (
             ("num-requests", load.num_requests),
@@ -254,6 +271,12 @@ class BenchConfig:
             raise ValueError(
                 f"--shared-prefix-tokens is {load.shared_prefix_tokens}: use 0 to less than "
                 f"--input-tokens {load.input_tokens}"
+            )
+        tp = self.source.tensor_model_parallel_size
+        if load.request_rate is not None and self.inference.async_scheduling and tp > 1:
+            raise ValueError(
+                "--request-rate with several ranks has them agree on a time before each step, and "
+                "--async-scheduling has a step run then: drop one of them"
             )
         if load.warmup < 0:
             raise ValueError(f"--warmup is {load.warmup}: it must not be negative")

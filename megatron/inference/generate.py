@@ -304,6 +304,8 @@ def describe(stats: CacheStats) -> str:
         parts.append(f"prefix cache {stats.hit:,} of {stats.queried:,} prompt tokens")
     if stats.preempted:
         parts.append(f"{stats.preempted:,} preempted for want of memory")
+    if stats.wasted:
+        parts.append(f"{stats.wasted:,} tokens wasted on ended texts")
     return ", ".join(parts)
 
 

@@ -157,11 +157,13 @@ class LLM:
                 memory_bytes=None if memory is None else int(memory * 1e9),
                 prefix_caching=not options.no_prefix_caching,
                 token_multiple=loaded.token_multiple,
+                asynchronous=options.async_scheduling,
             ),
             shapes=loaded.cache_shapes,
             vocab_size=loaded.vocab_size,
             max_length=loaded.max_length,
             device=loaded.device,
+            check_plans=loaded.model.groups["tp"] if options.check_plans else None,
         )
 
     @staticmethod

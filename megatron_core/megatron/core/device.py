@@ -11,12 +11,15 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+_Result = TypeVar("_Result")
 
 
 class NullStream:
@@ -61,6 +64,58 @@ class NullEvent:
 
 Stream: TypeAlias = "torch.cuda.Stream | NullStream"
 Event: TypeAlias = "torch.cuda.Event | NullEvent"
+
+
+class WorkQueue:
+    """Run functions one after another while the caller goes on; each puts work on a device.
+
+    A GPU has a queue of its own, its stream, so functions run at once and return before the device
+    is done. For a CPU a thread runs them; torch lets others run while an operation computes.
+
+    Args:
+        device: that the functions use.
+        in_thread: on a CPU: run in a thread; else each function is done when `submit` returns.
+    """
+
+    def __init__(self, device: torch.device, *, in_thread: bool) -> None:
+        self._device, self._pool = device, None
+        if in_thread and device.type == "cpu":
+            self._pool = ThreadPoolExecutor(1, "work-queue")
+
+    def submit(self, function: Callable[[], _Result]) -> Work[_Result]:
+        """Run a function after those before it."""
+        if self._pool is not None:
+            # Of the caller's number of threads: a new thread would take torch's default.
+            threads = torch.get_num_threads()
+            return Work(self._pool.submit(_on_threads, threads, function), NullEvent())
+        future: Future[_Result] = Future()
+        future.set_result(function())
+        event = new_event(self._device)
+        event.record()
+        return Work(future, event)
+
+
+def _on_threads(threads: int, function: Callable[[], _Result]) -> _Result:
+    torch.set_num_threads(threads)
+    return function()
+
+
+class Work(Generic[_Result]):
+    """What a `WorkQueue` runs."""
+
+    def __init__(self, future: Future[_Result], event: Event) -> None:
+        self._future, self._event = future, event
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._future.done() and self._event.query()
+
+    def result(self) -> _Result:
+        """Wait for the device, then return what the function has returned, or raise its error."""
+        found = self._future.result()
+        self._event.synchronize()
+        return found
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:

@@ -11,14 +11,13 @@ the attention to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.layout import PagedRows
-from megatron.core.device import pin
 from megatron.core.ops.paged_attention import (
     paged_attention,
     paged_latent_attention,
@@ -125,7 +124,7 @@ class StateCache:
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
     def take(self, count: int) -> list[int]:
-        """Return free slots for new sequences; they hold zeros.
+        """Return free slots for new sequences; they hold what was there, see `copy`.
 
         Raises:
             ValueError: fewer are free.
@@ -135,15 +134,7 @@ class StateCache:
                 f"{count} sequences, but {len(self._free)} of {self.num_slots} slots are free: "
                 "give fewer at a time, or make the state cache larger"
             )
-        taken = [self._free.pop() for _ in range(count)]
-        places: dict[torch.device, Tensor] = {}  # copied once, and the host does not wait
-        for buffer in self._buffers.values():
-            device = buffer.device
-            if device not in places:
-                index = pin(torch.tensor(taken, dtype=torch.int64), device)
-                places[device] = index.to(device, non_blocking=True)
-            buffer.index_fill_(0, places[device], 0)
-        return taken
+        return [self._free.pop() for _ in range(count)]
 
     def release(self, slots: Collection[int]) -> None:
         """Free the slots of sequences that have ended.
@@ -156,10 +147,14 @@ class StateCache:
                 raise ValueError(f"slot {slot} of {self.num_slots} is not taken: release it once")
             self._free.append(slot)
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy what slot `source` holds to slot `target`."""
-        for buffer in self._buffers.values():
-            buffer[target].copy_(buffer[source])
+    def copy(self, copies: Sequence[tuple[int | None, int]]) -> None:
+        """Copy what slots hold, (source, target) after (source, target); from None are zeros."""
+        for source, target in copies:
+            for buffer in self._buffers.values():
+                if source is None:
+                    buffer[target].zero_()
+                else:
+                    buffer[target].copy_(buffer[source])
 
     def buffer(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device

@@ -13,14 +13,16 @@ that has caught up:
             ...
 
 What a request yields is a function of its own prompt, parameters, seed and identity, up to the
-rounding of matrix products of another batch size: neither its neighbours nor chunks, preemption or
-the prefix cache change it. With tensor parallelism every rank runs an engine of its own, is told
-the same requests, sees the same logits and so chooses the same tokens; no token is communicated.
+rounding of matrix products of another batch size: neither its neighbours nor chunks, preemption,
+the prefix cache or steps that are planned ahead change it. With tensor parallelism every rank runs
+an engine of its own, is told the same requests, sees the same logits and so chooses the same
+tokens; no token is communicated.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,14 +31,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.comm.collectives import all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
-from megatron.core.device import Event, new_event, pin, to_host
+from megatron.core.device import Work, WorkQueue, pin, to_host
 from megatron.core.inference.cache import CacheShapes, PagedCache
 from megatron.core.inference.sampling import Sampled, SampleRow, SamplingParams, sample
 from megatron.core.inference.scheduler import BatchPlan, CacheStats, Row, Scheduler
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
+from megatron.core.process_groups import Group
 
 #: Rows of logits that are made at a time where those of a whole prompt are wanted.
 LOGIT_ROWS = 256
@@ -94,6 +98,8 @@ class EngineConfig:
         prefix_caching: reuse what was computed for requests that begin alike.
         token_multiple: pad the tokens of a step to a multiple of this: with sequence parallelism
             the number of ranks, each of which has as many.
+        asynchronous: plan a step while the one before it runs. What ends an output (a stop token,
+            `Engine.abort`, `Engine.finish`) then arrives one step late.
     """
 
     max_rows: int = 16
@@ -103,6 +109,7 @@ class EngineConfig:
     memory_bytes: int | None = None
     prefix_caching: bool = True
     token_multiple: int = 1
+    asynchronous: bool = False
 
     def sizes(self, shapes: CacheShapes, max_length: int | None = None) -> tuple[int, int]:
         """Return the blocks and the state slots of the cache of a model.
@@ -208,6 +215,34 @@ class _Output:
     noted: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class _Noting:
+    """Tokens of a prompt whose log-probabilities a step finds.
+
+    Args:
+        output: of whose prompt.
+        place: among t, of the token before the first of them.
+        following: the tokens.
+    """
+
+    output: _Output
+    place: int
+    following: list[int]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepResult:
+    """What a step has computed, on the host once its work is done.
+
+    Args:
+        sampled: tokens of the rows that get one; None if there are none.
+        prompt_logprobs: of the prompts of some outputs.
+    """
+
+    sampled: Sampled | None
+    prompt_logprobs: list[tuple[_Output, Tensor]]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepInFlight:
     """A step that the device computes; `Engine._finish` waits for it.
@@ -215,16 +250,12 @@ class StepInFlight:
     Args:
         plan: of the step.
         rows: that get a token.
-        sampled: their tokens, on the host once `done`; None if there are none.
-        prompt_logprobs: of the prompts of some outputs, likewise.
-        done: all of it is on the host.
+        work: that computes it.
     """
 
     plan: BatchPlan
     rows: tuple[Row, ...]
-    sampled: Sampled | None
-    prompt_logprobs: list[tuple[_Output, Tensor]]
-    done: Event
+    work: Work[StepResult]
 
 
 def check_request(request: Request, *, max_length: int | None, vocab_size: int) -> None:
@@ -259,6 +290,17 @@ def check_request(request: Request, *, max_length: int | None, vocab_size: int) 
     request.sampling.check_vocabulary(vocab_size)
 
 
+def require_same_plan(plan: BatchPlan, group: Group, device: torch.device) -> None:
+    """Raise ValueError on all ranks of a group unless they have planned the same step."""
+    digest = int.from_bytes(plan.digest()[:7], "big")
+    most, least = all_reduce(torch.tensor([digest, -digest], device=device), group, op="max")
+    if most != -least:
+        raise ValueError(
+            f"the {group.size} ranks of {group.name} have planned different steps: give all of "
+            "them the same requests, in one order and before the same step"
+        )
+
+
 class Engine:
     """Generate for requests that come and go.
 
@@ -269,6 +311,7 @@ class Engine:
         max_length: longest sequence that the model takes; None means no limit.
         vocab_size: of the model, without padding.
         device: where the model is.
+        check_plans: ranks that compare their plans before each step; None compares nothing.
 
     Attributes:
         cache: pages and states.
@@ -288,6 +331,7 @@ class Engine:
         vocab_size: int,
         max_length: int | None = None,
         device: torch.device | str = "cpu",
+        check_plans: Group | None = None,
     ) -> None:
         num_blocks, num_slots = config.sizes(shapes, max_length)
         self.model, self.config, self.device = model, config, torch.device(device)
@@ -312,6 +356,13 @@ class Engine:
         self.epoch, self.paused, self.model_seconds = 0, False, 0.0
         self._outputs: dict[Row, _Output] = {}
         self._next_id = 0
+        self._queue = WorkQueue(self.device, in_thread=config.asynchronous)
+        self._in_flight: deque[StepInFlight] = deque()  # the oldest first
+        self._most_in_flight = 2 if config.asynchronous else 1
+        self._check_plans = check_plans
+        self._ended: list[Completion] = []  # found outside of `step`, which returns them
+        # The newest token of each row by its slot, for steps that are planned before it is known.
+        self._newest = torch.zeros(config.max_rows + 1, dtype=torch.int64, device=self.device)
 
     @property
     def unfinished(self) -> int:
@@ -337,6 +388,7 @@ class Engine:
                 prompt_length=len(request.prompt),
                 max_tokens=len(request.prompt) + request.max_new_tokens,
                 needs_prompt_logits=request.prompt_logprobs and index == 0,
+                needs_tokens=request.mask is not None or request.sampling.penalizes,
             )
             completion = Completion(request_id=self._next_id, index=index)
             if request.prompt_logprobs:
@@ -369,6 +421,7 @@ class Engine:
                 again after `resume`.
         """
         self.paused = True
+        self._drain()
         if not keep_cache:
             self.scheduler.preempt_all()
             self.scheduler.forget_cached()
@@ -382,7 +435,16 @@ class Engine:
 
         Running rows go on with what they have; nothing computed before is reused for others. Tokens
         from here on carry the new epoch.
+
+        Raises:
+            ValueError: a step is in flight, which may have read both: with `asynchronous`, `pause`
+                before weights are written.
         """
+        if self._in_flight:
+            raise ValueError(
+                "weights were replaced while a step was in flight: pause the engine before they "
+                "are written"
+            )
         self.epoch += 1
         self.model.weights_replaced()
         self.scheduler.forget_cached()
@@ -391,40 +453,69 @@ class Engine:
         """Compute one step; return the outputs that have a new token or ended, in no order.
 
         An output is the same object in every step, until it has a `finish_reason`.
+
+        Raises:
+            ValueError: with `check_plans`, ranks that plan different steps.
         """
-        plan = None if self.paused else self.scheduler.schedule()
-        return [] if plan is None else self._finish(self._launch(plan))
+        while not self.paused and len(self._in_flight) < self._most_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._in_flight.append(self._launch(plan))
+        found, self._ended = self._ended, []
+        if self._in_flight:
+            found += self._finish(self._in_flight.popleft())
+        if not self._outputs:  # what is in flight is for nobody
+            self._drain()
+        return found
 
     # --- one step ---------------------------------------------------------------------------------
 
     def _launch(self, plan: BatchPlan) -> StepInFlight:
         """Put a step on the device: the model, the choice of tokens, and copies to the host."""
-        start = time.perf_counter()
+        if self._in_flight and not self._in_flight[-1].work.done:
+            self.stats.overlapped += 1
         rows = tuple(plan.rows[n] for n in plan.sampled)
-        # Not inference_mode: buffers that weights are gathered in would be of no use to training.
-        with torch.no_grad():
-            hidden = self._run_model(plan)  # [t, 1, h]
-            prompt_logprobs = self._prompt_logprobs(plan, hidden)
-            sampled = None
-            if rows:
-                sampled = self._choose(rows, self._taken(hidden, plan.last_tokens)).on_host()
-        done = new_event(self.device)
-        done.record()
+        asked = [self._sample_row(row) for row in rows]
+        noting = self._noting(plan)
+        start = time.perf_counter()
+        work = self._queue.submit(lambda: self._compute(plan, asked, noting))
         self.model_seconds += time.perf_counter() - start
-        return StepInFlight(
-            plan=plan, rows=rows, sampled=sampled, prompt_logprobs=prompt_logprobs, done=done
-        )
+        return StepInFlight(plan=plan, rows=rows, work=work)
 
     def _finish(self, step: StepInFlight) -> list[Completion]:
         """Wait for the oldest step in flight; return the outputs that it has added to."""
         start = time.perf_counter()
-        step.done.synchronize()
+        result = step.work.result()
         self.model_seconds += time.perf_counter() - start
         self.scheduler.commit(step.plan)
-        for output, found in step.prompt_logprobs:
+        for output, found in result.prompt_logprobs:
             assert output.completion.prompt_logprobs is not None
             output.completion.prompt_logprobs += found.tolist()
-        return [] if step.sampled is None else self._record(step.rows, step.sampled)
+        return [] if result.sampled is None else self._record(step.rows, result.sampled)
+
+    def _drain(self) -> None:
+        """Wait for all steps in flight; `step` returns what they have found."""
+        while self._in_flight:
+            self._ended += self._finish(self._in_flight.popleft())
+
+    # Not inference_mode: buffers that weights are gathered in would be of no use to training.
+    @torch.no_grad()
+    def _compute(
+        self, plan: BatchPlan, asked: Sequence[SampleRow], noting: Sequence[_Noting]
+    ) -> StepResult:
+        """Compute a step. May run in another thread: reads no row, output or scheduler."""
+        if self._check_plans is not None:
+            require_same_plan(plan, self._check_plans, self.device)
+        self.cache.states.copy(plan.state_copies)
+        hidden = self._run_model(plan)  # [t, 1, h]
+        notes = [(note.output, self._prompt_logprobs(note, hidden)) for note in noting]
+        if not asked:
+            return StepResult(sampled=None, prompt_logprobs=notes)
+        sampled = self._choose(asked, self._taken(hidden, plan.last_tokens))
+        if self.config.asynchronous:
+            self._newest[self._index(plan.sampled_slots)] = sampled.tokens
+        return StepResult(sampled=sampled.on_host(), prompt_logprobs=notes)
 
     def _run_model(self, plan: BatchPlan) -> Tensor:
         """Return the hidden states [t, 1, h] of the new tokens of a step."""
@@ -436,8 +527,13 @@ class Engine:
             plan.query_bounds,
             plan.context_lengths,
             plan.block_table,
+            plan.row_slots,
         )
-        tokens, positions, slots, states, bounds, contexts, table = self._moved(arrays)
+        tokens, positions, slots, states, bounds, contexts, table, rows = self._moved(arrays)
+        if plan.tokens.min() < 0:  # of rows with one new token
+            newest = self._newest[rows[: plan.decode_rows]]
+            known = tokens[: plan.decode_rows]
+            known.copy_(torch.where(known < 0, newest, known))
         decode = plan.decode_rows + plan.padding
         prefill = None
         if plan.decode_rows < len(plan.rows):
@@ -472,30 +568,34 @@ class Engine:
         """Return [n, 1, h], the hidden states of some tokens."""
         if len(places) == hidden.shape[0]:
             return hidden
+        return hidden.index_select(0, self._index(places))
+
+    def _index(self, places: np.ndarray) -> Tensor:
+        """Return int64 numbers on the device."""
         index = torch.from_numpy(places.astype(np.int64))
-        return hidden.index_select(0, pin(index, self.device).to(self.device, non_blocking=True))
+        return pin(index, self.device).to(self.device, non_blocking=True)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [n, V] of hidden states [n, 1, h]."""
         head = self.model.head
         return head.whole(head.project(hidden))[:, 0]
 
-    def _choose(self, rows: Sequence[Row], hidden: Tensor) -> Sampled:
+    def _choose(self, asked: Sequence[SampleRow], hidden: Tensor) -> Sampled:
         """Choose a token for each row from its hidden states [n, 1, h]."""
-        asked = [
-            SampleRow(
-                params=output.request.sampling,
-                sequence=output.request.sequence + output.completion.index,
-                position=len(row.tokens) + row.pending - 1,
-                prompt=output.request.prompt,
-                output=output.completion.tokens,
-                mask=None
-                if output.request.mask is None
-                else output.request.mask(output.completion.tokens),
-            )
-            for row, output in ((row, self._outputs[row]) for row in rows)
-        ]
         return sample(self._logits(hidden), asked)
+
+    def _sample_row(self, row: Row) -> SampleRow:
+        """Return how the token is chosen that a planned step chooses for a row."""
+        output = self._outputs[row]
+        request, tokens = output.request, output.completion.tokens
+        return SampleRow(
+            params=request.sampling,
+            sequence=request.sequence + output.completion.index,
+            position=len(row.tokens) + row.pending - 1,
+            prompt=request.prompt,
+            output=tokens,
+            mask=None if request.mask is None else request.mask(tokens),
+        )
 
     def _record(self, rows: Sequence[Row], sampled: Sampled) -> list[Completion]:
         """Append a step's tokens to their outputs, and end those that are at their end."""
@@ -507,6 +607,7 @@ class Engine:
         for n, row in enumerate(rows):
             output = self._outputs.get(row)
             if output is None:  # it ended while the step ran
+                self.stats.wasted += 1
                 continue
             request, completion = output.request, output.completion
             found.append(completion)
@@ -528,28 +629,34 @@ class Engine:
                 self._end(output, "length")
         return found
 
-    def _prompt_logprobs(self, plan: BatchPlan, hidden: Tensor) -> list[tuple[_Output, Tensor]]:
-        """Return the log-probabilities of prompt tokens that follow the new tokens of some rows, on
-        the host once the step is done."""
+    def _noting(self, plan: BatchPlan) -> list[_Noting]:
+        """Return which log-probabilities of prompts a step finds."""
         found = []
         for n, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
             if not row.needs_prompt_logits:
                 continue
             output = self._outputs[row]
-            first = int(plan.query_bounds[plan.place(n)])
+            place = int(plan.query_bounds[plan.place(n)])
             last = min(row.prompt_length - 1, start + plan.counts[n])
             # A row that is computed again has them from the first time.
-            for place in range(output.noted, last, LOGIT_ROWS):
-                end = min(place + LOGIT_ROWS, last)
-                part = hidden[first + place - start : first + end - start]
-                wide = self._logits(part).log_softmax(-1)  # [c, V]
-                following = torch.tensor(row.tokens[place + 1 : end + 1], device=wide.device)
-                found.append((output, to_host(wide.gather(1, following[:, None])[:, 0])))
-                output.noted = end
+            if output.noted < last:
+                following = row.tokens[output.noted + 1 : last + 1]
+                found.append(_Noting(output, place + output.noted - start, following))
+                output.noted = last
             if output.noted == row.prompt_length - 1:
                 row.needs_prompt_logits = False
                 self._share_prompt_logprobs(output)
         return found
+
+    def _prompt_logprobs(self, note: _Noting, hidden: Tensor) -> Tensor:
+        """Return fp32 [c], the log-probability of each token that is noted."""
+        found = []
+        for first in range(0, len(note.following), LOGIT_ROWS):
+            tokens = torch.tensor(note.following[first : first + LOGIT_ROWS], device=hidden.device)
+            part = hidden[note.place + first :][: len(tokens)]
+            wide = self._logits(part).log_softmax(-1)  # [c, V]
+            found.append(wide.gather(1, tokens[:, None])[:, 0])
+        return to_host(torch.cat(found))
 
     def _share_prompt_logprobs(self, output: _Output) -> None:
         """Give the other outputs of a request what the first found of the prompt they share."""

@@ -25,6 +25,7 @@ is about to be computed for another one waits for it.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class Row:
         max_tokens: tokens it may have at the end.
         needs_prompt_logits: the logits of all prompt tokens are wanted: none is taken from the
             prefix cache.
+        needs_tokens: the host needs its tokens to choose the next, as penalties and masks do: no
+            step is planned for it while another chooses one.
 
     Attributes:
         computed: tokens whose keys, values and states are in the cache.
@@ -68,6 +71,7 @@ class Row:
     prompt_length: int
     max_tokens: int
     needs_prompt_logits: bool = False
+    needs_tokens: bool = False
     computed: int = 0
     in_flight: int = 0
     pending: int = 0
@@ -80,6 +84,7 @@ class Row:
     borders: set[int] = field(default_factory=set)
     shares: bool = True
     _latest_snapshot: bytes | None = None
+    _reserved: dict[int, int] = field(default_factory=dict)  # border in flight -> snapshot slot
 
     @property
     def planned(self) -> int:
@@ -90,6 +95,12 @@ class Row:
     def remaining(self) -> int:
         """Tokens that no step was planned for yet."""
         return len(self.tokens) + self.pending - self.planned
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing can be planned before a step in flight has chosen a token."""
+        is_last = len(self.tokens) + self.pending >= self.max_tokens
+        return self.pending > 0 and (self.needs_tokens or is_last)
 
     def append(self, token: int) -> None:
         """Take a token that a step has chosen."""
@@ -111,12 +122,15 @@ class BatchPlan:
         admissions: of each row.
         decode_rows: how many rows have one.
         padding: how many rows of padding there are.
-        tokens, positions: int32 [t].
+        tokens, positions: int32 [t]; a token that a step in flight chooses is -1.
         query_bounds: int32 [b + 1], where each row's new tokens begin.
         context_lengths: int32 [b], tokens of each row in the cache after this step.
         block_table: int32 [b, w]; 0 where a row has no block, which nothing reads.
         slot_mapping: int32 [t], the place in the cache that each new token takes; -1 of padding.
         state_slots: int32 [b]; -1 of padding and of models without states.
+        row_slots: int32 [b], a number of its own for each row that runs; of padding `max_rows`.
+        state_copies: before the step, copies of states from slot to slot, in this order; from None
+            are zeros.
         sampled: which rows have all of their tokens computed by this step and so get a new one.
     """
 
@@ -133,6 +147,8 @@ class BatchPlan:
     block_table: np.ndarray
     slot_mapping: np.ndarray
     state_slots: np.ndarray
+    row_slots: np.ndarray
+    state_copies: tuple[tuple[int | None, int], ...]
     sampled: tuple[int, ...]
 
     def place(self, row: int) -> int:
@@ -143,6 +159,27 @@ class BatchPlan:
     def last_tokens(self) -> np.ndarray:
         """Return the place among t of the last new token of each sampled row."""
         return self.query_bounds[[self.place(row) + 1 for row in self.sampled]] - 1
+
+    def digest(self) -> bytes:
+        """Return a digest of what the step computes: the same on ranks that plan the same."""
+        found = hashlib.sha256(repr((self.sampled, self.state_copies)).encode())
+        for array in (
+            self.tokens,
+            self.positions,
+            self.query_bounds,
+            self.context_lengths,
+            self.block_table,
+            self.slot_mapping,
+            self.state_slots,
+            self.row_slots,
+        ):
+            found.update(array.tobytes())
+        return found.digest()
+
+    @property
+    def sampled_slots(self) -> np.ndarray:
+        """Return `row_slots` of the sampled rows."""
+        return self.row_slots[[self.place(row) for row in self.sampled]]
 
 
 @dataclass
@@ -158,6 +195,8 @@ class CacheStats:
         preempted: how often a row gave up its blocks.
         snapshots: copies of states that were made.
         restored: rows that went on from such a copy.
+        wasted: tokens that were chosen for outputs that had ended meanwhile.
+        overlapped: steps whose plan was ready before the step before had ended.
     """
 
     steps: int = 0
@@ -168,6 +207,8 @@ class CacheStats:
     preempted: int = 0
     snapshots: int = 0
     restored: int = 0
+    wasted: int = 0
+    overlapped: int = 0
 
 
 class Scheduler:
@@ -208,6 +249,7 @@ class Scheduler:
         self.running: list[Row] = []  # the oldest first
         self._states = states
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, oldest first
+        self._state_copies: list[tuple[int | None, int]] = []  # before the next step
         self._computing: dict[bytes, Row] = {}  # blocks of prompts, by whom they will be computed
         self._slots = list(range(max_rows - 1, -1, -1))
         self._table = np.zeros((max_rows, 0), dtype=np.int32)
@@ -249,6 +291,9 @@ class Scheduler:
         the weights have changed. A row that is computed again from its first token is shared."""
         for row in self.running:
             row.shares, row.borders = False, set()
+            if self._states is not None:
+                self._states.release(row._reserved.values())
+                row._reserved = {}
         self._computing.clear()
         self.pool.forget_all()
         if self._states is not None:
@@ -258,11 +303,12 @@ class Scheduler:
     # --- planning ---------------------------------------------------------------------------------
 
     def schedule(self) -> BatchPlan | None:
-        """Plan a step; None if no row can be served, which is only if there is none."""
+        """Plan a step; None if no row can be served: there is none, or all wait for steps in
+        flight."""
         budget = self.max_step_tokens
         planned: list[tuple[Row, int]] = []
         for row in self.running.copy():
-            if row.slot < 0:  # preempted for an older one
+            if row.slot < 0 or row.waits:  # -1: preempted for an older one
                 continue
             count = self._within_borders(row, min(row.remaining, budget))
             if count and self._grow(row, row.planned + count):
@@ -284,7 +330,7 @@ class Scheduler:
 
     def commit(self, plan: BatchPlan) -> None:
         """Take note that the oldest step in flight has been computed; before its new tokens are
-        appended. Rows that it was not the last admission of have lost what it computed."""
+        appended. A row that was preempted meanwhile has lost what it computed."""
         for row, count, admission in zip(plan.rows, plan.counts, plan.admissions, strict=True):
             if row.slot < 0 or row.admission != admission:
                 continue
@@ -309,10 +355,12 @@ class Scheduler:
         starts, contexts = np.zeros_like(sizes), np.zeros_like(sizes)
         starts[at] = [row.planned for row in rows]
         contexts[at] = starts[at] + sizes[at]
+        row_slots = np.full(len(sizes), self.max_rows, dtype=np.int32)
+        row_slots[at] = [row.slot for row in rows]
         table = np.zeros((len(sizes), self.blocks_for(int(contexts.max()))), dtype=np.int32)
-        table[at] = self._table[[row.slot for row in rows], : table.shape[1]]
+        table[at] = self._table[row_slots[at], : table.shape[1]]
         states = np.full(len(sizes), -1, dtype=np.int32)
-        states[at] = np.fromiter((row.state_slot for row in rows), np.int32, len(rows))
+        states[at] = [row.state_slot for row in rows]
         numbers = np.repeat(np.arange(len(sizes)), sizes)  # the row of each token
         positions = np.arange(bounds[-1], dtype=np.int32) + (starts - bounds[:-1])[numbers]
         pages = table[numbers, positions // self.block_size]
@@ -320,15 +368,17 @@ class Scheduler:
         slots[decode_rows : decode_rows + padding] = -1
         known: list[int] = []
         for row, count in planned:
-            known += row.tokens[row.planned : row.planned + count]
+            known += row.tokens[row.planned : row.planned + count] if row.pending == 0 else [-1]
         tokens = np.zeros_like(positions)
         tokens[:decode_rows] = known[:decode_rows]
         tokens[decode_rows + padding :] = known[decode_rows:]
         self.stats.steps += 1
         self.stats.computed += new
         sampled = tuple(n for n, (row, count) in enumerate(planned) if row.remaining == count)
+        copies, self._state_copies = tuple(self._state_copies), []
         for row, count in planned:
-            row.in_flight += count
+            before, row.in_flight = row.planned, row.in_flight + count
+            self._reserve_snapshot(row, before)
         for n in sampled:
             rows[n].pending += 1
         return BatchPlan(
@@ -345,6 +395,8 @@ class Scheduler:
             block_table=table,
             slot_mapping=slots,
             state_slots=states,
+            row_slots=row_slots,
+            state_copies=copies,
             sampled=sampled,
         )
 
@@ -389,8 +441,8 @@ class Scheduler:
         self._slots.append(row.slot)
         row.slot = -1
         if self._states is not None and row.state_slot >= 0:
-            self._states.release([row.state_slot])
-        row.state_slot, row.borders = -1, set()
+            self._states.release([row.state_slot, *row._reserved.values()])
+        row.state_slot, row.borders, row._reserved = -1, set(), {}
         for digest in row.digests:
             if self._computing.get(digest) is row:
                 del self._computing[digest]
@@ -399,7 +451,9 @@ class Scheduler:
 
     def _admit(self, row: Row, budget: int) -> int | None:
         """Let a waiting row run; return the tokens that it computes in this step, 0 if it has to
-        wait for blocks of another, None if there is no room."""
+        wait for blocks of another, None if there is no room or not all of its tokens are there."""
+        if row.pending:
+            return None
         found: list[int] = []
         snapshot: bytes | None = None
         parted = 0
@@ -460,9 +514,11 @@ class Scheduler:
         if not self._states.free_slots:
             self._drop_snapshot(keep=snapshot)
         (row.state_slot,) = self._states.take(1)
-        if snapshot is not None:
+        if snapshot is None:
+            self._state_copies.append((None, row.state_slot))
+        else:
             self._snapshots.move_to_end(snapshot)
-            self._states.copy(self._snapshots[snapshot], row.state_slot)
+            self._state_copies.append((self._snapshots[snapshot], row.state_slot))
             self.stats.restored += 1
         if not self.prefix_caching:
             return
@@ -505,19 +561,25 @@ class Scheduler:
                 self.pool.publish(row.blocks[block], digest)
             if self._computing.get(digest) is row:
                 del self._computing[digest]
-        generated = row.computed > row.prompt_length
-        is_border = row.computed % size == 0 and (generated or row.computed in row.borders)
-        if self._states is not None and is_border:
-            self._take_snapshot(row, row.digests[last - 1], generated=generated)
+        slot = row._reserved.pop(row.computed, None)
+        if slot is not None:
+            self._keep_snapshot(row, slot, row.digests[last - 1])
 
-    def _take_snapshot(self, row: Row, digest: bytes, *, generated: bool) -> None:
-        """Copy a row's states to a slot that the prefix cache keeps."""
-        assert self._states is not None
-        if digest in self._snapshots:
-            self._snapshots.move_to_end(digest)
+    def _reserve_snapshot(self, row: Row, before: int) -> None:
+        """Have a row's states copied after a step that it begins with `before` tokens, if that ends
+        at a border; `_keep_snapshot` follows when all tokens are known."""
+        size, end = self.block_size, row.planned
+        if self._states is None or not row.shares or end % size or end == before:
+            return
+        generated = end > row.prompt_length
+        if not generated and end not in row.borders:
+            return
+        known = row.digests[end // size - 1] if len(row.digests) >= end // size else None
+        if known in self._snapshots:
+            self._snapshots.move_to_end(known)
             return
         # Of what a row generates only the latest border is kept.
-        old, row._latest_snapshot = row._latest_snapshot, digest if generated else None
+        old, row._latest_snapshot = row._latest_snapshot, None
         if generated and old is not None and old in self._snapshots:
             slot = self._snapshots.pop(old)
         else:
@@ -526,7 +588,18 @@ class Scheduler:
             if not self._states.free_slots:
                 return
             (slot,) = self._states.take(1)
-        self._states.copy(row.state_slot, slot)
+        self._state_copies.append((row.state_slot, slot))
+        row._reserved[end] = slot
+
+    def _keep_snapshot(self, row: Row, slot: int, digest: bytes) -> None:
+        """Let others find the copy of a row's states in a slot."""
+        assert self._states is not None
+        if row.computed > row.prompt_length:
+            row._latest_snapshot = digest
+        if digest in self._snapshots:
+            self._states.release([slot])
+            self._snapshots.move_to_end(digest)
+            return
         self._snapshots[digest] = slot
         self.stats.snapshots += 1
 

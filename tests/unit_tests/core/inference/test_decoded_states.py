@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.comm import trace
 from megatron.core.inference.engine import Completion, Engine, generate
-from megatron.core.inference.scheduler import Row
+from megatron.core.inference.sampling import Sampled, SampleRow
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -42,18 +42,17 @@ def on_one_thread():
 
 def decoded(engine: Engine) -> tuple[list[Completion], list[States]]:
     """Generate for the usual prompts; return what was said, and what from."""
-    found: dict[Row, States] = {}
+    found: dict[Sequence[int], States] = {}
     choose = engine._choose
 
-    def recording(rows: Sequence[Row], hidden: torch.Tensor) -> tuple:
-        for row, state in zip(rows, hidden, strict=True):
-            found.setdefault(row, []).append(state.clone())
-        return choose(rows, hidden)
+    def recording(asked: Sequence[SampleRow], hidden: torch.Tensor) -> Sampled:
+        for row, state in zip(asked, hidden, strict=True):
+            found.setdefault(row.prompt, []).append(state.clone())
+        return choose(asked, hidden)
 
     engine._choose = recording  # type: ignore[method-assign]
     said = [outputs[0] for outputs in generate(engine, requests())]
-    by_prompt = {tuple(row.tokens[: row.prompt_length]): states for row, states in found.items()}
-    return said, [by_prompt[prompt] for prompt in prompts()]
+    return said, [found[prompt] for prompt in prompts()]
 
 
 def compare(model: GPTModel, said: Sequence[Completion], states: Sequence[States]) -> None:

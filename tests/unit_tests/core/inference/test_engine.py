@@ -154,6 +154,7 @@ FACTORS = {
     "sampling": ("greedy", "drawn", "penalties", "mask"),
     "n": (1, 2),
     "abort": (False, True),
+    "asynchronous": (False, True),
 }
 DRAWN = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=9)
 SAMPLING = {
@@ -182,6 +183,7 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
         block_size=row["block_size"],
         max_step_tokens=row["max_step_tokens"],
         prefix_caching=row["prefix_caching"],
+        asynchronous=row["asynchronous"],
     )
     mask = odd_tokens if row["sampling"] == "mask" else None
     asked = requests(params, n=row["n"], mask=mask)

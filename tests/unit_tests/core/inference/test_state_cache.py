@@ -16,7 +16,7 @@ def buffer(cache: StateCache, name: str = "a", **changes) -> torch.Tensor:
     return cache.buffer(name, **{"shape": (2, 3), "dtype": torch.float64, "device": CPU} | changes)
 
 
-def test_a_slot_that_is_taken_again_starts_from_zeros_and_others_stay() -> None:
+def test_a_slot_that_is_taken_again_is_set_to_zeros_and_others_stay() -> None:
     states = StateCache(3)
     first, second = states.take(2)
     buffers = [buffer(states), buffer(states, "b", shape=(5,), dtype=torch.bfloat16)]
@@ -28,6 +28,7 @@ def test_a_slot_that_is_taken_again_starts_from_zeros_and_others_stay() -> None:
         kept[second] = 7
     states.release([first])
     assert states.take(1) == [first]
+    states.copy([(None, first)])
     for kept in buffers:
         assert not kept[first].any()
         assert (kept[second] == 7).all()
@@ -71,6 +72,7 @@ def test_a_copied_slot_holds_what_the_other_did_and_goes_on_by_itself() -> None:
     first, second = states.take(2)
     kept = buffer(states)
     kept[first] = 3.0
-    states.copy(first, second)
-    kept[first] = 4.0
-    assert (kept[second] == 3.0).all()
+    third = states.take(1)[0]
+    states.copy([(first, second), (None, first), (second, third), (first, second)])
+    assert (kept[third] == 3.0).all()
+    assert not kept[[first, second]].any()

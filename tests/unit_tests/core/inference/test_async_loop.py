@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asynchronous loop of the engine: what it plans while a step runs, and what that wastes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.core.inference.cache import CacheShapes
+from megatron.core.inference.engine import Engine, EngineConfig, Request, generate
+from megatron.core.inference.sampling import SamplingParams
+from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from tests.support.inputs import one_thread
+from tests.support.ranks import run_ranks
+from tests.unit_tests.core.inference.test_engine import (
+    DRAWN,
+    GREEDY,
+    NEW,
+    VOCABULARY,
+    engine_of,
+    model_of,
+    prompts,
+    requests,
+)
+
+PENALIZED = replace(DRAWN, presence_penalty=1.0)
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread():
+    with one_thread():
+        yield
+
+
+class Counting(torch.nn.Module):
+    """A model that says t + 1 after t, without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self
+
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def weights_replaced(self) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
+        following = (x.t() + 1) % VOCABULARY
+        return torch.nn.functional.one_hot(following, VOCABULARY).float()
+
+
+class Watched(Counting):
+    """One whose step ends when the next one is planned, if there is a next one."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+        self.late = 0
+        self.planned = threading.Semaphore(0)
+
+    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
+        self.left -= 1
+        if self.left and not self.planned.acquire(timeout=20):
+            self.late += 1
+        return super().forward(x)
+
+
+def counting(model: Counting | None = None, **more) -> Engine:
+    return Engine(
+        model or Counting(),
+        EngineConfig(num_blocks=99, **{"asynchronous": True} | more),
+        shapes=CacheShapes(),
+        vocab_size=VOCABULARY,
+    )
+
+
+def test_a_step_is_planned_while_the_one_before_it_runs() -> None:
+    model = Watched(NEW)
+    engine = counting(model)
+    launch = engine._launch
+
+    def launched(plan):
+        if engine._in_flight:
+            model.planned.release()
+        found = launch(plan)
+        return found
+
+    engine._launch = launched  # type: ignore[method-assign]
+    asked = [Request(prompt=(n,), max_new_tokens=NEW, sampling=GREEDY) for n in range(16)]
+    found = generate(engine, asked)
+    assert [c.tokens for (c,) in found] == [
+        [(n + k) % VOCABULARY for k in range(1, NEW + 1)] for n in range(16)
+    ]
+    assert model.late == 0
+    assert engine.stats.steps == NEW
+    assert engine.stats.overlapped >= 0.9 * engine.stats.steps
+    assert engine.stats.wasted == 0  # the length of an output is known beforehand
+
+
+def alternating(number: int) -> Callable[[Sequence[int]], torch.Tensor] | None:
+    """Return a mask of odd and even tokens in turn for one request in three, else None."""
+    if number % 3:
+        return None
+    return lambda tokens: torch.arange(VOCABULARY) % 2 == len(tokens) % 2
+
+
+@pytest.mark.parametrize("family", ["gqa", "hybrid"])
+def test_asynchronous_outputs_are_those_of_the_synchronous_loop(family: str) -> None:
+    model = model_of(family)
+    asked = [
+        replace(request, stop_tokens={n, n + 30}, n=2, sampling=params, mask=alternating(n))
+        for n, (request, params) in enumerate(
+            zip(requests(), [DRAWN, GREEDY, PENALIZED] * 2, strict=True)
+        )
+    ]
+    found = []
+    for asynchronous in (False, True):
+        engine = engine_of(model, asynchronous=asynchronous, num_blocks=6, max_step_tokens=30)
+        outputs = generate(engine, asked)
+        found.append([(c.tokens, c.finish_reason) for o in outputs for c in o])
+        assert engine.scheduler.pool.references == 0
+        assert engine.stats.preempted > 0
+        assert engine.stats.hit > 0
+    assert found[0] == found[1]
+    stopped = sum(reason == "stop" for _, reason in found[0])
+    assert 0 < engine.stats.wasted <= stopped
+
+
+def test_an_abort_wastes_the_token_in_flight() -> None:
+    engine = counting()
+    gone, kept = [
+        engine.add(Request(prompt=(n,), max_new_tokens=6, sampling=GREEDY)) for n in (1, 30)
+    ]
+    engine.step()
+    (ended,) = engine.abort(gone)
+    assert (ended.tokens, ended.finish_reason) == ([2], "abort")
+    found = {c.request_id: c for _ in range(6) for c in engine.step()}
+    assert set(found) == {kept}
+    assert found[kept].tokens == [31, 32, 33, 34, 35, 36]
+    assert ended.tokens == [2]
+    assert engine.stats.wasted == 1
+    assert engine.unfinished == engine.scheduler.pool.references == 0
+
+
+def test_a_pause_waits_for_steps_in_flight_and_loses_none() -> None:
+    engine = counting()
+    engine.add(Request(prompt=(1,), max_new_tokens=5, sampling=GREEDY))
+    engine.step()
+    with pytest.raises(ValueError, match="pause"):
+        engine.weights_replaced()
+    engine.pause()
+    engine.weights_replaced()
+    (found,) = engine.step()
+    assert (found.tokens, found.epochs) == ([2, 3], [0, 0])
+    assert engine.step() == []
+    engine.resume()
+    while engine.unfinished:
+        engine.step()
+    assert (found.tokens, found.epochs) == ([2, 3, 4, 5, 6], [0, 0, 1, 1, 1])
+
+
+def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    with one_thread():
+        model = model_of("hybrid", groups)
+        engine = Engine(
+            model,
+            EngineConfig(num_blocks=9, max_rows=6, max_step_tokens=30, asynchronous=True),
+            shapes=CacheShapes.of(model.modules(), torch.float64),
+            vocab_size=VOCABULARY,
+            check_plans=groups["tp"],
+        )
+        said = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
+        # Rank 1 is asked something else.
+        prompt = prompts()[1][: 6 if rank else 7]
+        try:
+            generate(engine, [Request(prompt=prompt, sampling=SamplingParams(temperature=0))])
+        except ValueError as error:
+            return said, str(error)
+    return said, ""
+
+
+def test_ranks_plan_the_same_steps_or_end() -> None:
+    engine = engine_of(model_of("hybrid"), max_step_tokens=30, num_blocks=9)
+    wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
+    for said, error in run_ranks(tokens_or_error, 2):
+        assert said == wanted
+        assert "2 ranks" in error
+        assert "\n" not in error

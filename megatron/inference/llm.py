@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron.cli.launch import Launch
 from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request, check_request
 from megatron.core.inference.sampling import SamplingParams
@@ -230,6 +232,25 @@ class LLM:
         pieces = self.stream(texts, params, first_sequence=first_sequence)
         ended = [(p.prompt, p.index, p.result) for p in pieces if p.result is not None]
         return [result for _, _, result in sorted(ended, key=lambda one: one[:2])]
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory of the device back until `wake`; texts that are being continued go on then.
+
+        Args:
+            level: 1 gives back the cache; 2 the weights too, which the host's memory keeps.
+
+        Raises:
+            ValueError: another level, weights that are in the host's memory already, or it sleeps.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"sleep level {level}: use 1 (the cache) or 2 (weights too)")
+        if level == 2 and torch.device(self.loaded.device).type == "cpu":
+            raise ValueError("sleep level 2 moves weights to the host, where they are: use level 1")
+        self.engine.sleep(self.loaded.model.store.tensors() if level == 2 else ())
+
+    def wake(self) -> None:
+        """Go on after `sleep`. Raises ValueError if it does not sleep."""
+        self.engine.wake()
 
     def _piece(self, known: _Text, completion: Completion) -> Piece:
         """Return the text that new tokens of an output add, and the result if it has ended."""

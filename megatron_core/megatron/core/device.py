@@ -11,7 +11,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, Literal, TypeAlias, TypeVar
@@ -189,6 +189,45 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return found.copy_(tensor, non_blocking=True)
+
+
+class HostCopy:
+    """What tensors hold, in the host's memory; theirs is given back until `restore`.
+
+    Args:
+        tensors: each shape, view and address of a storage stays valid only while it is there: what
+            holds a tensor goes on holding it, and finds its memory elsewhere afterwards.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {t.untyped_storage().data_ptr(): (t.untyped_storage(), t) for t in tensors}
+        self._kept = []
+        for storage, tensor in storages.values():
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            copy = whole.clone() if tensor.device.type == "cpu" else to_host(whole)
+            self._kept.append((storage, tensor.device, copy))
+        for device in {device for _, device, _ in self._kept if device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        for storage, _, _ in self._kept:
+            storage.resize_(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(copy.numel() for _, _, copy in self._kept)
+
+    def restore(self) -> None:
+        """Give the tensors memory again, and what they held."""
+        for storage, device, copy in self._kept:
+            storage.resize_(copy.numel())
+            whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            whole.copy_(copy, non_blocking=True)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Let other processes have the memory of a GPU that torch holds and nobody uses."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def pin_in_place(tensor: Tensor) -> None:

@@ -38,7 +38,9 @@ SMALL = ("--num-requests", "6", "--input-tokens", "40", "--max-output-tokens", "
 def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | None) -> None:
     path = tmp_path / "bench.json"
     words = [*SMALL, "--shared-prefix-tokens", "33", "--repeats", "2", "--output-json", str(path)]
-    code, out, err = run(root, *words, *(("--request-rate", rate) if rate else ()))
+    code, out, err = run(
+        root, *words, *(("--request-rate", rate) if rate else ("--async-scheduling",))
+    )
     assert code == 0, err
     found = json.loads(path.read_text(encoding="utf-8"))
     load = Load(num_requests=6, input_tokens=40, shared_prefix_tokens=33, max_output_tokens=20)
@@ -52,6 +54,9 @@ def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | N
     assert 0 < found["host_us_per_step"] < 1e5
     assert found["most_rows"] == 6 if rate is None else 1 <= found["most_rows"] <= 6
     assert found["cache_bytes"] >= found["most_cached_tokens"] * 2 * 2 * 2 * 8 * 4
+    assert found["loop"] == ("asynchronous" if rate is None else "synchronous")
+    assert (found["planning_hidden"] > 0) == (rate is None)
+    assert found["wasted_tokens"] == 0  # every end is a known length
     assert f"{found['output_tokens']:,}" in out
 
 
@@ -67,7 +72,7 @@ def measured_on_a_rank(
 def test_tensor_parallel_ranks_take_arrivals_by_one_clock(root: Path) -> None:
     _store, launcher = serve_store(2)
     words = ["--load", str(root), "--device", "cpu", "--tensor-model-parallel-size", "2", *SMALL]
-    words += ["--request-rate", "100", "--repeats", "2"]
+    words += ["--request-rate", "100", "--repeats", "2", "--check-plans"]
     with start_ranks(measured_on_a_rank, 2, words, launcher, init=False) as ranks:
         (code, out, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
     assert (code, code_1) == (0, 0), err + err_1
@@ -96,6 +101,11 @@ def test_static_batches_compute_rows_to_the_longest_end() -> None:
         (["--shared-prefix-tokens", "32"], "less than --input-tokens 32"),
         (["--request-rate", "-1"], "--request-rate is -1"),
         (["--input-tokens", "390"], "too long"),
+        (["--check-plans"], "--check-plans compares ranks"),
+        (
+            ["--request-rate", "9", "--async-scheduling", "--tensor-model-parallel-size", "2"],
+            "--request-rate with several ranks",
+        ),
     ],
 )
 def test_bad_values_are_one_line(root: Path, words: list[str], text: str) -> None:

@@ -92,12 +92,32 @@ def test_a_stream_that_is_left_early_frees_what_it_has() -> None:
     assert llm.engine.unfinished == llm.engine.scheduler.pool.references == 0
 
 
-def test_a_stop_string_ends_an_output_and_is_not_in_its_text() -> None:
-    llm = LLM(Loaded())
+def test_a_stream_goes_on_after_sleep() -> None:
+    llm = LLM(Loaded(cache_shapes=CacheShapes(attention=((1, 4),))))
+    full = llm.engine.cache.num_bytes
+    pieces = llm.stream(["ab"], params(5))
+    text = next(pieces).text
+    with pytest.raises(ValueError, match="level 3"):
+        llm.sleep(3)
+    with pytest.raises(ValueError, match="use level 1"):  # a CPU is the host
+        llm.sleep(2)
+    llm.sleep()
+    assert llm.engine.cache.num_bytes == 0
+    with pytest.raises(ValueError, match="asleep"):
+        llm.generate(["x"], params(1))
+    llm.wake()
+    assert llm.engine.cache.num_bytes == full > 0
+    assert text + "".join(piece.text for piece in pieces) == "cdefg"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_stop_string_ends_an_output_and_is_not_in_its_text(asynchronous: bool) -> None:
+    llm = LLM(Loaded(), Inference(async_scheduling=asynchronous))
     first, second = llm.generate(["ab", "d"], params(9, stop=("fg",)))
     assert (first.text, first.finish_reason) == ("cde", "stop")
     assert bytes(first.ids) == b"cdefg"
     assert (second.text, second.finish_reason) == ("e", "stop")
+    assert (llm.engine.stats.wasted > 0) == asynchronous
     (cut,) = llm.generate(["ab"], params(4, stop=("fg",)))
     assert (cut.text, cut.finish_reason) == ("cdef", "length")  # what was held back is shown
 

@@ -147,6 +147,10 @@ class StateCache:
                 raise ValueError(f"slot {slot} of {self.num_slots} is not taken: release it once")
             self._free.append(slot)
 
+    def give_back(self) -> None:
+        """Give the memory of all buffers back; what is asked for next is made anew."""
+        self._buffers.clear()
+
     def copy(self, copies: Sequence[tuple[int | None, int]]) -> None:
         """Copy what slots hold, (source, target) after (source, target); from None are zeros."""
         for source, target in copies:
@@ -201,15 +205,29 @@ class PagedCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.shapes, self.num_blocks, self.block_size = shapes, num_blocks, block_size
-        place = {"dtype": shapes.dtype, "device": device}
+        self.device = torch.device(device)
+        self.states = StateCache(num_slots)
+        self._pages: list[Tensor] = []
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory, as at the start and again after `give_back`."""
         # Keys and values of a token lie one after the other: [blocks, block_size, 2g, d].
         self._pages = [
-            torch.empty((num_blocks, block_size, *_joint(shape)), **place)
-            for shape in shapes.attention
+            torch.empty(
+                (self.num_blocks, self.block_size, *_joint(shape)),
+                dtype=self.shapes.dtype,
+                device=self.device,
+            )
+            for shape in self.shapes.attention
         ]
-        self.states = StateCache(num_slots)
-        for name, (shape, dtype) in shapes.states.items():
-            self.states.buffer(name, shape, dtype=dtype, device=torch.device(device))
+        for name, (shape, dtype) in self.shapes.states.items():
+            self.states.buffer(name, shape, dtype=dtype, device=self.device)
+
+    def give_back(self) -> None:
+        """Give the memory back; what it held is lost."""
+        self._pages = []
+        self.states.give_back()
 
     @property
     def num_bytes(self) -> int:

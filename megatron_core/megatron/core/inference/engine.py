@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
-from megatron.core.device import Work, WorkQueue, pin, to_host
+from megatron.core.device import HostCopy, Work, WorkQueue, give_back_memory, pin, to_host
 from megatron.core.inference.cache import CacheShapes, PagedCache
 from megatron.core.inference.sampling import Sampled, SampleRow, SamplingParams, sample
 from megatron.core.inference.scheduler import BatchPlan, CacheStats, Row, Scheduler
@@ -360,6 +360,7 @@ class Engine:
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._most_in_flight = 2 if config.asynchronous else 1
         self._check_plans = check_plans
+        self._asleep: HostCopy | None = None
         self._ended: list[Completion] = []  # found outside of `step`, which returns them
         # The newest token of each row by its slot, for steps that are planned before it is known.
         self._newest = torch.zeros(config.max_rows + 1, dtype=torch.int64, device=self.device)
@@ -378,8 +379,11 @@ class Engine:
         """Take a request in and return its id.
 
         Raises:
-            ValueError: the model cannot serve it, or the cache is too small for it.
+            ValueError: the model cannot serve it, the cache is too small for it, or the engine is
+                asleep.
         """
+        if self._asleep is not None:
+            raise ValueError("the engine is asleep and takes no requests: wake it first")
         check_request(request, max_length=self.max_length, vocab_size=self.vocab_size)
         outputs = []
         for index in range(request.n):
@@ -427,8 +431,46 @@ class Engine:
             self.scheduler.forget_cached()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Go on after `pause`.
+
+        Raises:
+            ValueError: the engine is asleep.
+        """
+        if self._asleep is not None:
+            raise ValueError("the engine is asleep: wake it")
         self.paused = False
+
+    def sleep(self, weights: Iterable[Tensor] = ()) -> None:
+        """Give the memory of the cache back, between two steps, and that of weights if they are
+        given: a trainer on the same device has it until `wake`.
+
+        Rows that run are computed again after that. Asleep, the engine takes no requests.
+
+        Args:
+            weights: kept in the host's memory meanwhile.
+
+        Raises:
+            ValueError: it is asleep.
+        """
+        if self._asleep is not None:
+            raise ValueError("the engine is asleep: wake it first")
+        self.pause(keep_cache=False)
+        self.cache.give_back()
+        self._asleep = HostCopy(weights)
+        give_back_memory(self.device)
+
+    def wake(self) -> None:
+        """Go on after `sleep`.
+
+        Raises:
+            ValueError: it is awake.
+        """
+        if self._asleep is None:
+            raise ValueError("the engine is awake: only one that sleeps can be woken")
+        self._asleep.restore()
+        self._asleep = None
+        self.cache.allocate()
+        self.resume()
 
     def weights_replaced(self) -> None:
         """Take note that the model's weights are others now, between two steps.

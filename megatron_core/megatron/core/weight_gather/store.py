@@ -225,6 +225,10 @@ class WeightStore:
         for handle in self.handles.values():
             handle.keeps_grad = False
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what holds all weights and states."""
+        return [*(bucket.data for bucket in self.buckets), *self.states.values()]
+
     def boxes(self, handle: WeightHandle) -> list[LocalBox]:
         """List the boxes of logical tensors in a whole local weight."""
         return local_boxes(handle.sharding, self.groups.grid, self.groups.coordinates)

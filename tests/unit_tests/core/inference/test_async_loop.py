@@ -181,7 +181,7 @@ def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
             vocab_size=VOCABULARY,
             check_plans=groups["tp"],
         )
-        said = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
+        said = [c.tokens for (c,) in generate(engine, requests(DRAWN)[:3])]
         # Rank 1 is asked something else.
         prompt = prompts()[1][: 6 if rank else 7]
         try:
@@ -193,8 +193,39 @@ def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
 
 def test_ranks_plan_the_same_steps_or_end() -> None:
     engine = engine_of(model_of("hybrid"), max_step_tokens=30, num_blocks=9)
-    wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
+    wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN)[:3])]
     for said, error in run_ranks(tokens_or_error, 2):
         assert said == wanted
         assert "2 ranks" in error
         assert "\n" not in error
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sleep_gives_memory_back_and_texts_go_on_after_it(asynchronous: bool) -> None:
+    model = model_of("hybrid")
+    engine = engine_of(model, asynchronous=asynchronous)
+    wanted = [c.tokens for (c,) in generate(engine, requests())]
+    for request in requests():
+        engine.add(request)
+    found = {c.request_id: c for _ in range(3) for c in engine.step()}
+    full, storages = engine.cache.num_bytes, [t.untyped_storage() for t in model.store.tensors()]
+    before = sum(storage.nbytes() for storage in storages)
+    assert full > 0
+    assert before > 0
+    engine.sleep(model.store.tensors())
+    assert engine.cache.num_bytes == 0
+    assert sum(storage.nbytes() for storage in storages) == 0
+    for refused in (lambda: engine.add(requests()[0]), engine.sleep, engine.resume):
+        with pytest.raises(ValueError, match="asleep"):
+            refused()
+    engine.step()  # what steps in flight had found
+    assert engine.step() == []
+    engine.wake()
+    assert engine.cache.num_bytes == full
+    assert sum(storage.nbytes() for storage in storages) == before
+    while engine.unfinished:
+        found |= {c.request_id: c for c in engine.step()}
+    assert [found[n].tokens for n in sorted(found)] == wanted
+    assert engine.stats.preempted > 0
+    with pytest.raises(ValueError, match="awake"):
+        engine.wake()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.ops.paged_attention import (
+    JointPages,
     paged_attention,
     paged_latent_attention,
     write_and_attend,
@@ -208,6 +209,7 @@ class PagedCache:
         self.device = torch.device(device)
         self.states = StateCache(num_slots)
         self._pages: list[Tensor] = []
+        self._joint: list[JointPages | None] = []
         self.allocate()
 
     def allocate(self) -> None:
@@ -221,12 +223,13 @@ class PagedCache:
             )
             for shape in self.shapes.attention
         ]
+        self._joint = [JointPages(pages) if pages.ndim == 4 else None for pages in self._pages]
         for name, (shape, dtype) in self.shapes.states.items():
             self.states.buffer(name, shape, dtype=dtype, device=self.device)
 
     def give_back(self) -> None:
         """Give the memory back; what it held is lost."""
-        self._pages = []
+        self._pages, self._joint = [], []
         self.states.give_back()
 
     @property
@@ -276,10 +279,12 @@ class PagedCache:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Do as `attend` with keys and values in one tensor [t, 2g/tp, d]."""
+        pages = self._joint[layer]
+        assert pages is not None
         return write_and_attend(
             query,
             key_value,
-            self._pages[layer],
+            pages,
             batch=rows.batch,
             slot_mapping=rows.slot_mapping,
             scale=core.scale,

@@ -561,17 +561,10 @@ class Engine:
 
     def _run_model(self, plan: BatchPlan) -> Tensor:
         """Return the hidden states [t, 1, h] of the new tokens of a step."""
-        arrays = (
-            plan.tokens,
-            plan.positions,
-            plan.slot_mapping,
-            plan.state_slots,
-            plan.query_bounds,
-            plan.context_lengths,
-            plan.block_table,
-            plan.row_slots,
-        )
-        tokens, positions, slots, states, bounds, contexts, table, rows = self._moved(arrays)
+        wide = plan.tokens, plan.positions, plan.slot_mapping, plan.state_slots, plan.row_slots
+        narrow = plan.query_bounds, plan.context_lengths, plan.block_table
+        tokens, positions, slots, states, rows, *others = self._moved(wide, narrow)
+        bounds, contexts, table = others
         if plan.tokens.min() < 0:  # of rows with one new token
             newest = self._newest[rows[: plan.decode_rows]]
             known = tokens[: plan.decode_rows]
@@ -590,21 +583,29 @@ class Engine:
                 max_context=int(plan.context_lengths.max()),
                 cpu_dtype=self.cache.shapes.cpu_dtype,
             ),
-            slot_mapping=slots.long(),
-            state_slots=states.long(),
+            slot_mapping=slots,
+            state_slots=states,
             decode_rows=decode,
             prefill=prefill,
         )
-        layout = SequenceLayout(positions.long(), paged=paged)
-        hidden = self.model(tokens.long().unsqueeze(0), layout=layout, cache=self.cache)
+        layout = SequenceLayout(positions, paged=paged)
+        hidden = self.model(tokens.unsqueeze(0), layout=layout, cache=self.cache)
         return self.model.head.gathered(hidden)
 
-    def _moved(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Return int32 arrays on the device, brought there in one copy."""
-        flat = np.concatenate([array.reshape(-1) for array in arrays])
+    def _moved(
+        self, wide: Sequence[np.ndarray], narrow: Sequence[np.ndarray]
+    ) -> tuple[Tensor, ...]:
+        """Return integer arrays on the device, some as int64 and the others as int32, brought there
+        in one copy."""
+        flat = np.concatenate([array.reshape(-1) for array in wide]).astype(np.int64)
+        flat = np.concatenate([flat.view(np.int32), *(array.reshape(-1) for array in narrow)])
         there = pin(torch.from_numpy(flat), self.device).to(self.device, non_blocking=True)
-        parts = there.split([array.size for array in arrays])
-        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        sizes = [2 * array.size for array in wide] + [array.size for array in narrow]
+        parts = there.split_with_sizes(sizes)
+        return (
+            *(part.view(torch.int64) for part in parts[: len(wide)]),
+            *(p.view(a.shape) for p, a in zip(parts[len(wide) :], narrow, strict=True)),
+        )
 
     def _taken(self, hidden: Tensor, places: np.ndarray) -> Tensor:
         """Return [n, 1, h], the hidden states of some tokens."""

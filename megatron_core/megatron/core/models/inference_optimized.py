@@ -12,8 +12,10 @@ packed tokens [t, h]; what differs from the model's own forward:
 | rotary tables | computed each step | rows of a table that is made once |
 | rotation | into a new tensor | in place, queries and keys at once |
 | keys and values | two writes, two gathers | one each, into pages that hold both |
-| attention, MLP | modules in [s, b, h] | functions in [t, h], without checks of shapes |
+| attention, MLP | modules in [s, b, h] | [t, h], without checks of shapes |
+| their intermediate results | new tensors | buffers, by the number of tokens, that layers share |
 | row-parallel product | reduced by its layer | left as addends, which the next norm reduces |
+| the same on one rank | a tensor that is added | added to the residual stream by the product |
 
 Mixers other than attention and MLPs (experts, latent attention, recurrences) run their modules.
 
@@ -28,6 +30,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +41,7 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops.dispatch import accumulation_dtype
 from megatron.core.ops.nvls import RowNorm
+from megatron.core.ops.swiglu import gate_
 from megatron.core.ops.weight_copy import CopyDtype
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -61,6 +65,41 @@ _WIDE = frozenset({torch.float32, torch.float64})
 
 #: Positions that the rotary table has at first; it doubles where a step needs more.
 TABLE_ROWS = 4096
+
+#: Tokens of a step whose buffers are kept. Longer steps compute prompts, and allocate.
+BUFFERED_TOKENS = 256
+
+
+class Buffers:
+    """Memory for what the layers of a step compute and the next layer computes over.
+
+    There is one tensor by name, of as many tokens as any step had so far; its beginnings are made
+    once for each number of tokens. Results that outlive a layer have no place here.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._memory: dict[tuple[str, int], Tensor] = {}
+        self._beginnings: dict[tuple[str, int, int], Tensor] = {}
+
+    def of(self, name: str, tokens: int, features: int) -> Tensor:
+        """Return [tokens, features], contiguous, with anything in it."""
+        found = self._beginnings.get((name, tokens, features))
+        return found if found is not None else self._made(name, tokens, features)
+
+    def _made(self, name: str, tokens: int, features: int) -> Tensor:
+        if tokens > BUFFERED_TOKENS:
+            return torch.empty(tokens, features, dtype=self.dtype, device=self.device)
+        memory = self._memory.get((name, features))
+        if memory is None or len(memory) < tokens:
+            size = min(BUFFERED_TOKENS, 1 << (tokens - 1).bit_length())
+            memory = torch.empty(size, features, dtype=self.dtype, device=self.device)
+            self._memory[name, features] = memory
+            stale = [key for key in self._beginnings if (key[0], key[2]) == (name, features)]
+            for key in stale:
+                del self._beginnings[key]
+        self._beginnings[name, tokens, features] = memory[:tokens]
+        return memory[:tokens]
 
 
 class RotaryRows:
@@ -172,15 +211,20 @@ class InferenceOptimizedModel:
         self.model, self.region = model, model.region
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
         self.head = WholeHead(model.head, self.comm)
-        functions = {SelfAttention: attention, MLP: mlp}
-        self._blocks = [
-            (block.norm, block.mixer, functions.get(type(block.mixer)))
-            for block in model.decoder.blocks
-        ]
-        self._runs_modules = any(function is None for *_, function in self._blocks)
         self._rows = None
         if model.rotary is not None:
             self._rows = RotaryRows(model.rotary, model.rotary.frequencies.device)
+        weight = model.embedding.weight
+        buffers = self._buffers = Buffers(weight.dtype, weight.anchor.device)
+        self._blocks: list[Block] = []
+        for block in model.decoder.blocks:
+            inner: OptimizedAttention | OptimizedMLP | None = None
+            if isinstance(block.mixer, SelfAttention):
+                inner = OptimizedAttention(block.mixer, buffers)
+            elif isinstance(block.mixer, MLP):
+                inner = OptimizedMLP(block.mixer, buffers)
+            self._blocks.append(Block(block.norm, block.mixer, inner))
+        self._runs_modules = any(block.inner is None for block in self._blocks)
         self._copies, self.copied = copies, None
         self.weights_replaced()
 
@@ -194,21 +238,23 @@ class InferenceOptimizedModel:
         step = self._step(layout, cache)
         if self.region.scatters:
             self.comm.begin_step()
-        delta, stream = self._embedded(tokens, layout), None
+        delta: Tensor | None = self._embedded(tokens, layout)
+        stream: Tensor | None = None
         addends = False  # whether delta is the sum over tp of what the ranks have
-        for norm, mixer, function in self._blocks:
+        for norm, mixer, inner in self._blocks:
             normed, stream = self._entered(
-                norm, delta, stream, addends=addends, whole=function is not None
+                norm, delta, stream, addends=addends, whole=inner is not None
             )
-            if function is not None:
-                delta = function(mixer, normed, step)
-            else:
+            if inner is None:
                 mixed = mixer(normed.unsqueeze(1), layout, rope=step.rope, cache=cache)
-                delta = mixed.squeeze(1)
-            addends = function is not None and self.region.group.size > 1
+                delta, addends = mixed.squeeze(1), False
+            else:
+                delta = self._left(inner.output, inner(normed, step), stream)
+                addends = delta is not None
         final = self.model.decoder.final_norm
         assert final is not None
-        return self._entered(final, delta, stream, addends=addends, whole=True)[0].unsqueeze(1)
+        normed, _ = self._entered(final, delta, stream, addends=addends, whole=True, last=True)
+        return normed.unsqueeze(1)
 
     def _step(self, layout: SequenceLayout, cache: KeyValueCache) -> Step:
         rotation = rope = None
@@ -232,27 +278,49 @@ class InferenceOptimizedModel:
             hidden = hidden + learned.look_up(layout)
         return hidden.squeeze(1)
 
+    def _left(self, linear: nn.Module, x: Tensor, stream: Tensor) -> Tensor | None:
+        """Multiply by a row-parallel weight.
+
+        Returns:
+            This rank's addend [t, h], the bias in that of rank 0; None if there is one rank, and
+            the product has been added to the stream.
+        """
+        group = self.region.group
+        if group.size == 1:
+            linear.weight.add_product_(stream, x, bias=linear.bias)
+            return None
+        return linear.weight.product(x, linear.bias if group.rank == 0 else None)
+
     def _entered(
-        self, norm: Norm, delta: Tensor, stream: Tensor | None, *, addends: bool, whole: bool
+        self,
+        norm: Norm,
+        delta: Tensor | None,
+        stream: Tensor | None,
+        *,
+        addends: bool,
+        whole: bool,
+        last: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Add delta to the stream and normalise it.
 
         Args:
-            delta: [t, h] if it is addends, else as the stream.
+            delta: [t, h] if it is addends, else as the stream; None is 0.
             stream: of this rank's tokens under sequence parallelism; None is 0.
             whole: the tokens of all ranks are wanted.
+            last: the result leaves the model, so it is no buffer.
 
         Returns:
             (normalised, stream).
         """
         whole = whole and self.region.scatters
-        if addends and whole and stream is not None and self.comm.fuses(delta):
-            fused = row_norm(norm)
-            if fused is not None:
-                return self.comm.reduce_norm_gather(delta, stream, fused), stream
         if addends:
+            assert delta is not None
+            if whole and stream is not None and self.comm.fuses(delta):
+                fused = row_norm(norm)
+                if fused is not None:
+                    return self.comm.reduce_norm_gather(delta, stream, fused), stream
             delta = self._reduced(delta)
-        normed, stream = normalise(norm, delta, stream)
+        normed, stream = normalise(norm, delta, stream, None if last else self._buffers)
         return (self.comm.all_gather(normed) if whole else normed), stream
 
     def _reduced(self, addends: Tensor) -> Tensor:
@@ -293,13 +361,21 @@ class WholeHead:
         return self.head.joined(self.comm.all_gather(logits.unsqueeze(0)))
 
 
-def normalise(norm: Norm, delta: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (norm(delta + stream), delta + stream), [t, h] each. May write to delta."""
-    fused = norm.bias is None and delta.device.type == "cpu" and delta.dtype in _WIDE
-    if not fused:
-        return norm(delta, stream) if stream is not None else (norm(delta), delta)
-    total = delta if stream is None else delta.add_(stream)
-    return _rms_norm(norm, total), total
+def normalise(
+    norm: Norm, delta: Tensor | None, stream: Tensor | None, buffers: Buffers | None
+) -> tuple[Tensor, Tensor]:
+    """Return (norm(delta + stream), delta + stream), [t, h] each; one of the two may be None.
+
+    May write to delta. The first result may be one of the buffers.
+    """
+    total = stream if delta is None else delta
+    assert total is not None
+    added = None if delta is None else stream
+    if norm.bias is not None or total.device.type != "cpu" or total.dtype not in _WIDE:
+        return norm(total, added) if added is not None else (norm(total), total)
+    if added is not None:
+        total.add_(added)
+    return _rms_norm(norm, total, buffers), total
 
 
 def row_norm(norm: Norm) -> RowNorm | None:
@@ -310,18 +386,22 @@ def row_norm(norm: Norm) -> RowNorm | None:
     return RowNorm(norm.weight.use(torch.float32), config.epsilon, float(config.zero_centered))
 
 
-def _rms_norm(norm: Norm, x: Tensor) -> Tensor:
-    """Return the RMSNorm of [..., h], fp32 or fp64: x w sqrt(h) / sqrt(|x|^2 + h eps).
+def _rms_norm(norm: Norm, x: Tensor, buffers: Buffers | None) -> Tensor:
+    """Return the RMSNorm of [t, h], fp32 or fp64: x w sqrt(h) / sqrt(|x|^2 + h eps).
 
     Four operations. While weights go through a CPU's cache each costs microseconds, whatever its
     size.
     """
-    weight, size = norm.weight.use(torch.float32), x.shape[-1]
+    weight, (tokens, size) = norm.weight.use(torch.float32), x.shape
+    length = out = None
+    if buffers is not None and buffers.dtype is x.dtype:
+        length, out = buffers.of("length", tokens, 1), buffers.of("normed", tokens, size)
+    length = torch.linalg.vector_norm(x, 2, -1, True, out=length)  # [t, 1]
+    length.hypot_(_root(size * norm.config.epsilon, x.dtype))
+    normed = torch.addcdiv(_root(0.0, x.dtype), x, length, value=math.sqrt(size), out=out)
     if norm.config.zero_centered:
-        weight = weight + 1
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., 1]
-    length = torch.hypot(length, _root(size * norm.config.epsilon, x.dtype))
-    return torch.addcdiv(_root(0.0, x.dtype), x, length, value=math.sqrt(size)).mul_(weight)
+        return normed.addcmul_(normed, weight)
+    return normed.mul_(weight)
 
 
 @functools.cache
@@ -330,32 +410,108 @@ def _root(square: float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(math.sqrt(square), dtype=dtype)
 
 
-def attention(mixer: SelfAttention, x: Tensor, step: Step) -> Tensor:
-    """Return [t, h], addends over tp, from x [t, h]."""
-    n, g, d = mixer.heads, mixer.kv_heads, mixer.config.kv_channels
-    heads = mixer.qkv.weight.product(x, mixer.qkv.bias).view(x.shape[0], -1, d)
-    turned = heads.narrow(1, 0, n + g)  # queries and keys
-    if mixer.query_norm is not None:
-        turned[:, :n] = mixer.query_norm(turned[:, :n])
-        turned[:, n:] = mixer.key_norm(turned[:, n:])
-    if step.rotation is not None:
-        step.rotation.rotate_(turned)
-    sinks = None if mixer.sinks is None else mixer.sinks.use(torch.float32)
-    query, key_value = heads.narrow(1, 0, n), heads.narrow(1, n, 2 * g)
-    rows = step.layout.rows_with_past
-    out = step.cache.attend_joint(mixer.layer, query, key_value, rows, mixer.core, sinks=sinks)
-    if mixer.config.output_gate:
-        out = out * heads[:, n + 2 * g :].sigmoid()
-    return _row_product(mixer.output, out.reshape(x.shape[0], -1))
+class Heads(NamedTuple):
+    """Views of what a product with the weights of queries, keys and values writes.
+
+    Args:
+        flat: [t, (n + 2g) d], or [t, (2n + 2g) d] with gates of the output.
+        query: [t, n, d].
+        key: [t, g, d].
+        turned: [t, n + g, d], both.
+        key_value: [t, 2g, d].
+        gate: [t, n, d], without elements where there is none.
+    """
+
+    flat: Tensor
+    query: Tensor
+    key: Tensor
+    turned: Tensor
+    key_value: Tensor
+    gate: Tensor
 
 
-def mlp(mixer: MLP, x: Tensor, step: Step) -> Tensor:
-    """Return [t, h], addends over tp, from x [t, h]."""
-    inner = mixer.input.weight.product(x, mixer.input.bias)  # [t, 2f/tp] or [t, f/tp]
-    return _row_product(mixer.down, mixer.activate(inner))
+class OptimizedAttention:
+    """Self-attention of packed tokens up to its output projection, by the weights of a module."""
+
+    def __init__(self, mixer: SelfAttention, buffers: Buffers) -> None:
+        self.mixer, self.output = mixer, mixer.output
+        self._weight, self._bias = mixer.qkv.weight, mixer.qkv.bias
+        self._norms = None
+        if mixer.query_norm is not None:
+            self._norms = mixer.query_norm, mixer.key_norm
+        self._gates, self._buffers = mixer.config.output_gate, buffers
+        self._views: dict[int, Heads] = {}
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Return [t, n d] from x [t, h]."""
+        mixer, heads = self.mixer, self._heads(x)
+        self._weight.product(x, self._bias, out=heads.flat)
+        if self._norms is not None:
+            for norm, part in zip(self._norms, (heads.query, heads.key), strict=True):
+                part.copy_(norm(part))
+        if step.rotation is not None:
+            step.rotation.rotate_(heads.turned)
+        sinks = None if mixer.sinks is None else mixer.sinks.use(torch.float32)
+        out = step.cache.attend_joint(
+            mixer.layer,
+            heads.query,
+            heads.key_value,
+            step.layout.rows_with_past,
+            mixer.core,
+            sinks=sinks,
+        )
+        if self._gates:
+            out = out * heads.gate.sigmoid()
+        return out.reshape(x.shape[0], -1)
+
+    def _heads(self, x: Tensor) -> Heads:
+        """Return views of the buffer for x, made once for each number of tokens."""
+        n, g, d = self.mixer.heads, self.mixer.kv_heads, self.mixer.config.kv_channels
+        tokens = x.shape[0]
+        flat = self._buffers.of("heads", tokens, self._weight.shape[0])
+        found = self._views.get(tokens)
+        if found is not None and found.flat is flat:
+            return found
+        heads = flat.view(tokens, -1, d)
+        found = Heads(
+            flat,
+            query=heads[:, :n],
+            key=heads[:, n : n + g],
+            turned=heads[:, : n + g],
+            key_value=heads[:, n : n + 2 * g],
+            gate=heads[:, n + 2 * g :],
+        )
+        if tokens <= BUFFERED_TOKENS:
+            self._views[tokens] = found
+        return found
 
 
-def _row_product(linear: nn.Module, x: Tensor) -> Tensor:
-    """Return this rank's addend of a row-parallel product, the bias in that of rank 0."""
-    bias = linear.bias if linear.region.group.rank == 0 else None
-    return linear.weight.product(x, bias)
+class OptimizedMLP:
+    """An MLP of packed tokens up to its down projection, by the weights of a module."""
+
+    def __init__(self, mixer: MLP, buffers: Buffers) -> None:
+        self.mixer, self.output, self._buffers = mixer, mixer.down, buffers
+        self._weight, self._bias = mixer.input.weight, mixer.input.bias
+        self._halves: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Return [t, f/tp] from x [t, h]."""
+        tokens = x.shape[0]
+        inner = self._buffers.of("inner", tokens, self._weight.shape[0])
+        self._weight.product(x, self._bias, out=inner)  # [t, 2f/tp] or [t, f/tp]
+        if not self.mixer.config.gated or inner.device.type != "cpu":
+            return self.mixer.activate(inner)
+        found = self._halves.get(tokens)
+        if found is None or found[0] is not inner:
+            found = (inner, *inner.chunk(2, -1))
+            if tokens <= BUFFERED_TOKENS:
+                self._halves[tokens] = found
+        return gate_(found[1], found[2], activation=self.mixer.config.activation)
+
+
+class Block(NamedTuple):
+    """A block of the model; `inner` runs in place of its mixer's module, if there is such."""
+
+    norm: Norm
+    mixer: nn.Module
+    inner: OptimizedAttention | OptimizedMLP | None

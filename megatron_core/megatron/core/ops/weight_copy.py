@@ -66,20 +66,37 @@ class WeightCopy:
         rows = self.values[start:stop, : self.features].float()
         return rows if self.scales is None else rows.mul_(self.scales[start:stop, None])
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x [..., h] Wᵀ + bias [o], [..., o] in x's dtype."""
+    def product(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return x [..., h] Wᵀ + bias [o], [..., o] in x's dtype; in `out` if that is given."""
         flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        if self._rows is not None and len(flat) > self._rows:
-            out = self._widened_product(flat.float())
-        elif self.scales is None:
-            out = F.linear(flat.to(torch.bfloat16), self.values)
-        else:
-            out = self._int8_product(flat.to(torch.bfloat16))
-        if out.dtype is not x.dtype:
-            out = out.to(x.dtype)
+        y = self.multiplied(flat)
+        if x.ndim != 2:
+            y = y.reshape(*x.shape[:-1], self.rows)
+        if out is not None:
+            y = out.copy_(y)
+        elif y.dtype is not x.dtype:
+            y = y.to(x.dtype)
         if bias is not None:
-            out += bias
-        return out if x.ndim == 2 else out.reshape(*x.shape[:-1], self.rows)
+            y += bias
+        return y
+
+    def add_product_(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add x [t, h] Wᵀ to total [t, o], in place."""
+        total.add_(self.multiplied(x))
+
+    def multiplied(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [t, h] Wᵀ [t, o], in bf16 or fp32."""
+        if self._rows is not None and len(x) > self._rows:
+            return self._widened_product(x.float())
+        if self.scales is None:
+            return F.linear(x.to(torch.bfloat16), self.values)
+        return self._int8_product(x.to(torch.bfloat16))
 
     def _int8_product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [t, h] Wᵀ, [t, o], bf16 both."""

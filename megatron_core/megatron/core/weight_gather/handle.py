@@ -233,16 +233,40 @@ class WeightHandle:
             return _apply_linear(x, self.param, self)
         return _apply_linear(x, self.param, self, bias, bias.param)
 
-    def product(self, x: torch.Tensor, bias: WeightHandle | None = None) -> torch.Tensor:
-        """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype, outside of autograd."""
-        if self.copy is not None:
-            return self.copy.product(x, None if bias is None else bias.get())
-        weight, dtype = self.get(), self.product_dtype
+    def product(
+        self,
+        x: torch.Tensor,
+        bias: WeightHandle | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return x [..., h] Wᵀ [h, o] + bias [o], [..., o] in x's dtype, outside of autograd.
+
+        Args:
+            out: [..., o] where the result is written, and returned, instead of to a new tensor.
+        """
         added = None if bias is None else bias.get()
+        if self.copy is not None:
+            return self.copy.product(x, added, out=out)
+        weight, dtype = self.get(), self.product_dtype
         if dtype is x.dtype:
-            return F.linear(x, weight, added)
+            return F.linear(x, weight, added, out=out)
         wide = None if added is None else added.to(dtype)
-        return F.linear(x.to(dtype), weight.to(dtype), wide).to(x.dtype)
+        y = F.linear(x.to(dtype), weight.to(dtype), wide)
+        return y.to(x.dtype) if out is None else out.copy_(y)
+
+    def add_product_(
+        self, total: torch.Tensor, x: torch.Tensor, *, bias: WeightHandle | None = None
+    ) -> None:
+        """Add x [t, h] Wᵀ + bias [o] to total [t, o], in place, outside of autograd."""
+        if self.copy is not None:
+            self.copy.add_product_(total, x)
+        elif self.product_dtype is x.dtype is total.dtype:
+            total.addmm_(x, self.get().t())
+        else:
+            total.add_(self.product(x))
+        if bias is not None:
+            total.add_(bias.get())
 
     def embedding(self, ids: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows `ids` [...] of the weight, [..., h]; zero where `valid` is False. Saves
@@ -262,8 +286,10 @@ class WeightHandle:
         """
         if torch.is_grad_enabled():
             return _Use.apply(self.param, self, dtype)
-        stays = self.block is not None and self.block.alone
-        return self.get().to(dtype or self.dtype, copy=not stays)
+        weight, stays = self.get(), self.block is not None and self.block.alone
+        if stays and weight.dtype is dtype:
+            return weight
+        return weight.to(dtype or self.dtype, copy=not stays)
 
     # --- gradients --------------------------------------------------------------------------------
 

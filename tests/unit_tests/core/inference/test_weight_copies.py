@@ -43,13 +43,13 @@ def test_states_are_those_of_a_model_with_the_copies_values(
         monkeypatch.setattr(weight_copy, "matmul_dtype", lambda *_: torch.float32)
         monkeypatch.setattr(weight_copy, "BF16_ROWS", 0)
         monkeypatch.setattr(weight_copy, "INT8_ROWS", 0)
-    products, product = [], WeightCopy.product
+    products, multiplied = [], WeightCopy.multiplied
 
-    def counted(copy: WeightCopy, x: torch.Tensor, bias: torch.Tensor | None = None):
+    def counted(copy: WeightCopy, x: torch.Tensor) -> torch.Tensor:
         products.append(copy)
-        return product(copy, x, bias)
+        return multiplied(copy, x)
 
-    monkeypatch.setattr(WeightCopy, "product", counted)
+    monkeypatch.setattr(WeightCopy, "multiplied", counted)
     model, reference = model_in_fp32(family), model_in_fp32(family)
     store_values_of_copies(reference, dtype)
     assert not products

@@ -8,6 +8,7 @@ import torch
 
 from megatron.core.ops.attention import attention
 from megatron.core.ops.paged_attention import (
+    JointPages,
     PagedBatch,
     paged_attention,
     write_and_attend,
@@ -126,7 +127,7 @@ def test_one_row_reads_its_own_pages_whatever_their_order(table):
     got = write_and_attend(
         query,
         new,
-        pages,
+        JointPages(pages),
         batch=PagedBatch(
             block_table=torch.tensor([table], dtype=torch.int32),
             query_bounds=torch.tensor([0, 1], dtype=torch.int32),

@@ -15,9 +15,10 @@ import torch
 
 from megatron.core.ops.dispatch import choose
 from megatron.core.ops.paged_attention import reference
-from megatron.core.ops.paged_attention.reference import PagedBatch
+from megatron.core.ops.paged_attention.reference import JointPages, PagedBatch
 
 __all__ = [
+    "JointPages",
     "PagedBatch",
     "paged_attention",
     "paged_latent_attention",
@@ -126,7 +127,7 @@ def paged_latent_attention(
 def write_and_attend(
     query: torch.Tensor,
     key_value: torch.Tensor,
-    pages: torch.Tensor,
+    pages: JointPages,
     *,
     batch: PagedBatch,
     slot_mapping: torch.Tensor,
@@ -142,7 +143,7 @@ def write_and_attend(
     Args:
         query: [t, n, d], the new tokens of all rows one after the other.
         key_value: [t, 2g, d], the heads of the keys, then those of the values.
-        pages: [blocks, block_size, 2g, d], contiguous, written.
+        pages: of 2g heads a token, written.
         batch: which tokens and which pages belong to each row.
         slot_mapping: int64 [t], the slot of each token; -1 writes nothing.
         scale: factor on the logits.
@@ -154,10 +155,10 @@ def write_and_attend(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if key_value.shape[1:] != pages.shape[2:] or not pages.is_contiguous():
+    if key_value.shape[1:] != pages.places.shape[1:]:
         raise ValueError(
-            f"write_and_attend: keys and values {tuple(key_value.shape)} do not fit contiguous "
-            f"pages {tuple(pages.shape)}"
+            f"write_and_attend: keys and values {tuple(key_value.shape)} do not fit pages "
+            f"{tuple(pages.pages.shape)}"
         )
     if choose(None, query, "write_and_attend") == "reference":
         step = reference.decode_step(
@@ -165,7 +166,7 @@ def write_and_attend(
         )
         if step is not None:
             return step
-    (key, value), (keys, values) = key_value.chunk(2, 1), pages.chunk(2, 2)
+    (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
     write_to_pages(
         key,
         value,

@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron.core.ops.attention.reference import Mask, add_sinks, attention_forward
 from megatron.core.ops.dispatch import accumulation_dtype, matmul_dtype
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Gather(NamedTuple):
@@ -27,7 +30,7 @@ class Gather(NamedTuple):
         contexts: tokens of each row in the cache.
         decoding: how many of the first rows have one new token, and are attended to together.
         slots: int64 [decoding * k], the slot of each key that these see; some key that the row
-            sees where it sees fewer than k.
+            sees where it sees fewer than k. None with a run.
         run: (first slot, k) where one row decodes and its slots lie one after the other.
         mask: [decoding, 1, 1, k], added to logits: -inf there and else 0; None if all see k.
     """
@@ -112,6 +115,30 @@ class PagedBatch:
         return self.context_lengths.shape[0]
 
 
+class JointPages:
+    """Pages of a layer that hold keys and values, and views of them that are made once.
+
+    Args:
+        pages: [blocks, block_size, 2g, d], contiguous: the heads of the keys, then of the values.
+
+    Attributes:
+        places: [blocks * block_size, 2g, d].
+        keys, values: [g, blocks * block_size, d].
+
+    Raises:
+        ValueError: another shape or strides.
+    """
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        if pages.ndim != 4 or pages.shape[2] % 2 or not pages.is_contiguous():
+            raise ValueError(
+                f"pages {tuple(pages.shape)} with strides {pages.stride()} must be contiguous "
+                "[blocks, block_size, 2g, d]"
+            )
+        self.pages, self.places = pages, pages.flatten(0, 1)
+        self.keys, self.values = self.places.transpose(0, 1).chunk(2)
+
+
 def _is_dense(x: torch.Tensor) -> bool:
     """Say whether the last dimension has no gaps."""
     return x.stride(-1) == 1 or x.shape[-1] <= 1
@@ -134,23 +161,32 @@ def gather_of(
         decoding += 1
     slots = mask = run = None
     if decoding:
-        device = batch.device
-        ends = batch.context_lengths[:decoding, None].long()  # [d, 1]
-        starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
-        widths = ends - starts
-        most = max(contexts[:decoding]) if window is None else min(max(contexts[:decoding]), window)
-        columns = torch.arange(most, device=device)  # [k]
-        places = torch.minimum(starts + columns, ends - 1)  # [d, k]
-        pages = batch.block_table[:decoding].gather(1, places // size).long()
-        slots = (pages * size + places % size).flatten()
-        if min(contexts[:decoding]) < most:
-            mask = torch.zeros((decoding, 1, 1, most), dtype=dtype, device=device)
-            mask.masked_fill_((columns >= widths)[:, None, None], float("-inf"))
-        if decoding == 1 and torch.equal(slots, slots[0] + columns):
-            run = int(slots[0]), most
+        table = batch.block_table[:decoding].cpu().numpy()
+        ends = np.array(contexts[:decoding])[:, None]  # [d, 1]
+        starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+        most = int((ends - starts).max())
+        run = _run(table[0], int(starts[0, 0]), most, size) if decoding == 1 else None
+        if run is None:
+            columns = np.arange(most)  # [k]
+            places = np.minimum(starts + columns, ends - 1)  # [d, k]
+            pages = np.take_along_axis(table, places // size, 1).astype(np.int64)
+            slots = torch.from_numpy((pages * size + places % size).reshape(-1)).to(batch.device)
+            hidden = columns >= ends - starts  # [d, k]
+            if hidden.any():
+                added = np.where(hidden, -np.inf, 0.0)[:, None, None]
+                mask = torch.from_numpy(added).to(batch.device, dtype)
     found = Gather(bounds, contexts, decoding, slots, mask, run)
     batch._gathers[size, window, dtype] = found
     return found
+
+
+def _run(table: np.ndarray, start: int, most: int, size: int) -> tuple[int, int] | None:
+    """Return (first slot, most) of a row's places from `start` on if its blocks lie one after the
+    other; else None."""
+    blocks = table[start // size : -(-(start + most) // size)]
+    if (blocks[1:] - blocks[:-1] != 1).any():
+        return None
+    return int(blocks[0]) * size + start % size, most
 
 
 def paged_attention(
@@ -219,7 +255,7 @@ def paged_attention(
 def decode_step(
     query: torch.Tensor,
     key_value: torch.Tensor,
-    pages: torch.Tensor,
+    pages: JointPages,
     batch: PagedBatch,
     slot_mapping: torch.Tensor,
     scale: float,
@@ -229,21 +265,22 @@ def decode_step(
     """Write and attend where every row has one new token and none is padding, else return None; see
     `ops.paged_attention.write_and_attend`."""
     dtype = matmul_dtype(query, batch.cpu_dtype)
-    what = gather_of(batch, pages.shape[1], window, query.shape[0], dtype)
+    what = gather_of(batch, pages.pages.shape[1], window, query.shape[0], dtype)
     if what.decoding != query.shape[0] or query.device.type != "cpu":
         return None
     rows, heads, features = query.shape
-    places = pages.view(-1, *pages.shape[2:])  # [blocks * size, 2g, d]
-    places.index_copy_(0, slot_mapping, key_value)
-    if what.run is not None:
-        kept = places.narrow(0, *what.run).unsqueeze(0)
-    else:
-        kept = places.index_select(0, what.slots).view(rows, -1, *places.shape[1:])
-    groups = places.shape[1] // 2
-    keys, values = kept.split(groups, 2)  # [b, k, g, d]
-    if dtype != query.dtype or sinks is not None:
+    pages.places.index_copy_(0, slot_mapping, key_value)
+    plain, groups = dtype == query.dtype and sinks is None, pages.keys.shape[0]
+    if plain and what.run is not None:
+        # One row: the heads that share keys are the rows of a product.
+        grouped = query.view(groups, heads // groups, features)
+        keys, values = pages.keys.narrow(1, *what.run), pages.values.narrow(1, *what.run)
+        logits = torch.baddbmm(_zero(dtype), grouped, keys.mT, beta=0, alpha=scale)
+        return torch.bmm(logits.softmax(-1), values).view(query.shape)  # from [g, n/g, d]
+    keys, values = _at_slots(pages.pages, what).split(groups, 2)  # [b, k, g, d]
+    if not plain:
         return _decode(query, keys, values, what.mask, scale, sinks, dtype)[0]
-    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, _ = _FLASH(
         query.view(rows, groups, heads // groups, features),
         keys.transpose(1, 2),
         values.transpose(1, 2),
@@ -253,6 +290,12 @@ def decode_step(
         scale=scale,
     )
     return out.reshape(query.shape)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype) -> torch.Tensor:
+    """Return 0, [1, 1, 1] on the CPU."""
+    return torch.zeros(1, 1, 1, dtype=dtype)
 
 
 def _decode(
@@ -274,9 +317,7 @@ def _decode(
     grouped = query.reshape(rows, groups, heads // groups, features).to(dtype)
     keys, values = keys.to(dtype).transpose(1, 2), values.to(dtype).transpose(1, 2)  # [b, g, k, d]
     if query.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            grouped, keys, values, 0.0, False, attn_mask=mask, scale=scale
-        )
+        out, lse = _FLASH(grouped, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     else:
         logits = (grouped * scale) @ keys.mT  # [b, g, n/g, k]
         if mask is not None:
@@ -315,13 +356,20 @@ def _places(cache: torch.Tensor) -> torch.Tensor | None:
 
 
 def _at_slots(cache: torch.Tensor, what: Gather) -> torch.Tensor:
-    """Copy [b, k, g, d] out of the slots of a cache [blocks, size, g, d]."""
-    assert what.slots is not None
+    """Return [b, k, g, d], what lies in the slots of a cache [blocks, size, g, d]."""
     size, shape = cache.shape[1], (what.decoding, -1, *cache.shape[2:])
     places = _places(cache)
-    if places is not None:
-        return places.index_select(0, what.slots).view(shape)
-    return cache[what.slots // size, what.slots % size].view(shape)
+    if what.run is not None:
+        first, count = what.run
+        if places is not None:
+            return places.narrow(0, first, count).unsqueeze(0)
+        slots = torch.arange(first, first + count, device=cache.device)
+    else:
+        assert what.slots is not None
+        slots = what.slots
+        if places is not None:
+            return places.index_select(0, slots).view(shape)
+    return cache[slots // size, slots % size].view(shape)
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor, low: int, high: int) -> torch.Tensor:

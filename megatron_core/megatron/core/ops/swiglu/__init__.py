@@ -59,6 +59,23 @@ def gated(
     return forward(gate_up, activation)
 
 
+def gate_(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:
+    """Write activation(gate) * up to `gate` and return it; `gated` where nothing is kept.
+
+    Two operations, in plain torch: for generation on a CPU. Forward only.
+
+    Args:
+        gate, up: [..., f].
+        activation: as of `gated`.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if activation not in GATES:
+        raise ValueError(f"gate_: activation={activation!r} is unknown; use one of {GATES}")
+    return reference.gate_(gate, up, activation)
+
+
 def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Apply a plain activation to every element.
 

@@ -38,6 +38,13 @@ def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return _activate_into(gate, activation, y).mul_(up)
 
 
+def gate_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Write activation(gate) * up [..., f] to `gate`."""
+    if activation == "silu":
+        return F.silu(gate, inplace=True).mul_(up)
+    return torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)
+
+
 def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return the gradient of gate_up [..., 2f] from that of the result [..., f]."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -171,7 +171,11 @@ def _by_all_gather(
     weights = gather_from_group(routing.weights, group, partial_gradient=True)  # [n t, k]
     own = wanted - ranks.first
     elsewhere = (own < 0) | (own >= ranks.num_local)
-    found = _Sorted.of(own.masked_fill(elsewhere, ranks.num_local), ranks.num_local)
+    found = _Sorted.of(
+        own.masked_fill(elsewhere, ranks.num_local),
+        ranks.num_local,
+        complete=routing.kept is None and ranks.num_local == ranks.num_experts,
+    )
     permutation = Permutation.of(found.places, *wanted.shape)
     meanwhile()
     everyone = arrive(under_way, flight)  # [n t, h]

@@ -1,71 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step of the optimized forward enters, traced: for every family of model.
+"""What a decode step of the optimized forward enters, traced by line: for every family of model.
 
-No autograd Function runs, at tp 1 no collective is entered, and the host reads the device only for
-the chosen tokens and what is reported with them.
+No autograd Function runs; on one rank no collective is entered; the host reads the device only for
+the chosen tokens and what is reported with them; no tensor is made but in the results of
+operations. The exceptions are named, with the families that have them and the reason.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.core.comm import trace
+from megatron.core.comm.conjugates import copy_to_group
 from megatron.core.inference.engine import Engine
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.transformer import NormConfig
+from tests.support.inputs import one_thread
+from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, model_of, requests
 
 #: Functions of torch that wait for the device.
 READS = frozenset({"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu"})
+#: Functions of torch that make a tensor of numbers of the host, or of nothing.
+MAKES = frozenset(
+    {"arange", "as_tensor", "eye", "from_numpy", "full", "linspace", "scalar_tensor", "tensor"}
+) | {f"{kind}{like}" for kind in ("empty", "full", "ones", "zeros") for like in ("", "_like")}
+MAKES |= {f"new_{kind}" for kind in ("empty", "full", "ones", "tensor", "zeros")}
 #: Modules whose functions are wrappers of collectives.
 COMM = "megatron.core.comm."
-#: Where the line is looked for that asked for a read.
+#: Where the line is looked for that asked.
 OURS = ("megatron.", "tests.")
 
 
-class Reads(TorchFunctionMode):
-    """Count what waits for the device, by the line of this project that asked."""
+def place(frame: FrameType) -> str:
+    """Return module:function:line of this project that a frame was called from."""
+    while not frame.f_globals.get("__name__", "").startswith(OURS) and frame.f_back:
+        frame = frame.f_back
+    return f"{frame.f_globals['__name__']}:{frame.f_code.co_name}:{frame.f_lineno}"
 
-    def __init__(self) -> None:
+
+@dataclass
+class Steps(TorchFunctionMode):
+    """Note by place what waits for the device, makes a tensor, or enters an autograd Function or a
+    collective."""
+
+    reads: Counter[str] = field(default_factory=Counter)
+    makes: Counter[str] = field(default_factory=Counter)
+    functions: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in READS:
-            frame = sys._getframe(1)
-            while not frame.f_globals.get("__name__", "").startswith(OURS) and frame.f_back:
-                frame = frame.f_back
-            self.found[f"{frame.f_globals['__name__']}:{frame.f_code.co_name}"] += 1
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.reads[place(sys._getframe(1))] += 1
+        if name in MAKES:
+            self.makes[place(sys._getframe(1))] += 1
         return func(*args, **(kwargs or {}))
 
+    def _note(self, frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call":
+            owner = getattr(called, "__self__", None)
+            if called is torch.from_numpy:  # no mode sees it
+                self.makes[place(frame)] += 1
+            elif isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+                self.functions[place(frame)] += 1  # `apply` of the base class, which weights call
+        elif event == "call":
+            module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+            caller = frame.f_back or frame
+            if (module, name) == ("torch.autograd.function", "apply"):
+                self.functions[place(caller)] += 1
+            elif module.startswith(COMM) and not name.startswith("<"):
+                self.collectives[place(caller)] += 1
 
-@contextmanager
-def entered() -> Iterator[Counter[str]]:
-    """Count the Python functions of collectives and of autograd that are entered."""
-    found: Counter[str] = Counter()
+    @staticmethod
+    def of(run: Callable[[], object]) -> Steps:
+        """Return what is found while something runs."""
+        found = Steps()
+        sys.setprofile(found._note)
+        try:
+            with found:
+                run()
+        finally:
+            sys.setprofile(None)
+        return found
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event != "call":
-            return
-        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.startswith(COMM) or (module, name) == ("torch.autograd.function", "apply"):
-            found[f"{module}:{name}"] += 1
 
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
+def modules(places: Counter[str]) -> set[str]:
+    return {place.split(":")[0] for place in places}
 
 
 #: Norms and positions that no family of the engine's own tests has.
@@ -78,52 +112,123 @@ OTHERS = {
         replace(FAMILIES["gqa"], norm=NormConfig(kind="LayerNorm")),
         torch.bfloat16,
     ),
+    "one type": (FAMILIES["gqa"], torch.float32),
 }
 GUARDED = (*FAMILIES, *OTHERS)
+EVERY = frozenset(GUARDED)
+
+CORE = "megatron.core"
+#: Modules that may read the device in a step, the families in which they do, and why.
+READERS = {
+    f"{CORE}.inference.engine": (EVERY, "the chosen tokens and what is said of them"),
+    f"{CORE}.ops.paged_attention.reference": (EVERY, "on a CPU in place of a kernel"),
+    f"{CORE}.weight_gather.grouped": ({"experts"}, "on a CPU in place of a grouped product"),
+}
+#: Modules that may make tensors in a step, the families in which they do, and why.
+MAKERS = {
+    f"{CORE}.inference.engine": (EVERY, "the step's numbers, brought to the device in one copy"),
+    f"{CORE}.ops.paged_attention.reference": (EVERY, "on a CPU in place of a kernel"),
+    f"{CORE}.moe.dispatch": ({"experts"}, "counts of experts, which begin at zero"),
+    f"{CORE}.ops.permutation": ({"experts"}, "the order of rows, inverted"),
+    f"{CORE}.weight_gather.grouped": ({"experts"}, "the result of several products"),
+    f"{CORE}.ops.swiglu.reference": ({"experts"}, "the result of an activation"),
+    f"{CORE}.ops.rope.reference": ({"latent"}, "the result of a rotation"),
+    f"{CORE}.ops.causal_conv1d.reference": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.gated_delta_rule.reference": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.state_space_dual.reference": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.gated_rms_norm.reference": ({"hybrid"}, "the result of a norm"),
+}
 
 
-def decoding(family: str) -> Engine:
+def expected(named: dict[str, tuple[set[str] | frozenset[str], str]], family: str) -> set[str]:
+    return {module for module, (families, _) in named.items() if family in families}
+
+
+def decoding(
+    family: str, groups: ProcessGroupCollection | None = None, *, sequence_parallel: bool = False
+) -> Engine:
     """Return an engine whose next steps only decode."""
+    layout = {"sequence_parallel": True} if sequence_parallel else {}
     if family in OTHERS:
         config, dtype = OTHERS[family]
-        model = GPTModel(config, ProcessGroupCollection.single(), dtype=dtype, seed=3)
+        groups = groups or ProcessGroupCollection.single()
+        model = GPTModel(config, groups, dtype=dtype, seed=3, **layout)
     else:
-        model = model_of(family)
-    engine = engine_of(model, max_step_tokens=500)
+        model = model_of(family, groups, **layout)
+    multiple = model.region.group.size if sequence_parallel else 1
+    engine = engine_of(model, max_step_tokens=500, token_multiple=multiple)
     engine.model = InferenceOptimizedModel(model)
     for request in requests():
         engine.add(request)
     while any(row.remaining > 1 for row in engine._outputs):
         engine.step()
+    engine.step()  # which makes buffers of this many tokens
     return engine
 
 
 @pytest.mark.parametrize("family", GUARDED)
-def test_a_decode_step_enters_no_function_and_no_collective(family: str) -> None:
+def test_a_decode_step_enters_reads_and_makes_nothing_but_what_is_named(family: str) -> None:
     engine = decoding(family)
-    with entered() as found:
-        assert engine.step()
-    assert not found
+    found = Steps.of(engine.step)
+    assert engine.unfinished == len(requests())
+    assert not found.functions
+    assert not found.collectives
+    assert modules(found.reads) == expected(READERS, family), found.reads
+    assert modules(found.makes) == expected(MAKERS, family), found.makes
 
 
-@pytest.mark.parametrize("planted", ["function", "collective"])
-def test_the_tracer_sees_what_is_planted(planted: str) -> None:
+def no_op(hidden: torch.Tensor) -> torch.Tensor:
+    return Nothing.apply(hidden)
+
+
+def no_op_of_the_base(hidden: torch.Tensor) -> torch.Tensor:
+    return super(torch.autograd.Function, Nothing).apply(hidden)
+
+
+def collective(hidden: torch.Tensor) -> torch.Tensor:
+    return copy_to_group(hidden, Group.single())
+
+
+def read(hidden: torch.Tensor) -> torch.Tensor:
+    assert hidden.isfinite().all().item()
+    return hidden
+
+
+def constant(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * torch.tensor(1.0, dtype=hidden.dtype)
+
+
+def range_of_tokens(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.index_select(0, torch.arange(hidden.shape[0]))
+
+
+def zeros(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + torch.zeros_like(hidden)
+
+
+PLANTED = {
+    "functions": (no_op, no_op_of_the_base),
+    "collectives": (collective,),
+    "reads": (read,),
+    "makes": (constant, range_of_tokens, zeros),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "planted"), [(kind, one) for kind, each in PLANTED.items() for one in each]
+)
+def test_the_line_of_what_is_planted_is_named(kind: str, planted: Callable) -> None:
     engine = decoding("gqa")
     forward = engine.model
 
     def slower(tokens, **context):
-        hidden = forward(tokens, **context)
-        if planted == "collective":
-            from megatron.core.comm.conjugates import copy_to_group
-
-            return copy_to_group(hidden, Group.single())
-        return Nothing.apply(hidden)
+        return planted(forward(tokens, **context))
 
     slower.head = forward.head
     engine.model = slower
-    with entered() as found:
-        engine.step()
-    assert found
+    found = getattr(Steps.of(engine.step), kind)
+    line = planted.__code__.co_firstlineno + 1
+    assert f"{__name__}:{planted.__name__}:{line}" in found
 
 
 class Nothing(torch.autograd.Function):
@@ -134,41 +239,32 @@ class Nothing(torch.autograd.Function):
         return x.view_as(x)
 
 
-#: Modules that may read the device in a step: the engine the chosen tokens and what is said of
-#: them; on a CPU what stands for a kernel there, of paged attention and of the experts' products.
-READERS = frozenset(
-    {
-        "megatron.core.inference.engine",
-        "megatron.core.ops.paged_attention.reference",
-        "megatron.core.weight_gather.grouped",
-    }
-)
+#: Modules that make the results of collectives.
+RESULTS = {f"{CORE}.comm.collectives"}
+#: Families whose step is traced on two ranks, with its scatters and gathers. Each block has one of
+#: both, latent attention three gathers; the embedding is scattered, the last hidden states and the
+#: logits are gathered. Experts gather the ids and weights of their choice as well.
+ON_RANKS = {"gqa": (5, 6), "experts": (5, 8), "latent": (5, 10), "hybrid": (7, 8)}
 
 
-def readers(engine: Engine) -> set[str]:
-    """Return the modules that read the device in a step."""
-    with Reads() as reads:
-        engine.step()
-    return {place.split(":")[0] for place in reads.found}
+def steps_on_a_rank(rank: int, world: int) -> dict[str, tuple[Steps, Counter[str]]]:
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
+    found = {}
+    with one_thread():
+        for family in ON_RANKS:
+            engine = decoding(family, groups, sequence_parallel=True)
+            with trace(groups) as records:
+                step = Steps.of(engine.step)
+            collectives = Counter(record.kind for record in records)
+            found[family] = step, collectives
+    return found
 
 
-@pytest.mark.parametrize("family", GUARDED)
-def test_the_host_reads_only_what_was_chosen(family: str) -> None:
-    found = readers(decoding(family))
-    assert "megatron.core.inference.engine" in found
-    assert not found - READERS
-    assert ("megatron.core.weight_gather.grouped" in found) == (family == "experts")
-
-
-def test_a_planted_read_is_seen() -> None:
-    engine = decoding("gqa")
-    forward = engine.model
-
-    def slower(tokens, **context):
-        hidden = forward(tokens, **context)
-        assert hidden.isfinite().all().item()
-        return hidden
-
-    slower.head = forward.head
-    engine.model = slower
-    assert readers(engine) - READERS == {__name__}
+def test_on_ranks_a_step_enters_only_its_gathers_and_scatters() -> None:
+    for found in run_ranks(steps_on_a_rank, 2):
+        for family, (step, collectives) in found.items():
+            assert not step.functions, family
+            assert modules(step.reads) == expected(READERS, family), step.reads
+            assert modules(step.makes) == expected(MAKERS, family) | RESULTS, step.makes
+            kinds = collectives["reduce_scatter"], collectives["all_gather"]
+            assert kinds == ON_RANKS[family], (family, collectives)
